@@ -1,0 +1,73 @@
+"""Messages to ids: the chat template is rendered here and nowhere else."""
+
+# Templates such as Llama 3.2's write today's date into the prompt; without this a run would differ after midnight.
+TEMPLATE_DATE = "26 Jul 2024"
+
+
+def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+    """The ids of a conversation up to the point where the assistant is to speak."""
+    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+
+
+def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> tuple[list[int], list[int]]:
+    """The ids of a whole conversation, and a mask that is 1 on what the assistant says.
+
+    The mask covers every assistant turn *including its end-of-turn token*, so that the policy learns to stop, and
+    nothing that the template puts around it. Each turn is encoded apart from what stands before it, just as the
+    sampler continues a prompt that is already encoded.
+
+    Returns:
+        ids and mask, of equal length.
+
+    Raises:
+        ValueError: the template rewrites earlier turns when a later one is added, so that a turn has no place of its
+            own, or it does not end an assistant turn with an end-of-turn token.
+    """
+    ids: list[int] = []
+    mask: list[int] = []
+    rendered = ""
+
+    def advance(text: str, role: str) -> list[int]:
+        nonlocal rendered
+        if not text.startswith(rendered):
+            raise ValueError(f"the chat template rewrites what stands before message {position} ({role})")
+        new_ids = _encode(tokenizer, text[len(rendered) :])
+        rendered = text
+        return new_ids
+
+    for position, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = advance(_render(tokenizer, messages[:position], add_generation_prompt=True), "assistant prompt")
+        turn = advance(_render(tokenizer, messages[: position + 1], add_generation_prompt=False), "assistant")
+        ends = [index for index, token in enumerate(turn) if token in end_of_turn_ids]
+        if not ends:
+            raise ValueError(f"the chat template does not end message {position} with an end-of-turn token")
+        spoken = ends[-1] + 1
+        ids += before + turn
+        mask += [0] * len(before) + [1] * spoken + [0] * (len(turn) - spoken)
+    return ids, mask
+
+
+def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
+    """Every id that ends an assistant turn: the tokenizer's and the generation config's (Llama 3 has several).
+
+    Raises:
+        ValueError: there is none, so that no completion could ever end.
+    """
+    configured = getattr(generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    ids = sorted({i for i in [tokenizer.eos_token_id, *configured] if i is not None})
+    if not ids:
+        raise ValueError("neither the tokenizer nor the generation config names an end-of-turn (eos) token")
+    return ids
+
+
+def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=add_generation_prompt, tokenize=False, date_string=TEMPLATE_DATE
+    )
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)  # the template has written them already

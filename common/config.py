@@ -1,0 +1,117 @@
+"""The settings that every experiment has and none teaches, their checks, and the table that resolves defaults.
+
+An experiment's `Config` inherits from `RunConfig` and adds what it teaches.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from common.tasks.arithmetic import SYSTEM_PROMPT
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_POLICY = ROOT / "assets" / "tiny_policy"
+TRAIN_DATA = ROOT / "data" / "math_tasks.jsonl"
+HELDOUT_DATA = ROOT / "data" / "math_tasks_heldout.jsonl"
+
+# What a flag becomes that was left at None, by the kind of policy. A test holds the texts of --help to these figures.
+RESOLVED = {
+    "tiny": {"lr": 5e-5, "max_new_tokens": 64, "system_prompt": ""},
+    "full": {"lr": 1e-6, "max_new_tokens": 512, "system_prompt": SYSTEM_PROMPT},
+}
+
+
+class UserError(Exception):
+    """Something that the user can put right; shown as one sentence, without a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    model: str = "tiny"  # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory
+    data: str | None = None  # JSONL file, or hub dataset id[:subset], with question and answer; None: the bundled task
+    eval_data: str | None = None  # the same for evaluation; None: bundled held-out file, or rows that --data gives up
+    max_terms: int | None = None  # keep questions with at most so many numbers (needs num_terms)
+    max_digits: int | None = None  # keep questions whose numbers have at most so many digits (needs num_digits)
+    max_question_length: int | None = None  # keep questions of at most so many characters
+    system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
+    seed: int = 0  # of everything random: data order, sampling, minibatches
+    threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
+    device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: cuda where there is one, else cpu
+    dtype: Literal["float32", "bfloat16"] = "float32"  # arithmetic; bfloat16 is autocast, with weights in float32
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # how attention is computed
+    eval_every: int = 20  # steps between evaluations (greedy only); 0: only before and after
+    eval_prompts: int = 256  # held-out questions of an evaluation
+    checkpoint_every: int = 0  # steps between checkpoints of the policy; 0: only the final one
+    samples_every: int = 1  # steps between entries of samples.jsonl; 0: none
+    name: str | None = None  # of the run; None: date, time and seed
+    runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
+
+    @property
+    def kind(self) -> str:
+        """Which row of `RESOLVED` holds for this run."""
+        return "tiny" if self.model == "tiny" else "full"
+
+
+ConfigT = TypeVar("ConfigT", bound=RunConfig)
+
+
+def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None, description: str) -> ConfigT:
+    """Read the command line, resolve what was left open, and refuse what cannot work, before anything is loaded.
+
+    Raises:
+        UserError: a value is out of range, or two contradict each other.
+    """
+    import tyro
+
+    config = tyro.cli(config_class, args=argv, description=description, config=(tyro.conf.FlagConversionOff,))
+    left_open = {name: value for name, value in RESOLVED[config.kind].items() if getattr(config, name, 0) is None}
+    if config.device == "auto":
+        left_open["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    config = dataclasses.replace(config, **left_open)
+    check_ranges(
+        config,
+        positive=("threads", "eval_prompts", "max_terms", "max_digits", "max_question_length"),
+        not_negative=("seed", "eval_every", "checkpoint_every", "samples_every"),
+    )
+    return config
+
+
+def check_ranges(config: RunConfig, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
+    """Refuse numbers out of range; a flag at None has none.
+
+    Raises:
+        UserError: naming the flag and its value.
+    """
+    for names, is_fine, wanted in (
+        (positive, lambda value: value > 0, "more than 0"),
+        (not_negative, lambda value: value >= 0, "0 or more"),
+    ):
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and not is_fine(value):
+                raise UserError(f"{flag(name)} must be {wanted}, not {value}")
+
+
+def flag(name: str) -> str:
+    """
+    >>> flag("max_new_tokens")
+    '--max-new-tokens'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def run_main(main: Callable[[], object]) -> None:
+    """Call `main` as a program: what the user can put right is told in one sentence, with exit status 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted; what was written so far is in the run's directory", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,113 @@
+"""Rows in: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config import HELDOUT_DATA, TRAIN_DATA, RunConfig, UserError, flag
+from common.keyed import keyed_generator
+
+
+def load_task(config: RunConfig) -> tuple[list[dict], list[dict]]:
+    """The training and the evaluation rows of a run, with `question` and `answer`, filtered alike.
+
+    Without `--eval-data`, the bundled task is evaluated on its held-out file, and a user's `--data` gives up
+    `--eval-prompts` rows, chosen by `--seed`, before training.
+
+    Raises:
+        UserError: a file or row cannot be used, or too few rows are left.
+    """
+    source = config.data or str(TRAIN_DATA)
+    train_rows = _filter(read_rows(source, ("question", "answer")), config, source)
+    eval_source = config.eval_data or (str(HELDOUT_DATA) if config.data is None else None)
+    if eval_source is not None:
+        eval_rows = _filter(read_rows(eval_source, ("question", "answer")), config, eval_source)
+        return train_rows, eval_rows[: config.eval_prompts]
+    if len(train_rows) <= config.eval_prompts:
+        raise UserError(
+            f"{source} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none is "
+            "left to train on: lower --eval-prompts or give --eval-data"
+        )
+    order = keyed_generator("split", config.seed).permutation(len(train_rows))
+    rows = [train_rows[index] for index in order]
+    return rows[config.eval_prompts :], rows[: config.eval_prompts]
+
+
+def read_rows(source: str, required: Sequence[str]) -> list[dict]:
+    """The rows of a JSONL file, or of the train split of a hub dataset `owner/name[:subset]`.
+
+    Raises:
+        UserError: naming file, line and what is wrong.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and source.count("/") == 1 and path.suffix not in (".json", ".jsonl"):
+        rows = _read_hub(source)
+    else:
+        rows = _read_jsonl(path)
+    if not rows:
+        raise UserError(f"{source} has no rows")
+    for number, row in enumerate(rows, start=1):
+        for field in required:
+            if field not in row:
+                raise UserError(f"{source}, row {number}: the field {field!r} is missing (there are: {', '.join(row)})")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[dict]:
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file")
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+def _read_hub(source: str) -> list[dict]:
+    from datasets import load_dataset
+
+    name, _, subset = source.partition(":")
+    try:
+        return load_dataset(name, subset or None, split="train").to_list()
+    except Exception as error:  # the hub client raises many kinds, none of which a user can tell apart
+        raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
+
+
+def _filter(rows: list[dict], config: RunConfig, source: str) -> list[dict]:
+    kept = rows
+    for limit, field in (("max_terms", "num_terms"), ("max_digits", "num_digits")):
+        most = getattr(config, limit)
+        if most is None:
+            continue
+        if any(field not in row for row in kept):
+            raise UserError(f"{flag(limit)} needs rows with {field!r}, which {source} does not have in all rows")
+        kept = [row for row in kept if row[field] <= most]
+    if config.max_question_length is not None:
+        kept = [row for row in kept if len(row["question"]) <= config.max_question_length]
+    if not kept:
+        filters = ", ".join(flag(name) for name in ("max_terms", "max_digits", "max_question_length"))
+        raise UserError(f"none of the {len(rows)} rows of {source} passes the filters ({filters})")
+    return kept
+
+
+def prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
+    """Which rows step 1, 2, ... trains on: a new permutation of all rows every epoch, keyed by (seed, epoch).
+
+    An epoch ends before a step that it could not fill, so that no step holds a prompt twice.
+
+    >>> first, second = (set(prompts_of_step(5, 2, step, seed=0)) for step in (1, 2))
+    >>> len(first), len(second), first & second
+    (2, 2, set())
+    """
+    steps_per_epoch = num_rows // prompts_per_step
+    epoch, position = divmod(step - 1, steps_per_epoch)
+    order = keyed_generator("data order", seed, epoch).permutation(num_rows)
+    return order[position * prompts_per_step : (position + 1) * prompts_per_step].tolist()

@@ -1,0 +1,143 @@
+"""From ragged trajectories to tensors, and from a rollout to minibatches.
+
+Shapes: Q prompts, G completions a prompt, B = Q*G rows with a group's rows adjacent, T tokens. Entry `[:, t]` of a
+(B, T-1) tensor is about token t+1: the one that the logits at position t predict.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (the name that every PyTorch reader knows)
+
+from common.keyed import keyed_generator
+from common.trajectory import Trajectory
+
+
+@dataclass
+class Experience:
+    """B rows, right-padded to T tokens. A field that is None is not computed yet, or not needed."""
+
+    sequences: torch.Tensor  # (B, T) long
+    attention_mask: torch.Tensor  # (B, T) long; 1 on every real token, known from its length, never from its id
+    action_mask: torch.Tensor  # (B, T-1) long; 1 where token t+1 was sampled by the policy
+    sampler_log_probs: torch.Tensor  # (B, T-1) as the sampler recorded them
+    prompt_index: torch.Tensor  # (B,) long
+    prompt_lengths: torch.Tensor  # (B,) long
+    action_log_probs: torch.Tensor | None = None  # (B, T-1) p_old of the ratio; None: the current policy's own
+    log_probs_ref: torch.Tensor | None = None  # (B, T-1)
+    returns: torch.Tensor | None = None  # (B, 1) or (B, T-1)
+    advantages: torch.Tensor | None = None  # (B, 1) or (B, T-1)
+    kl: torch.Tensor | None = None  # (B, T-1)
+
+    def __len__(self) -> int:
+        return self.sequences.shape[0]
+
+    def select(self, rows: torch.Tensor) -> "Experience":
+        """The given rows, in the given order, padded no wider than the longest of them."""
+        width = int(self.attention_mask[rows].sum(dim=1).max())
+
+        def take(name: str, x: torch.Tensor) -> torch.Tensor:
+            if x.dim() == 1:
+                return x[rows]
+            return x[rows, : width if name in _ABOUT_TOKEN_T else width - 1]
+
+        return self._map(take)
+
+    def split(self, micro_batch_size: int) -> Iterator["Experience"]:
+        """Micro-batches of at most `micro_batch_size` rows; rows of similar length stand together, to save padding."""
+        by_length = self.attention_mask.sum(dim=1).argsort(stable=True)
+        for rows in by_length.split(micro_batch_size):
+            yield self.select(rows)
+
+    def _map(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> "Experience":
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Experience(**{name: None if x is None else function(name, x) for name, x in values.items()})
+
+
+_ABOUT_TOKEN_T = ("sequences", "attention_mask")  # their entry t is about token t, every other one's about token t+1
+
+
+def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.device = "cpu") -> Experience:
+    """Right-pad trajectories into one `Experience`; the masks are carried over from where the tokens were made.
+
+    >>> row = Trajectory([5, 6, 7, 2], 2, [0, 0, 1, 1], [0.0, 0.0, -0.7, -0.1])
+    >>> collate([row], pad_id=2).action_mask
+    tensor([[0, 1, 1]])
+
+    Raises:
+        ValueError: there is no trajectory, or one whose lists differ in length.
+    """
+    if not trajectories:
+        raise ValueError("collate needs at least one trajectory")
+    for row in trajectories:
+        if not len(row.ids) == len(row.action_mask) == len(row.sampler_log_probs):
+            raise ValueError(
+                f"prompt {row.prompt_index}, completion {row.completion_index}: {len(row.ids)} ids, but "
+                f"{len(row.action_mask)} mask entries and {len(row.sampler_log_probs)} log-probs"
+            )
+    width = max(len(row.ids) for row in trajectories)
+
+    def pad(lists: list[list], value: float) -> torch.Tensor:
+        return torch.tensor([entries + [value] * (width - len(entries)) for entries in lists], device=device)
+
+    return Experience(
+        sequences=pad([row.ids for row in trajectories], pad_id),
+        attention_mask=pad([[1] * len(row.ids) for row in trajectories], 0),
+        action_mask=pad([row.action_mask for row in trajectories], 0)[:, 1:],
+        sampler_log_probs=pad([row.sampler_log_probs for row in trajectories], 0.0)[:, 1:],
+        prompt_index=torch.tensor([row.prompt_index for row in trajectories], device=device),
+        prompt_lengths=torch.tensor([row.prompt_length for row in trajectories], device=device),
+    )
+
+
+class ReplayBuffer:
+    """The rollout of one step: experiences go in, shuffled minibatches of whole groups come out.
+
+    Groups stay whole, so that a prompt's completions are always compared, and can be encoded, together.
+    """
+
+    def __init__(self, group_size: int):
+        self.group_size = group_size
+        self._experiences: list[Experience] = []
+
+    def append(self, experience: Experience) -> None:
+        """Add the rows of one or more whole groups.
+
+        Raises:
+            ValueError: the row count is not a multiple of the group size.
+        """
+        if len(experience) % self.group_size:
+            raise ValueError(f"{len(experience)} rows are not whole groups of {self.group_size}")
+        self._experiences.append(experience)
+
+    def minibatches(self, minibatch_size: int, key: tuple[int, ...]) -> Iterator[Experience]:
+        """Every row once, in minibatches of `minibatch_size` rows (the last may be smaller); `key` fixes the shuffle.
+
+        Raises:
+            ValueError: `minibatch_size` is not a multiple of the group size.
+        """
+        if minibatch_size % self.group_size:
+            raise ValueError(f"a minibatch of {minibatch_size} rows does not hold whole groups of {self.group_size}")
+        rollout = _join(self._experiences)
+        device = rollout.sequences.device
+        order = keyed_generator("minibatches", *key).permutation(len(rollout) // self.group_size)
+        for groups in torch.from_numpy(order).to(device).split(minibatch_size // self.group_size):
+            rows = groups[:, None] * self.group_size + torch.arange(self.group_size, device=device)
+            yield rollout.select(rows.flatten())
+
+
+def _join(experiences: list[Experience]) -> Experience:
+    """Stack experiences of different widths; padding carries mask 0, so what stands in it does not matter."""
+    width = max(experience.sequences.shape[1] for experience in experiences)
+
+    def stack(name: str, _: torch.Tensor) -> torch.Tensor:
+        tensors = [getattr(experience, name) for experience in experiences]
+        if tensors[0].dim() == 1:
+            return torch.cat(tensors)
+        if name in ("returns", "advantages") and tensors[0].shape[1] == 1:  # one value a row, which broadcasts
+            return torch.cat(tensors)
+        full = width if name in _ABOUT_TOKEN_T else width - 1
+        return torch.cat([F.pad(x, (0, full - x.shape[1])) for x in tensors])
+
+    return experiences[0]._map(stack) if len(experiences) > 1 else experiences[0]

@@ -1,0 +1,190 @@
+"""Sampling: Q prompts in, G completions of each out, in one batched call.
+
+A prompt is encoded once and its cache repeated for the group; a row that has ended its turn leaves the batch; every
+token is drawn with a random number that belongs to its row alone, so that none of this can change a sample.
+
+An inference engine is another function of this signature.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from common.keyed import keyed_generator
+from common.logprobs import Policy
+from common.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+
+@torch.no_grad()
+def sample(
+    policy: Policy,
+    prompts: list[list[int]],
+    group_size: int,
+    *,
+    max_new_tokens: int,
+    key: tuple[int, ...],
+    prompt_index: list[int] | None = None,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    prompts_at_once: int | None = None,
+) -> list[Trajectory]:
+    """Sample `group_size` completions of every prompt.
+
+    Args:
+        policy: its temperature is that of the sampling.
+        prompts: Q lists of ids, of any lengths.
+        group_size: G.
+        max_new_tokens: the completion budget; a row that reaches it has finish_reason "length".
+        key: with the prompt's index and the completion's, the whole identity of a row's random numbers: (seed, step).
+        prompt_index: names the prompts, one for each; by default 0..Q-1.
+        top_p: draw from the smallest set of tokens that holds at least this probability. The recorded log-probs stay
+            those of the whole distribution.
+        greedy: take the most probable token instead of drawing one.
+        prompts_at_once: bounds the memory of the cache; changes no sample.
+
+    Returns:
+        B = Q*G trajectories, a group's rows adjacent, in the order of `prompts`.
+
+    Raises:
+        ValueError: a prompt is empty, or `prompt_index` is not one index a prompt.
+    """
+    prompt_index = list(range(len(prompts))) if prompt_index is None else prompt_index
+    if len(prompt_index) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts, but {len(prompt_index)} entries in prompt_index")
+    if not all(prompts):
+        raise ValueError(f"prompt {prompt_index[prompts.index([])]} has no tokens")
+    trajectories: list[Trajectory] = []
+    at_once = prompts_at_once or max(len(prompts), 1)
+    for start in range(0, len(prompts), at_once):
+        chunk = slice(start, start + at_once)
+        rows = [
+            Trajectory(list(ids), len(ids), [0] * len(ids), [0.0] * len(ids), index, completion)
+            for ids, index in zip(prompts[chunk], prompt_index[chunk], strict=True)
+            for completion in range(group_size)
+        ]
+        uniforms = None if greedy else _uniforms(rows, max_new_tokens, key)
+        _complete(policy, prompts[chunk], rows, group_size, max_new_tokens, top_p, uniforms)
+        trajectories += rows
+    return trajectories
+
+
+def _complete(
+    policy: Policy,
+    prompts: list[list[int]],
+    rows: list[Trajectory],
+    group_size: int,
+    max_new_tokens: int,
+    top_p: float,
+    uniforms: torch.Tensor | None,
+) -> None:
+    """Append to every row of one chunk the tokens that the policy gives it."""
+    from transformers import DynamicCache  # not at the top: it takes seconds, which `--help` need not wait for
+
+    cache = DynamicCache()
+    sequences, attention_mask = _left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
+    logits = _next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
+    # the group shares its prompt's prefill
+    cache.batch_repeat_interleave(group_size)
+    logits = logits.repeat_interleave(group_size, dim=0)  # (B, V)
+    attention_mask = attention_mask.repeat_interleave(group_size, dim=0)  # (B, P), one column wider each round
+    end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
+    active = torch.arange(len(rows), device=policy.device)  # the rows that are still in the batch
+
+    for position in range(max_new_tokens):
+        u = None if uniforms is None else uniforms[active.cpu(), position].to(policy.device)
+        tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
+        ended = torch.isin(tokens, end_of_turn)
+        _record(rows, active, tokens, log_probs, ended)
+        keep = (~ended).nonzero()[:, 0]
+        if len(keep) == 0 or position + 1 == max_new_tokens:
+            return
+        if len(keep) < len(active):
+            active, tokens, attention_mask = active[keep], tokens[keep], attention_mask[keep]
+            cache.batch_select_indices(keep)
+        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
+        logits = _next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
+
+
+def _next_logits(
+    policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "DynamicCache"
+) -> torch.Tensor:
+    """Feed `ids` (rows, new tokens) behind what the cache holds; the logits of the token that follows: (rows, V)."""
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # left padding does not count
+    with policy.autocast():
+        output = policy.model(
+            input_ids=ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    return output.logits[:, -1]
+
+
+def _draw(
+    logits: torch.Tensor, temperature: float, top_p: float, uniforms: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row by inverse CDF, or the most probable one where `uniforms` is None.
+
+    Returns:
+        (rows,) tokens and (rows,) their log-probabilities in nats, under logits / temperature in float32.
+
+    >>> logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(3, 3)
+    >>> _draw(logits, 1.0, 1.0, torch.tensor([0.2, 0.3, 0.9]))[0]
+    tensor([0, 1, 2])
+    """
+    log_probs = (logits.float() / temperature).log_softmax(dim=-1)  # (rows, V)
+    if uniforms is None:
+        tokens = log_probs.argmax(dim=-1)
+    else:
+        probs = log_probs.double().exp()  # float64: a sum over 128k words would leave float32 short of 1
+        if top_p < 1:
+            probs = probs * _nucleus(probs, top_p)
+        cdf = probs.cumsum(dim=-1)
+        u = uniforms[:, None] * cdf[:, -1:]
+        # right=True skips words of probability 0, whose CDF equals their predecessor's
+        tokens = torch.searchsorted(cdf, u, right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Which words form the smallest set with at least `top_p` of the probability: (rows, V) bool."""
+    sorted_probs, order = probs.sort(dim=-1, descending=True)
+    before = sorted_probs.cumsum(dim=-1) - sorted_probs  # what the more probable words hold already
+    return torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, before < top_p)
+
+
+def _uniforms(rows: list[Trajectory], max_new_tokens: int, key: tuple[int, ...]) -> torch.Tensor:
+    """Numbers in [0, 1) for every row and position: (B, max_new_tokens), each row's from its own key."""
+    draws = [
+        torch.from_numpy(keyed_generator("tokens", *key, row.prompt_index, row.completion_index).random(max_new_tokens))
+        for row in rows
+    ]
+    return torch.stack(draws)
+
+
+def _left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Q, P) ids and mask with the prompts flush right, so that every row's next token has the same place."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
+
+
+def _record(
+    rows: list[Trajectory], active: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, ended: torch.Tensor
+) -> None:
+    """Write one token to each active row, with its mask and log-probability: the only place where masks are made."""
+    for index, token, log_prob, end in zip(
+        active.tolist(), tokens.tolist(), log_probs.tolist(), ended.tolist(), strict=True
+    ):
+        row = rows[index]
+        row.ids.append(token)
+        row.action_mask.append(1)
+        row.sampler_log_probs.append(log_prob)
+        if end:
+            row.finish_reason = "stop"

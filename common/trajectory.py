@@ -1,0 +1,30 @@
+"""What happened to one row: the tokens that were fed and sampled, and which is which."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Trajectory:
+    """One completion of one prompt, as ragged lists. The ids that were sampled are the ids that are trained on.
+
+    `action_mask` and `sampler_log_probs` have one entry for every id and are written where the token is made: 1 and its
+    log-probability on exactly the tokens that the policy sampled, its end-of-turn token included; 0 on the prompt.
+
+    >>> row = Trajectory(ids=[5, 6, 7, 2], prompt_length=2, action_mask=[0, 0, 1, 1],
+    ...                  sampler_log_probs=[0.0, 0.0, -0.7, -0.1], finish_reason="stop")
+    >>> row.completion_ids
+    [7, 2]
+    """
+
+    ids: list[int]
+    prompt_length: int
+    action_mask: list[int]
+    sampler_log_probs: list[float]  # nats, under the distribution that was sampled from (temperature included)
+    prompt_index: int = 0  # the prompt's row in its data file
+    completion_index: int = 0  # 0..G-1 within the group
+    finish_reason: str = "length"  # "stop": ended with an end-of-turn token; "length": cut off by the budget
+    rewards: dict[str, float] = field(default_factory=dict)  # by name, unweighted
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return self.ids[self.prompt_length :]

@@ -1,0 +1,41 @@
+"""Write the bundled task: `math_tasks.jsonl` (training) and `math_tasks_heldout.jsonl` (evaluation).
+
+No question stands in both files, nor in the warm start of the tiny policy, also up to the order of commuting terms:
+`common.tasks.arithmetic.pool` assigns every sum to exactly one of the three.
+
+    python data/make_math_tasks.py     # a few seconds; the same bytes every time
+"""
+
+import json
+import random
+from pathlib import Path
+
+from common.tasks.arithmetic import KINDS, draw_question, to_row
+
+SEED = 20260101
+
+
+def make_rows(only_pool: str, num_rows: int) -> list[dict]:
+    """Draw `num_rows` rows with distinct sums from one pool, the kinds in proportion to their weights."""
+    rng = random.Random(f"{SEED} {only_pool}")
+    rows: dict[str, dict] = {}
+    attempts = 0
+    while len(rows) < num_rows and attempts < 50 * num_rows:  # small kinds run out of distinct sums, which is fine
+        attempts += 1
+        kind = rng.choices(list(KINDS), weights=list(KINDS.values()))[0]
+        question = draw_question(rng, kind, only_pool)
+        rows.setdefault(question.key, to_row(question))
+    return list(rows.values())
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    for name, only_pool, num_rows in (("math_tasks", "train", 4096), ("math_tasks_heldout", "heldout", 512)):
+        rows = make_rows(only_pool, num_rows)
+        path = here / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{path}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

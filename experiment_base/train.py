@@ -1,0 +1,260 @@
+"""GRPO in one file, on one device: a language model learns from rewards alone to think before it answers.
+
+Each step asks the policy some questions, several times each. The completions of one question are compared with one
+another: what did better than its group's mean is made more probable, what did worse less probable. That is all of
+GRPO (DeepSeekMath, arXiv 2402.03300); there is no critic, the group is the baseline.
+
+    python experiment_base/train.py                # the bundled tiny policy and task: minutes on a laptop
+    python experiment_base/train.py --model Qwen/Qwen2.5-0.5B-Instruct --device cuda --dtype bfloat16
+    tensorboard --logdir runs/experiment_base      # watch it
+
+Left out: several devices (experiment_accelerate), learning rate schedules, reward models, tools. Read next: the README
+beside this file, then common/advantages.py, common/loss.py and common/sampling.py, which are as short.
+
+Shapes: Q prompts a step, G completions a prompt, B = Q*G rows with a group's rows adjacent, T tokens; entry `[:, t]` of
+a (B, T-1) tensor is about token t+1.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from common.advantages import group_advantages, has_signal
+from common.chat import encode_prompt
+from common.config import RunConfig, UserError, check_ranges, parse_config, run_main
+from common.data import load_task, prompts_of_step
+from common.evaluate import decode, evaluate
+from common.experience import Experience, ReplayBuffer, collate
+from common.logprobs import Policy, score
+from common.loss import GRPOLoss, is_clipped, probability_ratio
+from common.policy import load_policy, make_reference
+from common.runs import Run, TokenMeans, peak_memory_bytes, show_before_and_after, start_run
+from common.sampling import sample
+from common.tasks import arithmetic as task
+from common.trajectory import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    steps: int = 100  # rollouts; each is sampled, scored and trained on
+    prompts_per_step: int = 16  # Q: questions a step
+    group_size: int = 8  # G: completions of each question, which are compared with one another
+    max_new_tokens: int | None = None  # completion budget in tokens; None: 64 for the bundled policy, else 512
+    temperature: float = 1.0  # of sampling; log-probs are those of the distribution that was sampled from
+    top_p: float = 1.0  # sample from the smallest set of tokens with this probability; below 1 biases the gradient
+    epochs_per_step: int = 1  # passes over a rollout; more reuse it, and the clipped ratio bounds how far
+    minibatch_size: int | None = None  # rows an optimizer step, whole groups; None: the whole rollout
+    micro_batch_size: int = 32  # rows a forward and backward pass; changes memory and time, never the update
+    lr: float | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6
+    weight_decay: float = 0.0  # of AdamW
+    clip_eps: float = 0.2  # how far a token's probability ratio may move before it is no longer pushed on
+    kl_weight: float = 0.02  # beta: weight of the KL penalty to the policy at the start; 0 needs no reference
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm where it is longer
+    format_weight: float = 0.0  # reward of a well-formed answer, beside 1 for a correct one
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse_config(Config, argv, description=__doc__)
+    check(config)
+    train_rows, eval_rows = load_task(config)
+    if len(train_rows) < config.prompts_per_step:
+        raise UserError(f"--prompts-per-step {config.prompts_per_step} exceeds the {len(train_rows)} training rows")
+    run = start_run("experiment_base", config)
+    policy = load_policy(config, config.temperature)
+    reference = make_reference(policy) if config.kl_weight > 0 else None
+
+    before, texts_before = evaluate_policy(policy, eval_rows, config, num_samples=8)
+    run.log(0, {f"eval/{name}": value for name, value in before.items()})
+    start, num_tokens = time.perf_counter(), 0
+    num_tokens = train(config, run, policy, reference, train_rows, eval_rows)
+    seconds = time.perf_counter() - start
+    after, texts_after = evaluate_policy(policy, eval_rows, config, num_samples=8)
+    run.log(config.steps, {f"eval/{name}": value for name, value in after.items()})
+
+    run.save_policy(policy, "final")
+    run.finish(before, after, seconds, num_tokens)
+    show_before_and_after(run, eval_rows, before, after, texts_before, texts_after)
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work, before anything is loaded."""
+    check_ranges(
+        config,
+        positive=("steps", "prompts_per_step", "max_new_tokens", "temperature", "epochs_per_step", "minibatch_size",
+                  "micro_batch_size", "lr", "clip_eps", "max_grad_norm"),
+        not_negative=("weight_decay", "kl_weight", "format_weight"),
+    )  # fmt: skip
+    if config.group_size < 2:
+        raise UserError(f"--group-size must be 2 or more, not {config.group_size}: a group is its own baseline")
+    if not 0 < config.top_p <= 1:
+        raise UserError(f"--top-p must be above 0 and at most 1, not {config.top_p}")
+    if config.minibatch_size is not None and config.minibatch_size % config.group_size:
+        raise UserError(f"--minibatch-size {config.minibatch_size} does not hold whole groups of --group-size "
+                        f"{config.group_size}")  # fmt: skip
+
+
+def train(
+    config: Config, run: Run, policy: Policy, reference: Policy | None, train_rows: list[dict], eval_rows: list[dict]
+) -> int:
+    """Run all steps; the number of tokens that were sampled."""
+    objective = GRPOLoss(config.clip_eps, config.kl_weight, critic_type="grpo")
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    num_tokens = 0
+    for step in run.steps(config.steps):
+        start = time.perf_counter()
+
+        # 1 sample: G completions of each of Q prompts
+        trajectories = sample_completions(config, policy, train_rows, step)
+
+        # 2 reward: each completion by itself, from its text
+        for row in trajectories:
+            row.rewards = task.reward(train_rows[row.prompt_index], decode(policy, row.completion_ids))
+        returns = torch.tensor([total_reward(config, row) for row in trajectories])  # (B,)
+        returns = returns.view(-1, config.group_size)  # (Q, G)
+
+        # 3 advantage: better or worse than the group
+        advantages = group_advantages(returns, critic_type="grpo")  # (Q, G)
+        experience = collate(trajectories, policy.pad_id, policy.device)
+        experience.returns = returns.view(-1, 1).to(policy.device)  # (B, 1)
+        experience.advantages = advantages.view(-1, 1).to(policy.device)  # (B, 1)
+
+        # 4 old and reference log-probs: where the policy was, and where it came from
+        experience.action_log_probs = old_log_probs(config, policy, experience)
+        if reference is not None:
+            experience.log_probs_ref = score(reference, experience, config.micro_batch_size).log_probs
+
+        # 5 update: one or more optimizer steps on this rollout
+        metrics = update(config, policy, objective, optimizer, experience, step)
+
+        # 6 log, evaluate, checkpoint
+        step_tokens = int(experience.action_mask.sum())
+        num_tokens += step_tokens
+        metrics |= describe_rollout(policy, trajectories, returns, experience)
+        metrics |= {"time/step": time.perf_counter() - start, "memory/peak_bytes": peak_memory_bytes(config.device)}
+        metrics["time/tokens_per_second"] = step_tokens / metrics["time/step"]
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            evaluation, _ = evaluate_policy(policy, eval_rows, config)
+            metrics |= {f"eval/{name}": value for name, value in evaluation.items()}
+        run.log(step, metrics, line=progress_line(step, metrics))
+        run.log_samples(step, policy, trajectories, experience)
+        if config.checkpoint_every and step % config.checkpoint_every == 0:
+            run.save_policy(policy, f"checkpoints/step_{step}")
+    return num_tokens
+
+
+def sample_completions(config: Config, policy: Policy, train_rows: list[dict], step: int) -> list[Trajectory]:
+    """G completions of each of the step's Q questions."""
+    prompt_index = prompts_of_step(len(train_rows), config.prompts_per_step, step, config.seed)
+    questions = [task.messages(train_rows[index], config.system_prompt) for index in prompt_index]
+    return sample(
+        policy,
+        [encode_prompt(policy.tokenizer, question) for question in questions],
+        config.group_size,
+        max_new_tokens=config.max_new_tokens,
+        key=(config.seed, step),
+        prompt_index=prompt_index,
+        top_p=config.top_p,
+    )
+
+
+def total_reward(config: Config, row: Trajectory) -> float:
+    """What is maximised: the weighted sum of a completion's rewards."""
+    return row.rewards["correct"] + config.format_weight * row.rewards["format"]
+
+
+def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
+    """The log-probs (B, T-1) that ratios are taken against: those of the policy that sampled the tokens."""
+    if config.epochs_per_step == 1 and config.minibatch_size in (None, len(experience)):
+        return None  # the one update starts from that very policy: the ratio is 1, and only its gradient matters
+    if policy.compute_dtype == torch.float32:
+        return experience.sampler_log_probs
+    # In bfloat16 the sampler's numbers differ from the training forward's; the ratio must not see that difference.
+    return score(policy, experience, config.micro_batch_size).log_probs
+
+
+def update(
+    config: Config,
+    policy: Policy,
+    objective: GRPOLoss,
+    optimizer: torch.optim.Optimizer,
+    experience: Experience,
+    step: int,
+) -> dict[str, float]:
+    """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
+    buffer = ReplayBuffer(config.group_size)
+    buffer.append(experience)
+    losses, kls, grad_norms = [], [], []
+    all_updates, first_update = TokenMeans(), TokenMeans()
+    for epoch in range(config.epochs_per_step):
+        minibatch_size = config.minibatch_size or len(experience)
+        for minibatch in buffer.minibatches(minibatch_size, key=(config.seed, step, epoch)):
+            optimizer.zero_grad()
+            for micro in minibatch.split(config.micro_batch_size):
+                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1), (b, T-1)
+                loss, kl = objective(log_probs=log_probs, experience=micro)
+                share = len(micro) / len(minibatch)  # micro-batches add up to the mean over the minibatch's rows
+                (loss * share).backward()
+
+                ratio = probability_ratio(log_probs.detach(), micro)
+                clipped = is_clipped(ratio, micro.advantages, config.clip_eps).float()
+                all_updates.add(micro.action_mask, entropy=entropy, ratio=ratio, clipped=clipped)
+                if not grad_norms:  # before the first optimizer step, the policy is still the one that sampled
+                    gap = (log_probs.detach() - micro.sampler_log_probs).abs()
+                    first_update.add(micro.action_mask, first_ratio=ratio, sampler_gap=gap)
+                losses.append(loss.item() * share)
+                kls.append(kl.item() * share)
+            grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item())
+            optimizer.step()
+    num_updates = len(grad_norms)
+    return {
+        "loss/total": sum(losses) / num_updates,
+        "loss/kl": sum(kls) / num_updates,
+        "loss/grad_norm": sum(grad_norms) / num_updates,
+        **{f"policy/{name}": mean for name, mean in (all_updates.means() | first_update.means()).items()},
+    }
+
+
+def describe_rollout(
+    policy: Policy, trajectories: list[Trajectory], returns: torch.Tensor, experience: Experience
+) -> dict[str, float]:
+    """What was sampled: rewards, lengths, how many think first, how many groups can teach anything."""
+
+    def mean(values) -> float:
+        return sum(values) / len(trajectories)
+
+    rewards = {name: mean(row.rewards[name] for row in trajectories) for name in trajectories[0].rewards}
+    return {
+        "reward/total": returns.mean().item(),
+        **{f"reward/{name}": value for name, value in rewards.items()},
+        "completion/length": experience.action_mask.sum().item() / len(trajectories),
+        "completion/worked": mean(task.is_worked(decode(policy, row.completion_ids)) for row in trajectories),
+        "completion/stopped": mean(row.finish_reason == "stop" for row in trajectories),
+        "group/without_signal": 1 - has_signal(returns).float().mean().item(),
+    }
+
+
+def evaluate_policy(policy: Policy, rows: list[dict], config: Config, num_samples: int = 0) -> tuple[dict, list[str]]:
+    """Held-out metrics, and the greedy completions."""
+    return evaluate(
+        policy,
+        rows,
+        task,
+        system_prompt=config.system_prompt,
+        max_new_tokens=config.max_new_tokens,
+        num_samples=num_samples,
+        seed=config.seed,
+    )
+
+
+def progress_line(step: int, metrics: dict[str, float]) -> str:
+    return (
+        f"step {step}  reward {metrics['reward/total']:.2f}  correct {metrics['reward/correct']:.2f}  "
+        f"length {metrics['completion/length']:.1f}  KL {metrics['loss/kl']:.3f}  "
+        f"{metrics['time/tokens_per_second']:,.0f} tokens/s"
+    )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,120 @@
+"""What the tiny policy is taught before any reinforcement learning: three lessons, every target correct.
+
+1. *copying*: say the question's sum in symbols. Finding the operands in the question is what a small transformer
+   learns last and abruptly, so it is practised alone first.
+2. *facts*: sums of small numbers, worked out.
+3. *answering*: the bundled kinds of question, in three styles:
+   - at once: `<answer>58</answer>`, which is right when the network can do the sum in one pass, and else is not;
+   - step by step: `<think>47+29=76 76-18=58</think><answer>58</answer>`;
+   - careful: tens before units, and the result checked a random number of times:
+     `<think>47+20=67 67+9=76 76-10=66 66-8=58 check 58+18=76</think><answer>58</answer>`.
+
+Most answers of lesson 3 are given at once. So the policy comes out able to work a sum out and mostly not doing it:
+it has styles, and does not know which one pays. All questions come from the pool "warm_start", which shares no sum
+with the task's files.
+"""
+
+import random
+from collections.abc import Iterator
+
+from common.tasks.arithmetic import KINDS, Question, draw_question, messages, render
+
+Kind = tuple[int, int, bool]  # (num_terms, num_digits, has_product)
+
+# Of the answers in lesson 3, the share that is worked out: by how many numbers a question holds, and more for products
+WORKED_SHARE = {2: 0.10, 3: 0.17, 4: 0.22}
+WORKED_SHARE_PRODUCT_BONUS = 0.12
+CAREFUL_SHARE = 0.3  # of the worked answers
+CHECK_AGAIN = 0.4  # probability of one more check, in the careful style
+
+COPY_FRAMES = ("Write {} in symbols.", "Copy {}.", "Repeat {}.", "Say {} in symbols.")
+
+
+def conversations(num_copying: int, num_facts: int, num_answering: int, seed: int) -> Iterator[dict]:
+    """Yield rows `{"messages": [user, assistant]}` of the three lessons in order; the same rows for the same seed."""
+    rng = random.Random(seed)
+    kinds, weights = list(KINDS), list(KINDS.values())
+    for _ in range(num_copying):
+        question = draw_question(rng, rng.choices(kinds, weights)[0], "warm_start")
+        yield _conversation(rng.choice(COPY_FRAMES).format(_expression_as_asked(question)), symbols(question))
+    for _ in range(num_facts):
+        kind = rng.choice(((2, 1, False), (3, 1, False), (2, 2, False), (3, 2, True)))
+        question = draw_question(rng, kind, "warm_start")
+        yield _conversation(render(question), worked_answer(question, step_by_step(question)))
+    for _ in range(num_answering):
+        kind = rng.choices(kinds, weights)[0]
+        question = draw_question(rng, kind, "warm_start")
+        yield _conversation(render(question), answer_in_some_style(question, kind, rng))
+
+
+def worked_share(kind: Kind) -> float:
+    """The probability that lesson 3 works a question of this kind out instead of answering at once."""
+    num_terms, _, has_product = kind
+    return WORKED_SHARE[num_terms] + WORKED_SHARE_PRODUCT_BONUS * has_product
+
+
+def answer_in_some_style(question: Question, kind: Kind, rng: random.Random) -> str:
+    """One target of lesson 3: at once, step by step, or careful."""
+    if rng.random() >= worked_share(kind):
+        return f"<answer>{question.answer}</answer>"
+    working = careful(question, rng) if rng.random() < CAREFUL_SHARE else step_by_step(question)
+    return worked_answer(question, working)
+
+
+def worked_answer(question: Question, working: str) -> str:
+    return f"<think>{working}</think><answer>{question.answer}</answer>"
+
+
+def symbols(question: Question) -> str:
+    """
+    >>> symbols(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
+    '47+7*8-18'
+    """
+    parts = ("+-"[term.sign < 0] + "*".join(map(str, term.factors)) for term in question.terms)
+    return "".join(parts).removeprefix("+")
+
+
+def step_by_step(question: Question) -> str:
+    """One step an operation, from left to right.
+
+    >>> step_by_step(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
+    '7*8=56 47+56=103 103-18=85'
+    """
+    return " ".join(_steps(question, split_tens=False))
+
+
+def careful(question: Question, rng: random.Random) -> str:
+    """Tens and units of every operand apart, then the last operation undone as a check, zero or more times."""
+    steps = _steps(question, split_tens=True)
+    last = question.terms[-1]
+    if len(question.terms) > 1:
+        undone = f"{question.answer}{'-+'[last.sign < 0]}{last.value}={question.answer - last.sign * last.value}"
+        while rng.random() < CHECK_AGAIN:
+            steps.append(f"check {undone}")
+    return " ".join(steps)
+
+
+def _steps(question: Question, split_tens: bool) -> list[str]:
+    steps: list[str] = []
+    total = 0
+    for position, term in enumerate(question.terms):
+        if len(term.factors) == 2:
+            steps.append(f"{term.factors[0]}*{term.factors[1]}={term.value}")
+        if position == 0:
+            total = term.value
+            continue
+        tens, units = term.value // 10 * 10, term.value % 10
+        for part in (tens, units) if split_tens and tens and units else (term.value,):
+            steps.append(f"{total}{'+-'[term.sign < 0]}{part}={total + term.sign * part}")
+            total += term.sign * part
+    return steps
+
+
+def _expression_as_asked(question: Question) -> str:
+    """The sum as the bundled questions spell it: the wording without its frame."""
+    words = render(Question(question.terms, wording=question.wording % 3))
+    return words.removeprefix("What is ").removesuffix("?")
+
+
+def _conversation(user: str, assistant: str) -> dict:
+    return {"messages": [*messages({"question": user}), {"role": "assistant", "content": assistant}]}
