@@ -31,37 +31,51 @@ class UserError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class PolicyConfig:
+    """What every program that trains a policy needs."""
+
     model: str = "tiny"  # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory
+    seed: int = 0  # of everything random: data order, sampling, minibatches
+    threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
+    device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: cuda where there is one, else cpu
+    dtype: Literal["float32", "bfloat16"] = "float32"  # arithmetic; bfloat16 is autocast, with weights in float32
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # how attention is computed
+    eval_prompts: int = 256  # held-out questions of an evaluation
+    checkpoint_every: int = 0  # steps between checkpoints of the policy; 0: only the final one
+    name: str | None = None  # of the run; None: date, time and seed
+    runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
+
+    @property
+    def kind(self) -> str:
+        """Which row of a table of resolved defaults holds for this run."""
+        return self.model if self.model in ("tiny", "new") else "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(PolicyConfig):
+    """What every experiment with rewards needs beside it."""
+
     data: str | None = None  # JSONL file, or hub dataset id[:subset], with question and answer; None: the bundled task
     eval_data: str | None = None  # the same for evaluation; None: bundled held-out file, or rows that --data gives up
     max_terms: int | None = None  # keep questions with at most so many numbers (needs num_terms)
     max_digits: int | None = None  # keep questions whose numbers have at most so many digits (needs num_digits)
     max_question_length: int | None = None  # keep questions of at most so many characters
     system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
-    seed: int = 0  # of everything random: data order, sampling, minibatches
-    threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
-    device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: cuda where there is one, else cpu
-    dtype: Literal["float32", "bfloat16"] = "float32"  # arithmetic; bfloat16 is autocast, with weights in float32
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # how attention is computed
     eval_every: int = 20  # steps between evaluations (greedy only); 0: only before and after
-    eval_prompts: int = 256  # held-out questions of an evaluation
-    checkpoint_every: int = 0  # steps between checkpoints of the policy; 0: only the final one
     samples_every: int = 1  # steps between entries of samples.jsonl; 0: none
-    name: str | None = None  # of the run; None: date, time and seed
-    runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
-
-    @property
-    def kind(self) -> str:
-        """Which row of `RESOLVED` holds for this run."""
-        return "tiny" if self.model == "tiny" else "full"
 
 
-ConfigT = TypeVar("ConfigT", bound=RunConfig)
+ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
 
-def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None, description: str) -> ConfigT:
+def parse_config(
+    config_class: type[ConfigT], argv: Sequence[str] | None, description: str, resolved: dict[str, dict] = RESOLVED
+) -> ConfigT:
     """Read the command line, resolve what was left open, and refuse what cannot work, before anything is loaded.
+
+    Args:
+        description: shown by `--help`.
+        resolved: the table that resolves flags left at None, by the kind of policy.
 
     Raises:
         UserError: a value is out of range, or two contradict each other.
@@ -69,7 +83,7 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None, descri
     import tyro
 
     config = tyro.cli(config_class, args=argv, description=description, config=(tyro.conf.FlagConversionOff,))
-    left_open = {name: value for name, value in RESOLVED[config.kind].items() if getattr(config, name, 0) is None}
+    left_open = {name: value for name, value in resolved[config.kind].items() if getattr(config, name) is None}
     if config.device == "auto":
         left_open["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     config = dataclasses.replace(config, **left_open)
@@ -81,8 +95,8 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None, descri
     return config
 
 
-def check_ranges(config: RunConfig, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
-    """Refuse numbers out of range; a flag at None has none.
+def check_ranges(config: PolicyConfig, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
+    """Refuse numbers out of range; a flag that is at None, or that this experiment does not have, is in range.
 
     Raises:
         UserError: naming the flag and its value.
@@ -92,7 +106,7 @@ def check_ranges(config: RunConfig, positive: Sequence[str] = (), not_negative: 
         (not_negative, lambda value: value >= 0, "0 or more"),
     ):
         for name in names:
-            value = getattr(config, name)
+            value = getattr(config, name, None)
             if value is not None and not is_fine(value):
                 raise UserError(f"{flag(name)} must be {wanted}, not {value}")
 

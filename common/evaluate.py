@@ -85,6 +85,37 @@ def evaluate(
     return metrics, greedy_texts
 
 
+def divide_gain(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """How much of the gain in sampled accuracy is thinking more often, and how much is being right more often.
+
+        accuracy = w a_w + (1 - w) a_b,     w: share worked out; a_w, a_b: accuracy with and without working
+        gain     = (w' - w)(a_w - a_b)  +  w'(a_w' - a_w)  +  (1 - w')(a_b' - a_b)
+                   choosing to work        working better     answering at once better
+
+    Args:
+        before, after: metrics of `evaluate` with `num_samples` > 0. Where nothing was worked out, or everything, the
+            accuracy that does not exist counts as the other evaluation's.
+
+    >>> before = {"sampled/worked": 0.25, "sampled/accuracy_worked": 0.75, "sampled/accuracy_blurted": 0.25}
+    >>> after = {"sampled/worked": 1.0, "sampled/accuracy_worked": 1.0}
+    >>> divide_gain(before, after)
+    {'choosing to work': 0.375, 'working better': 0.25, 'answering at once better': 0.0}
+    """
+
+    def accuracies(how: str) -> tuple[float, float]:
+        name = f"sampled/accuracy_{how}"
+        known = before.get(name, after.get(name, 0.0))
+        return known, after.get(name, known)
+
+    (worked, worked_after), (blurted, blurted_after) = accuracies("worked"), accuracies("blurted")
+    share, share_after = before["sampled/worked"], after["sampled/worked"]
+    return {
+        "choosing to work": (share_after - share) * (worked - blurted),
+        "working better": share_after * (worked_after - worked),
+        "answering at once better": (1 - share_after) * (blurted_after - blurted),
+    }
+
+
 def decode(policy: Policy, ids: list[int]) -> str:
     """The text of a completion, for rewards and for people; it is never tokenised again."""
     return policy.tokenizer.decode(ids, skip_special_tokens=True)

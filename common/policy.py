@@ -6,20 +6,22 @@ from pathlib import Path
 import torch
 
 from common.chat import find_end_of_turn_ids
-from common.config import TINY_POLICY, RunConfig, UserError
+from common.config import TINY_POLICY, PolicyConfig, UserError
 from common.logprobs import Policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_policy(config: RunConfig, temperature: float = 1.0) -> Policy:
+def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     """Load `config.model` with its tokenizer, in float32 weights, on `config.device`.
 
     Raises:
         UserError: there is no such model, or it cannot be used here; the sentence says what to do.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one progress line is enough
     source = str(TINY_POLICY) if config.model == "tiny" else config.model
     looks_like_path = source.startswith((".", "/", "~")) or source.count("/") != 1
     if looks_like_path and not Path(source).expanduser().is_dir():
@@ -34,7 +36,7 @@ def load_policy(config: RunConfig, temperature: float = 1.0) -> Policy:
     return make_policy(model, tokenizer, config, temperature)
 
 
-def make_policy(model: torch.nn.Module, tokenizer, config: RunConfig, temperature: float = 1.0) -> Policy:
+def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, temperature: float = 1.0) -> Policy:
     """Wrap a model and its tokenizer, ready for training."""
     if tokenizer.chat_template is None:
         raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")

@@ -18,8 +18,8 @@ from textwrap import shorten
 
 import torch
 
-from common.config import ROOT, RunConfig, UserError
-from common.evaluate import decode
+from common.config import ROOT, PolicyConfig, UserError
+from common.evaluate import decode, divide_gain
 from common.experience import Experience
 from common.logprobs import Policy
 from common.trajectory import Trajectory
@@ -39,13 +39,12 @@ SHOWN_EVALUATION = {  # of evaluate(): what the closing table shows
 class Run:
     """Where a run writes. `start_run` makes it."""
 
-    def __init__(self, directory: Path, config: RunConfig):
+    def __init__(self, directory: Path, config: PolicyConfig):
         from torch.utils.tensorboard import SummaryWriter
 
         self.directory = directory
         self.config = config
         self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
-        self._samples = (directory / "samples.jsonl").open("a", encoding="utf-8")
         self._events = SummaryWriter(str(directory))
         self._bar = None
 
@@ -53,7 +52,12 @@ class Run:
         """Count 1..num_steps behind a progress bar, whose text `log` sets."""
         from tqdm import tqdm
 
-        self._bar = tqdm(range(1, num_steps + 1), dynamic_ncols=True, bar_format="{desc} [{elapsed}<{remaining}]")
+        self._bar = tqdm(
+            range(1, num_steps + 1),
+            bar_format="{desc} [{elapsed}<{remaining}]",
+            dynamic_ncols=True,
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # a log file needs no line a step
+        )
         yield from self._bar
         self._bar = None
 
@@ -64,7 +68,7 @@ class Run:
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
         if self._bar is not None and line:
-            self._bar.set_description_str(line)
+            self._bar.set_description_str(line, refresh=False)
 
     def log_samples(self, step: int, policy: Policy, trajectories: list[Trajectory], experience: Experience) -> None:
         """Keep two groups of most steps and every tenth step whole, one line a completion."""
@@ -73,14 +77,14 @@ class Run:
             return
         group_size = sum(row.prompt_index == trajectories[0].prompt_index for row in trajectories)
         kept = trajectories if step % 10 == 0 else trajectories[: 2 * group_size]
-        for index, row in enumerate(kept):
-            entry = dataclasses.asdict(row) | {
-                "step": step,
-                "text": decode(policy, row.completion_ids),
-                "advantage": experience.advantages[index, 0].item(),
-            }
-            self._samples.write(json.dumps(entry) + "\n")
-        self._samples.flush()
+        with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as samples:
+            for index, row in enumerate(kept):
+                entry = dataclasses.asdict(row) | {
+                    "step": step,
+                    "text": decode(policy, row.completion_ids),
+                    "advantage": experience.advantages[index, 0].item(),
+                }
+                samples.write(json.dumps(entry) + "\n")
 
     def save_policy(self, policy: Policy, name: str) -> Path:
         """Write the policy as a Hugging Face directory, which `from_pretrained` loads."""
@@ -89,14 +93,11 @@ class Run:
         policy.tokenizer.save_pretrained(path)
         return path
 
-    def finish(self, before: dict, after: dict, seconds: float, num_tokens: int) -> None:
-        """Write summary.json and curve.png, and show what was gained."""
+    def finish(self, results: dict, steps: int, seconds: float, num_tokens: int) -> None:
+        """Write summary.json, with `results` first, and curve.png."""
         summary = {
-            "accuracy_before": before["greedy/accuracy"],
-            "accuracy_after": after["greedy/accuracy"],
-            "before": before,
-            "after": after,
-            "steps": getattr(self.config, "steps", None),
+            **results,
+            "steps": steps,
             "seconds": round(seconds, 1),
             "tokens_per_second": round(num_tokens / seconds, 1),
             "peak_memory_bytes": peak_memory_bytes(self.config.device),
@@ -104,14 +105,13 @@ class Run:
         }
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self._metrics.close()
-        self._samples.close()
         self._events.close()
         from viewer.curve import draw_curve
 
         draw_curve(self.directory)
 
 
-def start_run(experiment: str, config: RunConfig) -> Run:
+def start_run(experiment: str, config: PolicyConfig) -> Run:
     """Make the run's directory and write its settings, before anything slow happens.
 
     Raises:
@@ -189,6 +189,8 @@ def show_before_and_after(
     for label, name in SHOWN_EVALUATION.items():
         table.add_row(label, *(f"{values[name]:.3f}" if name in values else "-" for values in (before, after)))
     console.print(table)
+    gain = ", ".join(f"{part} {value:+.3f}" for part, value in divide_gain(before, after).items())
+    print(f"the gain in sampled accuracy divides into: {gain}\n")
 
     table = Table(title="The most probable answer", show_lines=True)
     for heading in ("question", "right", "before", "after"):

@@ -25,7 +25,7 @@ from common.advantages import group_advantages, has_signal
 from common.chat import encode_prompt
 from common.config import RunConfig, UserError, check_ranges, parse_config, run_main
 from common.data import load_task, prompts_of_step
-from common.evaluate import decode, evaluate
+from common.evaluate import decode, divide_gain, evaluate
 from common.experience import Experience, ReplayBuffer, collate
 from common.logprobs import Policy, score
 from common.loss import GRPOLoss, is_clipped, probability_ratio
@@ -67,14 +67,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     before, texts_before = evaluate_policy(policy, eval_rows, config, num_samples=8)
     run.log(0, {f"eval/{name}": value for name, value in before.items()})
-    start, num_tokens = time.perf_counter(), 0
+    start = time.perf_counter()
     num_tokens = train(config, run, policy, reference, train_rows, eval_rows)
     seconds = time.perf_counter() - start
     after, texts_after = evaluate_policy(policy, eval_rows, config, num_samples=8)
     run.log(config.steps, {f"eval/{name}": value for name, value in after.items()})
 
     run.save_policy(policy, "final")
-    run.finish(before, after, seconds, num_tokens)
+    accuracies = {"accuracy_before": before["greedy/accuracy"], "accuracy_after": after["greedy/accuracy"]}
+    results = accuracies | {"before": before, "after": after, "gain": divide_gain(before, after)}
+    run.finish(results, config.steps, seconds, num_tokens)
     show_before_and_after(run, eval_rows, before, after, texts_before, texts_after)
 
 

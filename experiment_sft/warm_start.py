@@ -2,7 +2,9 @@
 
 1. *copying*: say the question's sum in symbols. Finding the operands in the question is what a small transformer
    learns last and abruptly, so it is practised alone first.
-2. *facts*: sums of small numbers, worked out.
+2. *working*: every kind of question, and as many sums of five to seven numbers, always worked out, until the steps
+   are right. Long sums practise more steps a token. Answers at once must wait: they are guesses at first, and mixed in
+   here their noise drowned the copying again.
 3. *answering*: the bundled kinds of question, in three styles:
    - at once: `<answer>58</answer>`, which is right when the network can do the sum in one pass, and else is not;
    - step by step: `<think>47+29=76 76-18=58</think><answer>58</answer>`;
@@ -27,20 +29,24 @@ WORKED_SHARE_PRODUCT_BONUS = 0.12
 CAREFUL_SHARE = 0.3  # of the worked answers
 CHECK_AGAIN = 0.4  # probability of one more check, in the careful style
 
+LONG_SHARE = 0.5  # of lesson 2
+LONG_KINDS = [(num_terms, num_digits, False) for num_terms in (5, 6, 7) for num_digits in (1, 2)]
+
 COPY_FRAMES = ("Write {} in symbols.", "Copy {}.", "Repeat {}.", "Say {} in symbols.")
 
 
-def conversations(num_copying: int, num_facts: int, num_answering: int, seed: int) -> Iterator[dict]:
+def conversations(num_copying: int, num_working: int, num_answering: int, seed: int) -> Iterator[dict]:
     """Yield rows `{"messages": [user, assistant]}` of the three lessons in order; the same rows for the same seed."""
     rng = random.Random(seed)
     kinds, weights = list(KINDS), list(KINDS.values())
     for _ in range(num_copying):
         question = draw_question(rng, rng.choices(kinds, weights)[0], "warm_start")
         yield _conversation(rng.choice(COPY_FRAMES).format(_expression_as_asked(question)), symbols(question))
-    for _ in range(num_facts):
-        kind = rng.choice(((2, 1, False), (3, 1, False), (2, 2, False), (3, 2, True)))
+    for _ in range(num_working):
+        is_long = rng.random() < LONG_SHARE
+        kind = rng.choice(LONG_KINDS) if is_long else rng.choices(kinds, weights)[0]
         question = draw_question(rng, kind, "warm_start")
-        yield _conversation(render(question), worked_answer(question, step_by_step(question)))
+        yield _conversation(render(question), worked_answer(question, rng))
     for _ in range(num_answering):
         kind = rng.choices(kinds, weights)[0]
         question = draw_question(rng, kind, "warm_start")
@@ -55,13 +61,12 @@ def worked_share(kind: Kind) -> float:
 
 def answer_in_some_style(question: Question, kind: Kind, rng: random.Random) -> str:
     """One target of lesson 3: at once, step by step, or careful."""
-    if rng.random() >= worked_share(kind):
-        return f"<answer>{question.answer}</answer>"
+    return worked_answer(question, rng) if rng.random() < worked_share(kind) else f"<answer>{question.answer}</answer>"
+
+
+def worked_answer(question: Question, rng: random.Random) -> str:
+    """The answer after its working, step by step or careful."""
     working = careful(question, rng) if rng.random() < CAREFUL_SHARE else step_by_step(question)
-    return worked_answer(question, working)
-
-
-def worked_answer(question: Question, working: str) -> str:
     return f"<think>{working}</think><answer>{question.answer}</answer>"
 
 

@@ -22,8 +22,21 @@ def draw_curve(directory: Path) -> Path:
     import matplotlib.pyplot as plt
 
     entries = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    figure, ((accuracy, length), (worked, kl)) = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
+    has_rewards = any("reward/correct" in entry for entry in entries)
+    figure = _draw_rewards(plt, entries) if has_rewards else _draw_loss(plt, entries)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{directory.resolve().parent.name}/{directory.resolve().name}")
+    figure.tight_layout()
+    path = directory / "curve.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
 
+
+def _draw_rewards(plt, entries: list[dict]):
+    figure, ((accuracy, length), (worked, kl)) = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
     _line(accuracy, entries, "reward/correct", label="training questions, sampled", alpha=0.3, color="C0")
     _line(accuracy, entries, "reward/correct", label="the same, mean of 5 steps", color="C0", window=5)
     _line(accuracy, entries, "eval/greedy/accuracy", label="held-out, greedy", marker="o", color="C1")
@@ -38,15 +51,15 @@ def draw_curve(directory: Path) -> Path:
     _line(kl, entries, "loss/kl")
     kl.set(title="KL to the policy at the start (nats a token)", xlabel="step")
     kl.set_ylim(bottom=0)
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{directory.parent.name}/{directory.name}")
-    figure.tight_layout()
-    path = directory / "curve.png"
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    return figure
+
+
+def _draw_loss(plt, entries: list[dict]):
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    _line(axes, entries, "loss/total", alpha=0.3, color="C0")
+    _line(axes, entries, "loss/total", color="C0", window=50)
+    axes.set(title="loss (nats a token; mean of 50 steps)", xlabel="step", yscale="log")
+    return figure
 
 
 def _line(axes, entries: list[dict], key: str, window: int = 1, **style) -> None:

@@ -1,0 +1,207 @@
+"""Supervised fine-tuning in one file: how the tiny policy is made, and how any policy is warm-started.
+
+The policy reads conversations and learns to say what the assistant says in them, token by token: the loss is minus the
+log-probability of every assistant token, the end-of-turn token included, averaged over all of them in an optimizer
+batch. What the user says and what the template adds is read, not learned.
+
+    python experiment_sft/train.py                                    # from nothing to assets/tiny_policy's recipe
+    python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
+
+Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
+the end the policy is examined as it would answer by itself, and once more forced to think before it answers; what it
+can do when forced is what reinforcement learning (experiment_base) can bring out.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tiny_policy import make_model, make_tokenizer
+from warm_start import conversations
+
+from common.chat import encode_chat
+from common.config import HELDOUT_DATA, PolicyConfig, UserError, check_ranges, parse_config, run_main
+from common.data import read_rows
+from common.evaluate import evaluate
+from common.experience import Experience, collate
+from common.keyed import keyed_generator
+from common.logprobs import Policy
+from common.loss import masked_mean
+from common.policy import DTYPES, load_policy, make_policy
+from common.runs import Run, peak_memory_bytes, start_run
+from common.tasks import arithmetic as task
+from common.trajectory import Trajectory
+
+RESOLVED = {"new": {"lr": 1.5e-3}, "tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
+WINDOW = 3000  # rows within which those of similar length are put together, to save padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PolicyConfig):
+    model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
+    data: str | None = None  # JSONL with rows {"messages": [...]}; None: the three lessons of warm_start.py
+    num_copying: int = 38_000  # conversations of the first lesson
+    num_working: int = 180_000  # conversations of the second lesson
+    num_answering: int = 120_000  # conversations of the third lesson
+    epochs: int = 1  # passes over the rows
+    tokens_per_batch: int = 3072  # of an optimizer step, padding included
+    micro_batch_size: int = 256  # rows of a forward and backward pass; changes memory and time, never the update
+    max_length: int = 1024  # tokens; longer rows are left out, and counted
+    lr: float | None = None  # peak learning rate of AdamW; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
+    warmup_steps: int = 50  # over which the learning rate rises from 0
+    final_lr: float = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
+    weight_decay: float = 0.0  # of AdamW
+    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm where it is longer
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/, which are also what is examined
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse_config(Config, argv, description=__doc__, resolved=RESOLVED)
+    check_ranges(
+        config,
+        positive=("epochs", "tokens_per_batch", "micro_batch_size", "max_length", "lr", "max_grad_norm"),
+        not_negative=("num_copying", "num_working", "num_answering", "warmup_steps", "final_lr", "weight_decay"),
+    )
+    run = start_run("experiment_sft", config)
+    policy = new_policy(config) if config.model == "new" else load_policy(config)
+    rows, eval_rows = load_conversations(config, policy)
+
+    start = time.perf_counter()
+    steps, num_tokens = train(config, run, policy, rows)
+    seconds = time.perf_counter() - start
+
+    policy.model.to(DTYPES[config.save_dtype]).float()  # examine exactly what is saved
+    examination = examine(config, policy, eval_rows)
+    policy.model.to(DTYPES[config.save_dtype])
+    run.save_policy(policy, "final")
+    run.finish(examination, steps, seconds, num_tokens)
+    for name, value in examination.items():
+        print(f"{name:32} {value:.3f}")
+    print(f"policy: {run.directory / 'final'}")
+
+
+def new_policy(config: Config) -> Policy:
+    tokenizer = make_tokenizer()
+    return make_policy(make_model(tokenizer, config.seed), tokenizer, config)
+
+
+def load_conversations(config: Config, policy: Policy) -> tuple[list[Trajectory], list[Trajectory]]:
+    """The encoded rows to learn from, and with --data the rows that it gives up for evaluation."""
+    if config.data is None:
+        lessons = conversations(config.num_copying, config.num_working, config.num_answering, config.seed)
+        return encode_rows(config, policy, list(lessons)), []
+    rows = encode_rows(config, policy, read_rows(config.data, required=("messages",)))
+    num_eval = min(config.eval_prompts, len(rows) // 10)
+    order = keyed_generator("split", config.seed).permutation(len(rows))
+    return [rows[index] for index in order[num_eval:]], [rows[index] for index in order[:num_eval]]
+
+
+def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajectory]:
+    """Conversations as trajectories: the assistant's tokens are the actions."""
+    encoded = []
+    for index, row in enumerate(rows):
+        try:
+            ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{config.data}, row {index + 1}: {error}") from error
+        if len(ids) <= config.max_length and any(mask):
+            encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
+    if len(encoded) < len(rows):
+        print(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: over --max-length, or no assistant turn")
+    if not encoded:
+        raise UserError(f"{config.data}: no row is left to learn from")
+    return encoded
+
+
+def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> tuple[int, int]:
+    """Go through all batches once; the number of steps, and of tokens that were learned."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    all_batches = list(batches(config, rows))
+    num_tokens = 0
+    start = time.perf_counter()
+    for step in run.steps(len(all_batches)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, len(all_batches))
+        batch = collate(all_batches[step - 1], policy.pad_id, policy.device)
+        loss = update(config, policy, optimizer, batch)
+        num_tokens += int(batch.action_mask.sum())
+        metrics = {
+            "loss/total": loss,
+            "lr": optimizer.param_groups[0]["lr"],
+            "time/tokens_per_second": num_tokens / (time.perf_counter() - start),
+            "memory/peak_bytes": peak_memory_bytes(config.device),
+        }
+        run.log(step, metrics, line=f"step {step}/{len(all_batches)}  loss {loss:.4f}")
+        if config.checkpoint_every and step % config.checkpoint_every == 0:
+            run.save_policy(policy, f"checkpoints/step_{step}")
+    return len(all_batches), num_tokens
+
+
+def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, batch: Experience) -> float:
+    """One optimizer step: minus the mean log-probability of the batch's assistant tokens."""
+    optimizer.zero_grad()
+    num_tokens = batch.action_mask.sum()  # of the whole batch, so that micro-batches add up to its mean
+    total = 0.0
+    for micro in batch.split(config.micro_batch_size):
+        log_probs = policy(micro.sequences, micro.action_mask).log_probs  # (b, T-1)
+        loss = masked_mean(-log_probs, micro.action_mask, denominator=num_tokens)
+        loss.backward()
+        total += loss.item()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+    optimizer.step()
+    return total
+
+
+def learning_rate(config: Config, step: int, num_steps: int) -> float:
+    """Up from 0 in `warmup_steps` steps, then down a cosine to `final_lr` of the peak at the last step."""
+    warmup = min(1.0, step / max(config.warmup_steps, 1))
+    cosine = 0.5 * (1 + math.cos(math.pi * step / num_steps))
+    return config.lr * warmup * (config.final_lr + (1 - config.final_lr) * cosine)
+
+
+def batches(config: Config, rows: list[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Batches of at most `tokens_per_batch` tokens, rows of similar length together; user data is shuffled first."""
+    for epoch in range(config.epochs):
+        order = range(len(rows))
+        if config.data is not None:
+            order = keyed_generator("data order", config.seed, epoch).permutation(len(rows))
+        for start in range(0, len(rows), WINDOW):
+            window = [rows[index] for index in order[start : start + WINDOW]]
+            window_batches = list(batches_of_similar_length(window, config.tokens_per_batch))
+            for index in keyed_generator("minibatches", config.seed, epoch, start).permutation(len(window_batches)):
+                yield window_batches[index]
+
+
+def batches_of_similar_length(rows: list[Trajectory], tokens_per_batch: int) -> Iterator[list[Trajectory]]:
+    batch: list[Trajectory] = []
+    for row in sorted(rows, key=lambda row: len(row.ids)):  # so that the newest row is the widest
+        if batch and len(row.ids) * (len(batch) + 1) > tokens_per_batch:
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
+
+
+@torch.no_grad()
+def examine(config: Config, policy: Policy, eval_rows: list[Trajectory]) -> dict[str, float]:
+    """With --data the loss on the rows that it gave up; else held-out answers, by itself and forced to think first."""
+    if config.data is not None:
+        log_prob_sum = num_tokens = 0.0
+        for row in eval_rows:
+            batch = collate([row], policy.pad_id, policy.device)
+            log_prob_sum += policy(batch.sequences, batch.action_mask).log_probs.sum().item()
+            num_tokens += batch.action_mask.sum().item()
+        return {"eval/loss": -log_prob_sum / num_tokens} if num_tokens else {}
+    questions = read_rows(str(HELDOUT_DATA), ("question", "answer"))[: config.eval_prompts]
+    own, _ = evaluate(policy, questions, task, max_new_tokens=96, num_samples=8, seed=config.seed)
+    forced, _ = evaluate(policy, questions, task, max_new_tokens=96, num_samples=8, seed=config.seed, prefix="<think>")
+    return {f"eval/{name}": value for name, value in own.items()} | {
+        f"eval_forced/{name}": value for name, value in forced.items()
+    }
+
+
+if __name__ == "__main__":
+    run_main(main)
