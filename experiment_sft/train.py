@@ -44,7 +44,7 @@ class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
     data: str | None = None  # JSONL with rows {"messages": [...]}; None: the three lessons of warm_start.py
     num_copying: int = 38_000  # conversations of the first lesson
-    num_working: int = 180_000  # conversations of the second lesson
+    num_working: int = 200_000  # conversations of the second lesson
     num_answering: int = 120_000  # conversations of the third lesson
     epochs: int = 1  # passes over the rows
     tokens_per_batch: int = 3072  # of an optimizer step, padding included
@@ -118,7 +118,9 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
 
 def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> tuple[int, int]:
     """Go through all batches once; the number of steps, and of tokens that were learned."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
+    )
     all_batches = list(batches(config, rows))
     num_tokens = 0
     start = time.perf_counter()

@@ -24,13 +24,13 @@ from common.tasks.arithmetic import KINDS, Question, draw_question, messages, re
 Kind = tuple[int, int, bool]  # (num_terms, num_digits, has_product)
 
 # Of the answers in lesson 3, the share that is worked out: by how many numbers a question holds, and more for products
-WORKED_SHARE = {2: 0.10, 3: 0.17, 4: 0.22}
-WORKED_SHARE_PRODUCT_BONUS = 0.12
+WORKED_SHARE = {2: 0.12, 3: 0.19, 4: 0.24}
+WORKED_SHARE_PRODUCT_BONUS = 0.10
 CAREFUL_SHARE = 0.3  # of the worked answers
 CHECK_AGAIN = 0.4  # probability of one more check, in the careful style
 
 LONG_SHARE = 0.5  # of lesson 2
-LONG_KINDS = [(num_terms, num_digits, False) for num_terms in (5, 6, 7) for num_digits in (1, 2)]
+LONG_KINDS = [(5, 2, False), (6, 2, False), (7, 2, False)]
 
 COPY_FRAMES = ("Write {} in symbols.", "Copy {}.", "Repeat {}.", "Say {} in symbols.")
 

@@ -77,15 +77,15 @@ MAX_TOTAL = 199  # every running total of a bundled question lies in 0..MAX_TOTA
 
 # (num_terms, num_digits, has_product): weight among the bundled questions
 KINDS: dict[tuple[int, int, bool], float] = {
-    (2, 1, False): 0.03,
-    (3, 1, False): 0.07,
-    (4, 1, False): 0.10,
-    (2, 2, False): 0.10,
-    (3, 2, False): 0.25,
-    (4, 2, False): 0.25,
+    (2, 1, False): 0.04,
+    (3, 1, False): 0.10,
+    (4, 1, False): 0.13,
+    (2, 2, False): 0.15,
+    (3, 2, False): 0.23,
+    (4, 2, False): 0.20,
     (2, 1, True): 0.02,
-    (3, 2, True): 0.10,
-    (4, 2, True): 0.08,
+    (3, 2, True): 0.08,
+    (4, 2, True): 0.05,
 }
 
 
