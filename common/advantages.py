@@ -22,7 +22,8 @@ def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: floa
         eps: added to the standard deviation, in units of reward.
 
     Returns:
-        (Q, G) advantages of the dtype of `returns`; each row sums to 0. Computed in float64.
+        (Q, G) advantages, each row summing to 0; of the dtype of `returns`, or the default one where those are integers.
+        Computed in float64.
 
     Raises:
         ValueError: `returns` is not (Q, G), a group has fewer than two completions, or `critic_type` is unknown.
@@ -39,7 +40,8 @@ def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: floa
     advantages = exact - exact.mean(dim=1, keepdim=True)
     if critic_type == "grpo":
         advantages = advantages / (exact.std(dim=1, keepdim=True) + eps)
-    return torch.where(has_signal(returns)[:, None], advantages, 0.0).to(returns.dtype)
+    dtype = returns.dtype if returns.is_floating_point() else torch.get_default_dtype()
+    return torch.where(has_signal(returns)[:, None], advantages, 0.0).to(dtype)
 
 
 def has_signal(returns: torch.Tensor) -> torch.Tensor:

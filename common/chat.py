@@ -1,7 +1,9 @@
 """Messages to ids: the chat template is rendered here and nowhere else."""
 
-# Templates such as Llama 3.2's write today's date into the prompt; without this a run would differ after midnight.
+# Some templates write today's date into the prompt, and a run would differ after midnight. Llama 3.2's asks for
+# `date_string` first; others call `strftime_now`, which the macro in front of the template hides.
 TEMPLATE_DATE = "26 Jul 2024"
+_PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
 
 
 def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
@@ -65,7 +67,11 @@ def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
 
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
     return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=add_generation_prompt, tokenize=False, date_string=TEMPLATE_DATE
+        messages,
+        chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        date_string=TEMPLATE_DATE,
     )
 
 

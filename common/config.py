@@ -37,7 +37,7 @@ class PolicyConfig:
     model: str = "tiny"  # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory
     seed: int = 0  # of everything random: data order, sampling, minibatches
     threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
-    device: str = "auto"  # cpu, cuda, cuda:1, mps; auto: cuda where there is one, else cpu
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one, else cpu
     dtype: Literal["float32", "bfloat16"] = "float32"  # arithmetic; bfloat16 is autocast, with weights in float32
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # how attention is computed
     eval_prompts: int = 256  # held-out questions of an evaluation

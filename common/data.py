@@ -40,24 +40,24 @@ def read_rows(source: str, required: Sequence[str]) -> list[dict]:
         UserError: naming file, line and what is wrong.
     """
     path = Path(source).expanduser()
-    if not path.exists() and source.count("/") == 1 and path.suffix not in (".json", ".jsonl"):
-        rows = _read_hub(source)
-    else:
-        rows = _read_jsonl(path)
-    if not rows:
-        raise UserError(f"{source} has no rows")
-    for number, row in enumerate(rows, start=1):
+    is_hub_id = not path.exists() and source.count("/") == 1 and path.suffix not in (".json", ".jsonl")
+    rows = _read_hub(source) if is_hub_id else _read_jsonl(path)  # by place: the row, and where it stands
+    for place, row in rows.items():
         for field in required:
             if field not in row:
-                raise UserError(f"{source}, row {number}: the field {field!r} is missing (there are: {', '.join(row)})")
-    return rows
+                raise UserError(f"{place}: the field {field!r} is missing (there are: {', '.join(row)})")
+            if field == "question" and not isinstance(row[field], str):
+                raise UserError(f"{place}: the field 'question' must be text, not {type(row[field]).__name__}")
+    if not rows:
+        raise UserError(f"{source} has no rows")
+    return list(rows.values())
 
 
-def _read_jsonl(path: Path) -> list[dict]:
+def _read_jsonl(path: Path) -> dict[str, dict]:
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
-    rows = []
-    with path.open(encoding="utf-8") as lines:
+    rows: dict[str, dict] = {}
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -65,20 +65,23 @@ def _read_jsonl(path: Path) -> list[dict]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
-            rows.append(row)
+            rows[f"{path}:{number}"] = row
     return rows
 
 
-def _read_hub(source: str) -> list[dict]:
+def _read_hub(source: str) -> dict[str, dict]:
     from datasets import load_dataset
 
     name, _, subset = source.partition(":")
     try:
-        return load_dataset(name, subset or None, split="train").to_list()
+        rows = load_dataset(name, subset or None, split="train").to_list()
     except Exception as error:  # the hub client raises many kinds, none of which a user can tell apart
         raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
+    return {f"{source}, row {number}": row for number, row in enumerate(rows, start=1)}
 
 
 def _filter(rows: list[dict], config: RunConfig, source: str) -> list[dict]:

@@ -128,7 +128,18 @@ class ReplayBuffer:
 
 
 def _join(experiences: list[Experience]) -> Experience:
-    """Stack experiences of different widths; padding carries mask 0, so what stands in it does not matter."""
+    """Stack experiences of different widths; padding carries mask 0, so what stands in it does not matter.
+
+    Raises:
+        ValueError: a field is None in some only, or holds a value a row in some and a value a token in others.
+    """
+    if len(experiences) == 1:
+        return experiences[0]
+    for field in fields(Experience):
+        values = [getattr(experience, field.name) for experience in experiences]
+        broadcasts = field.name in ("returns", "advantages")
+        if len({None if x is None else broadcasts and x.shape[1] == 1 for x in values}) > 1:
+            raise ValueError(f"experiences of one rollout disagree about the form of {field.name!r}")
     width = max(experience.sequences.shape[1] for experience in experiences)
 
     def stack(name: str, _: torch.Tensor) -> torch.Tensor:
@@ -140,4 +151,4 @@ def _join(experiences: list[Experience]) -> Experience:
         full = width if name in _ABOUT_TOKEN_T else width - 1
         return torch.cat([F.pad(x, (0, full - x.shape[1])) for x in tensors])
 
-    return experiences[0]._map(stack) if len(experiences) > 1 else experiences[0]
+    return experiences[0]._map(stack)

@@ -22,4 +22,4 @@ def keyed_generator(name: str, *key: int) -> np.random.Generator:
     >>> keyed_generator("tokens", 0, 7).random() == keyed_generator("tokens", 0, 8).random()
     False
     """
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([zlib.crc32(name.encode()), *key])))
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([zlib.crc32(name.encode()), len(key), *key])))

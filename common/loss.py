@@ -105,7 +105,9 @@ class GRPOLoss:
         kl = torch.zeros_like(token_loss)
         if self.kl_weight:
             # masked before exp: an infinity at an ignored token would turn its zero gradient into NaN
-            kl = approx_kl_divergence(log_probs * mask, experience.log_probs_ref * mask)
+            kl = approx_kl_divergence(
+                torch.where(mask.bool(), log_probs, 0.0), torch.where(mask.bool(), experience.log_probs_ref, 0.0)
+            )
         return self._reduce(token_loss + self.kl_weight * kl, mask), self._reduce(kl.detach(), mask)
 
     def _reduce(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -144,8 +144,10 @@ def peak_memory_bytes(device: str) -> int:
     """The most memory that the run held: of the GPU on CUDA, else of the process."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes on Linux
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; ru_maxrss would begin at the peak of the process that started this one
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
 def _git_commit() -> str | None:

@@ -92,9 +92,16 @@ def check(config: Config) -> None:
         raise UserError(f"--group-size must be 2 or more, not {config.group_size}: a group is its own baseline")
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p must be above 0 and at most 1, not {config.top_p}")
-    if config.minibatch_size is not None and config.minibatch_size % config.group_size:
-        raise UserError(f"--minibatch-size {config.minibatch_size} does not hold whole groups of --group-size "
-                        f"{config.group_size}")  # fmt: skip
+    minibatch_size, rollout = config.minibatch_size, config.prompts_per_step * config.group_size
+    if minibatch_size is not None and minibatch_size % config.group_size:
+        raise UserError(f"--minibatch-size {minibatch_size} is not whole groups of --group-size {config.group_size}")
+    if minibatch_size is not None and minibatch_size > rollout:
+        raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rollout} rows of a rollout")
+    if config.top_p < 1:
+        print(
+            "--top-p below 1: tokens are drawn from the most probable ones only, but scored under the whole "
+            "distribution, so that the ratio stays 1 and the gradient is biased towards what was likely anyway"
+        )
 
 
 def train(

@@ -1,0 +1,61 @@
+"""The bundled policy really learns, and what a run saves is what it reports."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.chat import encode_prompt
+from common.config import HELDOUT_DATA
+from common.tasks import arithmetic as task
+
+ROOT = Path(__file__).resolve().parents[2]
+EVAL_PROMPTS = 64
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    """One short run of experiment_base, as users start it."""
+    directory = tmp_path_factory.mktemp("learning")
+    command = [
+        *(sys.executable, str(ROOT / "experiment_base" / "train.py"), "--name", "short", "--eval-every", "0"),
+        *("--steps", "24", "--prompts-per-step", "12", "--lr", "1e-4", "--eval-prompts", str(EVAL_PROMPTS)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return directory / "runs" / "experiment_base" / "short"
+
+
+def test_the_reward_rises_beyond_noise(run_directory):
+    metrics = [json.loads(line) for line in (run_directory / "metrics.jsonl").read_text().splitlines()]
+    rewards = [entry["reward/correct"] for entry in metrics if "reward/correct" in entry]
+    first, last = rewards[:6], rewards[-6:]
+    noise = (statistics.variance(first) / 6 + statistics.variance(last) / 6) ** 0.5
+    assert statistics.mean(last) - statistics.mean(first) > max(0.1, 3 * noise)
+
+
+def test_the_policy_learns_to_work_things_out(run_directory):
+    summary = json.loads((run_directory / "summary.json").read_text())
+    assert summary["after"]["sampled/worked"] > summary["before"]["sampled/worked"] + 0.1
+    assert summary["after"]["sampled/accuracy"] > summary["before"]["sampled/accuracy"] + 0.1
+
+
+def test_final_loads_with_plain_transformers_and_has_the_reported_accuracy(run_directory):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run_directory / "final", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run_directory / "final", padding_side="left")
+    rows = [json.loads(line) for line in HELDOUT_DATA.read_text().splitlines()][:EVAL_PROMPTS]
+    prompts = [{"input_ids": encode_prompt(tokenizer, task.messages(row))} for row in rows]
+    batch = tokenizer.pad(prompts, return_tensors="pt")
+    output = model.generate(**batch, max_new_tokens=64, do_sample=False)
+    texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    correct = [task.reward(row, text)["correct"] for row, text in zip(rows, texts, strict=True)]
+    summary = json.loads((run_directory / "summary.json").read_text())
+    assert statistics.mean(correct) == summary["accuracy_after"]

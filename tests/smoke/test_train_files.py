@@ -1,0 +1,151 @@
+"""Every train.py as users run it: a process of its own, two steps, on a CPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import RESOLVED, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Start `python <arguments>` in `cwd`, as from a user's shell."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=ONE_THREAD, capture_output=True, text=True, timeout=110
+    )
+
+
+def load_train_file(experiment: str):
+    """Import an experiment's train.py by its path, to call its `main` in this process."""
+    spec = importlib.util.spec_from_file_location(f"{experiment}_train", ROOT / experiment / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_metrics(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
+def test_help_names_every_option_with_a_sentence(path):
+    result = run(str(path), "--help", cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert "--seed INT" in result.stdout
+    assert "--lr" in result.stdout
+
+
+def test_experiment_base_runs_two_steps_and_leaves_a_complete_run(tmp_path):
+    result = run(
+        str(ROOT / "experiment_base" / "train.py"),
+        *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "8", "--name", "smoke"),
+        *("--epochs-per-step", "2", "--minibatch-size", "8", "--checkpoint-every", "1"),
+        cwd=tmp_path,  # not the repository: nothing may depend on where it is started
+    )
+    assert result.returncode == 0, result.stderr
+    directory = tmp_path / "runs" / "experiment_base" / "smoke"
+    for name in ("config.json", "samples.jsonl", "curve.png", "final/model.safetensors", "checkpoints/step_1"):
+        assert (directory / name).exists(), name
+    assert list(directory.glob("events.out.tfevents.*"))
+
+    metrics = read_metrics(directory)
+    assert [entry["step"] for entry in metrics] == [0, 1, 2, 2]
+    assert metrics[1]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics[1]["policy/sampler_gap"] < 1e-4
+    assert metrics[1]["loss/grad_norm"] > 0
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["peak_memory_bytes"] > 1e8
+    config = json.loads((directory / "config.json").read_text())
+    assert config["max_new_tokens"] is not None  # as resolved
+    assert "held-out questions" in result.stdout
+    assert "tensorboard --logdir" in result.stdout
+
+
+def test_experiment_sft_makes_a_policy_that_experiment_base_trains(tmp_path):
+    lessons = ("--num-copying", "300", "--num-working", "200", "--num-answering", "200")
+    result = run(
+        str(ROOT / "experiment_sft" / "train.py"),
+        *(*lessons, "--eval-prompts", "4", "--name", "smoke", "--save-dtype", "bfloat16"),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    policy = tmp_path / "runs" / "experiment_sft" / "smoke" / "final"
+    result = run(
+        str(ROOT / "experiment_base" / "train.py"),
+        *("--model", str(policy), "--steps", "1", "--prompts-per-step", "2", "--group-size", "2"),
+        *("--max-new-tokens", "8", "--eval-prompts", "4", "--name", "smoke"),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_experiment_sft_lowers_the_loss_on_a_users_own_conversations(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}
+        for n in range(200)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run(
+        str(ROOT / "experiment_sft" / "train.py"),
+        *("--model", "tiny", "--data", "chats.jsonl", "--epochs", "4", "--name", "smoke", "--warmup-steps", "2"),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    metrics = read_metrics(tmp_path / "runs" / "experiment_sft" / "smoke")
+    assert metrics[-1]["loss/total"] < 0.5 * metrics[0]["loss/total"]
+
+
+MISTAKES = [
+    (("--group-size", "1"), "--group-size must be 2 or more"),
+    (("--minibatch-size", "12"), "is not whole groups"),
+    (("--minibatch-size", "256"), "exceeds the 128 rows"),
+    (("--top-p", "1.5"), "--top-p must be"),
+    (("--lr", "-1"), "--lr must be more than 0"),
+    (("--prompts-per-step", "5000"), "--prompts-per-step 5000 exceeds"),
+    (("--max-terms", "1"), "passes the filters"),
+    (("--model", "./nowhere"), "there is no such directory"),
+    (("--data", "nowhere.jsonl"), "there is no such file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES)
+def test_a_mistake_is_refused_in_one_sentence(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        load_train_file("experiment_base").main(list(arguments))
+
+
+def test_a_mistake_ends_the_program_without_a_traceback(tmp_path):
+    result = run(str(ROOT / "experiment_base" / "train.py"), "--group-size", "1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.strip() == "error: --group-size must be 2 or more, not 1: a group is its own baseline"
+
+
+def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path):
+    result = run(str(ROOT / "experiment_base" / "train.py"), "--learning-rat", "1", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "--learning-rat" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_runs_name_is_not_used_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "experiment_base" / "mine").mkdir(parents=True)
+    with pytest.raises(UserError, match="exists already"):
+        load_train_file("experiment_base").main(["--name", "mine"])
+
+
+def test_help_states_the_defaults_that_the_table_resolves():
+    help_text = run(str(ROOT / "experiment_base" / "train.py"), "--help", cwd=ROOT).stdout
+    for value in (RESOLVED["tiny"]["lr"], RESOLVED["full"]["lr"]):
+        assert f"{value:.0e}".replace("e-0", "e-") in help_text
+    for value in (RESOLVED["tiny"]["max_new_tokens"], RESOLVED["full"]["max_new_tokens"]):
+        assert str(value) in help_text

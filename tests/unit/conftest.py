@@ -1,0 +1,83 @@
+"""What the unit tests share: tiny random models, the bundled tokenizer, and the scripts that are not packages."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from common.experience import Experience
+from common.logprobs import Policy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[str], ModuleType]:
+    """Import a file of the repository by its path, e.g. load_script("experiment_base/train.py")."""
+    modules: dict[str, ModuleType] = {}
+
+    def load(path: str) -> ModuleType:
+        if path not in modules:
+            name = path.removesuffix(".py").replace("/", "__")
+            spec = importlib.util.spec_from_file_location(name, ROOT / path)
+            modules[path] = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(modules[path])
+        return modules[path]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def tokenizer(load_script):
+    """The tokenizer of the tiny policy, with its chat template. A test that changes it makes a deep copy."""
+    return load_script("experiment_sft/tiny_policy.py").make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def make_policy() -> Callable[..., Policy]:
+    """Make a random Llama with grouped-query attention, whose distributions are far from uniform."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(vocab_size=24, *, end_of_turn_ids=(2,), pad_id=0, temperature=1.0, tokenizer=None, seed=0, **policy):
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=256,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=end_of_turn_ids[0],
+            pad_token_id=pad_id,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = LlamaForCausalLM(config)
+        return Policy(model, tokenizer, list(end_of_turn_ids), pad_id, temperature, **policy)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_experience() -> Callable[..., Experience]:
+    """Make an `Experience` for a loss: a mask (B, T-1), and whatever fields the test is about."""
+
+    def make(action_mask: torch.Tensor, **values: torch.Tensor) -> Experience:
+        rows, width = action_mask.shape[0], action_mask.shape[1] + 1
+        return Experience(
+            sequences=torch.zeros(rows, width, dtype=torch.long),
+            attention_mask=torch.ones(rows, width, dtype=torch.long),
+            action_mask=action_mask,
+            sampler_log_probs=torch.zeros(action_mask.shape),
+            prompt_index=torch.arange(rows),
+            prompt_lengths=torch.ones(rows, dtype=torch.long),
+            **values,
+        )
+
+    return make

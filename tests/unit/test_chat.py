@@ -1,0 +1,165 @@
+"""Chat templates: what the assistant says is counted to the token, and a template that cannot be counted is refused."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+
+from common.chat import TEMPLATE_DATE, encode_chat, encode_prompt, find_end_of_turn_ids
+
+SYSTEM = {"role": "system", "content": "Answer."}
+QUESTION = {"role": "user", "content": "2+3"}
+ANSWER = {"role": "assistant", "content": "<answer>5</answer>"}
+SECOND_QUESTION = {"role": "user", "content": "7*8"}
+SECOND_ANSWER = {"role": "assistant", "content": "<think>7*8=56</think><answer>56</answer>"}
+
+# As Llama 3.2 begins: today's date, unless a date is handed in.
+LLAMA_LIKE = """\
+{%- if date_string is not defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{{- '<|im_start|>system\\nToday Date: ' + date_string + '<|im_end|>\\n' }}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# As Qwen3 does it: the thoughts of all turns but the last are dropped.
+QWEN3_LIKE = """\
+{%- for message in messages %}
+{%- set content = message.content if loop.last else message.content.split('</think>')[-1] %}
+{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+@pytest.fixture
+def with_template(tokenizer):
+    def make(template: str):
+        changed = copy.deepcopy(tokenizer)
+        changed.chat_template = template
+        return changed
+
+    return make
+
+
+def spoken(tokenizer, ids: list[int], mask: list[int]) -> list[str]:
+    """What each run of ones in the mask says."""
+    texts, previous = [], 0
+    for token, bit in zip(ids, mask, strict=True):
+        if bit and not previous:
+            texts.append([])
+        if bit:
+            texts[-1].append(token)
+        previous = bit
+    return [tokenizer.decode(text) for text in texts]
+
+
+def test_a_prompt_ends_where_the_assistant_is_to_speak(tokenizer):
+    ids = encode_prompt(tokenizer, [SYSTEM, QUESTION])
+    expected = "<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ids) == expected
+
+
+def test_the_mask_covers_the_answer_and_its_end_of_turn_and_not_the_newline_after_it(tokenizer):
+    ids, mask = encode_chat(tokenizer, [QUESTION, ANSWER], [tokenizer.eos_token_id])
+    # <|im_start|> user \n 2 + 3 <|im_end|> \n <|im_start|> assistant \n | <answer> 5 </answer> <|im_end|> | \n
+    assert mask == [0] * 11 + [1] * 4 + [0]
+    assert [tokenizer.decode(token) for token in ids[11:]] == ["<answer>", "5", "</answer>", "<|im_end|>", "\n"]
+
+
+def test_every_assistant_turn_is_covered_and_nothing_between_them(tokenizer):
+    messages = [SYSTEM, QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER]
+    ids, mask = encode_chat(tokenizer, messages, [tokenizer.eos_token_id])
+    assert spoken(tokenizer, ids, mask) == [turn["content"] + "<|im_end|>" for turn in (ANSWER, SECOND_ANSWER)]
+    assert sum(mask) == 4 + 13  # <think> 7 * 8 = 5 6 </think> <answer> 5 6 </answer> <|im_end|>
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(ids) == rendered
+    assert ids == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def test_a_conversation_begins_with_the_ids_of_its_prompt(tokenizer):
+    """What warm start and sampler see before the answer is the same, at every turn."""
+    messages = [SYSTEM, QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER]
+    ids, mask = encode_chat(tokenizer, messages, [tokenizer.eos_token_id])
+    for position in (2, 4):
+        prompt = encode_prompt(tokenizer, messages[:position])
+        assert ids[: len(prompt)] == prompt
+        assert mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_token_adds_none_to_what_the_template_wrote(tokenizer):
+    """Llama's does; the template has written that token already, and a turn is encoded in several pieces."""
+    from tokenizers.processors import TemplateProcessing
+
+    messages = [SYSTEM, QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER]
+    eager = copy.deepcopy(tokenizer)
+    begin = ("<|endoftext|>", tokenizer.pad_token_id)
+    eager.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    assert eager.encode("2")[0] == begin[1]
+    assert encode_prompt(eager, messages[:2]) == encode_prompt(tokenizer, messages[:2])
+    end_of_turn_ids = [tokenizer.eos_token_id]
+    assert encode_chat(eager, messages, end_of_turn_ids) == encode_chat(tokenizer, messages, end_of_turn_ids)
+
+
+def test_an_end_of_turn_token_inside_an_answer_does_not_end_the_turn(tokenizer):
+    """The turn ends at its last end-of-turn token."""
+    odd = {"role": "assistant", "content": "a<|im_end|>b"}
+    ids, mask = encode_chat(tokenizer, [QUESTION, odd], [tokenizer.eos_token_id])
+    assert spoken(tokenizer, ids, mask) == ["a<|im_end|>b<|im_end|>"]
+
+
+def test_a_date_that_can_be_handed_in_is_pinned(with_template):
+    tokenizer = with_template(LLAMA_LIKE)
+    assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(encode_prompt(tokenizer, [QUESTION]))
+    ids, _ = encode_chat(tokenizer, [QUESTION, ANSWER], [tokenizer.eos_token_id])
+    assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(ids)
+
+
+def test_a_date_that_the_template_asks_for_itself_is_pinned(with_template):
+    """gpt-oss, for one, calls `strftime_now` whatever is handed in; a run would differ after midnight."""
+    tokenizer = with_template(LLAMA_LIKE.replace("{%- if date_string is not defined %}", "{%- if true %}"))
+    assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(encode_prompt(tokenizer, [QUESTION]))
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(with_template):
+    tokenizer = with_template(QWEN3_LIKE)
+    end_of_turn_ids = [tokenizer.eos_token_id]
+    ids, mask = encode_chat(tokenizer, [QUESTION, SECOND_ANSWER], end_of_turn_ids)  # one turn is safe
+    assert spoken(tokenizer, ids, mask) == [SECOND_ANSWER["content"] + "<|im_end|>"]
+    with pytest.raises(ValueError, match=r"rewrites what stands before message 3 \(assistant"):
+        encode_chat(tokenizer, [QUESTION, SECOND_ANSWER, SECOND_QUESTION, ANSWER], end_of_turn_ids)
+
+
+def test_a_template_that_does_not_end_a_turn_is_refused(tokenizer, with_template):
+    open_ended = with_template(
+        tokenizer.chat_template.replace(
+            "{{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor", "{%- endif %}{%- endfor"
+        )
+    )
+    with pytest.raises(ValueError, match="does not end message 1"):
+        encode_chat(open_ended, [QUESTION, ANSWER], [tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize(
+    ("of_tokenizer", "of_config", "expected"),
+    [
+        (9, [1, 8, 9], [1, 8, 9]),  # Llama 3: several, one of which the tokenizer names too
+        (2, 7, [2, 7]),
+        (2, None, [2]),
+        (None, 0, [0]),  # 0 is an id like any other
+    ],
+)
+def test_end_of_turn_ids_are_the_union_of_tokenizer_and_generation_config(of_tokenizer, of_config, expected):
+    config = SimpleNamespace(eos_token_id=of_config)
+    assert find_end_of_turn_ids(SimpleNamespace(eos_token_id=of_tokenizer), config) == expected
+
+
+def test_a_model_without_generation_config_ends_as_its_tokenizer_says(tokenizer):
+    assert find_end_of_turn_ids(tokenizer, None) == [tokenizer.eos_token_id]
+
+
+def test_a_model_that_could_never_end_a_turn_is_refused():
+    nothing = SimpleNamespace(eos_token_id=None)
+    with pytest.raises(ValueError, match="eos"):
+        find_end_of_turn_ids(nothing, nothing)

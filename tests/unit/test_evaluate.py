@@ -1,0 +1,144 @@
+"""Evaluation: pass@k is unbiased, and every figure is what its name says of the completions that were sampled."""
+
+import itertools
+from math import comb
+from types import SimpleNamespace
+
+import pytest
+
+from common.chat import encode_prompt
+from common.evaluate import EVALUATION, decode, divide_gain, evaluate, pass_at_k
+from common.sampling import sample
+from common.tasks import arithmetic
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_right_one(n):
+    for c in range(n + 1):
+        samples = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            choices = [any(choice) for choice in itertools.combinations(samples, k)]
+            assert pass_at_k(n, c, k) == pytest.approx(sum(choices) / len(choices))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.05, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_pass_at_k_is_unbiased_where_the_plug_in_estimate_is_not(p, k):
+    """Over every number of right answers among 8, with its probability: p = 0.2 and k = 4 give 0.590, not 0.517."""
+    chances = [comb(8, c) * p**c * (1 - p) ** (8 - c) for c in range(9)]
+    mean = sum(chance * pass_at_k(8, c, k) for c, chance in enumerate(chances))
+    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+    if (p, k) == (0.2, 4):
+        plug_in = sum(chance * (1 - (1 - c / 8) ** k) for c, chance in enumerate(chances))
+        assert (round(mean, 3), round(plug_in, 3)) == (0.590, 0.517)
+
+
+def test_more_tries_than_samples_are_refused():
+    with pytest.raises(ValueError, match="pass@9 needs at least 9 samples, not 8"):
+        pass_at_k(n=8, c=2, k=9)
+
+
+ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 11)]
+FIGURES = {"accuracy", "worked", "length", "stopped"}
+
+# A random policy never answers right; this task finds something to tell apart in what it babbles.
+BABBLE = SimpleNamespace(
+    messages=arithmetic.messages,
+    reward=lambda row, text: {"correct": float(len(text) % 3 == int(row["answer"]) % 3)},
+    is_worked=lambda text: len(text) % 2 == 0,
+)
+
+
+@pytest.fixture(scope="module")
+def policy(make_policy, tokenizer):
+    return make_policy(
+        1024, end_of_turn_ids=(tokenizer.eos_token_id,), pad_id=tokenizer.pad_token_id, tokenizer=tokenizer
+    )
+
+
+def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
+    num_samples, budget = 4, 150
+    metrics, greedy_texts = evaluate(
+        policy, ROWS, BABBLE, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
+    )
+    assert {name for name in metrics if name.startswith("greedy/")} >= {f"greedy/{figure}" for figure in FIGURES}
+
+    prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row, "Think.")) for row in ROWS]
+    for mode, group_size in (("greedy", 1), ("sampled", num_samples)):
+        trajectories = sample(
+            policy, prompts, group_size, max_new_tokens=budget, key=(3, EVALUATION), greedy=mode == "greedy"
+        )
+        texts = [decode(policy, row.completion_ids) for row in trajectories]
+        if mode == "greedy":
+            assert greedy_texts == texts
+        right = [
+            BABBLE.reward(ROWS[row.prompt_index], text)["correct"]
+            for row, text in zip(trajectories, texts, strict=True)
+        ]
+        worked = [BABBLE.is_worked(text) for text in texts]
+        among_worked = [c for c, w in zip(right, worked, strict=True) if w]
+        among_blurted = [c for c, w in zip(right, worked, strict=True) if not w]
+        expected = {
+            "accuracy": sum(right) / len(right),
+            "worked": sum(worked) / len(worked),
+            "length": sum(len(row.completion_ids) for row in trajectories) / len(trajectories),
+            "stopped": sum(row.finish_reason == "stop" for row in trajectories) / len(trajectories),
+        }
+        if among_worked:
+            expected["accuracy_worked"] = sum(among_worked) / len(among_worked)
+        if among_blurted:
+            expected["accuracy_blurted"] = sum(among_blurted) / len(among_blurted)
+        if mode == "sampled":
+            groups = [right[i : i + group_size] for i in range(0, len(right), group_size)]
+            expected[f"pass@{group_size}"] = sum(any(group) for group in groups) / len(groups)
+            assert among_worked  # the babble is varied enough
+            assert among_blurted
+            assert 0 < expected["accuracy"] < expected["pass@4"] < 1
+            assert 0 < expected["stopped"] < 1
+        found = {name: value for name, value in metrics.items() if name.startswith(f"{mode}/")}
+        assert found == {f"{mode}/{name}": pytest.approx(value) for name, value in expected.items()}
+
+
+def test_two_evaluations_of_one_policy_are_equal_and_another_seed_is_other_luck(policy):
+    first, again, other = (
+        evaluate(policy, ROWS, BABBLE, max_new_tokens=40, num_samples=2, seed=seed) for seed in (0, 0, 1)
+    )
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] == other[1]  # greedy needs no luck
+
+
+def test_without_samples_there_are_greedy_figures_alone(policy):
+    metrics, texts = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10)
+    assert all(name.startswith("greedy/") for name in metrics)
+    assert metrics["greedy/accuracy"] == 0.0
+    assert 0 < metrics["greedy/length"] <= 10
+    assert len(texts) == 3
+
+
+def test_a_prefix_is_what_every_completion_begins_with_and_not_counted_as_sampled(policy):
+    metrics, texts = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10, prefix="<think>")
+    assert all(text.startswith("<think>") for text in texts)
+    assert metrics["greedy/length"] <= 10
+    forced = policy.tokenizer.encode("<think>", add_special_tokens=False)
+    prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row)) + forced for row in ROWS[:3]]
+    rows = sample(policy, prompts, 1, max_new_tokens=10, key=(0,), greedy=True)
+    assert texts == ["<think>" + decode(policy, row.completion_ids) for row in rows]
+
+
+@pytest.mark.parametrize("worked", [(0.2, 0.9), (0.0, 0.7), (0.3, 1.0), (0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_the_parts_of_a_gain_add_up_to_it_also_where_nothing_or_everything_was_worked_out(worked):
+    evaluations = []
+    for share, right_if_worked, right_if_blurted in zip(worked, (0.6, 0.95), (0.15, 0.25), strict=True):
+        metrics = {
+            "sampled/worked": share,
+            "sampled/accuracy": share * right_if_worked + (1 - share) * right_if_blurted,
+        }
+        if share > 0:
+            metrics["sampled/accuracy_worked"] = right_if_worked
+        if share < 1:
+            metrics["sampled/accuracy_blurted"] = right_if_blurted
+        evaluations.append(metrics)
+    before, after = evaluations
+    gain = after["sampled/accuracy"] - before["sampled/accuracy"]
+    assert sum(divide_gain(before, after).values()) == pytest.approx(gain)

@@ -1,0 +1,171 @@
+"""From trajectories to tensors and from a rollout to minibatches: no token and no row is lost or moved."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from common.experience import Experience, ReplayBuffer, collate
+from common.trajectory import Trajectory
+
+PAD = 99
+
+
+def trajectory(
+    prompt: list[int], completion: list[int], prompt_index: int = 0, completion_index: int = 0
+) -> Trajectory:
+    """A row whose log-probs name their tokens: token 21 has -21."""
+    return Trajectory(
+        ids=prompt + completion,
+        prompt_length=len(prompt),
+        action_mask=[0] * len(prompt) + [1] * len(completion),
+        sampler_log_probs=[0.0] * len(prompt) + [-float(token) for token in completion],
+        prompt_index=prompt_index,
+        completion_index=completion_index,
+    )
+
+
+def rollout(num_prompts: int, group_size: int, first_prompt: int = 0, longest: int = 6) -> Experience:
+    """Rows of different lengths, every token of which is unique; all per-token fields are filled."""
+    rows, token = [], 1000 * first_prompt
+    for prompt in range(first_prompt, first_prompt + num_prompts):
+        for completion in range(group_size):
+            length = 1 + (5 * prompt + 3 * completion) % longest
+            ids = list(range(token, token + 2 + length))
+            token += len(ids)
+            rows.append(trajectory(ids[:2], ids[2:], prompt, completion))
+    experience = collate(rows, PAD)
+    experience.action_log_probs = experience.sampler_log_probs * 2
+    experience.log_probs_ref = experience.sampler_log_probs * 3
+    experience.returns = torch.arange(len(rows), dtype=torch.float32)[:, None] + 100 * first_prompt
+    experience.advantages = -experience.returns
+    return experience
+
+
+def rows_of(experience: Experience) -> list[tuple]:
+    """Every row as plain lists without padding, to compare experiences of different widths."""
+    rows = []
+    width = experience.sequences.shape[1]
+    for index in range(len(experience)):
+        length = int(experience.attention_mask[index].sum())
+        assert experience.attention_mask[index].tolist() == [1] * length + [0] * (width - length)
+        assert (experience.action_mask[index, length - 1 :] == 0).all()
+        about_next_token = (
+            experience.action_mask,
+            experience.sampler_log_probs,
+            experience.action_log_probs,
+            experience.log_probs_ref,
+            experience.returns,
+            experience.advantages,
+        )
+        rows.append(
+            (
+                experience.prompt_index[index].item(),
+                experience.prompt_lengths[index].item(),
+                experience.sequences[index, :length].tolist(),
+                *(field[index, : length - 1].tolist() for field in about_next_token),
+            )
+        )
+    return rows
+
+
+def test_collate_shifts_masks_and_log_probs_to_the_token_that_they_predict():
+    """The first completion token counts, the first padding does not."""
+    first = trajectory([11, 12, 13], [21, 22, 23], prompt_index=7)
+    second = trajectory([31], [41, 42], prompt_index=8)
+    experience = collate([first, second], PAD)
+    assert experience.sequences.tolist() == [[11, 12, 13, 21, 22, 23], [31, 41, 42, PAD, PAD, PAD]]
+    assert experience.sequences[:, 1:].tolist() == [[12, 13, 21, 22, 23], [41, 42, PAD, PAD, PAD]]  # the targets
+    assert experience.action_mask.tolist() == [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert experience.sampler_log_probs.tolist() == [[0, 0, -21, -22, -23], [-41, -42, 0, 0, 0]]
+    assert experience.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]
+    assert experience.prompt_index.tolist() == [7, 8]
+    assert experience.prompt_lengths.tolist() == [3, 1]
+    assert experience.action_log_probs is None
+
+
+def test_masks_are_carried_over_and_never_rebuilt_from_ids():
+    """A tool's tokens in the middle, and ids that equal the padding."""
+    row = Trajectory([PAD, 5, PAD, 6, 7, PAD], 2, [0, 0, 1, 0, 0, 1], [0.0, 0.0, -1.0, 0.0, 0.0, -2.0])
+    experience = collate([row, trajectory([1, 2], [3] * 6)], PAD)
+    assert experience.action_mask[0].tolist() == [0, 1, 0, 0, 1, 0, 0]
+    assert experience.attention_mask[0].tolist() == [1] * 6 + [0] * 2
+    assert experience.sampler_log_probs[0].tolist() == [0, -1, 0, 0, -2, 0, 0]
+
+
+def test_collate_refuses_lists_of_different_lengths_by_their_row():
+    row = trajectory([1, 2], [3, 4], prompt_index=5, completion_index=6)
+    for field in ("action_mask", "sampler_log_probs"):
+        broken = dataclasses.replace(row, **{field: getattr(row, field)[:-1]})
+        with pytest.raises(ValueError, match="prompt 5, completion 6: 4 ids"):
+            collate([row, broken], PAD)
+    with pytest.raises(ValueError, match="at least one"):
+        collate([], PAD)
+
+
+def test_selected_rows_keep_all_their_tokens_and_no_needless_padding():
+    experience = rollout(4, 3)
+    everything = rows_of(experience)
+    shortest = experience.attention_mask.sum(dim=1).argsort()
+    for rows in (shortest[:1], shortest[:4], torch.tensor([5, 0, 3]), torch.arange(len(experience))):
+        part = experience.select(rows)
+        assert rows_of(part) == [everything[row] for row in rows.tolist()]
+        assert part.sequences.shape[1] == part.attention_mask.sum(dim=1).max()
+        assert part.action_mask.shape[1] == part.sequences.shape[1] - 1
+        assert part.advantages.shape == (len(rows), 1)
+        assert part.kl is None
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 5, 12, 100])
+def test_micro_batches_hold_every_row_once(micro_batch_size):
+    experience = rollout(4, 3)
+    parts = list(experience.split(micro_batch_size))
+    assert all(len(part) <= micro_batch_size for part in parts)
+    assert sorted(row for part in parts for row in rows_of(part)) == sorted(rows_of(experience))
+    assert sum(part.sequences.numel() for part in parts) <= experience.sequences.numel()
+
+
+@pytest.mark.parametrize("advantages_by", ["row", "token"])
+@pytest.mark.parametrize("minibatch_size", [3, 6, 9, 300])
+def test_minibatches_hold_every_group_once_and_whole_across_experiences_of_different_widths(
+    minibatch_size, advantages_by
+):
+    parts = [rollout(4, 3), rollout(1, 3, first_prompt=4, longest=2), rollout(2, 3, first_prompt=5, longest=9)]
+    assert len({part.sequences.shape[1] for part in parts}) == 3
+    buffer = ReplayBuffer(group_size=3)
+    for part in parts:
+        if advantages_by == "token":
+            part.advantages = part.action_log_probs * 5
+        buffer.append(part)
+
+    minibatches = list(buffer.minibatches(minibatch_size, key=(0, 1, 0)))
+    assert all(len(minibatch) == minibatch_size for minibatch in minibatches[:-1])
+    for minibatch in minibatches:
+        assert minibatch.sequences.shape[1] == minibatch.attention_mask.sum(dim=1).max()
+        groups = minibatch.prompt_index.view(-1, 3)
+        assert (groups == groups[:, :1]).all()
+    seen = [row for minibatch in minibatches for row in rows_of(minibatch)]
+    assert sorted(seen) == sorted(row for part in parts for row in rows_of(part))
+
+
+def test_the_shuffle_is_fixed_by_its_key_and_by_nothing_else():
+    def order(key) -> list[int]:
+        buffer = ReplayBuffer(group_size=2)
+        buffer.append(rollout(16, 2))
+        return torch.cat([minibatch.prompt_index for minibatch in buffer.minibatches(8, key)]).tolist()
+
+    first = order((0, 1, 0))
+    torch.manual_seed(1)
+    assert order((0, 1, 0)) == first
+    assert first != sorted(first)
+    others = [order(key) for key in ((1, 1, 0), (0, 2, 0), (0, 1, 1))]
+    assert len({tuple(rows) for rows in (first, *others)}) == 4
+
+
+def test_what_is_not_whole_groups_is_refused():
+    buffer = ReplayBuffer(group_size=4)
+    with pytest.raises(ValueError, match="6 rows are not whole groups of 4"):
+        buffer.append(rollout(2, 3))
+    buffer.append(rollout(2, 4))
+    with pytest.raises(ValueError, match="6 rows does not hold whole groups of 4"):
+        next(buffer.minibatches(6, key=(0,)))

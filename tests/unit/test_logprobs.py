@@ -1,0 +1,266 @@
+"""`Policy.forward`: the log-probabilities that training sees, in value, gradient and memory."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.experience import collate
+from common.logprobs import score
+from common.loss import GRPOLoss
+from common.sampling import sample
+from common.trajectory import Trajectory
+
+VOCAB = 24
+
+
+def random_batch(rows: int = 4, width: int = 11, vocab_size: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ids (B, T) and an action mask (B, T-1) with holes, whose last row has no action token."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(vocab_size, (rows, width), generator=generator)
+    mask = (torch.rand(rows, width - 1, generator=generator) < 0.6).long()
+    mask[-1] = 0
+    return sequences, mask
+
+
+def full_log_probs(policy, sequences: torch.Tensor, **model_arguments) -> torch.Tensor:
+    """(B, T-1, V) log-probabilities of every word at every position, the obvious and expensive way."""
+    logits = policy.model(sequences, use_cache=False, **model_arguments).logits[:, :-1].float()
+    return (logits / policy.temperature).log_softmax(dim=-1)
+
+
+def gradients(policy, value: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(value, list(policy.parameters())))
+
+
+def assert_equal_gradients(actual: list[torch.Tensor], expected: list[torch.Tensor], rel: float) -> None:
+    """The two differ by at most `rel` of their length, parameter by parameter."""
+    for a, b in zip(actual, expected, strict=True):
+        assert (a - b).norm() <= rel * b.norm()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("max_logits", [2**25, 3 * VOCAB, 1])
+def test_log_probs_and_entropy_are_those_of_a_full_log_softmax_also_in_chunks(make_policy, temperature, max_logits):
+    policy = make_policy(VOCAB, temperature=temperature)
+    sequences, mask = random_batch()
+    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1))
+
+    scores = policy(sequences, mask, max_logits=max_logits)
+    everything = full_log_probs(policy, sequences)
+    expected = everything.gather(-1, sequences[:, 1:, None])[..., 0] * mask
+    entropy = -(everything.exp() * everything).sum(dim=-1) * mask
+    torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores.entropy, entropy, atol=1e-5, rtol=0)
+    assert not scores.entropy.requires_grad
+
+    actual_gradients = gradients(policy, (scores.log_probs * weights).sum())
+    assert_equal_gradients(actual_gradients, gradients(policy, (expected * weights).sum()), rel=1e-4)
+    assert all(gradient.norm() > 0 for gradient in actual_gradients)
+
+
+def test_bfloat16_arithmetic_still_ends_in_a_float32_softmax(make_policy):
+    """A log-softmax in bfloat16 would be off by some 0.02 nats a token on average."""
+    policy = make_policy(VOCAB, temperature=0.7, compute_dtype=torch.bfloat16)
+    sequences, mask = random_batch()
+    scores = policy(sequences, mask)
+    with policy.autocast():
+        logits = policy.model(sequences, use_cache=False).logits
+    assert logits.dtype == torch.bfloat16
+    expected = (logits[:, :-1].float() / 0.7).log_softmax(dim=-1).gather(-1, sequences[:, 1:, None])[..., 0] * mask
+    assert scores.log_probs.dtype == torch.float32
+    torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_a_batch_without_action_tokens_has_log_probs_and_gradients_of_zero(make_policy):
+    policy = make_policy(VOCAB)
+    sequences, mask = random_batch()
+    scores = policy(sequences, torch.zeros_like(mask))
+    assert torch.equal(scores.log_probs, torch.zeros(mask.shape))
+    assert all((gradient == 0).all() for gradient in gradients(policy, scores.log_probs.sum()))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records how many entries the largest tensor has that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *(x.numel() for x in tensors)])
+        return result
+
+
+def large_vocabulary_policy(vocab_size: int):
+    """Llama 3's vocabulary on a network so narrow that nothing but logits is large."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from common.logprobs import Policy
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return Policy(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes)), None, [2], pad_id=0)
+
+
+def test_no_tensor_of_forward_or_backward_holds_the_logits_of_all_tokens():
+    vocab_size, num_tokens = 128_256, 60
+    policy = large_vocabulary_policy(vocab_size)
+    sequences = torch.arange(2 * 31).view(2, 31)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    most = 10 * vocab_size  # also more than the 8 * V weights of the head and their gradient
+    for max_logits, is_bounded in ((most, True), (2**40, False)):
+        with LargestTensor() as largest:
+            policy(sequences, mask, max_logits=max_logits).log_probs.sum().backward()
+        assert (largest.numel <= most) == is_bounded
+    assert largest.numel == num_tokens * vocab_size  # what it would be without chunks
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_memory_of_a_process_stays_far_below_that_of_all_logits():
+    """All logits of 192 tokens are 98 MB, and a softmax with its gradient holds them several times."""
+    script = """
+        import re, sys
+        from pathlib import Path
+        import torch
+        torch.set_num_threads(1)
+        sys.path.insert(0, sys.argv[1])
+        from test_logprobs import large_vocabulary_policy
+
+        policy = large_vocabulary_policy(128_256)
+        sequences, mask = torch.arange(2 * 97).view(2, 97), torch.ones(2, 96, dtype=torch.long)
+
+        def peak(rows, max_logits):
+            policy(sequences[:, : rows + 1], mask[:, :rows], max_logits=max_logits).log_probs.sum().backward()
+            # not getrusage: its ru_maxrss begins with the peak of the process that started this one
+            return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024
+
+        print(peak(4, 2**20), peak(96, 2**20), peak(96, 2**40))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(Path(__file__).parent)]
+    given_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": "100000"}  # freed memory is not kept in glibc's own heap
+    output = subprocess.run(command, env=given_back, capture_output=True, text=True, check=True).stdout
+    start, chunked, whole = map(int, output.split())
+    all_logits = 192 * 128_256 * 4
+    assert chunked - start < 0.5 * all_logits
+    assert whole - start > 1.5 * all_logits
+
+
+@pytest.mark.parametrize("max_logits", [2**25, 3 * VOCAB])
+def test_a_rows_log_probs_depend_neither_on_padding_nor_on_neighbours(make_policy, max_logits):
+    policy = make_policy(VOCAB)
+    sequences, _ = random_batch(rows=3, width=20)
+    rows = [sequences[0, :20].tolist(), sequences[1, :9].tolist(), sequences[2, :4].tolist()]
+    trajectories = [Trajectory(ids, 2, [0, 0] + [1] * (len(ids) - 2), [0.0] * len(ids)) for ids in rows]
+    for pad_id in (0, 7):
+        batch = collate(trajectories, pad_id)
+        together = policy(batch.sequences, batch.action_mask, max_logits)
+        for index, row in enumerate(trajectories):
+            single = collate([row], pad_id)
+            alone = policy(single.sequences, single.action_mask)
+            for x, y in zip(together, alone, strict=True):
+                torch.testing.assert_close(x[index, : len(row.ids) - 1], y[0], atol=1e-5, rtol=0)
+                assert (x[index, len(row.ids) - 1 :] == 0).all()
+
+
+def test_prompt_tokens_that_equal_the_pad_id_keep_their_attention(make_policy):
+    """Llama 3 writes its end-of-turn token into every prompt; a mask made of `ids != pad` would blind the policy."""
+    pad = 2
+    policy = make_policy(VOCAB, end_of_turn_ids=(pad,), pad_id=pad)
+    prompt, completion = [5, pad, 6, pad, 7], [8, 9, pad]
+    row = Trajectory(prompt + completion, len(prompt), [0] * 5 + [1] * 3, [0.0] * 8)
+    longer = Trajectory(prompt + [3] * 12, len(prompt), [0] * 5 + [1] * 12, [0.0] * 17)
+    batch = collate([row, longer], pad)
+
+    log_probs = policy(batch.sequences, batch.action_mask).log_probs[0, 4:7]
+    ids = torch.tensor([row.ids])
+    seen, blinded = (
+        full_log_probs(policy, ids, attention_mask=mask).gather(-1, ids[:, 1:, None])[0, 4:7, 0]
+        for mask in (torch.ones_like(ids), (ids != pad).long())
+    )
+    torch.testing.assert_close(log_probs, seen, atol=1e-5, rtol=0)
+    assert (seen - blinded).abs().max() > 0.1  # the trap is real here
+
+
+def test_the_end_of_turn_token_is_trained_also_where_it_equals_the_pad_id(make_policy):
+    end = 2
+    policy = make_policy(VOCAB, end_of_turn_ids=(end,), pad_id=end)
+    ended = Trajectory([4, 5, 6, end], 2, [0, 0, 1, 1], [0.0] * 4)
+    longer = Trajectory([4, 5, 6, 7, 8, 9, end], 2, [0, 0, 1, 1, 1, 1, 1], [0.0] * 7)
+    batch = collate([ended, longer], pad_id=end)
+    batch.advantages = torch.tensor([[1.0], [-1.0]])
+    assert batch.action_mask.sum(dim=1).tolist() == [2, 5]
+
+    logits = []
+    policy.model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    log_probs = policy(batch.sequences, batch.action_mask).log_probs
+    loss, _ = GRPOLoss(clip_eps=0.2, kl_weight=0.0)(log_probs=log_probs, experience=batch)
+    by_logits, by_log_probs = torch.autograd.grad(loss, [logits[0], log_probs])  # (N, V), (B, T-1)
+    assert (
+        by_logits[1, end] < 0
+    )  # token 1 of the 7 action tokens ends the better row: raising its logit lowers the loss
+    assert by_logits[6, end] > 0  # and the last one ends the worse row
+    assert (by_log_probs[0] != 0).tolist() == [False, True, True, False, False, False]
+
+
+def test_scoring_in_micro_batches_gives_the_log_probs_of_the_whole_without_gradient(make_policy):
+    policy = make_policy(VOCAB, temperature=0.7)
+    experience = collate(sample(policy, [[3, 4], [5, 6, 7], [8]], 3, max_new_tokens=12, key=(0,)), policy.pad_id)
+    whole = policy(experience.sequences, experience.action_mask)
+    for micro_batch_size in (1, 4, 9, 100):
+        scores = score(policy, experience, micro_batch_size)
+        assert not scores.log_probs.requires_grad
+        torch.testing.assert_close(scores.log_probs, whole.log_probs.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(scores.entropy, whole.entropy, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def train(load_script):
+    return load_script("experiment_base/train.py")
+
+
+def updated_policy(train, make_policy, micro_batch_size: int, critic_type: str, optimizer_class, lr: float, **settings):
+    """What `update` makes of a fresh policy on the same 8 rows of very different lengths."""
+    policy = make_policy(VOCAB)
+    trajectories = sample(policy, [[3, 4], [5, 6, 7, 8, 9], [10], [11, 12]], 2, max_new_tokens=30, key=(0, 0))
+    assert len({len(row.ids) for row in trajectories}) > 4
+    experience = collate(trajectories, policy.pad_id)
+    generator = torch.Generator().manual_seed(0)
+    experience.advantages = torch.randn(8, 1, generator=generator)
+    experience.action_log_probs = experience.sampler_log_probs
+    experience.log_probs_ref = experience.sampler_log_probs + torch.randn(
+        experience.action_mask.shape, generator=generator
+    )
+    config = train.Config(group_size=2, micro_batch_size=micro_batch_size, max_grad_norm=1e9, **settings)
+    objective = GRPOLoss(0.2, kl_weight=0.1, critic_type=critic_type, generate_max_length=30)
+    metrics = train.update(config, policy, objective, optimizer_class(policy.parameters(), lr=lr), experience, step=1)
+    return policy, metrics
+
+
+@pytest.mark.parametrize("critic_type", ["grpo", "drgrpo"])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
+def test_micro_batches_change_neither_gradient_nor_update(train, make_policy, micro_batch_size, critic_type):
+    def both(*arguments, **settings):
+        return [
+            updated_policy(train, make_policy, size, critic_type, *arguments, **settings)
+            for size in (micro_batch_size, 8)
+        ]
+
+    (split, split_metrics), (whole, whole_metrics) = both(torch.optim.SGD, 0.1)
+    gradient, expected = (torch.cat([p.grad.flatten() for p in policy.parameters()]) for policy in (split, whole))
+    assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+    for a, b in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert split_metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-6)
+
+    # Adam turns the noise of a gradient near zero into a step of size lr, hence the wider tolerance.
+    (split, _), (whole, _) = both(torch.optim.AdamW, 1e-4, epochs_per_step=3)
+    for a, b in zip(split.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)

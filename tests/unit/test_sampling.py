@@ -1,0 +1,230 @@
+"""`sample`: what is recorded is what was drawn, and nothing but a row's own key and prompt decides what that is."""
+
+import pytest
+import torch
+
+from common.experience import collate
+from common.sampling import _draw, sample
+from common.trajectory import Trajectory
+
+VOCAB = 24
+END = 2
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [14, 15]]
+NEARLY_ONE = 1 - 2**-53  # the largest number that a generator of float64 in [0, 1) can give
+
+
+def tokens_by_row(trajectories: list[Trajectory]) -> dict[tuple[int, int], list[int]]:
+    return {(row.prompt_index, row.completion_index): row.completion_ids for row in trajectories}
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_recorded_log_probs_are_those_that_training_computes(make_policy, temperature, top_p):
+    """The prompts hold the pad id, which is also the end-of-turn id: neither may cost them attention."""
+    policy = make_policy(VOCAB, temperature=temperature, end_of_turn_ids=(END,), pad_id=END)
+    prompts = [*PROMPTS, [END, 5, END, 6, END]]
+    trajectories = sample(policy, prompts, 4, max_new_tokens=20, key=(0, 1), top_p=top_p)
+    assert len({len(row.ids) for row in trajectories}) > 4
+    experience = collate(trajectories, policy.pad_id)
+    recomputed = policy(experience.sequences, experience.action_mask).log_probs
+    torch.testing.assert_close(experience.sampler_log_probs, recomputed, atol=1e-4, rtol=0)
+    assert (recomputed[experience.action_mask == 1] < 0).all()
+
+
+def test_everything_about_a_row_is_written_where_its_tokens_are_made(make_policy):
+    policy = make_policy(VOCAB)
+    trajectories = sample(policy, PROMPTS, 4, max_new_tokens=12, key=(0, 1), prompt_index=[40, 30, 20, 10])
+    assert {row.finish_reason for row in trajectories} == {"stop", "length"}
+    for position, row in enumerate(trajectories):
+        assert (row.prompt_index, row.completion_index) == ([40, 30, 20, 10][position // 4], position % 4)
+        prompt, completion = PROMPTS[position // 4], row.completion_ids
+        assert row.ids[: row.prompt_length] == prompt
+        assert row.action_mask == [0] * len(prompt) + [1] * len(completion)
+        assert row.sampler_log_probs[: len(prompt)] == [0.0] * len(prompt)
+        assert len(row.sampler_log_probs) == len(row.ids)
+        if row.finish_reason == "stop":  # the end-of-turn token is kept, trained on, and the last
+            assert completion.index(END) == len(completion) - 1
+        else:
+            assert END not in completion
+            assert len(completion) == 12
+
+
+def test_a_row_that_ends_with_its_last_token_of_budget_has_stopped(make_policy):
+    policy = make_policy(VOCAB)
+    long = sample(policy, PROMPTS, 4, max_new_tokens=12, key=(0, 1))
+    length = next(len(row.completion_ids) for row in long if row.finish_reason == "stop")
+    short = sample(policy, PROMPTS, 4, max_new_tokens=length, key=(0, 1))
+    for row, same in zip(long, short, strict=True):
+        assert same.completion_ids == row.completion_ids[:length]
+        assert same.finish_reason == ("stop" if END in same.completion_ids else "length")
+    assert any(row.finish_reason == "stop" and len(row.completion_ids) == length for row in short)
+
+
+def test_every_end_of_turn_id_ends_a_turn(make_policy):
+    policy = make_policy(VOCAB, end_of_turn_ids=(2, 5, 9))
+    trajectories = sample(policy, PROMPTS, 8, max_new_tokens=30, key=(0, 1))
+    stopped = [row for row in trajectories if row.finish_reason == "stop"]
+    assert {row.ids[-1] for row in stopped} == {2, 5, 9}
+    assert not any({2, 5, 9} & set(row.completion_ids[:-1]) for row in trajectories)
+
+
+def test_rows_that_leave_the_batch_change_no_sample(make_policy):
+    leaving = make_policy(VOCAB)
+    staying = make_policy(VOCAB, end_of_turn_ids=(10_000,))  # a word that cannot be drawn
+    rows = sample(leaving, PROMPTS, 4, max_new_tokens=15, key=(0, 1))
+    full_rows = sample(staying, PROMPTS, 4, max_new_tokens=15, key=(0, 1))
+    assert len({len(row.ids) for row in rows}) > 4
+    for row, full in zip(rows, full_rows, strict=True):
+        assert full.ids[: len(row.ids)] == row.ids
+
+
+def test_neither_neighbours_nor_chunks_nor_order_change_a_sample(make_policy):
+    policy = make_policy(VOCAB)
+    settings = {"max_new_tokens": 15, "key": (0, 1)}
+    reference = tokens_by_row(sample(policy, PROMPTS, 4, **settings))
+    for prompts_at_once in (1, 3, 100):
+        assert tokens_by_row(sample(policy, PROMPTS, 4, prompts_at_once=prompts_at_once, **settings)) == reference
+    order = [2, 0, 3, 1]
+    shuffled = sample(policy, [PROMPTS[i] for i in order], 4, prompt_index=order, **settings)
+    assert tokens_by_row(shuffled) == reference
+    assert [row.prompt_index for row in shuffled] == [2] * 4 + [0] * 4 + [3] * 4 + [1] * 4
+    for index, prompt in enumerate(PROMPTS):  # alone, and in a smaller group
+        alone = tokens_by_row(sample(policy, [prompt], 2, prompt_index=[index], **settings))
+        assert alone == {row: tokens for row, tokens in reference.items() if row in ((index, 0), (index, 1))}
+
+
+def test_seed_step_prompt_and_completion_each_change_the_sample(make_policy):
+    policy = make_policy(VOCAB, end_of_turn_ids=(10_000,))
+
+    def tokens(key, prompt_index):
+        return [
+            r.completion_ids for r in sample(policy, [[3]], 8, max_new_tokens=15, key=key, prompt_index=prompt_index)
+        ]
+
+    samples = [*tokens((0, 1), [0]), *tokens((1, 1), [0]), *tokens((0, 2), [0]), *tokens((0, 1), [1])]
+    assert len({tuple(row) for row in samples}) == len(samples)
+    assert tokens((0, 1), [0]) == samples[:8]
+
+
+def greedy_by_hand(policy, prompt: list[int], max_new_tokens: int) -> list[int]:
+    """No cache, no batch, no padding."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + max_new_tokens and not (
+        len(ids) > len(prompt) and ids[-1] in policy.end_of_turn_ids
+    ):
+        with torch.no_grad():
+            ids.append(policy.model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("pad_id", [0, END])
+def test_greedy_completions_are_those_of_a_loop_without_cache_in_batches_of_any_size(make_policy, pad_id):
+    policy = make_policy(VOCAB, pad_id=pad_id, seed=4)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in range(1, 9)]
+    expected = [greedy_by_hand(policy, prompt, 20) for prompt in prompts]
+    assert len({len(completion) for completion in expected}) > 1  # some end, some do not
+    for at_once in (1, 3, 8):
+        rows = sample(policy, prompts, 1, max_new_tokens=20, key=(0,), greedy=True, prompts_at_once=at_once)
+        assert [row.completion_ids for row in rows] == expected
+
+
+def test_left_padding_is_harmless_also_to_absolute_positions():
+    """Rotary positions forgive a shift, GPT-2's do not: without `position_ids` a padded prompt is another prompt."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from common.logprobs import Policy
+
+    sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=END)).eval()
+    policy = Policy(model, None, [END], pad_id=0)
+    trajectories = sample(policy, PROMPTS, 3, max_new_tokens=10, key=(0, 1))
+    for row in trajectories:
+        alone = sample(
+            policy, [PROMPTS[row.prompt_index]], 3, max_new_tokens=10, key=(0, 1), prompt_index=[row.prompt_index]
+        )[row.completion_index]
+        assert alone.ids == row.ids
+        assert row.sampler_log_probs == pytest.approx(alone.sampler_log_probs, abs=1e-5)
+    experience = collate(trajectories, pad_id=0)
+    recomputed = policy(experience.sequences, experience.action_mask).log_probs
+    torch.testing.assert_close(experience.sampler_log_probs, recomputed, atol=1e-4, rtol=0)
+
+
+def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
+    """Pearson's statistic over the words with probability, after asserting that no other word was drawn."""
+    counts, expected = torch.bincount(tokens, minlength=len(probs)), probs * len(tokens)
+    assert counts[expected == 0].sum() == 0
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (0.7, 0.6)])
+def test_tokens_are_drawn_as_often_as_the_softmax_says(make_policy, temperature, top_p):
+    """Fixed keys, so nothing here is left to chance: 49.7 is exceeded once in a thousand by 23 degrees of freedom."""
+    policy = make_policy(VOCAB, temperature=temperature)
+    prompt = [3, 4, 5]
+    rows = sample(policy, [prompt], 4000, max_new_tokens=1, key=(0, 1), top_p=top_p)
+    tokens = torch.tensor([row.completion_ids[0] for row in rows])
+
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([prompt])).logits[0, -1].double()
+    probs = (logits / temperature).softmax(dim=-1)
+    kept, held = torch.zeros_like(probs), 0.0
+    for word in probs.argsort(descending=True).tolist():
+        if held < top_p:
+            kept[word] = probs[word]
+        held += probs[word].item()
+    assert chi_square(tokens, kept / kept.sum()) < 49.7
+    if top_p == 1:
+        assert chi_square(tokens, (logits / (1.3 * temperature)).softmax(dim=-1)) > 100  # another temperature shows
+    recorded = torch.tensor([row.sampler_log_probs[-1] for row in rows])
+    torch.testing.assert_close(recorded, probs.log()[tokens].float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_a_word_without_probability_is_never_drawn(top_p):
+    minus = float("-inf")
+    logits = torch.tensor([[minus, 0.0, minus, 1.0, minus, minus], [-1e4, 3.0, -1e4, 3.0, -1e4, -1e4]])
+    edges = torch.tensor([0.0, 5e-324, 0.25, 0.5, 0.75, NEARLY_ONE], dtype=torch.float64)
+    uniforms = torch.cat([edges, torch.linspace(0, NEARLY_ONE, 101, dtype=torch.float64)])
+    for row in logits:
+        tokens, log_probs = _draw(row.expand(len(uniforms), -1), 1.0, top_p, uniforms)
+        assert set(tokens.tolist()) <= {1, 3}
+        assert log_probs.isfinite().all()
+    assert _draw(logits[:1], 1.0, 1.0, edges[:1])[0].item() == 1
+    assert _draw(logits[:1], 1.0, 1.0, edges[-1:])[0].item() == 3
+
+
+def test_a_word_of_a_large_vocabulary_owns_exactly_its_share_of_the_unit_interval():
+    """In float32 the borders between 128,256 words would be off by some percent of a word's share."""
+    logits = torch.randn(128_256, generator=torch.Generator().manual_seed(0))
+    logits[:5000] = logits[-5000:] = float("-inf")
+    cdf = logits.log_softmax(dim=-1).double().exp().cumsum(dim=-1)
+    words = torch.linspace(5001, 128_255 - 5000, 12).long()
+    for uniforms in (cdf[words - 1] / cdf[-1] + 1e-10, cdf[words] / cdf[-1] - 1e-10):
+        assert torch.equal(_draw(logits.expand(12, -1), 1.0, 1.0, uniforms)[0], words)
+    edges = torch.tensor([0.0, NEARLY_ONE], dtype=torch.float64)
+    assert _draw(logits.expand(2, -1), 1.0, 1.0, edges)[0].tolist() == [5000, 128_255 - 5000]
+
+
+def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
+    logits = torch.tensor([[0.15, 0.4, 0.05, 0.3, 0.1]]).log()
+    uniforms = torch.linspace(0, NEARLY_ONE, 201, dtype=torch.float64)
+    for top_p, words in ((0.01, {1}), (0.39, {1}), (0.5, {1, 3}), (0.8, {0, 1, 3}), (0.99, {0, 1, 2, 3, 4})):
+        tokens, _ = _draw(logits.expand(201, -1), 1.0, top_p, uniforms)
+        assert set(tokens.tolist()) == words
+
+
+def test_no_prompts_give_no_trajectories(make_policy):
+    assert sample(make_policy(VOCAB), [], 4, max_new_tokens=3, key=(0,)) == []
+
+
+def test_an_empty_prompt_is_refused_by_its_index(make_policy):
+    with pytest.raises(ValueError, match="prompt 17 has no tokens"):
+        sample(make_policy(VOCAB), [[3], []], 2, max_new_tokens=3, key=(0,), prompt_index=[16, 17])
+
+
+def test_one_index_a_prompt_is_required(make_policy):
+    with pytest.raises(ValueError, match="2 prompts, but 1 entries"):
+        sample(make_policy(VOCAB), [[3], [4]], 2, max_new_tokens=3, key=(0,), prompt_index=[16])
