@@ -22,7 +22,7 @@ def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: floa
         eps: added to the standard deviation, in units of reward.
 
     Returns:
-        (Q, G) advantages, each row summing to 0; of the dtype of `returns`, or the default one where those are integers.
+        (Q, G) advantages, each row summing to 0, of the dtype of `returns` (the default one for integers).
         Computed in float64.
 
     Raises:
