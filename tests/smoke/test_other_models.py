@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train_files import load_train_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -73,11 +72,11 @@ def save_qwen(path: Path) -> None:
 
 @pytest.mark.parametrize("save", [save_llama, save_qwen])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, save, dtype):
+def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script, save, dtype):
     torch.manual_seed(0)
     save(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    load_train_file("experiment_base").main(
+    load_script("experiment_base/train.py").main(
         [
             *("--model", "./model", "--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--dtype", dtype),
             *("--max-new-tokens", "12", "--eval-prompts", "4", "--minibatch-size", "4", "--name", "other"),

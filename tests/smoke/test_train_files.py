@@ -1,6 +1,5 @@
 """Every train.py as users run it: a process of its own, two steps, on a CPU."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,14 +19,6 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=ONE_THREAD, capture_output=True, text=True, timeout=110
     )
-
-
-def load_train_file(experiment: str):
-    """Import an experiment's train.py by its path, to call its `main` in this process."""
-    spec = importlib.util.spec_from_file_location(f"{experiment}_train", ROOT / experiment / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def read_metrics(directory: Path) -> list[dict]:
@@ -117,10 +108,10 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), MISTAKES)
-def test_a_mistake_is_refused_in_one_sentence(tmp_path, monkeypatch, arguments, sentence):
+def test_a_mistake_is_refused_in_one_sentence(tmp_path, monkeypatch, load_script, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=sentence):
-        load_train_file("experiment_base").main(list(arguments))
+        load_script("experiment_base/train.py").main(list(arguments))
 
 
 def test_a_mistake_ends_the_program_without_a_traceback(tmp_path):
@@ -136,11 +127,11 @@ def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path):
     assert "Traceback" not in result.stderr
 
 
-def test_a_runs_name_is_not_used_twice(tmp_path, monkeypatch):
+def test_a_runs_name_is_not_used_twice(tmp_path, monkeypatch, load_script):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "experiment_base" / "mine").mkdir(parents=True)
     with pytest.raises(UserError, match="exists already"):
-        load_train_file("experiment_base").main(["--name", "mine"])
+        load_script("experiment_base/train.py").main(["--name", "mine"])
 
 
 def test_help_states_the_defaults_that_the_table_resolves():

@@ -1,34 +1,12 @@
-"""What the unit tests share: tiny random models, the bundled tokenizer, and the scripts that are not packages."""
+"""What the unit tests share: tiny random models and the bundled tokenizer."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from common.experience import Experience
 from common.logprobs import Policy
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def load_script() -> Callable[[str], ModuleType]:
-    """Import a file of the repository by its path, e.g. load_script("experiment_base/train.py")."""
-    modules: dict[str, ModuleType] = {}
-
-    def load(path: str) -> ModuleType:
-        if path not in modules:
-            name = path.removesuffix(".py").replace("/", "__")
-            spec = importlib.util.spec_from_file_location(name, ROOT / path)
-            modules[path] = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(modules[path])
-        return modules[path]
-
-    return load
 
 
 @pytest.fixture(scope="session")
