@@ -2,11 +2,14 @@
 
 import torch
 
-EPS = 1e-4  # keeps the division finite; a group with rewards 0 and 1 has a standard deviation of at least 0.17
+EPS = 1e-4  # small against the standard deviation of a group with rewards 0 and 1: at least 0.35 for G = 8
 
 
 def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: float = EPS) -> torch.Tensor:
-    """Compare every return with its own group: no critic is needed, the group is the baseline.
+    """Compare every return with its own group.
+
+    A return is a completion's total reward: the weighted sum of its components. What it is compared with is called the
+    baseline; other methods train a second network, the critic, to predict it. Here the group's mean serves.
 
         grpo:    A_qg = (R_qg - mean_g R_q) / (std_g R_q + eps)     (DeepSeekMath, arXiv 2402.03300, section 4.1.2)
         drgrpo:  A_qg =  R_qg - mean_g R_q                          (Dr. GRPO, arXiv 2503.20783, section 3.2)
@@ -18,7 +21,7 @@ def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: floa
 
     Args:
         returns: (Q, G), in units of reward; a row is a group, the G completions of one prompt.
-        critic_type: "grpo" or "drgrpo".
+        critic_type: which formula stands in for a critic, "grpo" or "drgrpo".
         eps: added to the standard deviation, in units of reward.
 
     Returns:

@@ -3,7 +3,7 @@
 # Some templates write today's date into the prompt, and a run would differ after midnight. Llama 3.2's asks for
 # `date_string` first; others call `strftime_now`, which the macro in front of the template hides.
 TEMPLATE_DATE = "26 Jul 2024"
-_PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
+_PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro %}"
 
 
 def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
@@ -66,13 +66,18 @@ def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
 
 
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
-    return tokenizer.apply_chat_template(
-        messages,
-        chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-        date_string=TEMPLATE_DATE,
-    )
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            date_string=TEMPLATE_DATE,
+        )
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
 
 
 def _encode(tokenizer, text: str) -> list[int]:

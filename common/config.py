@@ -4,6 +4,8 @@ An experiment's `Config` inherits from `RunConfig` and adds what it teaches.
 """
 
 import dataclasses
+import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ HELDOUT_DATA = ROOT / "data" / "math_tasks_heldout.jsonl"
 
 # What a flag becomes that was left at None, by the kind of policy. A test holds the texts of --help to these figures.
 RESOLVED = {
-    "tiny": {"lr": 5e-5, "max_new_tokens": 64, "system_prompt": ""},
+    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "system_prompt": ""},
     "full": {"lr": 1e-6, "max_new_tokens": 512, "system_prompt": SYSTEM_PROMPT},
 }
 
@@ -46,9 +48,21 @@ class PolicyConfig:
     runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
 
     @property
+    def model_path(self) -> Path | None:
+        """The directory that `model` names, or None where it is a hub id or "new"."""
+        if self.model == "tiny":
+            return TINY_POLICY
+        path = Path(self.model).expanduser()
+        is_hub_id = self.model == "new" or (self.model.count("/") == 1 and self.model[0] not in "./~")
+        return None if is_hub_id and not path.is_dir() else path
+
+    @property
     def kind(self) -> str:
-        """Which row of a table of resolved defaults holds for this run."""
-        return self.model if self.model in ("tiny", "new") else "full"
+        """Which row of a table of resolved defaults holds: "tiny" also for a policy of the bundled one's shape."""
+        if self.model == "new":
+            return "new"
+        is_tiny = self.model_path is not None and _shape(self.model_path) == _shape(TINY_POLICY)
+        return "tiny" if is_tiny else "full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +77,15 @@ class RunConfig(PolicyConfig):
     system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
     eval_every: int = 20  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl; 0: none
+
+
+def _shape(model_path: Path) -> tuple[int, int] | None:
+    """Vocabulary and width of a Hugging Face model directory."""
+    try:
+        settings = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        return settings["vocab_size"], settings["hidden_size"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
@@ -83,7 +106,11 @@ def parse_config(
     import tyro
 
     config = tyro.cli(config_class, args=argv, description=description, config=(tyro.conf.FlagConversionOff,))
-    left_open = {name: value for name, value in resolved[config.kind].items() if getattr(config, name) is None}
+    _check_places(config)
+    table = resolved.get(config.kind)
+    if table is None:
+        raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
+    left_open = {name: value for name, value in table.items() if getattr(config, name) is None}
     if config.device == "auto":
         left_open["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     config = dataclasses.replace(config, **left_open)
@@ -95,6 +122,25 @@ def parse_config(
     return config
 
 
+def _check_places(config: PolicyConfig) -> None:
+    """Refuse a device, a model directory or a name that cannot be, before a run's directory is made for it."""
+    if config.model_path is not None and not config.model_path.is_dir():
+        raise UserError(f"--model {config.model}: there is no such directory (a hub id is owner/name)")
+    if config.name is not None and (config.name in ("", ".", "..") or len(Path(config.name).parts) != 1):
+        raise UserError(f"--name {config.name!r} cannot be the name of a directory")
+    if config.device != "auto":
+        try:
+            device = torch.device(config.device)
+        except RuntimeError:
+            device = None
+        if device is None or device.type not in ("cpu", "cuda"):
+            raise UserError(f"--device must be cpu, cuda, cuda:<number> or auto, not {config.device}")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise UserError(f"--device {config.device}: this machine has {torch.cuda.device_count()} CUDA devices")
+    if config.attn_implementation == "flash_attention_2" and config.dtype != "bfloat16":
+        raise UserError("--attn-implementation flash_attention_2 computes in half precision: add --dtype bfloat16")
+
+
 def check_ranges(config: PolicyConfig, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
     """Refuse numbers out of range; a flag that is at None, or that this experiment does not have, is in range.
 
@@ -102,12 +148,12 @@ def check_ranges(config: PolicyConfig, positive: Sequence[str] = (), not_negativ
         UserError: naming the flag and its value.
     """
     for names, is_fine, wanted in (
-        (positive, lambda value: value > 0, "more than 0"),
-        (not_negative, lambda value: value >= 0, "0 or more"),
+        (positive, lambda value: value > 0, "more than 0, and finite"),
+        (not_negative, lambda value: value >= 0, "0 or more, and finite"),
     ):
         for name in names:
             value = getattr(config, name, None)
-            if value is not None and not is_fine(value):
+            if value is not None and not (is_fine(value) and math.isfinite(value)):
                 raise UserError(f"{flag(name)} must be {wanted}, not {value}")
 
 
@@ -127,5 +173,5 @@ def run_main(main: Callable[[], object]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\ninterrupted; what was written so far is in the run's directory", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         sys.exit(130)

@@ -7,6 +7,8 @@ from pathlib import Path
 from common.config import HELDOUT_DATA, TRAIN_DATA, RunConfig, UserError, flag
 from common.keyed import keyed_generator
 
+FIELD_TYPES: dict[str, tuple[type, ...]] = {"question": (str,), "answer": (str, int, float), "messages": (list,)}
+
 
 def load_task(config: RunConfig) -> tuple[list[dict], list[dict]]:
     """The training and the evaluation rows of a run, with `question` and `answer`, filtered alike.
@@ -40,14 +42,16 @@ def read_rows(source: str, required: Sequence[str]) -> list[dict]:
         UserError: naming file, line and what is wrong.
     """
     path = Path(source).expanduser()
-    is_hub_id = not path.exists() and source.count("/") == 1 and path.suffix not in (".json", ".jsonl")
+    looks_local = path.exists() or source[:1] in ("", ".", "/", "~") or path.suffix in (".json", ".jsonl")
+    is_hub_id = not looks_local and source.count("/") == 1
     rows = _read_hub(source) if is_hub_id else _read_jsonl(path)  # by place: the row, and where it stands
     for place, row in rows.items():
         for field in required:
             if field not in row:
                 raise UserError(f"{place}: the field {field!r} is missing (there are: {', '.join(row)})")
-            if field == "question" and not isinstance(row[field], str):
-                raise UserError(f"{place}: the field 'question' must be text, not {type(row[field]).__name__}")
+            wanted = FIELD_TYPES[field]
+            if not isinstance(row[field], wanted) or isinstance(row[field], bool):
+                raise UserError(f"{place}: the field {field!r} cannot be {json.dumps(row[field], default=str)}")
     if not rows:
         raise UserError(f"{source} has no rows")
     return list(rows.values())
@@ -55,7 +59,7 @@ def read_rows(source: str, required: Sequence[str]) -> list[dict]:
 
 def _read_jsonl(path: Path) -> dict[str, dict]:
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file")
+        raise UserError(f"{path}: there is no such file (a hub dataset is owner/name)")
     rows: dict[str, dict] = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -90,8 +94,10 @@ def _filter(rows: list[dict], config: RunConfig, source: str) -> list[dict]:
         most = getattr(config, limit)
         if most is None:
             continue
-        if any(field not in row for row in kept):
-            raise UserError(f"{flag(limit)} needs rows with {field!r}, which {source} does not have in all rows")
+        if not all(isinstance(row.get(field), int) for row in kept):
+            raise UserError(
+                f"{flag(limit)} needs {field!r} in every row, as a whole number; {source} has rows without it"
+            )
         kept = [row for row in kept if row[field] <= most]
     if config.max_question_length is not None:
         kept = [row for row in kept if len(row["question"]) <= config.max_question_length]

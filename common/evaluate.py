@@ -2,6 +2,7 @@
 
 from math import comb
 from types import ModuleType
+from typing import NamedTuple
 
 from common.chat import encode_prompt
 from common.logprobs import Policy
@@ -12,7 +13,7 @@ from common.trajectory import Trajectory
 # so that two policies are compared under equal luck.
 EVALUATION = 2**31
 
-PROMPTS_AT_ONCE = 64  # bounds the memory of the cache
+ROWS_AT_ONCE = 128  # bounds the memory of the cache
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -31,6 +32,20 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
+class Outcome(NamedTuple):
+    """One sampled answer to one question."""
+
+    kind: tuple  # of the question: (num_terms, num_digits), or (None, None) where the rows do not say
+    worked: bool
+    correct: float
+
+
+class Evaluation(NamedTuple):
+    metrics: dict[str, float]  # by name, see `evaluate`
+    greedy_texts: list[str]  # one a question
+    outcomes: list[Outcome]  # of all sampled answers
+
+
 def evaluate(
     policy: Policy,
     rows: list[dict],
@@ -41,8 +56,8 @@ def evaluate(
     num_samples: int = 0,
     seed: int = 0,
     prefix: str = "",
-) -> tuple[dict[str, float], list[str]]:
-    """Ask every question greedily, and `num_samples` times by sampling.
+) -> Evaluation:
+    """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
     Args:
         task: a module of common/tasks with `messages`, `reward` and `is_worked`.
@@ -50,18 +65,15 @@ def evaluate(
         prefix: what every completion is made to begin with, e.g. "<think>".
 
     Returns:
-        Shares and means over all questions, by name, and the greedy completions as text. The names are `greedy/...`
-        and `sampled/...` with: accuracy (for "sampled" it is mean@k), length (tokens), worked (share of completions
-        that think first), accuracy_worked and accuracy_blurted (among those that do, and that do not; absent where
-        there are none), stopped (share that ended their turn); and `sampled/pass@k`.
+        Shares and means over all questions, by name: `greedy/...` and `sampled/...` with accuracy (for "sampled" it is
+        mean@k), length (tokens), worked (share of completions that think first), accuracy_worked and accuracy_blurted
+        (among those that do, and that do not; absent where there are none), stopped (share that ended their turn); and
+        `sampled/pass@k`.
     """
     forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
     prompts = [encode_prompt(policy.tokenizer, task.messages(row, system_prompt)) + forced for row in rows]
-    metrics: dict[str, float] = {}
-    greedy_texts: list[str] = []
-    for mode, group_size in (("greedy", 1), ("sampled", num_samples)):
-        if group_size == 0:
-            continue
+
+    def ask(mode: str, group_size: int) -> tuple[dict[str, float], list[str], list[Outcome]]:
         trajectories = sample(
             policy,
             prompts,
@@ -69,51 +81,65 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             key=(seed, EVALUATION),
             greedy=mode == "greedy",
-            prompts_at_once=max(1, PROMPTS_AT_ONCE // group_size),
+            prompts_at_once=max(1, ROWS_AT_ONCE // group_size),
         )
         texts = [prefix + decode(policy, row.completion_ids) for row in trajectories]
-        correct = [
-            task.reward(rows[row.prompt_index], text)["correct"] for row, text in zip(trajectories, texts, strict=True)
-        ]
-        worked = [task.is_worked(text) for text in texts]
-        metrics |= {f"{mode}/{name}": value for name, value in _describe(trajectories, correct, worked).items()}
-        if mode == "greedy":
-            greedy_texts = texts
-        else:
-            right = [int(sum(correct[i : i + group_size])) for i in range(0, len(correct), group_size)]
-            metrics[f"sampled/pass@{group_size}"] = _mean([pass_at_k(group_size, c, group_size) for c in right])
-    return metrics, greedy_texts
+        outcomes = []
+        for trajectory, text in zip(trajectories, texts, strict=True):
+            row = rows[trajectory.prompt_index]
+            kind = (row.get("num_terms"), row.get("num_digits"))
+            outcomes.append(Outcome(kind, task.is_worked(text), task.reward(row, text)["correct"]))
+        described = _describe(trajectories, outcomes)
+        return {f"{mode}/{name}": value for name, value in described.items()}, texts, outcomes
+
+    metrics, greedy_texts, _ = ask("greedy", 1)
+    outcomes: list[Outcome] = []
+    if num_samples:
+        sampled_metrics, _, outcomes = ask("sampled", num_samples)
+        groups = [outcomes[start : start + num_samples] for start in range(0, len(outcomes), num_samples)]
+        right = [int(sum(outcome.correct for outcome in group)) for group in groups]
+        pass_rate = _mean([pass_at_k(num_samples, c, num_samples) for c in right])
+        metrics |= sampled_metrics | {f"sampled/pass@{num_samples}": pass_rate}
+    return Evaluation(metrics, greedy_texts, outcomes)
 
 
-def divide_gain(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def divide_gain(before: list[Outcome], after: list[Outcome]) -> dict[str, float]:
     """How much of the gain in sampled accuracy is thinking more often, and how much is being right more often.
 
         accuracy = w a_w + (1 - w) a_b,     w: share worked out; a_w, a_b: accuracy with and without working
         gain     = (w' - w)(a_w - a_b)  +  w'(a_w' - a_w)  +  (1 - w')(a_b' - a_b)
                    choosing to work        working better     answering at once better
 
+    Divided for every kind of question by itself and averaged, because hard kinds are worked out more often: over all of
+    them together, the mix of what is worked out would change and pass for skill.
+
     Args:
-        before, after: metrics of `evaluate` with `num_samples` > 0. Where nothing was worked out, or everything, the
-            accuracy that does not exist counts as the other evaluation's.
+        before, after: outcomes of the same questions. Where a kind was never worked out, or always, the accuracy that
+            does not exist counts as the other evaluation's.
 
-    >>> before = {"sampled/worked": 0.25, "sampled/accuracy_worked": 0.75, "sampled/accuracy_blurted": 0.25}
-    >>> after = {"sampled/worked": 1.0, "sampled/accuracy_worked": 1.0}
-    >>> divide_gain(before, after)
-    {'choosing to work': 0.375, 'working better': 0.25, 'answering at once better': 0.0}
+    >>> sums = (3, 2)
+    >>> before = [Outcome(sums, True, 1.0), Outcome(sums, False, 0.0)]
+    >>> divide_gain(before, after=[Outcome(sums, True, 1.0), Outcome(sums, True, 1.0)])
+    {'choosing to work': 0.5, 'working better': 0.0, 'answering at once better': 0.0}
     """
+    parts = {"choosing to work": 0.0, "working better": 0.0, "answering at once better": 0.0}
+    for kind in {outcome.kind for outcome in before}:
+        old, new = ([outcome for outcome in side if outcome.kind == kind] for side in (before, after))
+        share, share_after = (_mean([outcome.worked for outcome in side]) for side in (old, new))
+        worked, worked_after = _accuracies(old, new, worked=True)
+        blurted, blurted_after = _accuracies(old, new, worked=False)
+        weight = len(old) / len(before)
+        parts["choosing to work"] += weight * (share_after - share) * (worked - blurted)
+        parts["working better"] += weight * share_after * (worked_after - worked)
+        parts["answering at once better"] += weight * (1 - share_after) * (blurted_after - blurted)
+    return parts
 
-    def accuracies(how: str) -> tuple[float, float]:
-        name = f"sampled/accuracy_{how}"
-        known = before.get(name, after.get(name, 0.0))
-        return known, after.get(name, known)
 
-    (worked, worked_after), (blurted, blurted_after) = accuracies("worked"), accuracies("blurted")
-    share, share_after = before["sampled/worked"], after["sampled/worked"]
-    return {
-        "choosing to work": (share_after - share) * (worked - blurted),
-        "working better": share_after * (worked_after - worked),
-        "answering at once better": (1 - share_after) * (blurted_after - blurted),
-    }
+def _accuracies(before: list[Outcome], after: list[Outcome], worked: bool) -> tuple[float, float]:
+    """Accuracy before and after among the answers that were worked out, or among the others."""
+    old, new = ([outcome.correct for outcome in side if outcome.worked == worked] for side in (before, after))
+    known = _mean(old or new or [0.0])
+    return known, _mean(new) if new else known
 
 
 def decode(policy: Policy, ids: list[int]) -> str:
@@ -121,14 +147,14 @@ def decode(policy: Policy, ids: list[int]) -> str:
     return policy.tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def _describe(trajectories: list[Trajectory], correct: list[float], worked: list[bool]) -> dict[str, float]:
+def _describe(trajectories: list[Trajectory], outcomes: list[Outcome]) -> dict[str, float]:
     among = {
-        "accuracy_worked": [c for c, w in zip(correct, worked, strict=True) if w],
-        "accuracy_blurted": [c for c, w in zip(correct, worked, strict=True) if not w],
+        "accuracy_worked": [outcome.correct for outcome in outcomes if outcome.worked],
+        "accuracy_blurted": [outcome.correct for outcome in outcomes if not outcome.worked],
     }
     return {
-        "accuracy": _mean(correct),
-        "worked": _mean(worked),
+        "accuracy": _mean([outcome.correct for outcome in outcomes]),
+        "worked": _mean([outcome.worked for outcome in outcomes]),
         "length": _mean([len(row.completion_ids) for row in trajectories]),
         "stopped": _mean([row.finish_reason == "stop" for row in trajectories]),
     } | {name: _mean(values) for name, values in among.items() if values}

@@ -1,4 +1,4 @@
-"""From ragged trajectories to tensors, and from a rollout to minibatches.
+"""Trajectories of different lengths become padded tensors (`collate`), and a rollout minibatches (`ReplayBuffer`).
 
 Shapes: Q prompts, G completions a prompt, B = Q*G rows with a group's rows adjacent, T tokens. Entry `[:, t]` of a
 (B, T-1) tensor is about token t+1: the one that the logits at position t predict.
@@ -13,13 +13,16 @@ import torch.nn.functional as F  # noqa: N812 (the name that every PyTorch reade
 from common.keyed import keyed_generator
 from common.trajectory import Trajectory
 
+_ABOUT_TOKEN_T = ("sequences", "attention_mask")  # their entry t is about token t, every other one's about token t+1
+
 
 @dataclass
 class Experience:
     """B rows, right-padded to T tokens. A field that is None is not computed yet, or not needed."""
 
     sequences: torch.Tensor  # (B, T) long
-    attention_mask: torch.Tensor  # (B, T) long; 1 on every real token, known from its length, never from its id
+    attention_mask: torch.Tensor  # (B, T) long; 1 on every real token, known from its length, never from its id;
+    # the model itself needs none, as attention is causal and all padding is on the right
     action_mask: torch.Tensor  # (B, T-1) long; 1 where token t+1 was sampled by the policy
     sampler_log_probs: torch.Tensor  # (B, T-1) as the sampler recorded them
     prompt_index: torch.Tensor  # (B,) long
@@ -53,9 +56,6 @@ class Experience:
     def _map(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> "Experience":
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return Experience(**{name: None if x is None else function(name, x) for name, x in values.items()})
-
-
-_ABOUT_TOKEN_T = ("sequences", "attention_mask")  # their entry t is about token t, every other one's about token t+1
 
 
 def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.device = "cpu") -> Experience:
@@ -93,6 +93,8 @@ def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.dev
 
 class ReplayBuffer:
     """The rollout of one step: experiences go in, shuffled minibatches of whole groups come out.
+
+    Despite the usual name it never holds an older rollout than the current step's.
 
     Groups stay whole, so that a prompt's completions are always compared, and can be encoded, together.
     """

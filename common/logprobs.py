@@ -1,6 +1,6 @@
 """The policy as training sees it: given tokens in, their log-probabilities out, in bounded memory.
 
-Shapes: B rows, T tokens, V words of the vocabulary, N action tokens of the batch; entry `[:, t]` of a (B, T-1) tensor
+Shapes: B rows, T tokens, a vocabulary of V tokens, N action tokens of the batch; entry `[:, t]` of a (B, T-1) tensor
 is about token t+1.
 """
 
@@ -26,7 +26,7 @@ class Policy(nn.Module):
     """A causal language model with what sampling and training must agree on: temperature, end of turn, padding.
 
     Log-probabilities are computed inside `forward`, so that a wrapper around this module (DDP, FSDP) sees the call and
-    synchronises its gradients; reaching through it for the model and the head would bypass that silently.
+    synchronises its gradients; calling `policy.model` in training would skip that, without an error.
 
     Args:
         model: a Hugging Face causal language model.
@@ -84,13 +84,13 @@ class Policy(nn.Module):
         selected = action_mask.bool()  # (B, T-1)
         hidden, targets = hidden[:, :-1][selected], sequences[:, 1:][selected]  # (N, H), (N,)
         head = self.model.get_output_embeddings()
-        rows = max(1, max_logits // head.weight.shape[0])
+        tokens_per_chunk = max(1, max_logits // head.weight.shape[0])
         scores = [
             # a single chunk fits as it is; computing it twice would only cost time
             _score_chunk(h, t, head, self.temperature)
-            if len(targets) <= rows
+            if len(targets) <= tokens_per_chunk
             else checkpoint(_score_chunk, h, t, head, self.temperature, use_reentrant=False)
-            for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)
+            for h, t in zip(hidden.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
         ]
         log_probs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))  # (N,), (N,)
         blank = torch.zeros(selected.shape, device=sequences.device)

@@ -1,4 +1,6 @@
-"""The GRPO objective: a clipped surrogate and a penalty for leaving the reference, averaged over what it says.
+"""The GRPO objective: a clipped surrogate plus a penalty for leaving the reference.
+
+Each docstring says what is averaged over what.
 
 Shapes: B rows, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1.
 """
@@ -41,7 +43,7 @@ def approx_kl_divergence(log_probs: torch.Tensor, log_probs_ref: torch.Tensor) -
                                                                DeepSeekMath, arXiv 2402.03300, equation 4)
 
     Its mean over tokens drawn from the policy is the KL divergence, in nats. Its gradient is not exactly that of the
-    divergence (only k2's is), but points nearly the same way while the two policies are close.
+    divergence (that of k2 = (log r)^2 / 2 is), but points nearly the same way while the two policies are close.
 
     Args:
         log_probs, log_probs_ref: log-probabilities of the same tokens, of equal shape, in nats.
@@ -50,7 +52,7 @@ def approx_kl_divergence(log_probs: torch.Tensor, log_probs_ref: torch.Tensor) -
     tensor([0.0000, 0.3679])
     """
     log_r = log_probs_ref - log_probs
-    return log_r.exp() - log_r - 1
+    return log_r.expm1() - log_r  # expm1: exp(x) - 1 would round to less than x where the two nearly agree
 
 
 class GRPOLoss:
@@ -70,7 +72,7 @@ class GRPOLoss:
     Args:
         clip_eps: how far the ratio may move, in either direction, before a token stops being pushed on.
         kl_weight: weight of the KL penalty, in units of advantage per nat; 0 needs no reference.
-        critic_type: "grpo" or "drgrpo".
+        critic_type: which formula stands in for a critic, "grpo" or "drgrpo".
         generate_max_length: for "drgrpo", the completion budget in tokens: a constant, not a length of the batch.
 
     Raises:
@@ -127,7 +129,10 @@ def probability_ratio(log_probs: torch.Tensor, experience: Experience) -> torch.
 
 
 def is_clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """Which tokens the clip has silenced: no gradient flows where the ratio has left the range on the good side.
+    """Which tokens the clip has silenced.
+
+    Their ratio has already moved past the range in the direction in which the advantage pushes, so that no gradient
+    flows.
 
     Args:
         ratio: (B, T-1).

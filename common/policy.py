@@ -1,12 +1,14 @@
-"""Load a policy: any Hugging Face causal language model with a chat template, from the hub or from a directory."""
+"""Load a policy: any Hugging Face causal language model with a chat template, from the hub or from a directory.
+
+The class `Policy` itself stands in logprobs.py.
+"""
 
 import copy
-from pathlib import Path
 
 import torch
 
 from common.chat import find_end_of_turn_ids
-from common.config import TINY_POLICY, PolicyConfig, UserError
+from common.config import PolicyConfig, UserError
 from common.logprobs import Policy
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -18,20 +20,18 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     Raises:
         UserError: there is no such model, or it cannot be used here; the sentence says what to do.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # one progress line is enough
-    source = str(TINY_POLICY) if config.model == "tiny" else config.model
-    looks_like_path = source.startswith((".", "/", "~")) or source.count("/") != 1
-    if looks_like_path and not Path(source).expanduser().is_dir():
-        raise UserError(f"--model {source}: there is no such directory")
+    source = str(config.model_path or config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, attn_implementation=config.attn_implementation
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UserError(f"--model {source} could not be loaded: {' '.join(str(error).split())}") from error
     return make_policy(model, tokenizer, config, temperature)
 
@@ -41,7 +41,10 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     if tokenizer.chat_template is None:
         raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")
     _disable_dropout(model)
-    end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
+    try:
+        end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
+    except ValueError as error:
+        raise UserError(f"--model {config.model}: {error}") from error
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_ids[0]
     policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype]).to(config.device)
     _check_head(policy)
@@ -70,8 +73,10 @@ def _check_head(policy: Policy) -> None:
     """
     model = policy.model
     ids = torch.arange(4, device=policy.device)[None]
-    hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-    if not torch.allclose(model.get_output_embeddings()(hidden), model(ids, use_cache=False).logits, atol=1e-3):
+    with policy.autocast():
+        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
+        expected, logits = model.get_output_embeddings()(hidden), model(ids, use_cache=False).logits
+    if not torch.allclose(expected, logits, atol=1e-3):
         raise UserError(
             f"{type(model).__name__} transforms its logits after the LM head, which this code does not support yet"
         )

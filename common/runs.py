@@ -7,7 +7,6 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out..
 import dataclasses
 import json
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from textwrap import shorten
 import torch
 
 from common.config import ROOT, PolicyConfig, UserError
-from common.evaluate import decode, divide_gain
+from common.evaluate import Evaluation, decode
 from common.experience import Experience
 from common.logprobs import Policy
 from common.trajectory import Trajectory
@@ -126,7 +125,9 @@ def start_run(experiment: str, config: PolicyConfig) -> Run:
         raise UserError(f"the run {directory} exists already; choose another --name") from None
     except OSError as error:
         raise UserError(f"--runs-dir: {directory} cannot be made ({error.strerror})") from error
-    settings = dataclasses.asdict(config) | describe_machine() | {"command": sys.argv}
+    options = dataclasses.asdict(config)
+    print("settings: " + "  ".join(f"{name}={value}" for name, value in options.items() if value not in (None, "")))
+    settings = options | describe_machine() | {"command": sys.argv}
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return Run(directory, config)
 
@@ -136,6 +137,7 @@ def describe_machine() -> dict:
     return {
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread(s)",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": _git_commit(),
     }
 
@@ -144,10 +146,15 @@ def peak_memory_bytes(device: str) -> int:
     """The most memory that the run held: of the GPU on CUDA, else of the process."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
+    # Linux has it here; getrusage would begin at the peak of the process that started this one
     status = Path("/proc/self/status")
-    if status.exists():  # Linux; ru_maxrss would begin at the peak of the process that started this one
-        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _git_commit() -> str | None:
@@ -177,7 +184,7 @@ class TokenMeans:
 
 
 def show_before_and_after(
-    run: Run, rows: list[dict], before: dict, after: dict, texts_before: list[str], texts_after: list[str]
+    run: Run, rows: list[dict], before: Evaluation, after: Evaluation, gain: dict[str, float]
 ) -> None:
     """Print what was gained: held-out figures, three questions answered before and after, and where to look on."""
     from rich.console import Console
@@ -188,16 +195,16 @@ def show_before_and_after(
     table = Table(title=f"{len(rows)} held-out questions")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if heading == "" else "right")
+    columns = (before.metrics, after.metrics)
     for label, name in SHOWN_EVALUATION.items():
-        table.add_row(label, *(f"{values[name]:.3f}" if name in values else "-" for values in (before, after)))
+        table.add_row(label, *(f"{values[name]:.3f}" if name in values else "-" for values in columns))
     console.print(table)
-    gain = ", ".join(f"{part} {value:+.3f}" for part, value in divide_gain(before, after).items())
-    print(f"the gain in sampled accuracy divides into: {gain}\n")
+    print("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
 
     table = Table(title="The most probable answer", show_lines=True)
     for heading in ("question", "right", "before", "after"):
         table.add_column(heading)
-    for row, *texts in list(zip(rows, texts_before, texts_after, strict=True))[:3]:
+    for row, *texts in list(zip(rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
         table.add_row(*(escape(shorten(text, 160)) for text in (row["question"], str(row["answer"]), *texts)))
     console.print(table)
     print(f"run:          {run.directory}")

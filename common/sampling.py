@@ -3,7 +3,7 @@
 A prompt is encoded once and its cache repeated for the group; a row that has ended its turn leaves the batch; every
 token is drawn with a random number that belongs to its row alone, so that none of this can change a sample.
 
-An inference engine is another function of this signature.
+To sample with an inference engine instead, write another function with the signature of `sample`.
 """
 
 from typing import TYPE_CHECKING
@@ -66,7 +66,8 @@ def sample(
             for completion in range(group_size)
         ]
         uniforms = None if greedy else _uniforms(rows, max_new_tokens, key)
-        _complete(policy, prompts[chunk], rows, group_size, max_new_tokens, top_p, uniforms)
+        with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
+            _complete(policy, prompts[chunk], rows, group_size, max_new_tokens, top_p, uniforms)
         trajectories += rows
     return trajectories
 
@@ -86,7 +87,7 @@ def _complete(
     cache = DynamicCache()
     sequences, attention_mask = _left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
     logits = _next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
-    # the group shares its prompt's prefill
+    # the prompt was run once; what attention keeps of it, its keys and values, is repeated for the group
     cache.batch_repeat_interleave(group_size)
     logits = logits.repeat_interleave(group_size, dim=0)  # (B, V)
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)  # (B, P), one column wider each round
@@ -113,15 +114,14 @@ def _next_logits(
 ) -> torch.Tensor:
     """Feed `ids` (rows, new tokens) behind what the cache holds; the logits of the token that follows: (rows, V)."""
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # left padding does not count
-    with policy.autocast():
-        output = policy.model(
-            input_ids=ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+    output = policy.model(
+        input_ids=ids,
+        attention_mask=attention_mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
     return output.logits[:, -1]
 
 
@@ -129,6 +129,8 @@ def _draw(
     logits: torch.Tensor, temperature: float, top_p: float, uniforms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row by inverse CDF, or the most probable one where `uniforms` is None.
+
+    Lay the tokens' probabilities end to end on [0, 1) and take the token in whose piece the uniform number falls.
 
     Returns:
         (rows,) tokens and (rows,) their log-probabilities in nats, under logits / temperature in float32.
@@ -141,20 +143,20 @@ def _draw(
     if uniforms is None:
         tokens = log_probs.argmax(dim=-1)
     else:
-        probs = log_probs.double().exp()  # float64: a sum over 128k words would leave float32 short of 1
+        probs = log_probs.double().exp()  # float64: a sum over 128k tokens would leave float32 short of 1
         if top_p < 1:
             probs = probs * _nucleus(probs, top_p)
         cdf = probs.cumsum(dim=-1)
         u = uniforms[:, None] * cdf[:, -1:]
-        # right=True skips words of probability 0, whose CDF equals their predecessor's
+        # right=True skips tokens of probability 0, whose CDF equals their predecessor's
         tokens = torch.searchsorted(cdf, u, right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Which words form the smallest set with at least `top_p` of the probability: (rows, V) bool."""
+    """Which tokens form the smallest set with at least `top_p` of the probability: (rows, V) bool."""
     sorted_probs, order = probs.sort(dim=-1, descending=True)
-    before = sorted_probs.cumsum(dim=-1) - sorted_probs  # what the more probable words hold already
+    before = sorted_probs.cumsum(dim=-1) - sorted_probs  # what the more probable tokens hold already
     return torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, before < top_p)
 
 

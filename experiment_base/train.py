@@ -1,15 +1,16 @@
-"""GRPO in one file, on one device: a language model learns from rewards alone to think before it answers.
+"""GRPO (Group Relative Policy Optimization) in one file: a language model learns from rewards to think first.
 
 Each step asks the policy some questions, several times each. The completions of one question are compared with one
 another: what did better than its group's mean is made more probable, what did worse less probable. That is all of
-GRPO (DeepSeekMath, arXiv 2402.03300); there is no critic, the group is the baseline.
+GRPO (DeepSeekMath, arXiv 2402.03300); other methods train a second network (a critic) to say what reward to expect,
+here the group's mean says it.
 
     python experiment_base/train.py                # the bundled tiny policy and task: minutes on a laptop
     python experiment_base/train.py --model Qwen/Qwen2.5-0.5B-Instruct --device cuda --dtype bfloat16
     tensorboard --logdir runs/experiment_base      # watch it
 
-Left out: several devices (experiment_accelerate), learning rate schedules, reward models, tools. Read next: the README
-beside this file, then common/advantages.py, common/loss.py and common/sampling.py, which are as short.
+Left out: several devices, learning rate schedules, reward models, tools. Read next: the README beside this file, then
+common/advantages.py, common/loss.py and common/sampling.py, which are as short.
 
 Shapes: Q prompts a step, G completions a prompt, B = Q*G rows with a group's rows adjacent, T tokens; entry `[:, t]` of
 a (B, T-1) tensor is about token t+1.
@@ -25,7 +26,7 @@ from common.advantages import group_advantages, has_signal
 from common.chat import encode_prompt
 from common.config import RunConfig, UserError, check_ranges, parse_config, run_main
 from common.data import load_task, prompts_of_step
-from common.evaluate import decode, divide_gain, evaluate
+from common.evaluate import Evaluation, decode, divide_gain, evaluate
 from common.experience import Experience, ReplayBuffer, collate
 from common.logprobs import Policy, score
 from common.loss import GRPOLoss, is_clipped, probability_ratio
@@ -38,21 +39,21 @@ from common.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: int = 100  # rollouts; each is sampled, scored and trained on
+    steps: int = 100  # each samples completions, rewards them and trains on them
     prompts_per_step: int = 16  # Q: questions a step
     group_size: int = 8  # G: completions of each question, which are compared with one another
-    max_new_tokens: int | None = None  # completion budget in tokens; None: 64 for the bundled policy, else 512
-    temperature: float = 1.0  # of sampling; log-probs are those of the distribution that was sampled from
-    top_p: float = 1.0  # sample from the smallest set of tokens with this probability; below 1 biases the gradient
+    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    top_p: float = 1.0  # below 1: sample only the most probable tokens that hold this much; biases the gradient
     epochs_per_step: int = 1  # passes over a rollout; more reuse it, and the clipped ratio bounds how far
     minibatch_size: int | None = None  # rows an optimizer step, whole groups; None: the whole rollout
     micro_batch_size: int = 32  # rows a forward and backward pass; changes memory and time, never the update
     lr: float | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6
     weight_decay: float = 0.0  # of AdamW
-    clip_eps: float = 0.2  # how far a token's probability ratio may move before it is no longer pushed on
+    clip_eps: float = 0.2  # a token gets no further push once its probability changed by this share in a rollout
     kl_weight: float = 0.02  # beta: weight of the KL penalty to the policy at the start; 0 needs no reference
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm where it is longer
-    format_weight: float = 0.0  # reward of a well-formed answer, beside 1 for a correct one
+    format_weight: float = 0.0  # reward added for a well-formed answer; a correct one earns 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -65,19 +66,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     policy = load_policy(config, config.temperature)
     reference = make_reference(policy) if config.kl_weight > 0 else None
 
-    before, texts_before = evaluate_policy(policy, eval_rows, config, num_samples=8)
-    run.log(0, {f"eval/{name}": value for name, value in before.items()})
+    before = evaluate_policy(policy, eval_rows, config, num_samples=8)
+    run.log(0, {f"eval/{name}": value for name, value in before.metrics.items()})
     start = time.perf_counter()
     num_tokens = train(config, run, policy, reference, train_rows, eval_rows)
     seconds = time.perf_counter() - start
-    after, texts_after = evaluate_policy(policy, eval_rows, config, num_samples=8)
-    run.log(config.steps, {f"eval/{name}": value for name, value in after.items()})
-
     run.save_policy(policy, "final")
-    accuracies = {"accuracy_before": before["greedy/accuracy"], "accuracy_after": after["greedy/accuracy"]}
-    results = accuracies | {"before": before, "after": after, "gain": divide_gain(before, after)}
+    after = evaluate_policy(policy, eval_rows, config, num_samples=8)
+    run.log(config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
+
+    gain = divide_gain(before.outcomes, after.outcomes)
+    results = {
+        "accuracy_before": before.metrics["greedy/accuracy"],
+        "accuracy_after": after.metrics["greedy/accuracy"],
+        **{"before": before.metrics, "after": after.metrics, "gain": gain},
+    }
     run.finish(results, config.steps, seconds, num_tokens)
-    show_before_and_after(run, eval_rows, before, after, texts_before, texts_after)
+    show_before_and_after(run, eval_rows, before, after, gain)
 
 
 def check(config: Config) -> None:
@@ -129,7 +134,8 @@ def train(
         experience.returns = returns.view(-1, 1).to(policy.device)  # (B, 1)
         experience.advantages = advantages.view(-1, 1).to(policy.device)  # (B, 1)
 
-        # 4 old and reference log-probs: where the policy was, and where it came from
+        # 4 log-probs of the old policy, which sampled (None: still the current one), and of the reference, where
+        #   training began
         experience.action_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
             experience.log_probs_ref = score(reference, experience, config.micro_batch_size).log_probs
@@ -144,8 +150,8 @@ def train(
         metrics |= {"time/step": time.perf_counter() - start, "memory/peak_bytes": peak_memory_bytes(config.device)}
         metrics["time/tokens_per_second"] = step_tokens / metrics["time/step"]
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            evaluation, _ = evaluate_policy(policy, eval_rows, config)
-            metrics |= {f"eval/{name}": value for name, value in evaluation.items()}
+            evaluation = evaluate_policy(policy, eval_rows, config)
+            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics, line=progress_line(step, metrics))
         run.log_samples(step, policy, trajectories, experience)
         if config.checkpoint_every and step % config.checkpoint_every == 0:
@@ -176,7 +182,7 @@ def total_reward(config: Config, row: Trajectory) -> float:
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
     """The log-probs (B, T-1) that ratios are taken against: those of the policy that sampled the tokens."""
     if config.epochs_per_step == 1 and config.minibatch_size in (None, len(experience)):
-        return None  # the one update starts from that very policy: the ratio is 1, and only its gradient matters
+        return None  # only one update: that policy is still the current one, and GRPOLoss takes the ratio as 1
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
     # In bfloat16 the sampler's numbers differ from the training forward's; the ratio must not see that difference.
@@ -230,22 +236,22 @@ def describe_rollout(
 ) -> dict[str, float]:
     """What was sampled: rewards, lengths, how many think first, how many groups can teach anything."""
 
-    def mean(values) -> float:
+    def per_row(values) -> float:
         return sum(values) / len(trajectories)
 
-    rewards = {name: mean(row.rewards[name] for row in trajectories) for name in trajectories[0].rewards}
+    rewards = {name: per_row(row.rewards[name] for row in trajectories) for name in trajectories[0].rewards}
     return {
         "reward/total": returns.mean().item(),
         **{f"reward/{name}": value for name, value in rewards.items()},
         "completion/length": experience.action_mask.sum().item() / len(trajectories),
-        "completion/worked": mean(task.is_worked(decode(policy, row.completion_ids)) for row in trajectories),
-        "completion/stopped": mean(row.finish_reason == "stop" for row in trajectories),
+        "completion/worked": per_row(task.is_worked(decode(policy, row.completion_ids)) for row in trajectories),
+        "completion/stopped": per_row(row.finish_reason == "stop" for row in trajectories),
         "group/without_signal": 1 - has_signal(returns).float().mean().item(),
     }
 
 
-def evaluate_policy(policy: Policy, rows: list[dict], config: Config, num_samples: int = 0) -> tuple[dict, list[str]]:
-    """Held-out metrics, and the greedy completions."""
+def evaluate_policy(policy: Policy, rows: list[dict], config: Config, num_samples: int = 0) -> Evaluation:
+    """Ask the held-out questions, greedily and `num_samples` times each by sampling."""
     return evaluate(
         policy,
         rows,

@@ -4,7 +4,7 @@ The policy reads conversations and learns to say what the assistant says in them
 log-probability of every assistant token, the end-of-turn token included, averaged over all of them in an optimizer
 batch. What the user says and what the template adds is read, not learned.
 
-    python experiment_sft/train.py                                    # from nothing to assets/tiny_policy's recipe
+    python experiment_sft/train.py --dtype bfloat16 --save-dtype bfloat16      # makes the bundled tiny policy
     python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
 
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
@@ -60,23 +60,26 @@ class Config(PolicyConfig):
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__, resolved=RESOLVED)
+    if config.data is not None and config.model == "new":
+        raise UserError("--data teaches a policy that can speak already: give a --model")
     check_ranges(
         config,
         positive=("epochs", "tokens_per_batch", "micro_batch_size", "max_length", "lr", "max_grad_norm"),
         not_negative=("num_copying", "num_working", "num_answering", "warmup_steps", "final_lr", "weight_decay"),
     )
+    rows = lessons(config) if config.data is None else read_rows(config.data, required=("messages",))
     run = start_run("experiment_sft", config)
     policy = new_policy(config) if config.model == "new" else load_policy(config)
-    rows, eval_rows = load_conversations(config, policy)
+    rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
 
     start = time.perf_counter()
     steps, num_tokens = train(config, run, policy, rows)
     seconds = time.perf_counter() - start
 
-    policy.model.to(DTYPES[config.save_dtype]).float()  # examine exactly what is saved
-    examination = examine(config, policy, eval_rows)
-    policy.model.to(DTYPES[config.save_dtype])
+    cast_weights(policy, DTYPES[config.save_dtype])
     run.save_policy(policy, "final")
+    cast_weights(policy, torch.float32)  # rounded: what is examined is what was saved
+    examination = examine(config, policy, eval_rows)
     run.finish(examination, steps, seconds, num_tokens)
     for name, value in examination.items():
         print(f"{name:32} {value:.3f}")
@@ -88,12 +91,20 @@ def new_policy(config: Config) -> Policy:
     return make_policy(make_model(tokenizer, config.seed), tokenizer, config)
 
 
-def load_conversations(config: Config, policy: Policy) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The encoded rows to learn from, and with --data the rows that it gives up for evaluation."""
+def cast_weights(policy: Policy, dtype: torch.dtype) -> None:
+    """Cast the weights alone: `.to(dtype)` would round the frequencies of the rotary embedding too, for good."""
+    for weight in policy.parameters():
+        weight.data = weight.data.to(dtype)
+
+
+def lessons(config: Config) -> list[dict]:
+    return list(conversations(config.num_copying, config.num_working, config.num_answering, config.seed))
+
+
+def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
+    """The rows to learn from, and those that --data gives up for evaluation: a tenth, at most --eval-prompts."""
     if config.data is None:
-        lessons = conversations(config.num_copying, config.num_working, config.num_answering, config.seed)
-        return encode_rows(config, policy, list(lessons)), []
-    rows = encode_rows(config, policy, read_rows(config.data, required=("messages",)))
+        return rows, []
     num_eval = min(config.eval_prompts, len(rows) // 10)
     order = keyed_generator("split", config.seed).permutation(len(rows))
     return [rows[index] for index in order[num_eval:]], [rows[index] for index in order[:num_eval]]
@@ -198,11 +209,13 @@ def examine(config: Config, policy: Policy, eval_rows: list[Trajectory]) -> dict
             num_tokens += batch.action_mask.sum().item()
         return {"eval/loss": -log_prob_sum / num_tokens} if num_tokens else {}
     questions = read_rows(str(HELDOUT_DATA), ("question", "answer"))[: config.eval_prompts]
-    own, _ = evaluate(policy, questions, task, max_new_tokens=96, num_samples=8, seed=config.seed)
-    forced, _ = evaluate(policy, questions, task, max_new_tokens=96, num_samples=8, seed=config.seed, prefix="<think>")
-    return {f"eval/{name}": value for name, value in own.items()} | {
-        f"eval_forced/{name}": value for name, value in forced.items()
-    }
+    examination = {}
+    for name, prefix in (("eval", ""), ("eval_forced", "<think>")):
+        metrics = evaluate(
+            policy, questions, task, max_new_tokens=96, num_samples=8, seed=config.seed, prefix=prefix
+        ).metrics
+        examination |= {f"{name}/{key}": value for key, value in metrics.items()}
+    return examination
 
 
 if __name__ == "__main__":

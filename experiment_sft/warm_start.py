@@ -71,7 +71,9 @@ def worked_answer(question: Question, rng: random.Random) -> str:
 
 
 def symbols(question: Question) -> str:
-    """
+    """The sum as the working spells it.
+
+    >>> from common.tasks.arithmetic import Term
     >>> symbols(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '47+7*8-18'
     """
@@ -82,6 +84,7 @@ def symbols(question: Question) -> str:
 def step_by_step(question: Question) -> str:
     """One step an operation, from left to right.
 
+    >>> from common.tasks.arithmetic import Term
     >>> step_by_step(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '7*8=56 47+56=103 103-18=85'
     """

@@ -43,7 +43,7 @@ def normalize_answer(text: str) -> str:
 
 
 def reward(row: dict, text: str) -> dict[str, float]:
-    """Score one completion by named components; train.py adds them up with its weights.
+    """Reward one completion, by named components; train.py adds them up with its weights.
 
     `correct` is 1 if the text outside `<think>` holds exactly one `<answer>` and it equals `row["answer"]` after
     `normalize_answer`, else 0: an answer inside the thought, or a second guess, earns nothing. `format` is 1 if the
@@ -153,18 +153,18 @@ def draw_question(rng: random.Random, kind: tuple[int, int, bool], only_pool: st
         terms = [terms[0], *(Term(rng.choice((1, -1)), term.factors) for term in terms[1:])]
         question = Question(tuple(terms), wording=rng.randrange(1_000_000))
         totals = [sum(term.sign * term.value for term in terms[:k]) for k in range(1, len(terms) + 1)]
-        right_size = question.num_digits == num_digits or num_terms == 2 == 2 * has_product
-        if right_size and min(totals) >= 0 and max(totals) <= MAX_TOTAL and pool(question) == only_pool:
+        has_form = question.num_digits == num_digits and min(totals) >= 0 and max(totals) <= MAX_TOTAL
+        if has_form and pool(question) == only_pool:
             return question
 
 
 def _draw_number(rng: random.Random, num_digits: int) -> tuple[int]:
-    """A one-digit number, or mostly a two-digit one."""
+    """One digit if `num_digits` is 1, else two digits four times in five."""
     return (rng.randint(1, 9) if num_digits == 1 or rng.random() < 0.2 else rng.randint(10, 99),)
 
 
 def render(question: Question) -> str:
-    """The question in words: one of some thirty wordings, chosen by `question.wording`.
+    """The question in words: one of 24 wordings, and more for two numbers, chosen by `question.wording`.
 
     >>> render(Question((Term(1, (47,)), Term(-1, (18,)))))
     'What is 47 - 18?'

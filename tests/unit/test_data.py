@@ -85,7 +85,7 @@ def test_filters_hold_for_training_and_evaluation_alike():
 def test_filters_that_leave_nothing_or_need_missing_fields_are_refused(write):
     with pytest.raises(UserError, match=r"none of the 4096 rows of .* passes the filters \(--max-terms"):
         load_task(RunConfig(max_question_length=3))
-    with pytest.raises(UserError, match="--max-digits needs rows with 'num_digits'"):
+    with pytest.raises(UserError, match="--max-digits needs 'num_digits' in every row"):
         load_task(RunConfig(data=write(row(1, num_digits=1), row(2)), max_digits=1, eval_prompts=1))
 
 

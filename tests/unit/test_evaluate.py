@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.chat import encode_prompt
-from common.evaluate import EVALUATION, decode, divide_gain, evaluate, pass_at_k
+from common.evaluate import EVALUATION, Outcome, decode, divide_gain, evaluate, pass_at_k
 from common.sampling import sample
 from common.tasks import arithmetic
 
@@ -58,7 +58,7 @@ def policy(make_policy, tokenizer):
 
 def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
     num_samples, budget = 4, 150
-    metrics, greedy_texts = evaluate(
+    metrics, greedy_texts, sampled_outcomes = evaluate(
         policy, ROWS, BABBLE, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
     )
     assert {name for name in metrics if name.startswith("greedy/")} >= {f"greedy/{figure}" for figure in FIGURES}
@@ -95,6 +95,7 @@ def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
             assert among_blurted
             assert 0 < expected["accuracy"] < expected["pass@4"] < 1
             assert 0 < expected["stopped"] < 1
+            assert sampled_outcomes == [Outcome((None, None), w, c) for w, c in zip(worked, right, strict=True)]
         found = {name: value for name, value in metrics.items() if name.startswith(f"{mode}/")}
         assert found == {f"{mode}/{name}": pytest.approx(value) for name, value in expected.items()}
 
@@ -109,7 +110,7 @@ def test_two_evaluations_of_one_policy_are_equal_and_another_seed_is_other_luck(
 
 
 def test_without_samples_there_are_greedy_figures_alone(policy):
-    metrics, texts = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10)
+    metrics, texts, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10)
     assert all(name.startswith("greedy/") for name in metrics)
     assert metrics["greedy/accuracy"] == 0.0
     assert 0 < metrics["greedy/length"] <= 10
@@ -117,7 +118,7 @@ def test_without_samples_there_are_greedy_figures_alone(policy):
 
 
 def test_a_prefix_is_what_every_completion_begins_with_and_not_counted_as_sampled(policy):
-    metrics, texts = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10, prefix="<think>")
+    metrics, texts, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10, prefix="<think>")
     assert all(text.startswith("<think>") for text in texts)
     assert metrics["greedy/length"] <= 10
     forced = policy.tokenizer.encode("<think>", add_special_tokens=False)
@@ -126,19 +127,30 @@ def test_a_prefix_is_what_every_completion_begins_with_and_not_counted_as_sample
     assert texts == ["<think>" + decode(policy, row.completion_ids) for row in rows]
 
 
-@pytest.mark.parametrize("worked", [(0.2, 0.9), (0.0, 0.7), (0.3, 1.0), (0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def outcomes(kind: tuple, worked: tuple[int, int], blurted: tuple[int, int]) -> list[Outcome]:
+    """Outcomes of one kind of question: (right, of how many) among those that were worked out, and among the others."""
+    return [
+        Outcome(kind, how, float(index < right))
+        for how, (right, total) in ((True, worked), (False, blurted))
+        for index in range(total)
+    ]
+
+
+@pytest.mark.parametrize("worked", [(2, 9), (0, 7), (3, 10), (0, 10), (10, 0), (0, 0)])
 def test_the_parts_of_a_gain_add_up_to_it_also_where_nothing_or_everything_was_worked_out(worked):
-    evaluations = []
-    for share, right_if_worked, right_if_blurted in zip(worked, (0.6, 0.95), (0.15, 0.25), strict=True):
-        metrics = {
-            "sampled/worked": share,
-            "sampled/accuracy": share * right_if_worked + (1 - share) * right_if_blurted,
-        }
-        if share > 0:
-            metrics["sampled/accuracy_worked"] = right_if_worked
-        if share < 1:
-            metrics["sampled/accuracy_blurted"] = right_if_blurted
-        evaluations.append(metrics)
-    before, after = evaluations
-    gain = after["sampled/accuracy"] - before["sampled/accuracy"]
+    before, after = (
+        outcomes((2, 1), (share // 2, share), ((10 - share) // 3, 10 - share)) + outcomes((4, 2), (1, 4), (1, 6))
+        for share in worked
+    )
+    gain = sum(outcome.correct for outcome in after) / 20 - sum(outcome.correct for outcome in before) / 20
     assert sum(divide_gain(before, after).values()) == pytest.approx(gain)
+
+
+def test_working_out_more_of_the_hard_questions_does_not_pass_for_skill():
+    """Within each kind nothing is right more often; over both together working would look worse afterwards."""
+    easy, hard = (2, 1), (4, 2)
+    before = outcomes(easy, (10, 10), (0, 0)) + outcomes(hard, (1, 2), (0, 8))
+    after = outcomes(easy, (10, 10), (0, 0)) + outcomes(hard, (5, 10), (0, 0))
+    assert divide_gain(before, after) == pytest.approx(
+        {"choosing to work": 0.2, "working better": 0.0, "answering at once better": 0.0}
+    )
