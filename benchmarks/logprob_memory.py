@@ -1,9 +1,9 @@
 """Peak memory of log-probabilities under Llama 3's vocabulary: all logits at once against chunks.
 
-    python benchmarks/logprob_memory.py      # under a minute; writes benchmarks/results/logprob_memory.json
+    python benchmarks/logprob_memory.py      # a minute or two; writes benchmarks/results/logprob_memory.json
 
 A forward and a backward pass over the same tokens, each variant in a process of its own, on a CPU. The figure is the
-process's peak resident memory less what it held before the pass.
+process's peak resident memory less its peak before the pass.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def measure(variant: str) -> dict:
         log_probs = logits.log_softmax(dim=-1).gather(-1, sequences[:, 1:, None])[..., 0]
     loss = -log_probs.mean()
     loss.backward()
-    return {
+    return describe_machine() | {
         "added_bytes": peak_memory_bytes("cpu") - before,
         "seconds": round(time.perf_counter() - start, 2),
         "loss": loss.item(),
@@ -67,7 +67,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--variant", name]
         results[name] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         print(f"{name:8} {results[name]['added_bytes'] / 2**20:8,.0f} MiB  {results[name]['seconds']:6.1f} s")
-    RESULTS.write_text(json.dumps(results | describe_machine(), indent=2) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def show_before_and_after(
 
     table = Table(title="The most probable answer", show_lines=True)
     for heading in ("question", "right", "before", "after"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for row, *texts in list(zip(rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
         table.add_row(*(escape(shorten(text, 160)) for text in (row["question"], str(row["answer"]), *texts)))
     console.print(table)

@@ -39,7 +39,7 @@ from common.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: int = 100  # each samples completions, rewards them and trains on them
+    steps: int = 80  # each samples completions, rewards them and trains on them
     prompts_per_step: int = 16  # Q: questions a step
     group_size: int = 8  # G: completions of each question, which are compared with one another
     max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512

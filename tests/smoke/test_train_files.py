@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,11 +27,14 @@ def read_metrics(directory: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
-def test_help_names_every_option_with_a_sentence(path):
+def test_help_explains_every_option(path):
     result = run(str(path), "--help", cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    assert "--seed INT" in result.stdout
-    assert "--lr" in result.stdout
+    options = re.split(r"\n│ (?=--)", result.stdout)[1:]
+    assert {re.match(r"--[a-z-]+", option)[0] for option in options} >= {"--model", "--seed", "--lr", "--runs-dir"}
+    for option in options:
+        words = re.sub(r"\(default:.*|[│╭╮╰╯─]|^--\S+( \S+)?", " ", option, flags=re.DOTALL).split()
+        assert len(words) >= 2, option
 
 
 def test_experiment_base_runs_two_steps_and_leaves_a_complete_run(tmp_path):

@@ -3,6 +3,7 @@
 Questions are read here by a parser of their text, which shares nothing with the code that wrote them.
 """
 
+import doctest
 import hashlib
 import json
 import random
@@ -293,3 +294,10 @@ def test_the_warm_start_is_the_same_for_the_same_seed(load_script):
     make = load_script("experiment_sft/warm_start.py").conversations
     assert list(make(20, 20, 20, seed=1)) == list(make(20, 20, 20, seed=1))
     assert list(make(20, 20, 20, seed=1)) != list(make(20, 20, 20, seed=2))
+
+
+def test_the_examples_in_the_warm_start_hold(load_script):
+    """Its doctests; pytest itself collects only those of packages."""
+    result = doctest.testmod(load_script("experiment_sft/warm_start.py"))
+    assert result.attempted >= 4
+    assert result.failed == 0
