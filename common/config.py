@@ -75,7 +75,7 @@ class RunConfig(PolicyConfig):
     max_digits: int | None = None  # keep questions whose numbers have at most so many digits (needs num_digits)
     max_question_length: int | None = None  # keep questions of at most so many characters
     system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
-    eval_every: int = 20  # steps between evaluations (greedy only); 0: only before and after
+    eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl; 0: none
 
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from common.chat import encode_prompt
-from common.config import HELDOUT_DATA
+from common.config import HELDOUT_DATA, PolicyConfig
+from common.evaluate import evaluate
+from common.policy import load_policy
 from common.tasks import arithmetic as task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +56,20 @@ def test_final_loads_with_plain_transformers_and_has_the_reported_accuracy(run_d
     rows = [json.loads(line) for line in HELDOUT_DATA.read_text().splitlines()][:EVAL_PROMPTS]
     prompts = [{"input_ids": encode_prompt(tokenizer, task.messages(row))} for row in rows]
     batch = tokenizer.pad(prompts, return_tensors="pt")
-    output = model.generate(**batch, max_new_tokens=64, do_sample=False)
+    output = model.generate(**batch, max_new_tokens=96, do_sample=False)
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     correct = [task.reward(row, text)["correct"] for row, text in zip(rows, texts, strict=True)]
     summary = json.loads((run_directory / "summary.json").read_text())
     assert statistics.mean(correct) == summary["accuracy_after"]
+
+
+def test_the_bundled_policy_can_work_things_out_and_mostly_does_not():
+    """The gate before any reinforcement learning: there is something to find, and room to find it."""
+    policy = load_policy(PolicyConfig(device="cpu"))
+    rows = [json.loads(line) for line in HELDOUT_DATA.read_text().splitlines()][:256]
+    forced = evaluate(policy, rows, task, max_new_tokens=96, prefix="<think>").metrics
+    assert forced["greedy/accuracy"] >= 0.96
+    own = evaluate(policy, rows, task, max_new_tokens=96, num_samples=4).metrics
+    assert 0.2 <= own["greedy/accuracy"] <= 0.45
+    assert 0.2 <= own["sampled/accuracy"] <= 0.45
+    assert 0.15 <= own["sampled/worked"] <= 0.3
