@@ -38,11 +38,12 @@ SHOWN_EVALUATION = {  # of evaluate(): what the closing table shows
 class Run:
     """Where a run writes. `start_run` makes it."""
 
-    def __init__(self, directory: Path, config: PolicyConfig):
+    def __init__(self, directory: Path, config: PolicyConfig, machine: dict):
         from torch.utils.tensorboard import SummaryWriter
 
         self.directory = directory
         self.config = config
+        self._machine = machine  # as described when the run started: the checkout may have moved on since
         self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
         self._events = SummaryWriter(str(directory))
         self._bar = None
@@ -100,7 +101,7 @@ class Run:
             "seconds": round(seconds, 1),
             "tokens_per_second": round(num_tokens / seconds, 1),
             "peak_memory_bytes": peak_memory_bytes(self.config.device),
-            **describe_machine(),
+            **self._machine,
         }
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self._metrics.close()
@@ -127,9 +128,10 @@ def start_run(experiment: str, config: PolicyConfig) -> Run:
         raise UserError(f"--runs-dir: {directory} cannot be made ({error.strerror})") from error
     options = dataclasses.asdict(config)
     print("settings: " + "  ".join(f"{name}={value}" for name, value in options.items() if value not in (None, "")))
-    settings = options | describe_machine() | {"command": sys.argv}
+    machine = describe_machine()
+    settings = options | machine | {"command": sys.argv}
     (directory / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return Run(directory, config)
+    return Run(directory, config, machine)
 
 
 def describe_machine() -> dict:
