@@ -9,7 +9,8 @@ batch. What the user says and what the template adds is read, not learned.
 
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
 the end the policy is examined as it would answer by itself, and once more forced to think before it answers; what it
-can do when forced is what reinforcement learning (experiment_base) can bring out.
+can do when forced is what reinforcement learning (experiment_base) can bring out. With every --num-... at 0 a --model
+is only examined.
 """
 
 import math
@@ -122,7 +123,7 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
             encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
     if len(encoded) < len(rows):
         print(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: over --max-length, or no assistant turn")
-    if not encoded:
+    if not encoded and config.data is not None:
         raise UserError(f"{config.data}: no row is left to learn from")
     return encoded
 
