@@ -225,7 +225,7 @@ def update(
     num_updates = len(grad_norms)
     return {
         "loss/total": sum(losses) / num_updates,
-        "loss/kl": sum(kls) / num_updates,
+        **({"loss/kl": sum(kls) / num_updates} if config.kl_weight > 0 else {}),  # without a reference: not known
         "loss/grad_norm": sum(grad_norms) / num_updates,
         **{f"policy/{name}": mean for name, mean in (all_updates.means() | first_update.means()).items()},
     }
@@ -264,10 +264,10 @@ def evaluate_policy(policy: Policy, rows: list[dict], config: Config, num_sample
 
 
 def progress_line(step: int, metrics: dict[str, float]) -> str:
+    kl = f"KL {metrics['loss/kl']:.3f}  " if "loss/kl" in metrics else ""
     return (
         f"step {step}  reward {metrics['reward/total']:.2f}  correct {metrics['reward/correct']:.2f}  "
-        f"length {metrics['completion/length']:.1f}  KL {metrics['loss/kl']:.3f}  "
-        f"{metrics['time/tokens_per_second']:,.0f} tokens/s"
+        f"length {metrics['completion/length']:.1f}  {kl}{metrics['time/tokens_per_second']:,.0f} tokens/s"
     )
 
 

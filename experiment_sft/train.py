@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__, resolved=RESOLVED)
     if config.data is not None and config.model == "new":
         raise UserError("--data teaches a policy that can speak already: give a --model")
+    lesson_sizes = ("num_copying", "num_working", "num_answering")
+    if config.data is not None and any(getattr(config, name) != getattr(Config, name) for name in lesson_sizes):
+        raise UserError("--num-copying, --num-working and --num-answering size the lessons, which --data replaces")
     check_ranges(
         config,
         positive=("epochs", "tokens_per_batch", "micro_batch_size", "max_length", "lr", "max_grad_norm"),
@@ -89,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def new_policy(config: Config) -> Policy:
     tokenizer = make_tokenizer()
-    return make_policy(make_model(tokenizer, config.seed), tokenizer, config)
+    model = make_model(tokenizer, config.seed)
+    model.set_attn_implementation(config.attn_implementation)
+    return make_policy(model, tokenizer, config)
 
 
 def cast_weights(policy: Policy, dtype: torch.dtype) -> None:

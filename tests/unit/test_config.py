@@ -1,0 +1,46 @@
+"""The command line: defaults are resolved from the model, and what cannot be is refused before a run begins."""
+
+import shutil
+
+import pytest
+
+from common.config import RESOLVED, TINY_POLICY, RunConfig, UserError, parse_config
+
+
+def parse(load_script, *argv: str) -> RunConfig:
+    return parse_config(load_script("experiment_base/train.py").Config, argv, description="")
+
+
+def test_the_bundled_policy_and_a_copy_of_it_resolve_alike_and_other_models_do_not(load_script, tmp_path):
+    shutil.copytree(TINY_POLICY, tmp_path / "copy")
+    for model in ("tiny", str(TINY_POLICY), str(tmp_path / "copy")):
+        config = parse(load_script, "--model", model)
+        assert {name: getattr(config, name) for name in RESOLVED["tiny"]} == RESOLVED["tiny"]
+    config = parse(load_script, "--model", "owner/name")
+    assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"]
+
+
+def test_what_the_user_gives_is_not_resolved_away(load_script):
+    config = parse(load_script, "--lr", "0.5", "--system-prompt", "Be brief.", "--device", "cpu")
+    assert (config.lr, config.system_prompt, config.device) == (0.5, "Be brief.", "cpu")
+    assert config.max_new_tokens == RESOLVED["tiny"]["max_new_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("--device", "toaster"), "--device must be cpu, cuda"),
+        (("--device", "cuda:99"), "this machine has"),
+        (("--name", "a/b"), "cannot be the name of a directory"),
+        (("--name", ""), "cannot be the name of a directory"),
+        (("--name", ".."), "cannot be the name of a directory"),
+        (("--model", "new"), "for experiment_sft only"),
+        (("--model", "gpt2"), "a hub id is owner/name"),
+        (("--attn-implementation", "flash_attention_2"), "add --dtype bfloat16"),
+        (("--seed", "-1"), "--seed must be 0 or more"),
+        (("--threads", "0"), "--threads must be more than 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(load_script, argv, sentence):
+    with pytest.raises(UserError, match=sentence):
+        parse(load_script, *argv)
