@@ -42,7 +42,7 @@ class PolicyConfig:
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one, else cpu
     dtype: Literal["float32", "bfloat16"] = "float32"  # arithmetic; bfloat16 is autocast, with weights in float32
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # how attention is computed
-    eval_prompts: int = 256  # held-out questions of an evaluation
+    eval_prompts: int = 256  # held-out questions of an evaluation; a user's data without eval data gives up so many
     checkpoint_every: int = 0  # steps between checkpoints of the policy; 0: only the final one
     name: str | None = None  # of the run; None: date, time and seed
     runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
@@ -76,7 +76,7 @@ class RunConfig(PolicyConfig):
     max_question_length: int | None = None  # keep questions of at most so many characters
     system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
-    samples_every: int = 1  # steps between entries of samples.jsonl; 0: none
+    samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step whole); 0: none
 
 
 def _shape(model_path: Path) -> tuple[int, int] | None:

@@ -145,7 +145,7 @@ def describe_machine() -> dict:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """The most memory that the run held: of the GPU on CUDA, else of the process."""
+    """The most memory that the run held: of the GPU on CUDA, else of the process; 0 where nothing tells."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
     # Linux has it here; getrusage would begin at the peak of the process that started this one
@@ -153,8 +153,10 @@ def peak_memory_bytes(device: str) -> int:
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
-    import resource  # not on Windows
-
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -203,7 +205,7 @@ def show_before_and_after(
     console.print(table)
     print("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
 
-    table = Table(title="The most probable answer", show_lines=True)
+    table = Table(title="The greedy answer", show_lines=True)
     for heading in ("question", "right", "before", "after"):
         table.add_column(heading, overflow="fold")
     for row, *texts in list(zip(rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:

@@ -218,14 +218,14 @@ def update(
                 if not grad_norms:  # before the first optimizer step, the policy is still the one that sampled
                     gap = (log_probs.detach() - micro.sampler_log_probs).abs()
                     first_update.add(micro.action_mask, first_ratio=ratio, sampler_gap=gap)
+                    kls.append(kl.item() * share)  # later, its tokens are no longer drawn from the current policy
                 losses.append(loss.item() * share)
-                kls.append(kl.item() * share)
             grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item())
             optimizer.step()
     num_updates = len(grad_norms)
     return {
         "loss/total": sum(losses) / num_updates,
-        **({"loss/kl": sum(kls) / num_updates} if config.kl_weight > 0 else {}),  # without a reference: not known
+        **({"loss/kl": sum(kls)} if config.kl_weight > 0 else {}),  # without a reference: not known
         "loss/grad_norm": sum(grad_norms) / num_updates,
         **{f"policy/{name}": mean for name, mean in (all_updates.means() | first_update.means()).items()},
     }

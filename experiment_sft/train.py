@@ -4,7 +4,7 @@ The policy reads conversations and learns to say what the assistant says in them
 log-probability of every assistant token, the end-of-turn token included, averaged over all of them in an optimizer
 batch. What the user says and what the template adds is read, not learned.
 
-    python experiment_sft/train.py --dtype bfloat16 --save-dtype bfloat16      # makes the bundled tiny policy
+    python experiment_sft/train.py --dtype bfloat16 --save-dtype bfloat16 --threads 2      # the bundled tiny policy
     python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
 
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At

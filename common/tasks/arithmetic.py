@@ -67,8 +67,10 @@ def is_worked(text: str) -> bool:
 
     >>> is_worked("<think>20+38=58</think><answer>58</answer>"), is_worked("<answer>58</answer>")
     (True, False)
+    >>> is_worked("<answer>58</answer><think>20+38=58</think>")
+    False
     """
-    return re.search(r"<think>\s*[^\s<].*?</think>", text, re.DOTALL) is not None
+    return re.search(r"<think>\s*[^\s<].*?</think>", text.split("<answer>")[0], re.DOTALL) is not None
 
 
 # The grammar of the bundled questions -------------------------------------------------------------------------------
