@@ -49,9 +49,12 @@ class Experience:
 
     def split(self, micro_batch_size: int) -> Iterator["Experience"]:
         """Micro-batches of at most `micro_batch_size` rows; rows of similar length stand together, to save padding."""
-        by_length = self.attention_mask.sum(dim=1).argsort(stable=True)
-        for rows in by_length.split(micro_batch_size):
+        for rows in self.micro_batch_rows(micro_batch_size):
             yield self.select(rows)
+
+    def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:
+        """Which rows each micro-batch of `split` holds."""
+        return self.attention_mask.sum(dim=1).argsort(stable=True).split(micro_batch_size)
 
     def _map(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> "Experience":
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -113,8 +113,7 @@ def score(policy: Policy, experience: Experience, micro_batch_size: int) -> Toke
     """Score all action tokens of `experience` without gradient, a few rows at a time: two (B, T-1) tensors."""
     log_probs = torch.zeros_like(experience.sampler_log_probs)
     entropy = torch.zeros_like(log_probs)
-    by_length = experience.attention_mask.sum(dim=1).argsort(stable=True)
-    for rows in by_length.split(micro_batch_size):
+    for rows in experience.micro_batch_rows(micro_batch_size):
         part = experience.select(rows)
         scores = policy(part.sequences, part.action_mask)
         width = scores.log_probs.shape[1]

@@ -18,7 +18,7 @@ from textwrap import shorten
 import torch
 
 from common.config import ROOT, PolicyConfig, UserError
-from common.evaluate import Evaluation, decode
+from common.evaluate import Evaluation
 from common.experience import Experience
 from common.logprobs import Policy
 from common.trajectory import Trajectory
@@ -70,7 +70,7 @@ class Run:
         if self._bar is not None and line:
             self._bar.set_description_str(line, refresh=False)
 
-    def log_samples(self, step: int, policy: Policy, trajectories: list[Trajectory], experience: Experience) -> None:
+    def log_samples(self, step: int, trajectories: list[Trajectory], texts: list[str], experience: Experience) -> None:
         """Keep two groups of most steps and every tenth step whole, one line a completion."""
         every = self.config.samples_every
         if every == 0 or step % every:
@@ -81,7 +81,7 @@ class Run:
             for index, row in enumerate(kept):
                 entry = dataclasses.asdict(row) | {
                     "step": step,
-                    "text": decode(policy, row.completion_ids),
+                    "text": texts[index],
                     "advantage": experience.advantages[index, 0].item(),
                 }
                 samples.write(json.dumps(entry) + "\n")

@@ -123,8 +123,9 @@ def train(
         trajectories = sample_completions(config, policy, train_rows, step)
 
         # 2 reward: each completion by itself, from its text
-        for row in trajectories:
-            row.rewards = task.reward(train_rows[row.prompt_index], decode(policy, row.completion_ids))
+        texts = [decode(policy, row.completion_ids) for row in trajectories]
+        for row, text in zip(trajectories, texts, strict=True):
+            row.rewards = task.reward(train_rows[row.prompt_index], text)
         returns = torch.tensor([total_reward(config, row) for row in trajectories])  # (B,)
         returns = returns.view(-1, config.group_size)  # (Q, G)
 
@@ -144,16 +145,16 @@ def train(
         metrics = update(config, policy, objective, optimizer, experience, step)
 
         # 6 log, evaluate, checkpoint
-        step_tokens = int(experience.action_mask.sum())
+        step_tokens = sum(sum(row.action_mask) for row in trajectories)
         num_tokens += step_tokens
-        metrics |= describe_rollout(policy, trajectories, returns, experience)
+        metrics |= describe_rollout(trajectories, texts, returns)
         metrics |= {"time/step": time.perf_counter() - start, "memory/peak_bytes": peak_memory_bytes(config.device)}
         metrics["time/tokens_per_second"] = step_tokens / metrics["time/step"]
         if config.eval_every and step % config.eval_every == 0 and step < config.steps:
             evaluation = evaluate_policy(policy, eval_rows, config)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics, line=progress_line(step, metrics))
-        run.log_samples(step, policy, trajectories, experience)
+        run.log_samples(step, trajectories, texts, experience)
         if config.checkpoint_every and step % config.checkpoint_every == 0:
             run.save_policy(policy, f"checkpoints/step_{step}")
     return num_tokens
@@ -231,9 +232,7 @@ def update(
     }
 
 
-def describe_rollout(
-    policy: Policy, trajectories: list[Trajectory], returns: torch.Tensor, experience: Experience
-) -> dict[str, float]:
+def describe_rollout(trajectories: list[Trajectory], texts: list[str], returns: torch.Tensor) -> dict[str, float]:
     """What was sampled: rewards, lengths, how many think first, how many groups can teach anything."""
 
     def per_row(values) -> float:
@@ -243,8 +242,8 @@ def describe_rollout(
     return {
         "reward/total": returns.mean().item(),
         **{f"reward/{name}": value for name, value in rewards.items()},
-        "completion/length": experience.action_mask.sum().item() / len(trajectories),
-        "completion/worked": per_row(task.is_worked(decode(policy, row.completion_ids)) for row in trajectories),
+        "completion/length": per_row(sum(row.action_mask) for row in trajectories),
+        "completion/worked": per_row(task.is_worked(text) for text in texts),
         "completion/stopped": per_row(row.finish_reason == "stop" for row in trajectories),
         "group/without_signal": 1 - has_signal(returns).float().mean().item(),
     }
