@@ -42,7 +42,7 @@ def _draw_rewards(plt, entries: list[dict]):
     _line(accuracy, entries, "eval/greedy/accuracy", label="held-out, greedy", marker="o", color="C1")
     _line(accuracy, entries, "eval/sampled/accuracy", label="held-out, mean@8", marker="s", color="C2", linestyle="")
     accuracy.set(title="accuracy", ylim=(0, 1.02))
-    accuracy.legend(fontsize=8, loc="lower right")
+    accuracy.legend(fontsize=8, loc="best")
     _line(length, entries, "completion/length")
     length.set(title="completion length (tokens)")
     length.set_ylim(bottom=0)
