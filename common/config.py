@@ -4,6 +4,7 @@ An experiment's `Config` inherits from `RunConfig` and adds what it teaches.
 """
 
 import dataclasses
+import importlib.util
 import json
 import math
 import sys
@@ -23,9 +24,12 @@ HELDOUT_DATA = ROOT / "data" / "math_tasks_heldout.jsonl"
 
 # What a flag becomes that was left at None, by the kind of policy. A test holds the texts of --help to these figures.
 RESOLVED = {
-    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "system_prompt": ""},
-    "full": {"lr": 1e-6, "max_new_tokens": 512, "system_prompt": SYSTEM_PROMPT},
+    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 32, "system_prompt": ""},
+    "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4, "system_prompt": SYSTEM_PROMPT},
 }
+# LoRA learns best at some ten times the learning rate of full fine-tuning, whatever its rank (Schulman and Thinking
+# Machines Lab 2025, "LoRA Without Regret").
+LORA_LR_FACTOR = 10
 
 
 class UserError(Exception):
@@ -40,12 +44,23 @@ class PolicyConfig:
     seed: int = 0  # of everything random: data order, sampling, minibatches
     threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one, else cpu
-    dtype: Literal["float32", "bfloat16"] = "float32"  # arithmetic; bfloat16 is autocast, with weights in float32
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"  # how attention is computed
+    # arithmetic, and weights that are not trained; trained weights are float32, and bfloat16 is autocast over them;
+    # None: bfloat16 for models other than the bundled one on cuda, else float32
+    dtype: Literal["float32", "bfloat16"] | None = None
+    # how attention is computed; auto: flash_attention_2 where it is installed and fits (cuda, bfloat16), else sdpa
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass: less memory, more time
+    lora_rank: int = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
+    lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
+    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs --lora-rank
+    save_merged: bool = False  # with --lora-rank: also write final_merged/, a model with the adapter added in
     eval_prompts: int = 256  # held-out questions of an evaluation; a user's data without eval data gives up so many
-    checkpoint_every: int = 0  # steps between checkpoints of the policy; 0: only the final one
+    checkpoint_every: int = 20  # steps between checkpoints, of which the newest are kept; 0: none, but on Ctrl-C
+    keep_checkpoints: int = 2  # how many
+    wandb: bool = False  # log to Weights & Biases too; without its package, a key or a network the run goes on
     name: str | None = None  # of the run; None: date, time and seed
     runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
+    resume: str | None = None  # directory of a run to go on with, under its own settings; only --steps may be raised
 
     @property
     def model_path(self) -> Path | None:
@@ -77,6 +92,7 @@ class RunConfig(PolicyConfig):
     system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step whole); 0: none
+    sampling_rows: int = 128  # completions sampled at once, which bounds the memory of the KV cache
 
 
 def _shape(model_path: Path) -> tuple[int, int] | None:
@@ -105,20 +121,65 @@ def parse_config(
     """
     import tyro
 
-    config = tyro.cli(config_class, args=argv, description=description, config=(tyro.conf.FlagConversionOff,))
+    config = tyro.cli(config_class, args=argv, description=description)
+    if config.resume is not None:
+        config = _resumed(config, lambda stored: tyro.cli(config_class, args=argv, default=stored))
     _check_places(config)
     table = resolved.get(config.kind)
     if table is None:
         raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
-    left_open = {name: value for name, value in table.items() if getattr(config, name) is None}
-    if config.device == "auto":
-        left_open["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-    config = dataclasses.replace(config, **left_open)
+    config = _fill_in(config, table)
     check_ranges(
         config,
-        positive=("threads", "eval_prompts", "max_terms", "max_digits", "max_question_length"),
-        not_negative=("seed", "eval_every", "checkpoint_every", "samples_every"),
-    )
+        positive=("threads", "eval_prompts", "max_terms", "max_digits", "max_question_length", "lora_alpha",
+                  "keep_checkpoints", "sampling_rows"),
+        not_negative=("seed", "eval_every", "checkpoint_every", "samples_every", "lora_rank"),
+    )  # fmt: skip
+    _check_lora(config)
+    return config
+
+
+def _fill_in(config: ConfigT, table: dict) -> ConfigT:
+    """Resolve the flags that were left open."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_cuda = device.startswith("cuda")
+    dtype = config.dtype
+    if dtype is None:
+        dtype = "bfloat16" if on_cuda and config.kind == "full" and torch.cuda.is_bf16_supported() else "float32"
+    attention = config.attn_implementation
+    if attention == "auto":
+        has_flash = on_cuda and dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
+        attention = "flash_attention_2" if has_flash else "sdpa"
+    left_open = {name: value for name, value in table.items() if getattr(config, name) is None}
+    if config.lora_rank and "lr" in left_open:
+        left_open["lr"] *= LORA_LR_FACTOR
+    return dataclasses.replace(config, device=device, dtype=dtype, attn_implementation=attention, **left_open)
+
+
+def _resumed(config: ConfigT, read_flags_over: Callable[[ConfigT], ConfigT]) -> ConfigT:
+    """The settings of the run that `--resume` names.
+
+    Args:
+        read_flags_over: reads the command line with the given settings as its defaults, so that what then differs from
+            them was given, and is another value.
+    """
+    directory = Path(config.resume).expanduser()
+    try:
+        stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--resume {config.resume}: no config.json of a run can be read there ({error})") from error
+    names = [field.name for field in dataclasses.fields(config) if field.name in stored]
+    before = dataclasses.replace(config, **{name: stored[name] for name in names})
+    config = read_flags_over(before)
+    for name in names:
+        old, new = getattr(before, name), getattr(config, name)
+        if name != "resume" and new != old and not (name == "steps" and new > old):
+            raise UserError(
+                f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, and only --steps "
+                "may be raised"
+            )
     return config
 
 
@@ -137,8 +198,18 @@ def _check_places(config: PolicyConfig) -> None:
             raise UserError(f"--device must be cpu, cuda, cuda:<number> or auto, not {config.device}")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise UserError(f"--device {config.device}: this machine has {torch.cuda.device_count()} CUDA devices")
-    if config.attn_implementation == "flash_attention_2" and config.dtype != "bfloat16":
+    if config.attn_implementation == "flash_attention_2" and config.dtype == "float32":
         raise UserError("--attn-implementation flash_attention_2 computes in half precision: add --dtype bfloat16")
+
+
+def _check_lora(config: PolicyConfig) -> None:
+    """Refuse what only an adapter makes possible where there is none."""
+    if not config.lora_rank:
+        for name in ("lora_alpha", "load_in", "save_merged"):
+            if getattr(config, name):
+                raise UserError(f"{flag(name)} needs an adapter to train: add --lora-rank 16, for example")
+    if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
 
 
 def check_ranges(config: PolicyConfig, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
@@ -172,6 +243,6 @@ def run_main(main: Callable[[], object]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"\n{interrupt or 'interrupted'}", file=sys.stderr)
         sys.exit(130)

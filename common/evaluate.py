@@ -13,8 +13,6 @@ from common.trajectory import Trajectory
 # so that two policies are compared under equal luck.
 EVALUATION = 2**31
 
-ROWS_AT_ONCE = 128  # bounds the memory of the cache
-
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased estimate of the probability that at least one of k samples is right, from n samples with c right.
@@ -56,6 +54,7 @@ def evaluate(
     num_samples: int = 0,
     seed: int = 0,
     prefix: str = "",
+    rows_at_once: int = 128,
 ) -> Evaluation:
     """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
@@ -63,6 +62,7 @@ def evaluate(
         task: a module of common/tasks with `messages`, `reward` and `is_worked`.
         num_samples: k of mean@k and pass@k; 0: greedy only.
         prefix: what every completion is made to begin with, e.g. "<think>".
+        rows_at_once: see `sample`.
 
     Returns:
         Shares and means over all questions, by name: `greedy/...` and `sampled/...` with accuracy (for "sampled" it is
@@ -81,7 +81,7 @@ def evaluate(
             max_new_tokens=max_new_tokens,
             key=(seed, EVALUATION),
             greedy=mode == "greedy",
-            prompts_at_once=max(1, ROWS_AT_ONCE // group_size),
+            rows_at_once=rows_at_once,
         )
         texts = [prefix + decode(policy, row.completion_ids) for row in trajectories]
         outcomes = []

@@ -27,6 +27,7 @@ class Experience:
     sampler_log_probs: torch.Tensor  # (B, T-1) as the sampler recorded them
     prompt_index: torch.Tensor  # (B,) long
     prompt_lengths: torch.Tensor  # (B,) long
+    completion_index: torch.Tensor | None = None  # (B,) long; 0..G-1 within the group
     action_log_probs: torch.Tensor | None = None  # (B, T-1) p_old of the ratio; None: the current policy's own
     log_probs_ref: torch.Tensor | None = None  # (B, T-1)
     returns: torch.Tensor | None = None  # (B, 1) or (B, T-1)
@@ -91,6 +92,7 @@ def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.dev
         sampler_log_probs=pad([row.sampler_log_probs for row in trajectories], 0.0)[:, 1:],
         prompt_index=torch.tensor([row.prompt_index for row in trajectories], device=device),
         prompt_lengths=torch.tensor([row.prompt_length for row in trajectories], device=device),
+        completion_index=torch.tensor([row.completion_index for row in trajectories], device=device),
     )
 
 

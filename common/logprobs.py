@@ -76,6 +76,8 @@ class Policy(nn.Module):
                 ever sees the padding behind it, whatever the padding's id.
             action_mask: (B, T-1), 1 where token t+1 counts.
         """
+        # Gradient checkpointing works in training mode only, and sampling with a cache only outside of it.
+        self.model.train(torch.is_grad_enabled())
         with self.autocast():
             return self._score(sequences, action_mask, max_logits)
 

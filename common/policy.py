@@ -4,18 +4,22 @@ The class `Policy` itself stands in logprobs.py.
 """
 
 import copy
+from pathlib import Path
 
 import torch
 
 from common.chat import find_end_of_turn_ids
 from common.config import PolicyConfig, UserError
-from common.logprobs import Policy
+from common.logprobs import Policy, TokenScores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HUB_TIMEOUT = 10  # seconds until a hub that does not answer is given up
 
 
 def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
-    """Load `config.model` with its tokenizer, in float32 weights, on `config.device`.
+    """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter where one is asked for.
+
+    Weights that are trained are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
 
     Raises:
         UserError: there is no such model, or it cannot be used here; the sentence says what to do.
@@ -26,12 +30,18 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
 
     logging.disable_progress_bar()  # one progress line is enough
     source = str(config.model_path or config.model)
+    settings = {"local_files_only": config.model_path is not None or _is_only_cached(source)}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, **settings)
+        if config.load_in is not None:
+            settings |= {"quantization_config": _quantization(config), "device_map": {"": config.device}}
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, attn_implementation=config.attn_implementation
+            source,
+            dtype=DTYPES[config.dtype] if config.lora_rank else torch.float32,
+            attn_implementation=config.attn_implementation,
+            **settings,
         )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(f"--model {source} could not be loaded: {' '.join(str(error).split())}") from error
     return make_policy(model, tokenizer, config, temperature)
 
@@ -46,14 +56,146 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     except ValueError as error:
         raise UserError(f"--model {config.model}: {error}") from error
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_ids[0]
-    policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype]).to(config.device)
+    if config.gradient_checkpointing:
+        # works in training mode only: Policy.forward enters it, and dropout is off anyway
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.lora_rank:
+        model = _add_adapter(model, config)
+    if config.load_in is None:
+        model = model.to(config.device)
+    else:
+        _forbid_repacking(model)
+    policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype])
     _check_head(policy)
     return policy
 
 
 def make_reference(policy: Policy) -> Policy:
-    """A frozen copy of the policy as it is now, for the KL penalty."""
-    return copy.deepcopy(policy).requires_grad_(False)
+    """The policy as it is now, frozen, for the KL penalty: a copy, or with LoRA the same model without its adapter."""
+    if not _is_lora(policy):
+        return copy.deepcopy(policy).requires_grad_(False)
+    return _WithoutAdapter(
+        policy.model, policy.tokenizer, policy.end_of_turn_ids, policy.pad_id, policy.temperature, policy.compute_dtype
+    )
+
+
+class _WithoutAdapter(Policy):
+    """A policy with a LoRA adapter as it was before any training, at no memory of its own."""
+
+    def forward(self, *arguments, **options) -> TokenScores:
+        with self.model.disable_adapter():
+            return super().forward(*arguments, **options)
+
+
+def save_policy(policy: Policy, path: Path) -> None:
+    """Write a Hugging Face directory that `from_pretrained` loads; with LoRA that of the adapter, for peft."""
+    # "auto" would ask the hub whether the vocabulary has grown
+    options = {"save_embedding_layers": False} if _is_lora(policy) else {}
+    policy.model.save_pretrained(path, **options)
+    policy.tokenizer.save_pretrained(path)
+
+
+def load_weights(policy: Policy, path: Path) -> None:
+    """Read back what `save_policy` has written."""
+    if _is_lora(policy):
+        from peft import set_peft_model_state_dict
+        from safetensors.torch import load_file
+
+        set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
+        return
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    policy.model.load_state_dict(saved.state_dict())
+
+
+def save_merged(config: PolicyConfig, adapter: Path, path: Path) -> None:
+    """Add a saved LoRA adapter to the weights that it was trained on, and write them as a model of its own.
+
+    The weights are read anew, unquantised: to add to quantised ones would round what was learned.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = str(config.model_path or config.model)
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype])
+    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(path)
+    AutoTokenizer.from_pretrained(adapter).save_pretrained(path)
+
+
+def _is_lora(policy: Policy) -> bool:
+    return getattr(policy.model, "peft_config", None) is not None
+
+
+def _is_only_cached(source: str) -> bool:
+    """Whether a model of the hub must come from this machine's cache, because the hub cannot be reached.
+
+    Asked once and with little patience: loading a model from a hub that does not answer tries again for a minute.
+
+    Raises:
+        UserError: it is not in the cache either, or it cannot be had from the hub.
+    """
+    from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
+
+    is_cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
+    if constants.is_offline_mode():
+        problem = "the hub is switched off (HF_HUB_OFFLINE)"
+    else:
+        try:
+            HfApi().model_info(source, timeout=HUB_TIMEOUT)
+            return False
+        except errors.GatedRepoError as error:
+            raise UserError(
+                f"--model {source}: its owners ask for an agreement; give it at https://huggingface.co/{source}, then "
+                "log in with `hf auth login`"
+            ) from error
+        except errors.RepositoryNotFoundError as error:
+            raise UserError(f"--model {source}: the hub has no such model, or shows it to its owners only") from error
+        except Exception as error:  # whatever the network can do to a request; the client has no common class for it
+            problem = f"the hub could not be reached ({' '.join(str(error).split())})"
+    if not is_cached:
+        raise UserError(f"--model {source}: {problem}, and this machine's cache does not hold the model")
+    print(f"--model {source}: {problem}; the copy in this machine's cache is used")
+    return True
+
+
+def _quantization(config: PolicyConfig):
+    from transformers import BitsAndBytesConfig
+
+    if config.load_in == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[config.dtype],
+    )
+
+
+def _forbid_repacking(model: torch.nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights anew for CPUs with AVX512-BF16.
+
+    It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
+    from then on, without an error (measured on 0.50.2; tests/smoke/test_lora.py compares them).
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def _add_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Module:
+    """LoRA (arXiv 2106.09685) on every linear layer but the head: W x becomes W x + (alpha / rank) B A x, B = 0."""
+    from peft import LoraConfig, get_peft_model
+
+    alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)  # A is random
+        return get_peft_model(model, settings)
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:
@@ -71,12 +213,12 @@ def _check_head(policy: Policy) -> None:
 
     `Policy.forward` relies on it. Gemma 2's soft-capped logits, for one, are something else.
     """
-    model = policy.model
+    model = policy.model.eval()
     ids = torch.arange(4, device=policy.device)[None]
     with policy.autocast():
         hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        expected, logits = model.get_output_embeddings()(hidden), model(ids, use_cache=False).logits
-    if not torch.allclose(expected, logits, atol=1e-3):
+        expected, logits = model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits
+    if not torch.allclose(expected.float(), logits.float(), atol=1e-3):
         raise UserError(
             f"{type(model).__name__} transforms its logits after the LM head, which this code does not support yet"
         )

@@ -29,7 +29,7 @@ def sample(
     prompt_index: list[int] | None = None,
     top_p: float = 1.0,
     greedy: bool = False,
-    prompts_at_once: int | None = None,
+    rows_at_once: int | None = None,
 ) -> list[Trajectory]:
     """Sample `group_size` completions of every prompt.
 
@@ -43,7 +43,7 @@ def sample(
         top_p: draw from the smallest set of tokens that holds at least this probability. The recorded log-probs stay
             those of the whole distribution.
         greedy: take the most probable token instead of drawing one.
-        prompts_at_once: bounds the memory of the cache; changes no sample.
+        rows_at_once: bounds the memory of the cache, rounded to whole groups; changes no sample. None: all.
 
     Returns:
         B = Q*G trajectories, a group's rows adjacent, in the order of `prompts`.
@@ -56,8 +56,9 @@ def sample(
         raise ValueError(f"{len(prompts)} prompts, but {len(prompt_index)} entries in prompt_index")
     if not all(prompts):
         raise ValueError(f"prompt {prompt_index[prompts.index([])]} has no tokens")
+    policy.eval()  # in training mode gradient checkpointing would switch the cache off
     trajectories: list[Trajectory] = []
-    at_once = prompts_at_once or max(len(prompts), 1)
+    at_once = max(1, len(prompts) if rows_at_once is None else rows_at_once // group_size)  # prompts
     for start in range(0, len(prompts), at_once):
         chunk = slice(start, start + at_once)
         rows = [

@@ -26,12 +26,14 @@ from common.advantages import group_advantages, has_signal
 from common.chat import encode_prompt
 from common.config import RunConfig, UserError, check_ranges, parse_config, run_main
 from common.data import load_task, prompts_of_step
-from common.evaluate import Evaluation, decode, divide_gain, evaluate
+from common.diagnosis import UpdateStatistics
+from common.evaluate import Evaluation, decode, evaluate
 from common.experience import Experience, ReplayBuffer, collate
 from common.logprobs import Policy, score
-from common.loss import GRPOLoss, is_clipped, probability_ratio
+from common.loss import GRPOLoss
 from common.policy import load_policy, make_reference
-from common.runs import Run, TokenMeans, peak_memory_bytes, show_before_and_after, start_run
+from common.report import peak_memory_bytes
+from common.runs import Run, start_run
 from common.sampling import sample
 from common.tasks import arithmetic as task
 from common.trajectory import Trajectory
@@ -47,8 +49,9 @@ class Config(RunConfig):
     top_p: float = 1.0  # below 1: sample only the most probable tokens that hold this much; biases the gradient
     epochs_per_step: int = 1  # passes over a rollout; more reuse it, and the clipped ratio bounds how far
     minibatch_size: int | None = None  # rows an optimizer step, whole groups; None: the whole rollout
-    micro_batch_size: int = 32  # rows a forward and backward pass; changes memory and time, never the update
-    lr: float | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6
+    micro_batch_size: int | None = None  # rows a forward and backward pass, which changes memory and time, never the
+    # update; None: 32 for the bundled policy, else 4
+    lr: float | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6; with LoRA 10 times
     weight_decay: float = 0.0  # of AdamW
     clip_eps: float = 0.2  # a token gets no further push once its probability changed by this share in a rollout
     kl_weight: float = 0.02  # beta: weight of the KL penalty to the policy at the start; 0 needs no reference
@@ -62,27 +65,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     train_rows, eval_rows = load_task(config)
     if len(train_rows) < config.prompts_per_step:
         raise UserError(f"--prompts-per-step {config.prompts_per_step} exceeds the {len(train_rows)} training rows")
-    run = start_run("experiment_base", config)
-    policy = load_policy(config, config.temperature)
-    reference = make_reference(policy) if config.kl_weight > 0 else None
-
-    before = evaluate_policy(policy, eval_rows, config, num_samples=8)
-    run.log(0, {f"eval/{name}": value for name, value in before.metrics.items()})
-    start = time.perf_counter()
-    num_tokens = train(config, run, policy, reference, train_rows, eval_rows)
-    seconds = time.perf_counter() - start
-    run.save_policy(policy, "final")
-    after = evaluate_policy(policy, eval_rows, config, num_samples=8)
-    run.log(config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
-
-    gain = divide_gain(before.outcomes, after.outcomes)
-    results = {
-        "accuracy_before": before.metrics["greedy/accuracy"],
-        "accuracy_after": after.metrics["greedy/accuracy"],
-        **{"before": before.metrics, "after": after.metrics, "gain": gain},
-    }
-    run.finish(results, config.steps, seconds, num_tokens)
-    show_before_and_after(run, eval_rows, before, after, gain)
+    with start_run("experiment_base", config) as run:
+        policy = load_policy(config, config.temperature)
+        reference = make_reference(policy) if config.kl_weight > 0 else None
+        before = run.before(lambda: evaluate_policy(policy, eval_rows, config, num_samples=8))
+        train(config, run, policy, reference, train_rows, eval_rows)
+        run.save_final(policy)
+        after = evaluate_policy(policy, eval_rows, config, num_samples=8)
+        run.finish(before, after, eval_rows)
 
 
 def check(config: Config) -> None:
@@ -111,11 +101,11 @@ def check(config: Config) -> None:
 
 def train(
     config: Config, run: Run, policy: Policy, reference: Policy | None, train_rows: list[dict], eval_rows: list[dict]
-) -> int:
-    """Run all steps; the number of tokens that were sampled."""
+) -> None:
+    """Run all steps, or those that a resumed run has left."""
     objective = GRPOLoss(config.clip_eps, config.kl_weight, critic_type="grpo")
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    num_tokens = 0
+    run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         start = time.perf_counter()
 
@@ -142,22 +132,18 @@ def train(
             experience.log_probs_ref = score(reference, experience, config.micro_batch_size).log_probs
 
         # 5 update: one or more optimizer steps on this rollout
-        metrics = update(config, policy, objective, optimizer, experience, step)
+        statistics = update(config, policy, objective, optimizer, experience, step)
 
         # 6 log, evaluate, checkpoint
-        step_tokens = sum(sum(row.action_mask) for row in trajectories)
-        num_tokens += step_tokens
-        metrics |= describe_rollout(trajectories, texts, returns)
+        metrics = statistics.metrics() | describe_rollout(trajectories, texts, returns)
         metrics |= {"time/step": time.perf_counter() - start, "memory/peak_bytes": peak_memory_bytes(config.device)}
-        metrics["time/tokens_per_second"] = step_tokens / metrics["time/step"]
-        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+        metrics["time/tokens_per_second"] = metrics["completion/length"] * len(trajectories) / metrics["time/step"]
+        if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_policy(policy, eval_rows, config)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics, line=progress_line(step, metrics))
-        run.log_samples(step, trajectories, texts, experience)
-        if config.checkpoint_every and step % config.checkpoint_every == 0:
-            run.save_policy(policy, f"checkpoints/step_{step}")
-    return num_tokens
+        run.log_samples(step, train_rows, trajectories, texts, experience, statistics)
+        run.checkpoint(step, policy, optimizer)
 
 
 def sample_completions(config: Config, policy: Policy, train_rows: list[dict], step: int) -> list[Trajectory]:
@@ -172,6 +158,7 @@ def sample_completions(config: Config, policy: Policy, train_rows: list[dict], s
         key=(config.seed, step),
         prompt_index=prompt_index,
         top_p=config.top_p,
+        rows_at_once=config.sampling_rows,
     )
 
 
@@ -197,39 +184,26 @@ def update(
     optimizer: torch.optim.Optimizer,
     experience: Experience,
     step: int,
-) -> dict[str, float]:
+) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     buffer = ReplayBuffer(config.group_size)
     buffer.append(experience)
-    losses, kls, grad_norms = [], [], []
-    all_updates, first_update = TokenMeans(), TokenMeans()
+    statistics = UpdateStatistics(config.clip_eps, config.max_grad_norm)
     for epoch in range(config.epochs_per_step):
-        minibatch_size = config.minibatch_size or len(experience)
-        for minibatch in buffer.minibatches(minibatch_size, key=(config.seed, step, epoch)):
+        minibatches = buffer.minibatches(config.minibatch_size or len(experience), key=(config.seed, step, epoch))
+        for index, minibatch in enumerate(minibatches):
             optimizer.zero_grad()
             for micro in minibatch.split(config.micro_batch_size):
                 log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1), (b, T-1)
                 loss, kl = objective(log_probs=log_probs, experience=micro)
                 share = len(micro) / len(minibatch)  # micro-batches add up to the mean over the minibatch's rows
                 (loss * share).backward()
-
-                ratio = probability_ratio(log_probs.detach(), micro)
-                clipped = is_clipped(ratio, micro.advantages, config.clip_eps).float()
-                all_updates.add(micro.action_mask, entropy=entropy, ratio=ratio, clipped=clipped)
-                if not grad_norms:  # before the first optimizer step, the policy is still the one that sampled
-                    gap = (log_probs.detach() - micro.sampler_log_probs).abs()
-                    first_update.add(micro.action_mask, first_ratio=ratio, sampler_gap=gap)
-                    kls.append(kl.item() * share)  # later, its tokens are no longer drawn from the current policy
-                losses.append(loss.item() * share)
-            grad_norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm).item())
-            optimizer.step()
-    num_updates = len(grad_norms)
-    return {
-        "loss/total": sum(losses) / num_updates,
-        **({"loss/kl": sum(kls)} if config.kl_weight > 0 else {}),  # without a reference: not known
-        "loss/grad_norm": sum(grad_norms) / num_updates,
-        **{f"policy/{name}": mean for name, mean in (all_updates.means() | first_update.means()).items()},
-    }
+                statistics.add(epoch, index, micro, log_probs, entropy, loss * share, kl * share)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            if torch.isfinite(grad_norm):  # else this update is skipped, and counted
+                optimizer.step()
+            statistics.end_update(grad_norm)
+    return statistics
 
 
 def describe_rollout(trajectories: list[Trajectory], texts: list[str], returns: torch.Tensor) -> dict[str, float]:
@@ -245,6 +219,7 @@ def describe_rollout(trajectories: list[Trajectory], texts: list[str], returns: 
         "completion/length": per_row(sum(row.action_mask) for row in trajectories),
         "completion/worked": per_row(task.is_worked(text) for text in texts),
         "completion/stopped": per_row(row.finish_reason == "stop" for row in trajectories),
+        "completion/truncated": per_row(row.finish_reason == "length" for row in trajectories),
         "group/without_signal": 1 - has_signal(returns).float().mean().item(),
     }
 
@@ -259,6 +234,7 @@ def evaluate_policy(policy: Policy, rows: list[dict], config: Config, num_sample
         max_new_tokens=config.max_new_tokens,
         num_samples=num_samples,
         seed=config.seed,
+        rows_at_once=config.sampling_rows,
     )
 
 

@@ -32,7 +32,8 @@ from common.keyed import keyed_generator
 from common.logprobs import Policy
 from common.loss import masked_mean
 from common.policy import DTYPES, load_policy, make_policy
-from common.runs import Run, peak_memory_bytes, start_run
+from common.report import peak_memory_bytes
+from common.runs import Run, start_run
 from common.tasks import arithmetic as task
 from common.trajectory import Trajectory
 
@@ -56,6 +57,7 @@ class Config(PolicyConfig):
     final_lr: float = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
     weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm where it is longer
+    checkpoint_every: int = 500  # steps between checkpoints, of which the newest are kept; 0: none, but on Ctrl-C
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/, which are also what is examined
 
 
@@ -72,22 +74,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         not_negative=("num_copying", "num_working", "num_answering", "warmup_steps", "final_lr", "weight_decay"),
     )
     rows = lessons(config) if config.data is None else read_rows(config.data, required=("messages",))
-    run = start_run("experiment_sft", config)
-    policy = new_policy(config) if config.model == "new" else load_policy(config)
-    rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
+    with start_run("experiment_sft", config) as run:
+        policy = new_policy(config) if config.model == "new" else load_policy(config)
+        rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
+        train(config, run, policy, rows)
 
-    start = time.perf_counter()
-    steps, num_tokens = train(config, run, policy, rows)
-    seconds = time.perf_counter() - start
-
-    cast_weights(policy, DTYPES[config.save_dtype])
-    run.save_policy(policy, "final")
-    cast_weights(policy, torch.float32)  # rounded: what is examined is what was saved
-    examination = examine(config, policy, eval_rows)
-    run.finish(examination, steps, seconds, num_tokens)
-    for name, value in examination.items():
-        print(f"{name:32} {value:.3f}")
-    print(f"policy: {run.directory / 'final'}")
+        cast_weights(policy, DTYPES[config.save_dtype])
+        run.save_final(policy)
+        cast_weights(policy, torch.float32)  # rounded: what is examined is what was saved
+        examination = examine(config, policy, eval_rows)
+        run.write_summary(examination)
+        for name, value in examination.items():
+            print(f"{name:32} {value:.3f}")
+        print(f"policy: {run.directory / 'final'}")
 
 
 def new_policy(config: Config) -> Policy:
@@ -98,9 +97,10 @@ def new_policy(config: Config) -> Policy:
 
 
 def cast_weights(policy: Policy, dtype: torch.dtype) -> None:
-    """Cast the weights alone: `.to(dtype)` would round the frequencies of the rotary embedding too, for good."""
+    """Cast the trained weights alone: `.to(dtype)` would round the rotary embedding's frequencies too, for good."""
     for weight in policy.parameters():
-        weight.data = weight.data.to(dtype)
+        if weight.requires_grad:
+            weight.data = weight.data.to(dtype)
 
 
 def lessons(config: Config) -> list[dict]:
@@ -133,33 +133,26 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
     return encoded
 
 
-def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> tuple[int, int]:
-    """Go through all batches once; the number of steps, and of tokens that were learned."""
+def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> None:
+    """Go through all batches once."""
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay
     )
     all_batches = list(batches(config, rows))
-    num_tokens = 0
-    start = time.perf_counter()
+    run.restore(policy, optimizer)
     for step in run.steps(len(all_batches)):
+        start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step, len(all_batches))
         batch = collate(all_batches[step - 1], policy.pad_id, policy.device)
-        loss = update(config, policy, optimizer, batch)
-        num_tokens += int(batch.action_mask.sum())
-        metrics = {
-            "loss/total": loss,
-            "lr": optimizer.param_groups[0]["lr"],
-            "time/tokens_per_second": num_tokens / (time.perf_counter() - start),
-            "memory/peak_bytes": peak_memory_bytes(config.device),
-        }
-        run.log(step, metrics, line=f"step {step}/{len(all_batches)}  loss {loss:.4f}")
-        if config.checkpoint_every and step % config.checkpoint_every == 0:
-            run.save_policy(policy, f"checkpoints/step_{step}")
-    return len(all_batches), num_tokens
+        metrics = update(config, policy, optimizer, batch) | {"lr": optimizer.param_groups[0]["lr"]}
+        metrics |= {"time/step": time.perf_counter() - start, "memory/peak_bytes": peak_memory_bytes(config.device)}
+        metrics["time/tokens_per_second"] = int(batch.action_mask.sum()) / metrics["time/step"]
+        run.log(step, metrics, line=f"step {step}/{len(all_batches)}  loss {metrics['loss/total']:.4f}")
+        run.checkpoint(step, policy, optimizer)
 
 
-def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, batch: Experience) -> float:
+def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, batch: Experience) -> dict[str, float]:
     """One optimizer step: minus the mean log-probability of the batch's assistant tokens."""
     optimizer.zero_grad()
     num_tokens = batch.action_mask.sum()  # of the whole batch, so that micro-batches add up to its mean
@@ -169,9 +162,10 @@ def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, bat
         loss = masked_mean(-log_probs, micro.action_mask, denominator=num_tokens)
         loss.backward()
         total += loss.item()
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
-    optimizer.step()
-    return total
+    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+    if torch.isfinite(grad_norm):  # else this update is skipped, and counted
+        optimizer.step()
+    return {"loss/total": total, "loss/grad_norm": grad_norm.item(), "loss/skipped": float(not grad_norm.isfinite())}
 
 
 def learning_rate(config: Config, step: int, num_steps: int) -> float:

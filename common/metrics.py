@@ -1,0 +1,103 @@
+"""Where a run's numbers go: metrics.jsonl always, TensorBoard, and W&B where it is asked for."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from common.checkpoints import flush_to_disk
+
+
+class MetricsLog:
+    """One line of metrics.jsonl a step, and the same numbers in TensorBoard and W&B.
+
+    Args:
+        directory: of the run.
+        resumed_at: the step that a resumed run goes on from; what was logged of later ones is forgotten. 0: a new run.
+        wandb_settings: keyword arguments of `wandb.init`, or None for no W&B.
+        tell: prints a sentence.
+    """
+
+    def __init__(self, directory: Path, resumed_at: int, wandb_settings: dict | None, tell: Callable[[str], None]):
+        self._directory = directory
+        self._resumed_at = resumed_at
+        self._tell = tell
+        self._events = None  # made with the first line, so that a run that fails before it leaves nothing behind
+        self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one line; a number that is not finite is left out, as JSON has no name for it."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": step, **finite}) + "\n")
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self._directory), purge_step=self._resumed_at + 1)
+        for name, value in finite.items():
+            self._events.add_scalar(name, value, step)
+        if self._wandb is not None:
+            try:
+                self._wandb.log(finite, step=step)
+            except Exception as error:  # whatever it is, it must not end the run
+                self._tell(f"--wandb: {error}; logging goes on without it")
+                self._wandb = None
+
+    def flush(self) -> None:
+        """Wait until the disk holds what was written."""
+        flush_to_disk(self._directory / "metrics.jsonl")
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+        if self._wandb is not None:
+            self._wandb.finish(quiet=True)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSONL file of a run, up to a line that was cut off by a kill; none where there is no file."""
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def keep_until(path: Path, step: int) -> list[dict]:
+    """Cut a JSONL file of a run back to what it held when `step` had been logged, and return its rows.
+
+    The evaluation after the last step is logged as a second line of that step; it is cut off as well.
+    """
+    rows = read_lines(path)
+    is_metrics = path.name == "metrics.jsonl"
+    kept = []
+    for row in rows:
+        if row["step"] > step or (is_metrics and kept and kept[-1]["step"] == row["step"]):
+            break
+        kept.append(row)
+    if path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial.replace(path)
+    return kept
+
+
+def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
+    """A W&B run: online, else offline, else None; each step down with a sentence."""
+    try:
+        import wandb
+    except ImportError:
+        tell("--wandb: the package is not installed (pip install wandb); logging goes on without it")
+        return None
+    settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
+    if wandb.Settings().mode == "online" and not wandb.api.api_key:  # asked here, as `init` would wait at a terminal
+        tell("--wandb: no key is set (`wandb login`); logging offline, to be sent later with `wandb sync`")
+        settings["mode"] = "offline"
+    for mode in ({}, {"mode": "offline"}):
+        try:
+            return wandb.init(**(settings | mode))
+        except Exception as error:  # a wrong key, no network, a full disk: none of them may stop the run
+            tell(f"--wandb: {' '.join(str(error).split())}; " + ("logging offline" if not mode else "going on without"))
+    return None
