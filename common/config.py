@@ -135,7 +135,7 @@ def parse_config(
                   "keep_checkpoints", "sampling_rows"),
         not_negative=("seed", "eval_every", "checkpoint_every", "samples_every", "lora_rank"),
     )  # fmt: skip
-    _check_lora(config)
+    _check_combinations(config)
     return config
 
 
@@ -147,7 +147,8 @@ def _fill_in(config: ConfigT, table: dict) -> ConfigT:
     on_cuda = device.startswith("cuda")
     dtype = config.dtype
     if dtype is None:
-        dtype = "bfloat16" if on_cuda and config.kind == "full" and torch.cuda.is_bf16_supported() else "float32"
+        fits = on_cuda and config.kind == "full" and torch.cuda.is_bf16_supported()
+        dtype = "bfloat16" if fits or config.load_in == "8bit" else "float32"
     attention = config.attn_implementation
     if attention == "auto":
         has_flash = on_cuda and dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
@@ -198,12 +199,14 @@ def _check_places(config: PolicyConfig) -> None:
             raise UserError(f"--device must be cpu, cuda, cuda:<number> or auto, not {config.device}")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise UserError(f"--device {config.device}: this machine has {torch.cuda.device_count()} CUDA devices")
+
+
+def _check_combinations(config: PolicyConfig) -> None:
+    """Refuse what needs something else that is not asked for, or not installed."""
     if config.attn_implementation == "flash_attention_2" and config.dtype == "float32":
         raise UserError("--attn-implementation flash_attention_2 computes in half precision: add --dtype bfloat16")
-
-
-def _check_lora(config: PolicyConfig) -> None:
-    """Refuse what only an adapter makes possible where there is none."""
+    if config.load_in == "8bit" and config.dtype == "float32":
+        raise UserError("--load-in 8bit computes in half precision: leave --dtype out, or make it bfloat16")
     if not config.lora_rank:
         for name in ("lora_alpha", "load_in", "save_merged"):
             if getattr(config, name):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import HELDOUT_DATA, TRAIN_DATA, RunConfig, UserError, flag
+from common.hub import must_be_cached
 from common.keyed import keyed_generator
 
 FIELD_TYPES: dict[str, tuple[type, ...]] = {"question": (str,), "answer": (str, int, float), "messages": (list,)}
@@ -81,6 +82,7 @@ def _read_hub(source: str) -> dict[str, dict]:
     from datasets import load_dataset
 
     name, _, subset = source.partition(":")
+    must_be_cached("dataset", name)
     try:
         rows = load_dataset(name, subset or None, split="train").to_list()
     except Exception as error:  # the hub client raises many kinds, none of which a user can tell apart

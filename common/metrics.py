@@ -51,7 +51,7 @@ class MetricsLog:
         if self._events is not None:
             self._events.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._wandb.finish()
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -92,7 +92,7 @@ def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
         tell("--wandb: the package is not installed (pip install wandb); logging goes on without it")
         return None
     settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
-    if wandb.Settings().mode == "online" and not wandb.api.api_key:  # asked here, as `init` would wait at a terminal
+    if wandb.Settings().mode == "online" and not wandb.login(prompt=False):  # `init` would ask, and wait
         tell("--wandb: no key is set (`wandb login`); logging offline, to be sent later with `wandb sync`")
         settings["mode"] = "offline"
     for mode in ({}, {"mode": "offline"}):

@@ -4,16 +4,18 @@ The class `Policy` itself stands in logprobs.py.
 """
 
 import copy
+import logging
+import warnings
 from pathlib import Path
 
 import torch
 
 from common.chat import find_end_of_turn_ids
 from common.config import PolicyConfig, UserError
+from common.hub import must_be_cached
 from common.logprobs import Policy, TokenScores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-HUB_TIMEOUT = 10  # seconds until a hub that does not answer is given up
 
 
 def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
@@ -26,11 +28,11 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    logging.disable_progress_bar()  # one progress line is enough
+    disable_progress_bar()  # one progress line is enough
     source = str(config.model_path or config.model)
-    settings = {"local_files_only": config.model_path is not None or _is_only_cached(source)}
+    settings = {"local_files_only": config.model_path is not None or must_be_cached("model", source)}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **settings)
         if config.load_in is not None:
@@ -56,11 +58,13 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     except ValueError as error:
         raise UserError(f"--model {config.model}: {error}") from error
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_ids[0]
-    if config.gradient_checkpointing:
-        # works in training mode only: Policy.forward enters it, and dropout is off anyway
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.lora_rank:
-        model = _add_adapter(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
+        if config.gradient_checkpointing:
+            # works in training mode only: Policy.forward enters it, and dropout is off anyway
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.lora_rank:
+            model = _add_adapter(model, config)
     if config.load_in is None:
         model = model.to(config.device)
     else:
@@ -127,42 +131,12 @@ def _is_lora(policy: Policy) -> bool:
     return getattr(policy.model, "peft_config", None) is not None
 
 
-def _is_only_cached(source: str) -> bool:
-    """Whether a model of the hub must come from this machine's cache, because the hub cannot be reached.
-
-    Asked once and with little patience: loading a model from a hub that does not answer tries again for a minute.
-
-    Raises:
-        UserError: it is not in the cache either, or it cannot be had from the hub.
-    """
-    from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
-
-    is_cached = isinstance(try_to_load_from_cache(source, "config.json"), str)
-    if constants.is_offline_mode():
-        problem = "the hub is switched off (HF_HUB_OFFLINE)"
-    else:
-        try:
-            HfApi().model_info(source, timeout=HUB_TIMEOUT)
-            return False
-        except errors.GatedRepoError as error:
-            raise UserError(
-                f"--model {source}: its owners ask for an agreement; give it at https://huggingface.co/{source}, then "
-                "log in with `hf auth login`"
-            ) from error
-        except errors.RepositoryNotFoundError as error:
-            raise UserError(f"--model {source}: the hub has no such model, or shows it to its owners only") from error
-        except Exception as error:  # whatever the network can do to a request; the client has no common class for it
-            problem = f"the hub could not be reached ({' '.join(str(error).split())})"
-    if not is_cached:
-        raise UserError(f"--model {source}: {problem}, and this machine's cache does not hold the model")
-    print(f"--model {source}: {problem}; the copy in this machine's cache is used")
-    return True
-
-
 def _quantization(config: PolicyConfig):
     from transformers import BitsAndBytesConfig
 
     if config.load_in == "8bit":
+        # it would say in every layer that bfloat16 inputs are cast to float16
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
