@@ -240,8 +240,8 @@ def updated_policy(train, make_policy, micro_batch_size: int, critic_type: str, 
     )
     config = train.Config(group_size=2, micro_batch_size=micro_batch_size, max_grad_norm=1e9, **settings)
     objective = GRPOLoss(0.2, kl_weight=0.1, critic_type=critic_type, generate_max_length=30)
-    metrics = train.update(config, policy, objective, optimizer_class(policy.parameters(), lr=lr), experience, step=1)
-    return policy, metrics
+    optimizer = optimizer_class(policy.parameters(), lr=lr)
+    return policy, train.update(config, policy, objective, optimizer, experience, step=1).metrics()
 
 
 @pytest.mark.parametrize("critic_type", ["grpo", "drgrpo"])
