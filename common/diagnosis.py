@@ -180,7 +180,7 @@ class Diagnosis:
 
     def _cut_off(self) -> str | None:
         shares = self._last("completion/truncated", 5)
-        if not shares or mean(shares) <= 0.5:
+        if not shares or mean(shares) <= 0.2:
             return None
         never = " (none ended by itself: the policy may not know its end-of-turn token)" if min(shares) == 1 else ""
         return (

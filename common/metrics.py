@@ -49,7 +49,10 @@ class MetricsLog:
 
     def close(self) -> None:
         if self._events is not None:
-            self._events.close()
+            try:
+                self._events.close()
+            except OSError as error:  # it must not hide what ended the run
+                self._tell(f"the TensorBoard events are not complete: {error}")
         if self._wandb is not None:
             self._wandb.finish()
 

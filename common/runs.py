@@ -5,6 +5,7 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out..
 """
 
 import dataclasses
+import errno
 import json
 import shlex
 import shutil
@@ -31,6 +32,7 @@ from common.report import describe_machine, peak_memory_bytes, show_before_and_a
 from common.trajectory import Trajectory
 
 MAX_SKIPPED = 3  # steps in a row whose updates were not finite; then the run ends
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's share of it, in a file of allowed size
 
 
 class Run:
@@ -111,15 +113,9 @@ class Run:
         """Write one step's metrics, show `line` as the progress, and say what looks wrong.
 
         Raises:
-            UserError: the disk is full, or the third step in a row had an update that was not finite.
+            UserError: the third step in a row had an update that was not finite.
         """
-        try:
-            self._metrics.write(step, metrics)
-        except OSError as error:
-            raise UserError(
-                f"the metrics of step {step} could not be written ({error}); when there is room, go on with: "
-                f"{self.resume_command}"
-            ) from error
+        self._metrics.write(step, metrics)
         if self._bar is not None and line:
             self._bar.set_description_str(line, refresh=False)
         for sentence in self._diagnosis.check(metrics):
@@ -234,8 +230,10 @@ def start_run(experiment: str, config: PolicyConfig) -> Iterator[Run]:
     error of the user's before anything was logged leaves no directory.
 
     Raises:
-        UserError: a run of that name exists, or the directory cannot be made.
+        UserError: a run of that name exists, the directory cannot be made, or the disk is full.
     """
+    from safetensors import SafetensorError
+
     torch.set_num_threads(config.threads)
     machine = describe_machine()
     run = _resume_run(experiment, config, machine) if config.resume else _make_run(experiment, config, machine)
@@ -248,6 +246,12 @@ def start_run(experiment: str, config: PolicyConfig) -> Iterator[Run]:
             if not config.resume and not (run.directory / "metrics.jsonl").exists():
                 shutil.rmtree(run.directory)
             raise
+        except (OSError, SafetensorError) as error:  # what safetensors raises has no errno; it comes from save_final
+            if isinstance(error, OSError) and error.errno not in NO_ROOM:
+                raise
+            raise UserError(
+                f"{run.directory} could not be written ({error}); when there is room, go on with: {run.resume_command}"
+            ) from error
         finally:
             run.close()
 
@@ -258,7 +262,11 @@ def _make_run(experiment: str, config: PolicyConfig, machine: dict) -> Run:
     try:
         directory.mkdir(parents=True)
         settings = dataclasses.asdict(config) | machine | {"experiment": experiment, "command": sys.argv}
-        _write_settings(directory, settings)
+        try:
+            _write_settings(directory, settings)
+        except OSError:
+            shutil.rmtree(directory)
+            raise
     except FileExistsError:
         if not directory.is_dir():
             raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None

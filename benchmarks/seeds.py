@@ -1,0 +1,83 @@
+"""Run an experiment with several seeds, keep what its figures need, and draw its curve with the band of the seeds.
+
+    python benchmarks/seeds.py experiment_base                # seeds 0 to 4; about three minutes each on one core
+
+A run that is there already is not repeated. Writes into <experiment>/results/ a directory for each seed with
+config.json, metrics.jsonl and summary.json, one table of all that stand there (metrics.csv), and
+<experiment>/curve.png.
+"""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from viewer.compare import draw_comparison
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    experiment: tyro.conf.Positional[str]  # directory of the experiment
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the runs
+    model: str = "tiny"  # what each starts from
+    prefix: str = "seed"  # runs and results are called <prefix><seed>
+    runs_dir: str = "runs"  # where the runs themselves are kept
+    eval_every: int = 10  # steps between greedy evaluations
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    results = ROOT / config.experiment / "results"
+    for seed in config.seeds:
+        name = f"{config.prefix}{seed}"
+        run = Path(config.runs_dir) / config.experiment / name
+        if not (run / "summary.json").exists():
+            train(config, seed, name)
+        keep(run, results / name)
+    write_table(results)
+    draw(config.experiment, results)
+
+
+def train(config: Config, seed: int, name: str) -> None:
+    command = [sys.executable, str(ROOT / config.experiment / "train.py"), "--seed", str(seed), "--name", name]
+    command += ["--model", config.model, "--runs-dir", config.runs_dir, "--eval-every", str(config.eval_every)]
+    print(" ".join(command), flush=True)
+    subprocess.run(command, check=True)
+
+
+def keep(run: Path, place: Path) -> None:
+    """Copy what a figure needs beside it."""
+    place.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "metrics.jsonl", "summary.json"):
+        shutil.copy(run / name, place / name)
+
+
+def write_table(results: Path) -> None:
+    """All metrics of all runs of the experiment, one row a line of metrics.jsonl, into metrics.csv."""
+    rows = []
+    for path in sorted(results.glob("*/metrics.jsonl")):
+        rows += [{"run": path.parent.name, **json.loads(line)} for line in path.read_text("utf-8").splitlines()]
+    columns = dict.fromkeys(name for row in rows for name in row)  # in the order in which they first appear
+    with (results / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw(experiment: str, results: Path) -> None:
+    groups = {experiment: sorted(results.glob("seed*/"))}
+    if other := sorted(results.glob("second_policy_seed*/")):
+        groups["from a second warm start"] = other
+    draw_comparison(groups, ROOT / experiment / "curve.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Adapters, quantised weights and gradient checkpointing: log-probs and gradients are those of plain models."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import common.policy
+from common.config import RESOLVED, TINY_POLICY, RunConfig, parse_config
+from common.logprobs import Policy
+from common.policy import load_policy, make_reference
+from common.sampling import sample
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
+A_RUN = (
+    *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "16", "--eval-prompts", "4"),
+    *("--checkpoint-every", "0", "--eval-every", "0", "--name", "adapter"),
+)
+
+
+def load(model: str = "tiny", **settings) -> Policy:
+    return load_policy(
+        RunConfig(model=str(model), **{"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"} | settings)
+    )
+
+
+def random_rows(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences (3, 24) and a mask (3, 23) with holes."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(0, vocabulary, (3, 24), generator=generator)
+    return sequences, (torch.rand(3, 23, generator=generator) < 0.7).long()
+
+
+@torch.no_grad()
+def log_probs_of(policy: Policy) -> torch.Tensor:
+    return policy(*random_rows(policy.model.config.vocab_size)).log_probs
+
+
+@torch.no_grad()
+def plain_log_probs(model: torch.nn.Module) -> torch.Tensor:
+    """The same log-probs from a Hugging Face or peft model itself."""
+    sequences, mask = random_rows(model.config.vocab_size)
+    log_probs = model.eval()(input_ids=sequences).logits[:, :-1].float().log_softmax(dim=-1)
+    return log_probs.gather(-1, sequences[:, 1:, None])[..., 0] * mask
+
+
+def read_plain(path, **settings) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa", **settings)
+
+
+@torch.no_grad()
+def fill_adapters(policy: Policy) -> Policy:
+    """Give every B, which starts at 0, random weights: else the policy would be its base, and A have no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
+    return policy
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """Those of the mean negative log-prob, by the name of the weight."""
+    policy.zero_grad()
+    sequences, mask = random_rows(policy.model.config.vocab_size)
+    (-policy(sequences, mask).log_probs.sum() / mask.sum()).backward()
+    return {name: weight.grad.clone() for name, weight in policy.named_parameters() if weight.requires_grad}
+
+
+def cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The cosine of two sets of gradients, each laid end to end."""
+    assert a.keys() == b.keys()
+    flat = [torch.cat([grads[name].flatten().double() for name in a]) for grads in (a, b)]
+    return torch.nn.functional.cosine_similarity(*flat, dim=0).item()
+
+
+def run_and_catch(script, *flags: str) -> Policy:
+    """Run main(), and return the policy that it trained."""
+    caught = []
+
+    def load_and_catch(*arguments):
+        caught.append(load_policy(*arguments))
+        return caught[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "load_policy", load_and_catch)
+        script.main([*A_RUN, *flags])
+    return caught[0]
+
+
+def read_steps(directory) -> list[dict]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss/total" in row]
+
+
+@pytest.fixture(scope="module")
+def trained(load_script, tmp_path_factory) -> SimpleNamespace:
+    """Two steps of experiment_base with an adapter on the bundled policy: the policy, and where its run lies."""
+    runs = tmp_path_factory.mktemp("runs")
+    script = load_script("experiment_base/train.py")
+    policy = run_and_catch(script, "--runs-dir", str(runs), "--lora-rank", "4", "--lr", "1e-2", "--save-merged")
+    return SimpleNamespace(policy=policy, directory=runs / "experiment_base" / "adapter")
+
+
+# LoRA ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_kl_is_0_before_the_first_update_and_not_after_it(trained):
+    first, second = read_steps(trained.directory)
+    assert abs(first["loss/kl"]) < 1e-6
+    assert first["loss/grad_norm"] > 0
+    assert second["loss/kl"] > 1e-4
+
+
+def test_training_moves_every_adapter_and_leaves_the_base_bit_for_bit(trained):
+    start = dict(load(lora_rank=4).named_parameters())
+    moved = {name for name, weight in trained.policy.named_parameters() if not torch.equal(weight, start[name])}
+    assert moved == {name for name in start if "lora_" in name}
+    base = trained.policy.model.get_base_model().state_dict()
+    stored = load_file(TINY_POLICY / "model.safetensors")
+    assert len(stored) > 30
+    for name, weight in stored.items():
+        now = base.get(name.replace(".weight", ".base_layer.weight"), base.get(name))
+        assert torch.equal(now, weight.float()), name
+
+
+def test_adapters_stand_on_every_linear_layer_but_the_head(trained):
+    model = trained.policy.model.get_base_model()
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    assert len(adapted) == 7 * model.config.num_hidden_layers  # q, k, v, o; gate, up, down
+    assert not any("head" in name or "embed" in name for name in adapted)
+
+
+def test_the_reference_of_a_trained_adapter_is_the_untouched_model(trained):
+    reference = make_reference(trained.policy)
+    assert torch.equal(log_probs_of(reference), log_probs_of(load()))
+    torch.testing.assert_close(log_probs_of(reference), plain_log_probs(read_plain(TINY_POLICY)), atol=1e-5, rtol=0)
+    assert (log_probs_of(reference) - log_probs_of(trained.policy)).abs().max() > 0.01
+
+
+def test_scoring_with_the_reference_leaves_the_adapter_on(trained):
+    before = log_probs_of(trained.policy)
+    log_probs_of(make_reference(trained.policy))
+    assert torch.equal(log_probs_of(trained.policy), before)
+
+
+def test_peft_loads_the_saved_adapter(trained):
+    loaded = PeftModel.from_pretrained(read_plain(TINY_POLICY), trained.directory / "final")
+    expected = log_probs_of(trained.policy)
+    torch.testing.assert_close(log_probs_of(Policy(loaded, None, [2], 0)), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(plain_log_probs(loaded), expected, atol=1e-5, rtol=0)
+
+
+def test_the_merged_model_is_a_plain_one_that_agrees_with_the_adapter(trained):
+    path = trained.directory / "final_merged"
+    assert not (path / "adapter_config.json").exists()
+    torch.testing.assert_close(plain_log_probs(read_plain(path)), log_probs_of(trained.policy), atol=1e-5, rtol=0)
+    assert AutoTokenizer.from_pretrained(path).chat_template == trained.policy.tokenizer.chat_template
+
+
+def test_adapters_start_from_the_seed_alone():
+    torch.manual_seed(1)
+    first = load(lora_rank=4, seed=5).state_dict()
+    torch.manual_seed(2)
+    again, other = load(lora_rank=4, seed=5).state_dict(), load(lora_rank=4, seed=6).state_dict()
+    random = [name for name in first if "lora_A" in name]
+    assert random
+    for name in random:
+        assert torch.equal(first[name], again[name])
+        assert not torch.equal(first[name], other[name])
+
+
+@pytest.mark.parametrize(("settings", "scale"), [({}, 2.0), ({"lora_alpha": 12.0}, 3.0), ({"lora_alpha": 1.0}, 0.25)])
+def test_an_adapter_adds_alpha_over_rank_times_b_a_x(settings, scale):
+    policy = fill_adapters(load(lora_rank=4, **settings))
+    layer = next(module for module in policy.modules() if isinstance(module, LoraLayer))
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert a.shape[0] == 4
+    torch.testing.assert_close(layer(x), layer.get_base_layer()(x) + scale * x @ a.T @ b.T)
+
+
+def test_the_learning_rate_is_ten_times_as_high_with_an_adapter_unless_it_is_given(
+    load_script, save_checkpoint, tmp_path
+):
+    config_class = load_script("experiment_base/train.py").Config
+    save_checkpoint("llama", tmp_path / "model")
+
+    def rate(*flags: str) -> float:
+        return parse_config(config_class, flags, description="").lr
+
+    for kind, model in (("tiny", "tiny"), ("full", str(tmp_path / "model"))):
+        assert rate("--model", model) == RESOLVED[kind]["lr"]
+        assert rate("--model", model, "--lora-rank", "8") == pytest.approx(10 * RESOLVED[kind]["lr"])
+        assert rate("--model", model, "--lora-rank", "8", "--lr", "3e-5") == 3e-5
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_only_frozen_weights_are_held_in_bfloat16(save_checkpoint, tmp_path, model):
+    path = save_checkpoint(model, tmp_path / "model")
+    for settings, frozen in (({"lora_rank": 2}, torch.bfloat16), ({}, None)):
+        policy = load(path, dtype="bfloat16", **settings)
+        for name, weight in policy.named_parameters():
+            assert weight.requires_grad == (not settings or "lora_" in name), name
+            assert weight.dtype == (torch.float32 if weight.requires_grad else frozen), name
+    assert {weight.dtype for weight in load(path, lora_rank=2).parameters()} == {torch.float32}
+
+
+# attention and gradient checkpointing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tiny", "llama", "qwen2"])
+def test_eager_attention_and_sdpa_give_the_same_log_probs(save_checkpoint, tmp_path, model):
+    path = model if model == "tiny" else save_checkpoint(model, tmp_path / "model", initializer_range=0.2)
+    eager, sdpa = load(path, attn_implementation="eager"), load(path, attn_implementation="sdpa")
+    assert (eager.model.config._attn_implementation, sdpa.model.config._attn_implementation) == ("eager", "sdpa")
+    torch.testing.assert_close(log_probs_of(eager), log_probs_of(sdpa), atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def widths(monkeypatch) -> list[int]:
+    """How many tokens a row every Llama layer is given, in the order of the calls.
+
+    The MLP in it tells: a layer whose own `forward` is replaced is no longer checkpointed.
+    """
+    calls, real = [], LlamaMLP.forward
+
+    def forward(self, x):
+        calls.append(x.shape[1])
+        return real(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    return calls
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}], ids=["all weights", "adapter"])
+def test_gradient_checkpointing_computes_every_layer_twice_and_the_same_gradients(widths, settings):
+    plain, checkpointing = load(**settings), load(gradient_checkpointing=True, **settings)
+    if settings:
+        fill_adapters(plain), fill_adapters(checkpointing)
+    widths.clear()
+    expected = gradients(plain)
+    assert len(widths) == 4
+    widths.clear()
+    found = gradients(checkpointing)
+    assert len(widths) == 8
+    assert expected.keys() == found.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=0)
+
+
+def test_gradient_checkpointing_changes_no_sample_and_leaves_the_cache_on(widths):
+    rows = {}
+    for checkpointing in (False, True):
+        policy = load(gradient_checkpointing=checkpointing)
+        gradients(policy)  # enters training mode, in which checkpointing would switch the cache off
+        widths.clear()
+        rows[checkpointing] = sample(policy, PROMPTS, 3, max_new_tokens=8, key=(0,))
+        assert set(widths[4:]) == {1}  # behind the prompts one token at a time
+        assert len(widths) == 4 * 8
+    assert rows[True] == rows[False]
+
+
+# quantised weights --------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_leaves_the_gradients_of_4_bit_weights_as_they_were(monkeypatch):
+    """On CPUs with AVX512-BF16 bitsandbytes packs the weights anew in the first forward pass without gradient."""
+    pytest.importorskip("bitsandbytes")
+    with monkeypatch.context() as patch:
+        patch.setattr(common.policy, "_check_head", lambda policy: None)  # it would be that first pass
+        policy = fill_adapters(load(load_in="4bit", lora_rank=4))
+    before = gradients(policy)
+    assert all(gradient.abs().max() > 0 for gradient in before.values())
+    sample(policy, PROMPTS, 3, max_new_tokens=4, key=(0,))
+    assert cosine(gradients(policy), before) > 0.9999
+
+
+def test_gradients_over_4_bit_weights_are_those_over_the_numbers_that_they_stand_for():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    quantised = fill_adapters(load(load_in="4bit", lora_rank=4))
+    sample(quantised, PROMPTS, 3, max_new_tokens=4, key=(0,))
+    rounded = fill_adapters(load(lora_rank=4))
+    exact = copy.deepcopy(rounded)
+    for module in rounded.modules():
+        if isinstance(module, LoraLayer):
+            weight = module.get_base_layer().weight.data
+            packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+            weight.copy_(bitsandbytes.functional.dequantize_4bit(packed, state))
+    torch.testing.assert_close(log_probs_of(quantised), log_probs_of(rounded), atol=1e-3, rtol=0)
+    assert cosine(gradients(quantised), gradients(rounded)) > 0.999
+    assert cosine(gradients(quantised), gradients(exact)) < 0.999  # it is the rounding that was compared
+
+
+@pytest.mark.parametrize(("load_in", "dtype"), [("8bit", "bfloat16"), ("4bit", "float32")])
+def test_a_run_over_quantised_weights_leaves_an_adapter_that_peft_loads(load_script, tmp_path, load_in, dtype):
+    pytest.importorskip("bitsandbytes")
+    flags = ("--runs-dir", str(tmp_path), "--load-in", load_in, "--lora-rank", "4", "--lr", "1e-2")
+    policy = run_and_catch(load_script("experiment_base/train.py"), *flags)
+    directory = tmp_path / "experiment_base" / "adapter"
+    first, second = read_steps(directory)
+    assert json.loads((directory / "config.json").read_text())["dtype"] == dtype  # as it resolves
+    assert abs(first["loss/kl"]) < 1e-2
+    assert first["loss/grad_norm"] > 0
+    assert second["loss/kl"] > first["loss/kl"]
+    loaded = PeftModel.from_pretrained(read_plain(TINY_POLICY), directory / "final")
+    adapters = {name: weight for name, weight in policy.named_parameters() if "lora_" in name}
+    for name, weight in loaded.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(weight, adapters.pop("model." + name)), name
+    assert not adapters

@@ -1,0 +1,107 @@
+"""Draw runs side by side: a line for each group of runs, the mean over its seeds, in a band from lowest to highest.
+
+    python -m viewer.compare curve.png "GRPO=experiment_base/results/seed*" "no KL=experiment_base/results/exercise1"
+
+Reads the runs' metrics.jsonl and imports nothing of the training code.
+"""
+
+import glob
+import json
+import sys
+from pathlib import Path
+
+# panel title: key in metrics.jsonl, and the range of the axis (None: as the data need)
+PANELS = {
+    "sampled accuracy on training questions, each asked once": ("reward/correct", (0, 1.02)),
+    "completion length (tokens)": ("completion/length", (0, None)),
+    "share worked out": ("completion/worked", (0, 1.02)),
+    "KL to the policy at the start (nats a token)": ("loss/kl", (0, None)),
+}
+WINDOW = 5  # steps over which every run is averaged before runs are compared
+
+
+def draw_comparison(groups: dict[str, list[Path]], path: Path, title: str = "") -> None:
+    """Draw the runs of each group, given by their directories, into a picture at `path`.
+
+    Raises:
+        FileNotFoundError: a directory holds no metrics.jsonl.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(figsize=(11, 5.5))
+    grid = figure.add_gridspec(3, 5)
+    places = [grid[:, :3], grid[0, 3:], grid[1, 3:], grid[2, 3:]]
+    for (heading, (key, limits)), place in zip(PANELS.items(), places, strict=True):
+        axes = figure.add_subplot(place)
+        for color, (label, directories) in enumerate(groups.items()):
+            _draw_band(axes, [_read_curve(directory, key) for directory in directories], label, f"C{color}")
+        axes.set_title(heading, fontsize=10)
+        axes.set_ylim(*limits)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    main_axes, last_axes = figure.axes[0], figure.axes[-1]
+    for color, directories in enumerate(groups.values()):
+        _draw_held_out(main_axes, directories, f"C{color}")
+    main_axes.legend(fontsize=9, loc="best")
+    for axes in (main_axes, last_axes):
+        axes.set_xlabel("step")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_band(axes, curves: list[dict[int, float]], label: str, color: str) -> None:
+    """The mean over the runs at the steps that all of them have, and a band from the lowest to the highest."""
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    if not steps:
+        return
+    values = [[curve[step] for curve in curves] for step in steps]
+    count = f"{len(curves)} runs" if len(curves) > 1 else "1 run"
+    axes.plot(steps, [sum(row) / len(row) for row in values], color=color, label=f"{label} ({count})")
+    if len(curves) > 1:
+        axes.fill_between(steps, [min(row) for row in values], [max(row) for row in values], color=color, alpha=0.2)
+
+
+def _draw_held_out(axes, directories: list[Path], color: str) -> None:
+    """A diamond for each run's sampled accuracy on held-out questions, before and after training."""
+    for number, directory in enumerate(directories):
+        points = [
+            (entry["step"], entry["eval/sampled/accuracy"])
+            for entry in _read_metrics(directory)
+            if "eval/sampled/accuracy" in entry
+        ]
+        label = "held-out questions, before and after (mean@8)" if number == 0 and color == "C0" else None
+        axes.plot(*zip(*points, strict=True), "D", color=color, markersize=5, alpha=0.7, label=label)
+
+
+def _read_curve(directory: Path, key: str) -> dict[int, float]:
+    """A run's values by step, each the mean of the last few steps."""
+    points = [(entry["step"], entry[key]) for entry in _read_metrics(directory) if key in entry]
+    values = [value for _, value in points]
+    means = [sum(values[max(0, i + 1 - WINDOW) : i + 1]) / min(WINDOW, i + 1) for i in range(len(values))]
+    return {step: mean for (step, _), mean in zip(points, means, strict=True)}
+
+
+def _read_metrics(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) < 2 or not all("=" in group for group in arguments[1:]):
+        sys.exit('usage: python -m viewer.compare PICTURE.png "LABEL=RUN_DIRECTORIES" ["LABEL=..." ...]')
+    groups = {}
+    for argument in arguments[1:]:
+        label, _, pattern = argument.partition("=")
+        groups[label] = [Path(place) for place in sorted(glob.glob(pattern))]
+        if not groups[label]:
+            sys.exit(f"error: no directory matches {pattern}")
+    draw_comparison(groups, Path(arguments[0]))
+    print(arguments[0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
