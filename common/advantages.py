@@ -50,8 +50,11 @@ def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: floa
 def has_signal(returns: torch.Tensor) -> torch.Tensor:
     """Which groups can teach anything: (Q, G) returns in, (Q,) bool out, False where all returns of a group are equal.
 
+    A group with a return that is not finite counts as one, so that its advantages are NaN, and the fault is seen.
+
     >>> has_signal(torch.tensor([[1.0, 0.0], [0.7, 0.7]]))
     tensor([ True, False])
     """
     lowest, highest = returns.amin(dim=1), returns.amax(dim=1)
-    return highest - lowest > 1e-6 * torch.maximum(lowest.abs(), highest.abs()).clamp(min=1.0)
+    is_flat = highest - lowest <= 1e-6 * torch.maximum(lowest.abs(), highest.abs()).clamp(min=1.0)
+    return ~(is_flat & returns.isfinite().all(dim=1))

@@ -1,5 +1,7 @@
 """Messages to ids: the chat template is rendered here and nowhere else."""
 
+from common.config import UserError
+
 # Some templates write today's date into the prompt, and a run would differ after midnight. Llama 3.2's asks for
 # `date_string` first; others call `strftime_now`, which the macro in front of the template hides.
 TEMPLATE_DATE = "26 Jul 2024"
@@ -7,8 +9,16 @@ _PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endm
 
 
 def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
-    """The ids of a conversation up to the point where the assistant is to speak."""
-    return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+    """The ids of a conversation up to the point where the assistant is to speak.
+
+    Raises:
+        UserError: the chat template refuses the messages; some do so with every system turn.
+    """
+    try:
+        return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+    except ValueError as error:
+        hint = "; if it knows no system turn: --system-prompt ''" if messages[0]["role"] == "system" else ""
+        raise UserError(f"{error}{hint}") from error
 
 
 def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> tuple[list[int], list[int]]:

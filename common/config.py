@@ -100,7 +100,7 @@ def _shape(model_path: Path) -> tuple[int, int] | None:
     try:
         settings = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         return settings["vocab_size"], settings["hidden_size"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

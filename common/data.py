@@ -20,9 +20,9 @@ def load_task(config: RunConfig) -> tuple[list[dict], list[dict]]:
     Raises:
         UserError: a file or row cannot be used, or too few rows are left.
     """
-    source = config.data or str(TRAIN_DATA)
+    source = str(TRAIN_DATA) if config.data is None else config.data
     train_rows = _filter(read_rows(source, ("question", "answer")), config, source)
-    eval_source = config.eval_data or (str(HELDOUT_DATA) if config.data is None else None)
+    eval_source = str(HELDOUT_DATA) if config.data is None and config.eval_data is None else config.eval_data
     if eval_source is not None:
         eval_rows = _filter(read_rows(eval_source, ("question", "answer")), config, eval_source)
         return train_rows, eval_rows[: config.eval_prompts]
@@ -50,31 +50,39 @@ def read_rows(source: str, required: Sequence[str]) -> list[dict]:
         for field in required:
             if field not in row:
                 raise UserError(f"{place}: the field {field!r} is missing (there are: {', '.join(row)})")
-            wanted = FIELD_TYPES[field]
-            if not isinstance(row[field], wanted) or isinstance(row[field], bool):
+            if not _is_usable(row[field], FIELD_TYPES[field]):
                 raise UserError(f"{place}: the field {field!r} cannot be {json.dumps(row[field], default=str)}")
     if not rows:
         raise UserError(f"{source} has no rows")
     return list(rows.values())
 
 
+def _is_usable(value: object, wanted: tuple[type, ...]) -> bool:
+    if isinstance(value, str):
+        value = value.encode(errors="replace").decode() == value and value  # half of a surrogate pair has no UTF-8
+    return isinstance(value, wanted) and not isinstance(value, bool) and value == value  # only NaN is not itself
+
+
 def _read_jsonl(path: Path) -> dict[str, dict]:
     if not path.is_file():
         raise UserError(f"{path}: there is no such file (a hub dataset is owner/name)")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
     rows: dict[str, dict] = {}
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
-            rows[f"{path}:{number}"] = row
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
+        rows[f"{path}:{number}"] = row
     return rows
 
 

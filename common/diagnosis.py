@@ -117,8 +117,8 @@ class Diagnosis:
         self._said: set[str] = set()
 
     def check(self, metrics: dict[str, float]) -> list[str]:
-        """Look at one more step's metrics; the sentences that are new."""
-        self._history.append(metrics)
+        """Look at one more step's metrics, and past those that are not finite; the sentences that are new."""
+        self._history.append({name: value for name, value in metrics.items() if math.isfinite(value)})
         sentences = []
         for rule in (
             self._skipped,

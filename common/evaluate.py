@@ -97,7 +97,7 @@ def evaluate(
     if num_samples:
         sampled_metrics, _, outcomes = ask("sampled", num_samples)
         groups = [outcomes[start : start + num_samples] for start in range(0, len(outcomes), num_samples)]
-        right = [int(sum(outcome.correct for outcome in group)) for group in groups]
+        right = [sum(outcome.correct == 1 for outcome in group) for group in groups]
         pass_rate = _mean([pass_at_k(num_samples, c, num_samples) for c in right])
         metrics |= sampled_metrics | {f"sampled/pass@{num_samples}": pass_rate}
     return Evaluation(metrics, greedy_texts, outcomes)

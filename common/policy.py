@@ -26,11 +26,12 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     Raises:
         UserError: there is no such model, or it cannot be used here; the sentence says what to do.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress line is enough
+    for name in ("backends.cpu.ops", "autograd._functions"):  # notes on speed and on casts, in every layer
+        logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
     source = str(config.model_path or config.model)
     settings = {"local_files_only": config.model_path is not None or must_be_cached("model", source)}
     try:
@@ -43,7 +44,7 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
             attn_implementation=config.attn_implementation,
             **settings,
         )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a damaged file can raise anything, a KeyError for example
         raise UserError(f"--model {source} could not be loaded: {' '.join(str(error).split())}") from error
     return make_policy(model, tokenizer, config, temperature)
 
@@ -135,8 +136,6 @@ def _quantization(config: PolicyConfig):
     from transformers import BitsAndBytesConfig
 
     if config.load_in == "8bit":
-        # it would say in every layer that bfloat16 inputs are cast to float16
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
