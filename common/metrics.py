@@ -5,47 +5,49 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from common.checkpoints import flush_to_disk
-
 
 class MetricsLog:
     """One line of metrics.jsonl a step, and the same numbers in TensorBoard and W&B.
 
     Args:
         directory: of the run.
-        resumed_at: the step that a resumed run goes on from; what was logged of later ones is forgotten. 0: a new run.
+        history: the lines that a resumed run's metrics.jsonl holds already. TensorBoard and W&B get them once more, so
+            that they hold just what metrics.jsonl holds.
         wandb_settings: keyword arguments of `wandb.init`, or None for no W&B.
         tell: prints a sentence.
     """
 
-    def __init__(self, directory: Path, resumed_at: int, wandb_settings: dict | None, tell: Callable[[str], None]):
+    def __init__(self, directory: Path, history: list[dict], wandb_settings: dict | None, tell: Callable[[str], None]):
         self._directory = directory
-        self._resumed_at = resumed_at
         self._tell = tell
         self._events = None  # made with the first line, so that a run that fails before it leaves nothing behind
+        for path in directory.glob("events.out.tfevents.*"):
+            path.unlink()
         self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
+        for row in history:
+            self._show(**row)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line; a number that is not finite is left out, as JSON has no name for it."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **finite}) + "\n")
+        self._show(step, **finite)
+
+    def _show(self, step: int, **metrics: float) -> None:
+        """Give one line to TensorBoard and W&B."""
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self._directory), purge_step=self._resumed_at + 1)
-        for name, value in finite.items():
+            self._events = SummaryWriter(str(self._directory))
+        for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
         if self._wandb is not None:
             try:
-                self._wandb.log(finite, step=step)
+                self._wandb.log(metrics, step=step)
             except Exception as error:  # whatever it is, it must not end the run
                 self._tell(f"--wandb: {error}; logging goes on without it")
                 self._wandb = None
-
-    def flush(self) -> None:
-        """Wait until the disk holds what was written."""
-        flush_to_disk(self._directory / "metrics.jsonl")
 
     def close(self) -> None:
         if self._events is not None:

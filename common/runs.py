@@ -7,6 +7,7 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out..
 import dataclasses
 import errno
 import json
+import math
 import shlex
 import shutil
 import signal
@@ -20,7 +21,7 @@ from textwrap import shorten
 
 import torch
 
-from common.checkpoints import newest_checkpoint, read_checkpoint, write_checkpoint
+from common.checkpoints import flush_to_disk, newest_checkpoint, read_checkpoint, write_checkpoint
 from common.config import PolicyConfig, UserError
 from common.diagnosis import Diagnosis, UpdateStatistics
 from common.evaluate import Evaluation, Outcome, divide_gain
@@ -58,7 +59,7 @@ class Run:
         self._last_step = 0
         for row in history:
             self._diagnosis.check(row)  # what it has said already
-        self._metrics = MetricsLog(directory, resumed_at, wandb, self.tell)
+        self._metrics = MetricsLog(directory, history, wandb, self.tell)
 
     @property
     def resume_command(self) -> str:
@@ -139,7 +140,8 @@ class Run:
     ) -> None:
         """Keep two groups of most steps and every tenth step whole, one line a completion; print one now and then.
 
-        Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled.
+        Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled. A number that is not
+        finite becomes null, as JSON has no name for it.
 
         Args:
             rows: the training rows, which the trajectories' `prompt_index` counts.
@@ -159,7 +161,7 @@ class Run:
                 task_row = {name: rows[row.prompt_index][name] for name in ("question", "answer")}
                 entry = {"step": step, **task_row, "text": texts[index]}
                 entry |= _describe_row(row, index, experience, statistics)
-                samples.write(json.dumps(entry) + "\n")
+                samples.write(json.dumps(_finite(entry)) + "\n")
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Write checkpoints/step_N where one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
@@ -169,9 +171,10 @@ class Run:
         every = self.config.checkpoint_every
         is_due = self._stop_requested or (every and (step % every == 0 or step == self._last_step))
         if is_due and not self._skipped_in_a_row:
-            self._metrics.flush()
-            directory = self.directory / "checkpoints"
-            write_checkpoint(directory, step, policy, optimizer, self.config.keep_checkpoints)
+            for name in ("metrics.jsonl", "samples.jsonl"):  # a checkpoint must not be newer than they are
+                if (self.directory / name).exists():
+                    flush_to_disk(self.directory / name)
+            write_checkpoint(self.directory / "checkpoints", step, policy, optimizer, self.config.keep_checkpoints)
 
     def save_final(self, policy: Policy) -> Path:
         """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
@@ -327,6 +330,15 @@ def _signals_to(handler: Callable[..., None]) -> Iterator[None]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
+
+
+def _finite(value: object) -> object:
+    """`value` with None in the place of every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:

@@ -1,0 +1,443 @@
+"""A run that was killed, interrupted or out of room goes on to what one that was left alone has come to."""
+
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.checkpoints import newest_checkpoint, write_checkpoint
+from common.config import UserError, parse_config
+from common.policy import load_policy
+
+resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
+
+TRAIN = Path(__file__).resolve().parents[2] / "experiment_base" / "train.py"
+FLAGS = (
+    *("--prompts-per-step", "2", "--group-size", "4", "--eval-prompts", "4", "--max-new-tokens", "24"),
+    *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "4"),
+)
+SIX_STEPS = (*FLAGS, "--steps", "6")
+CHECKPOINTS = ("--checkpoint-every", "2")
+SHELL = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# The program as it is, on a disk that takes for ever over the second checkpoint.
+ON_A_SLOW_DISK = """
+import runpy, sys, time
+from common import checkpoints
+flush_to_disk = checkpoints.flush_to_disk
+def flush_slowly(path):
+    if "step_4.partial" in str(path):
+        time.sleep(600)
+    flush_to_disk(path)
+checkpoints.flush_to_disk = flush_slowly
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def train(load_script) -> Callable[..., str]:
+    """Call experiment_base's `main` with some arguments, and return what it prints."""
+    return lambda *arguments: printed_by(load_script("experiment_base/train.py").main, *arguments)
+
+
+@pytest.fixture(scope="module")
+def left_alone(train, tmp_path_factory) -> Path:
+    """The directory of a run that nothing befell."""
+    runs = tmp_path_factory.mktemp("runs")
+    train(*SIX_STEPS, *CHECKPOINTS, "--runs-dir", str(runs), "--name", "left_alone")
+    return runs / "experiment_base" / "left_alone"
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """The directory of a run that was killed at a random moment after its first checkpoint."""
+    seed = random.randrange(10**6)
+    chance = random.Random(seed)
+    num_lines, delay = chance.randint(3, 5), chance.uniform(0, 0.1)
+    print(f"seed {seed}: killed {delay:.3f} s after {num_lines} lines of metrics.jsonl")
+    cwd = tmp_path_factory.mktemp("killed")
+    directory = cwd / "runs" / "experiment_base" / "killed"
+    with started(sys.executable, TRAIN, *SIX_STEPS, *CHECKPOINTS, "--name", "killed", cwd=cwd) as process:
+        wait_until(lambda: (directory / "checkpoints" / "step_2").exists(), process)
+        wait_until(lambda: count_lines(directory) >= num_lines, process)
+        time.sleep(delay)
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    return directory
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(killed, train) -> tuple[Path, str]:
+    """The same after it went on to its end, and what it printed then."""
+    return killed, train("--resume", str(killed))
+
+
+def printed_by(main: Callable[[list[str]], None], *arguments: str) -> str:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()):
+        main(list(arguments))
+    return output.getvalue()
+
+
+@contextmanager
+def started(*command: str | Path, cwd: Path, **options) -> Iterator[subprocess.Popen]:
+    """A program that was started as from a user's shell; it does not outlive the block."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([str(part) for part in command], cwd=cwd, env=SHELL, **pipes, **options)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    patience = time.monotonic() + 100
+    while not condition():
+        assert process.poll() is None, f"it ended too early:\n{process.communicate()[1]}"
+        assert time.monotonic() < patience, "it hangs"
+        time.sleep(0.002)
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    """The exit status, and what was written to stderr."""
+    errors = process.communicate(timeout=100)[1]
+    return process.returncode, errors
+
+
+def copy_of(directory: Path, tmp_path: Path, until: int | None = None) -> Path:
+    """A copy of a run's directory, without the checkpoints of steps after `until`."""
+    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    for path in (copy / "checkpoints").iterdir():
+        if until is not None and step_of(path) > until:
+            shutil.rmtree(path)
+    return copy
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def checkpoints_of(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def count_lines(directory: Path) -> int:
+    path = directory / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def read_metrics(directory: Path) -> list[dict]:
+    """The lines of metrics.jsonl, without what was measured."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row[name] for name in row if not name.startswith(("time/", "memory/"))} for row in rows]
+
+
+def read_results(directory: Path) -> dict:
+    """summary.json, without what was measured and without the machine."""
+    summary = json.loads((directory / "summary.json").read_text())
+    measured = ("seconds", "tokens_per_second", "peak_memory_bytes", "versions", "machine", "gpu", "commit")
+    return {name: value for name, value in summary.items() if name not in measured}
+
+
+def read_events(directory: Path, tag: str) -> list[tuple[int, float]]:
+    """Step and value of every point that TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def assert_equal_runs(directory: Path, expected: Path) -> None:
+    assert read_metrics(directory) == read_metrics(expected)
+    assert read_results(directory) == read_results(expected)
+    weights = [path.relative_to(expected) for path in (expected / "final").glob("*.safetensors")]
+    assert weights
+    samples = [Path("samples.jsonl")] if (expected / "samples.jsonl").exists() else []
+    for name in weights + samples:
+        assert digest(directory / name) == digest(expected / name), name
+
+
+def test_a_kill_at_a_random_moment_changes_nothing_in_the_end(killed_and_resumed, left_alone):
+    directory, output = killed_and_resumed
+    assert re.search("after step [24]\n", output)
+    assert_equal_runs(directory, left_alone)
+
+
+def test_tensorboard_shows_every_step_once_after_a_kill(killed_and_resumed):
+    directory, _ = killed_and_resumed
+    assert len(list(directory.glob("events.out.tfevents.*"))) == 2
+    expected = [(row["step"], pytest.approx(row["reward/total"])) for row in read_metrics(directory)[1:-1]]
+    assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
+    assert read_events(directory, "reward/total") == expected
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, train, left_alone):
+    directory = tmp_path / "runs" / "experiment_base" / "killed"
+    program = (sys.executable, "-c", ON_A_SLOW_DISK, TRAIN)
+    with started(*program, *SIX_STEPS, *CHECKPOINTS, "--name", "killed", cwd=tmp_path) as process:
+        wait_until(lambda: (directory / "checkpoints" / "step_4.partial").exists(), process)
+        process.kill()
+        end(process)
+    assert checkpoints_of(directory) == ["step_2", "step_4.partial"]
+    output = train("--resume", str(directory))
+    assert "step_4.partial was not finished when the run was stopped; it is passed over" in output
+    assert "after step 2\n" in output
+    assert_equal_runs(directory, left_alone)
+    assert checkpoints_of(directory) == ["step_4", "step_6"]
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+FAULTS = [
+    ("model.safetensors", cut_off, "model.safetensors is not as long as it was written"),
+    ("model.safetensors", flip_a_byte, "model.safetensors is not what was written"),
+    ("optimizer.pt", Path.unlink, "optimizer.pt is missing"),
+    ("checkpoint.json", cut_off, "checkpoint.json cannot be read"),
+    ("checkpoint.json", Path.unlink, "checkpoint.json is missing"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "sentence"), FAULTS)
+def test_a_torn_checkpoint_is_passed_over(tmp_path, capsys, left_alone, name, damage, sentence):
+    directory = copy_of(left_alone, tmp_path) / "checkpoints"
+    assert newest_checkpoint(directory) == (6, directory / "step_6")
+    assert not capsys.readouterr().out
+    damage(directory / "step_6" / name)
+    assert newest_checkpoint(directory) == (4, directory / "step_4")
+    output = capsys.readouterr().out
+    assert f"step_6 is torn ({sentence}" in output
+    assert "it is passed over" in output
+
+
+def test_a_run_goes_on_from_before_a_torn_checkpoint(tmp_path, train, left_alone):
+    directory = copy_of(left_alone, tmp_path)
+    flip_a_byte(directory / "checkpoints" / "step_6" / "model.safetensors")
+    output = train("--resume", str(directory))
+    assert "step_6 is torn" in output
+    assert "after step 4\n" in output
+    assert_equal_runs(directory, left_alone)
+    assert newest_checkpoint(directory / "checkpoints")[0] == 6
+
+
+def test_a_torn_checkpoint_does_not_push_out_a_whole_one(tmp_path, load_script, left_alone):
+    directory = copy_of(left_alone, tmp_path) / "checkpoints"
+    for step in ("step_4", "step_6"):
+        (directory / step / "optimizer.pt").unlink()
+    policy = load_policy(parse_config(load_script("experiment_base/train.py").Config, FLAGS, description=""))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    write_checkpoint(directory, 2, policy, optimizer, keep=2)
+    assert newest_checkpoint(directory) == (2, directory / "step_2")
+
+
+def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, left_alone):
+    directory = copy_of(left_alone, tmp_path, until=0)
+    assert "from the start: it has no checkpoint" in train("--resume", str(directory))
+    assert_equal_runs(directory, left_alone)
+    for tag in ("reward/total", "eval/sampled/accuracy"):
+        assert read_events(directory, tag) == read_events(left_alone, tag)
+
+
+def resume_command(errors: str) -> list[str]:
+    """The command that a run tells when it is interrupted."""
+    return shlex.split(re.search("^interrupted; go on with: (.*)$", errors, re.MULTILINE)[1])
+
+
+def test_ctrl_c_and_sigterm_end_with_a_checkpoint_and_the_command_that_goes_on(tmp_path, train, left_alone):
+    directory = tmp_path / "runs" / "experiment_base" / "my run"
+    command = ("python", TRAIN, *SIX_STEPS, "--checkpoint-every", "0", "--name", "my run")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with started(*command, cwd=tmp_path) as process:
+            num_lines = max(count_lines(directory), 1)
+            wait_until(lambda: count_lines(directory) > num_lines, process)  # noqa: B023
+            process.send_signal(number)
+            status, errors = end(process)
+        assert status == 130, errors
+        assert "Traceback" not in errors
+        step = read_metrics(directory)[-1]["step"]
+        assert num_lines <= step < 6
+        assert newest_checkpoint(directory / "checkpoints")[0] == step
+        command = resume_command(errors)
+        assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
+    train("--resume", str(directory))
+    assert_equal_runs(directory, left_alone)
+
+
+def test_ctrl_c_before_the_first_step_tells_the_command_that_starts_again(tmp_path, train, left_alone):
+    directory = tmp_path / "runs" / "experiment_base" / "early"
+    with started("python", TRAIN, *SIX_STEPS, *CHECKPOINTS, "--name", "early", cwd=tmp_path) as process:
+        wait_until((directory / "config.json").exists, process)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        status, errors = end(process)
+    assert status == 130, errors
+    assert "Traceback" not in errors
+    assert not (directory / "checkpoints").exists()
+    assert resume_command(errors) == ["python", str(TRAIN), "--resume", "runs/experiment_base/early"]
+    assert "from the start: it has no checkpoint" in train("--resume", str(directory))
+    assert_equal_runs(directory, left_alone)
+
+
+def limit_files_to(num_bytes: int) -> None:
+    """Let this process write no file longer than that; the limit can be lifted again."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@contextmanager
+def files_limited_to(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    limit_files_to(num_bytes)
+    try:
+        yield
+    finally:
+        limit_files_to(before)
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_and_leaves_the_checkpoint_before(tmp_path, train, left_alone):
+    directory = copy_of(left_alone, tmp_path, until=4)
+    limit = (directory / "final" / "model.safetensors").stat().st_size - 1
+    resume = ("python", TRAIN, "--resume", directory)
+    with started(*resume, cwd=tmp_path, preexec_fn=lambda: limit_files_to(limit)) as process:
+        status, errors = end(process)
+    assert status == 2, errors
+    assert "Traceback" not in errors
+    last_line = errors.splitlines()[-1]
+    assert last_line.startswith("error: the checkpoint of step 6 could not be written")
+    assert last_line.endswith("is the disk full? The last whole one is that of step 4")
+    assert checkpoints_of(directory) == ["step_4"]
+    assert newest_checkpoint(directory / "checkpoints")[0] == 4
+    train("--resume", str(directory))
+    assert_equal_runs(directory, left_alone)
+
+
+def size_until_step_4(path: Path) -> int:
+    return sum(len(line) for line in path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] <= 4)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "optimizer.pt", "final"])
+def test_wherever_the_disk_is_full_a_run_says_so_and_goes_on_when_there_is_room(tmp_path, train, left_alone, name):
+    directory = copy_of(left_alone, tmp_path, until=6 if name == "final" else 4)
+    weights = (directory / "final" / "model.safetensors").stat().st_size
+    sentence = "could not be written .*; when there is room, go on with: python .* --resume "
+    if name == "metrics.jsonl":
+        (directory / "samples.jsonl").unlink()  # it is longer
+        limit = size_until_step_4(directory / name) + 100
+    elif name == "samples.jsonl":
+        limit = size_until_step_4(directory / name) + 100
+    elif name == "optimizer.pt":
+        limit, sentence = weights + 10_000, "the checkpoint of step 6 could not be written .* is that of step 4"
+    else:
+        limit = weights - 1
+    with files_limited_to(limit), pytest.raises(UserError, match=sentence):
+        train("--resume", str(directory))
+    assert checkpoints_of(directory) == (["step_4", "step_6"] if name == "final" else ["step_4"])
+    train("--resume", str(directory))
+    if name == "metrics.jsonl":
+        (directory / "samples.jsonl").write_bytes((left_alone / "samples.jsonl").read_bytes())
+    assert_equal_runs(directory, left_alone)
+
+
+def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
+    with files_limited_to(500), pytest.raises(UserError, match="cannot be written"):
+        train(*SIX_STEPS, "--runs-dir", str(tmp_path), "--name", "mine")
+    assert not list((tmp_path / "experiment_base").iterdir())
+
+
+def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, left_alone):
+    train(*FLAGS, "--steps", "4", *CHECKPOINTS, "--runs-dir", str(tmp_path), "--name", "mine")
+    directory = tmp_path / "experiment_base" / "mine"
+    assert len(read_metrics(directory)) == 6
+    output = train("--resume", str(directory), *SIX_STEPS, *CHECKPOINTS, "--seed", "0", "--name", "mine")
+    assert "after step 4\n" in output
+    assert_equal_runs(directory, left_alone)
+    assert json.loads((directory / "config.json").read_text())["steps"] == 6
+    train("--resume", str(directory))
+    assert_equal_runs(directory, left_alone)
+
+
+DIFFERENCES = [
+    ("--lr", "1e-3"),
+    ("--steps", "5"),
+    ("--seed", "1"),
+    ("--group-size", "2"),
+    ("--name", "other"),
+    ("--wandb",),
+]
+
+
+@pytest.mark.parametrize("arguments", DIFFERENCES, ids=lambda arguments: arguments[0])
+def test_a_resumed_run_keeps_its_settings(tmp_path, train, left_alone, arguments):
+    shutil.copy(left_alone / "config.json", tmp_path)
+    with pytest.raises(UserError, match=f"^{arguments[0]} .* differs from the run's"):
+        train("--resume", str(tmp_path), *arguments)
+
+
+def test_what_is_not_a_run_of_this_experiment_is_not_resumed(tmp_path, train, left_alone):
+    with pytest.raises(UserError, match="no config.json of a run"):
+        train("--resume", str(tmp_path))
+    settings = json.loads((left_alone / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"experiment": "experiment_other"}))
+    with pytest.raises(UserError, match="is a run of experiment_other, not of experiment_base"):
+        train("--resume", str(tmp_path))
+
+
+def test_a_finished_run_that_is_resumed_comes_to_the_same(tmp_path, train, left_alone):
+    directory = copy_of(left_alone, tmp_path)
+    assert "after step 6\n" in train("--resume", str(directory))
+    assert_equal_runs(directory, left_alone)
+    assert read_events(directory, "reward/total") == read_events(left_alone, "reward/total")
+
+
+def test_an_adapter_is_resumed(tmp_path, train):
+    train(*FLAGS, "--steps", "4", *CHECKPOINTS, "--lora-rank", "2", "--runs-dir", str(tmp_path), "--name", "lora")
+    expected = tmp_path / "experiment_base" / "lora"
+    directory = copy_of(expected, tmp_path, until=2)
+    (directory / "final" / "adapter_model.safetensors").unlink()
+    assert "after step 2\n" in train("--resume", str(directory))
+    assert_equal_runs(directory, expected)
+
+
+def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
+    monkeypatch.syspath_prepend(TRAIN.parents[1] / "experiment_sft")
+    main = load_script("experiment_sft/train.py").main
+    lessons = ("--num-copying", "60", "--num-working", "40", "--num-answering", "40", "--eval-prompts", "4")
+    checkpoints = ("--checkpoint-every", "1", "--keep-checkpoints", "9")
+    printed_by(main, *lessons, *checkpoints, "--runs-dir", str(tmp_path), "--name", "sft")
+    expected = tmp_path / "experiment_sft" / "sft"
+    assert read_metrics(expected)[-1]["step"] >= 4
+    directory = copy_of(expected, tmp_path, until=2)
+    (directory / "final" / "model.safetensors").unlink()
+    assert "after step 2\n" in printed_by(main, "--resume", str(directory))
+    assert_equal_runs(directory, expected)
