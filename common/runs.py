@@ -123,10 +123,11 @@ class Run:
             self.tell(f"step {step}: {sentence}")
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if metrics.get("loss/skipped") else 0
         if self._skipped_in_a_row == MAX_SKIPPED:
+            checkpoints = self.directory / "checkpoints"
             raise UserError(
                 f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
-                "again with a lower --lr, from a checkpoint if you like: --model "
-                f"{self.directory / 'checkpoints'}/step_<N>"
+                "again with a lower --lr"
+                + (f", from a checkpoint if you like: --model {checkpoints}/step_<N>" if checkpoints.exists() else "")
             )
 
     def log_samples(

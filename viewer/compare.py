@@ -20,7 +20,7 @@ PANELS = {
 WINDOW = 5  # steps over which every run is averaged before runs are compared
 
 
-def draw_comparison(groups: dict[str, list[Path]], path: Path, title: str = "") -> None:
+def draw_comparison(groups: dict[str, list[Path]], path: Path) -> None:
     """Draw the runs of each group, given by their directories, into a picture at `path`.
 
     Raises:
@@ -38,6 +38,10 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path, title: str = "") 
         axes = figure.add_subplot(place)
         for color, (label, directories) in enumerate(groups.items()):
             _draw_band(axes, [_read_curve(directory, key) for directory in directories], label, f"C{color}")
+        if key == "loss/kl" and axes.get_ylim()[1] > 100:  # broken runs only: the others would be a flat line
+            axes.set_yscale("symlog", linthresh=0.1)
+            axes.set_yticks([0, 1, 1e3, 1e6])
+            heading += ", log scale"
         axes.set_title(heading, fontsize=10)
         axes.set_ylim(*limits)
         axes.grid(alpha=0.3)
@@ -45,11 +49,11 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path, title: str = "") 
     main_axes, last_axes = figure.axes[0], figure.axes[-1]
     for color, directories in enumerate(groups.values()):
         _draw_held_out(main_axes, directories, f"C{color}")
-    main_axes.legend(fontsize=9, loc="best")
     for axes in (main_axes, last_axes):
         axes.set_xlabel("step")
-    figure.suptitle(title)
-    figure.tight_layout()
+    handles, labels = main_axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
