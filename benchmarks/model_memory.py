@@ -150,7 +150,7 @@ def print_estimates() -> None:
 
     settings = {
         "full": Setting(gradient_checkpointing=True),
-        "full, --kl-weight 0": Setting(gradient_checkpointing=True, kl_weight=0.0),
+        "full, no KL, 64 rows": Setting(gradient_checkpointing=True, kl_weight=0.0, sampling_rows=64),
         f"LoRA {LORA_RANK}": Setting(mode="lora", gradient_checkpointing=True),
         f"4-bit, LoRA {LORA_RANK}": Setting(mode="4bit", gradient_checkpointing=True, sampling_rows=64),
     }

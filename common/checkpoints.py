@@ -47,12 +47,13 @@ def write_checkpoint(
         flush_to_disk(directory)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns a full disk into a RuntimeError
         shutil.rmtree(partial, ignore_errors=True)
-        newest = [found for found, _ in _all_checkpoints(directory)][:1]
+        newest = [found for found, _ in _all_checkpoints(directory) if found < step][:1]
         raise UserError(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
             + (f"The last whole one is that of step {newest[0]}" if newest else "There is no earlier one")
         ) from error
-    for _, path in _all_checkpoints(directory)[keep:]:
+    # a run goes on from the newest that is whole: those of later steps are torn, and do not count
+    for path in [path for found, path in _all_checkpoints(directory) if found <= step][keep:]:
         shutil.rmtree(path)
     return target
 

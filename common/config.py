@@ -41,7 +41,7 @@ class PolicyConfig:
     """What every program that trains a policy needs."""
 
     model: str = "tiny"  # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory
-    seed: int = 0  # of everything random: data order, sampling, minibatches
+    seed: int = 0  # seed of data order, sampling and minibatches
     threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
     device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda where there is one, else cpu
     # arithmetic, and weights that are not trained; trained weights are float32, and bfloat16 is autocast over them;
@@ -54,11 +54,13 @@ class PolicyConfig:
     lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
     load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs --lora-rank
     save_merged: bool = False  # with --lora-rank: also write final_merged/, a model with the adapter added in
-    eval_prompts: int = 256  # held-out questions of an evaluation; a user's data without eval data gives up so many
-    checkpoint_every: int = 20  # steps between checkpoints, of which the newest are kept; 0: none, but on Ctrl-C
-    keep_checkpoints: int = 2  # how many
+    eval_prompts: int = (
+        256  # held-out questions per evaluation; without --eval-data so many rows of --data are set aside
+    )
+    checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
+    keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
     wandb: bool = False  # log to Weights & Biases too; without its package, a key or a network the run goes on
-    name: str | None = None  # of the run; None: date, time and seed
+    name: str | None = None  # the run's name; None: date, time and seed
     runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
     resume: str | None = None  # directory of a run to go on with, under its own settings; only --steps may be raised
 
@@ -86,8 +88,10 @@ class RunConfig(PolicyConfig):
 
     data: str | None = None  # JSONL file, or hub dataset id[:subset], with question and answer; None: the bundled task
     eval_data: str | None = None  # the same for evaluation; None: bundled held-out file, or rows that --data gives up
-    max_terms: int | None = None  # keep questions with at most so many numbers (needs num_terms)
-    max_digits: int | None = None  # keep questions whose numbers have at most so many digits (needs num_digits)
+    max_terms: int | None = None  # keep questions with at most so many numbers (rows need a field num_terms)
+    max_digits: int | None = (
+        None  # keep questions whose numbers have at most so many digits (rows need a field num_digits)
+    )
     max_question_length: int | None = None  # keep questions of at most so many characters
     system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
@@ -113,7 +117,7 @@ def parse_config(
     """Read the command line, resolve what was left open, and refuse what cannot work, before anything is loaded.
 
     Args:
-        description: shown by `--help`.
+        description: shown by `--help`, up to what is left out.
         resolved: the table that resolves flags left at None, by the kind of policy.
 
     Raises:
@@ -121,6 +125,7 @@ def parse_config(
     """
     import tyro
 
+    description = description.partition("\nLeft out:")[0]  # what follows is for who reads the file
     config = tyro.cli(config_class, args=argv, description=description)
     if config.resume is not None:
         config = _resumed(config, lambda stored: tyro.cli(config_class, args=argv, default=stored))

@@ -80,7 +80,7 @@ class UpdateStatistics:
             "loss/total": sum(self._losses) / num_updates,
             **({"loss/kl": sum(self._kls)} if self._kls else {}),  # without a reference: not known
             "loss/grad_norm": sum(self._grad_norms) / num_updates,
-            "loss/grad_clipped": sum(norm > self._max_grad_norm for norm in self._grad_norms) / num_updates,
+            "loss/grad_clipped": sum(self._max_grad_norm < norm < math.inf for norm in self._grad_norms) / num_updates,
             "loss/skipped": sum(not math.isfinite(norm) for norm in self._grad_norms),
             **{f"policy/{name}": value for name, value in means.items()},
             "policy/ratio_min": self._ratio_min,
@@ -169,13 +169,14 @@ class Diagnosis:
             return None
         reward = mean(self._last("reward/total", 10))
         cause = (
-            "the questions are solved: ask harder ones"
+            "the questions are solved: ask harder ones (--data)"
             if mean(self._last("reward/correct", 10) or [0.0]) > 0.5
-            else "ask easier questions, reward part of it (--format-weight), or raise --group-size or --temperature"
+            else "ask easier questions (--data), reward part of it (--format-weight), or raise --group-size or "
+            "--temperature"
         )
         return (
             f"for ten steps all completions of a group have earned the same (mean {reward:.2f}): every advantage is 0, "
-            f"the loss is 0, and nothing is learned: {cause}"
+            f"and nothing is learned: {cause}"
         )
 
     def _cut_off(self) -> str | None:
@@ -231,15 +232,16 @@ class Diagnosis:
         )
 
     def _flat_reward(self) -> str | None:
-        rewards = [entry["reward/total"] for entry in self._history if "reward/total" in entry]
-        if len(rewards) < 60:
+        steps = [entry for entry in self._history if "reward/total" in entry]  # without evaluations before and after
+        if len(steps) < 60:
             return None
-        first, last = rewards[:20], rewards[-20:]
+        first, last = ([entry["reward/total"] for entry in part] for part in (steps[:20], steps[-20:]))
+        correct = [entry.get("reward/correct", 0.0) for entry in steps[-20:]]
         noise = ((stdev(first) ** 2 + stdev(last) ** 2) / 20) ** 0.5
-        if mean(last) - mean(first) > 2 * noise or mean(self._last("reward/correct", 20) or [0.0]) > 0.9:
+        if mean(last) - mean(first) > 2 * noise or mean(correct) > 0.9:
             return None
         return (
-            f"the reward has not risen beyond noise in {len(rewards)} steps ({mean(first):.2f} at first, "
+            f"the reward has not risen beyond noise in {len(steps)} steps ({mean(first):.2f} at first, "
             f"{mean(last):.2f} now): raise --lr (now {self._config.lr:g}) or lower --kl-weight, and read "
             "samples.jsonl: does the reward pay what you want?"
         )

@@ -20,25 +20,26 @@ class MetricsLog:
     def __init__(self, directory: Path, history: list[dict], wandb_settings: dict | None, tell: Callable[[str], None]):
         self._directory = directory
         self._tell = tell
-        self._events = None  # made with the first line, so that a run that fails before it leaves nothing behind
-        for path in directory.glob("events.out.tfevents.*"):
-            path.unlink()
+        self._not_shown = history  # until there is a new line, so that a run that fails before it changes nothing
+        self._events = None
         self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
-        for row in history:
-            self._show(**row)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write one line; a number that is not finite is left out, as JSON has no name for it."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **finite}) + "\n")
-        self._show(step, **finite)
+        for row in (*self._not_shown, {"step": step, **finite}):
+            self._show(**row)
+        self._not_shown = []
 
     def _show(self, step: int, **metrics: float) -> None:
         """Give one line to TensorBoard and W&B."""
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            for path in self._directory.glob("events.out.tfevents.*"):
+                path.unlink()
             self._events = SummaryWriter(str(self._directory))
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
@@ -97,12 +98,12 @@ def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
         tell("--wandb: the package is not installed (pip install wandb); logging goes on without it")
         return None
     settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
-    if wandb.Settings().mode == "online" and not wandb.login(prompt=False):  # `init` would ask, and wait
-        tell("--wandb: no key is set (`wandb login`); logging offline, to be sent later with `wandb sync`")
-        settings["mode"] = "offline"
     for mode in ({}, {"mode": "offline"}):
         try:
+            if not mode and wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+                raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
             return wandb.init(**(settings | mode))
         except Exception as error:  # a wrong key, no network, a full disk: none of them may stop the run
-            tell(f"--wandb: {' '.join(str(error).split())}; " + ("logging offline" if not mode else "going on without"))
+            next_step = "going on without" if mode else "logging offline, to be sent later with `wandb sync`"
+            tell(f"--wandb: {' '.join(str(error).split())}; {next_step}")
     return None

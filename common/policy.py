@@ -149,7 +149,7 @@ def _forbid_repacking(model: torch.nn.Module) -> None:
     """Keep bitsandbytes from packing 4-bit weights anew for CPUs with AVX512-BF16.
 
     It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
-    from then on, without an error (measured on 0.50.2; tests/smoke/test_lora.py compares them).
+    from then on, without an error (measured on 0.50.2; tests/smoke/test_adapters.py compares them).
     """
     from bitsandbytes.nn import Linear4bit
 

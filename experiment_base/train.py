@@ -1,19 +1,19 @@
 """GRPO (Group Relative Policy Optimization) in one file: a language model learns from rewards to think first.
 
 Each step asks the policy some questions, several times each. The completions of one question are compared with one
-another: what did better than its group's mean is made more probable, what did worse less probable. That is all of
-GRPO (DeepSeekMath, arXiv 2402.03300); other methods train a second network (a critic) to say what reward to expect,
-here the group's mean says it.
+another: what did better than its group's mean is made more probable, what did worse less probable. It is cross-entropy
+on the model's own samples, each weighted by how much better it did than its group. That is all of GRPO (DeepSeekMath,
+arXiv 2402.03300); other methods train a second network (a critic) to say what reward to expect, here the mean says it.
 
     python experiment_base/train.py                # the bundled tiny policy and task: minutes on a laptop
-    python experiment_base/train.py --model Qwen/Qwen2.5-0.5B-Instruct --device cuda --dtype bfloat16
+    python experiment_base/train.py --model Qwen/Qwen2.5-0.5B-Instruct --gradient-checkpointing
     tensorboard --logdir runs/experiment_base      # watch it
 
 Left out: several devices, learning rate schedules, reward models, tools. Read next: the README beside this file, then
-common/advantages.py, common/loss.py and common/sampling.py, which are as short.
+the files of common/ in the order of the main README's table.
 
-Shapes: Q prompts a step, G completions a prompt, B = Q*G rows with a group's rows adjacent, T tokens; entry `[:, t]` of
-a (B, T-1) tensor is about token t+1.
+Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens; entry
+`[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
 import time
@@ -42,19 +42,22 @@ from common.trajectory import Trajectory
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     steps: int = 80  # each samples completions, rewards them and trains on them
-    prompts_per_step: int = 16  # Q: questions a step
+    prompts_per_step: int = 16  # Q: questions per step
     group_size: int = 8  # G: completions of each question, which are compared with one another
     max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
     temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
-    top_p: float = 1.0  # below 1: sample only the most probable tokens that hold this much; biases the gradient
+    # below 1: draw only from the most probable tokens, which together hold this much probability; biases the gradient
+    top_p: float = 1.0
     epochs_per_step: int = 1  # passes over a rollout; more reuse it, and the clipped ratio bounds how far
-    minibatch_size: int | None = None  # rows an optimizer step, whole groups; None: the whole rollout
-    micro_batch_size: int | None = None  # rows a forward and backward pass, which changes memory and time, never the
-    # update; None: 32 for the bundled policy, else 4
-    lr: float | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6; with LoRA 10 times
+    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the whole rollout
+    # rows per forward and backward pass: memory and time, never the update; None: 32 for the bundled policy, else 4
+    micro_batch_size: int | None = None
+    # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
+    lr: float | None = None
     weight_decay: float = 0.0  # of AdamW
-    clip_eps: float = 0.2  # a token gets no further push once its probability changed by this share in a rollout
-    kl_weight: float = 0.02  # beta: weight of the KL penalty to the policy at the start; 0 needs no reference
+    # a token is pushed no further once its probability has moved by this share, in the direction of the push
+    clip_eps: float = 0.2
+    kl_weight: float = 0.02  # beta: weight of the penalty for leaving the policy at the start; 0 needs no reference
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm where it is longer
     format_weight: float = 0.0  # reward added for a well-formed answer; a correct one earns 1
 
@@ -66,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(train_rows) < config.prompts_per_step:
         raise UserError(f"--prompts-per-step {config.prompts_per_step} exceeds the {len(train_rows)} training rows")
     with start_run("experiment_base", config) as run:
-        policy = load_policy(config, config.temperature)
+        policy = load_policy(config, config.temperature)  # which scales the logits of sampling and of training
         reference = make_reference(policy) if config.kl_weight > 0 else None
+        # a resumed run reads this back
         before = run.before(lambda: evaluate_policy(policy, eval_rows, config, num_samples=8))
         train(config, run, policy, reference, train_rows, eval_rows)
         run.save_final(policy)
@@ -94,8 +98,8 @@ def check(config: Config) -> None:
         raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rollout} rows of a rollout")
     if config.top_p < 1:
         print(
-            "--top-p below 1: tokens are drawn from the most probable ones only, but scored under the whole "
-            "distribution, so that the ratio stays 1 and the gradient is biased towards what was likely anyway"
+            "--top-p below 1: tokens are drawn from the most probable ones only, but trained under the whole "
+            "distribution: the gradient is biased towards what was likely anyway"
         )
 
 
@@ -103,7 +107,7 @@ def train(
     config: Config, run: Run, policy: Policy, reference: Policy | None, train_rows: list[dict], eval_rows: list[dict]
 ) -> None:
     """Run all steps, or those that a resumed run has left."""
-    objective = GRPOLoss(config.clip_eps, config.kl_weight, critic_type="grpo")
+    objective = GRPOLoss(config.clip_eps, config.kl_weight)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
@@ -113,20 +117,19 @@ def train(
         trajectories = sample_completions(config, policy, train_rows, step)
 
         # 2 reward: each completion by itself, from its text
-        texts = [decode(policy, row.completion_ids) for row in trajectories]
-        for row, text in zip(trajectories, texts, strict=True):
-            row.rewards = task.reward(train_rows[row.prompt_index], text)
-        returns = torch.tensor([total_reward(config, row) for row in trajectories])  # (B,)
+        texts = [decode(policy, trajectory.completion_ids) for trajectory in trajectories]
+        for trajectory, text in zip(trajectories, texts, strict=True):
+            trajectory.rewards = task.reward(train_rows[trajectory.prompt_index], text)
+        returns = torch.tensor([total_reward(config, trajectory) for trajectory in trajectories])  # (B,)
         returns = returns.view(-1, config.group_size)  # (Q, G)
 
         # 3 advantage: better or worse than the group
-        advantages = group_advantages(returns, critic_type="grpo")  # (Q, G)
-        experience = collate(trajectories, policy.pad_id, policy.device)
+        advantages = group_advantages(returns)  # (Q, G)
+        experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.returns = returns.view(-1, 1).to(policy.device)  # (B, 1)
-        experience.advantages = advantages.view(-1, 1).to(policy.device)  # (B, 1)
+        experience.advantages = advantages.view(-1, 1).to(policy.device)  # (B, 1): one for all tokens of a row
 
-        # 4 log-probs of the old policy, which sampled (None: still the current one), and of the reference, where
-        #   training began
+        # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
         experience.action_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
             experience.log_probs_ref = score(reference, experience, config.micro_batch_size).log_probs
@@ -155,16 +158,16 @@ def sample_completions(config: Config, policy: Policy, train_rows: list[dict], s
         [encode_prompt(policy.tokenizer, question) for question in questions],
         config.group_size,
         max_new_tokens=config.max_new_tokens,
-        key=(config.seed, step),
+        key=(config.seed, step),  # names the random numbers of this step
         prompt_index=prompt_index,
         top_p=config.top_p,
         rows_at_once=config.sampling_rows,
     )
 
 
-def total_reward(config: Config, row: Trajectory) -> float:
+def total_reward(config: Config, trajectory: Trajectory) -> float:
     """What is maximised: the weighted sum of a completion's rewards."""
-    return row.rewards["correct"] + config.format_weight * row.rewards["format"]
+    return trajectory.rewards["correct"] + config.format_weight * trajectory.rewards["format"]
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
@@ -186,7 +189,7 @@ def update(
     step: int,
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
-    buffer = ReplayBuffer(config.group_size)
+    buffer = ReplayBuffer(config.group_size)  # of this rollout only: what older policies sampled is not used again
     buffer.append(experience)
     statistics = UpdateStatistics(config.clip_eps, config.max_grad_norm)
     for epoch in range(config.epochs_per_step):
@@ -194,7 +197,7 @@ def update(
         for index, minibatch in enumerate(minibatches):
             optimizer.zero_grad()
             for micro in minibatch.split(config.micro_batch_size):
-                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1), (b, T-1)
+                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 loss, kl = objective(log_probs=log_probs, experience=micro)
                 share = len(micro) / len(minibatch)  # micro-batches add up to the mean over the minibatch's rows
                 (loss * share).backward()

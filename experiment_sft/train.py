@@ -57,7 +57,7 @@ class Config(PolicyConfig):
     final_lr: float = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
     weight_decay: float = 0.0  # of AdamW
     max_grad_norm: float = 1.0  # the gradient is scaled down to this norm where it is longer
-    checkpoint_every: int = 500  # steps between checkpoints, of which the newest are kept; 0: none, but on Ctrl-C
+    checkpoint_every: int = 500  # steps between checkpoints; 0: only on Ctrl-C
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/, which are also what is examined
 
 

@@ -20,18 +20,19 @@ import pytest
 import torch
 
 from common.checkpoints import newest_checkpoint, write_checkpoint
-from common.config import UserError, parse_config
+from common.config import UserError, parse_config, run_main
 from common.policy import load_policy
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
 
 TRAIN = Path(__file__).resolve().parents[2] / "experiment_base" / "train.py"
 FLAGS = (
-    *("--prompts-per-step", "2", "--group-size", "4", "--eval-prompts", "4", "--max-new-tokens", "24"),
+    *("--prompts-per-step", "2", "--group-size", "4", "--eval-prompts", "4", "--max-new-tokens", "16"),
     *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "4"),
 )
 SIX_STEPS = (*FLAGS, "--steps", "6")
 CHECKPOINTS = ("--checkpoint-every", "2")
+WEIGHTS = "final/model.safetensors"
 SHELL = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -72,13 +73,13 @@ def killed(tmp_path_factory) -> Path:
     """The directory of a run that was killed at a random moment after its first checkpoint."""
     seed = random.randrange(10**6)
     chance = random.Random(seed)
-    num_lines, delay = chance.randint(3, 5), chance.uniform(0, 0.1)
-    print(f"seed {seed}: killed {delay:.3f} s after {num_lines} lines of metrics.jsonl")
+    step, delay = chance.randint(2, 4), chance.uniform(0, 0.1)
+    print(f"seed {seed}: killed {delay:.3f} s after step {step}")
     cwd = tmp_path_factory.mktemp("killed")
     directory = cwd / "runs" / "experiment_base" / "killed"
     with started(sys.executable, TRAIN, *SIX_STEPS, *CHECKPOINTS, "--name", "killed", cwd=cwd) as process:
         wait_until(lambda: (directory / "checkpoints" / "step_2").exists(), process)
-        wait_until(lambda: count_lines(directory) >= num_lines, process)
+        wait_until(lambda: last_step(directory) >= step, process)
         time.sleep(delay)
         process.kill()
         process.communicate()
@@ -99,10 +100,10 @@ def printed_by(main: Callable[[list[str]], None], *arguments: str) -> str:
 
 
 @contextmanager
-def started(*command: str | Path, cwd: Path, **options) -> Iterator[subprocess.Popen]:
+def started(*command: str | Path, cwd: Path) -> Iterator[subprocess.Popen]:
     """A program that was started as from a user's shell; it does not outlive the block."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([str(part) for part in command], cwd=cwd, env=SHELL, **pipes, **options)
+    process = subprocess.Popen([str(part) for part in command], cwd=cwd, env=SHELL, **pipes)
     try:
         yield process
     finally:
@@ -141,9 +142,11 @@ def checkpoints_of(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
-def count_lines(directory: Path) -> int:
+def last_step(directory: Path) -> int:
+    """The last step that metrics.jsonl holds a whole line of; 0: none."""
     path = directory / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
 
 
 def read_metrics(directory: Path) -> list[dict]:
@@ -190,7 +193,6 @@ def test_a_kill_at_a_random_moment_changes_nothing_in_the_end(killed_and_resumed
 
 def test_tensorboard_shows_every_step_once_after_a_kill(killed_and_resumed):
     directory, _ = killed_and_resumed
-    assert len(list(directory.glob("events.out.tfevents.*"))) == 2
     expected = [(row["step"], pytest.approx(row["reward/total"])) for row in read_metrics(directory)[1:-1]]
     assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
     assert read_events(directory, "reward/total") == expected
@@ -270,103 +272,74 @@ def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, left_alone):
         assert read_events(directory, tag) == read_events(left_alone, tag)
 
 
-def resume_command(errors: str) -> list[str]:
-    """The command that a run tells when it is interrupted."""
-    return shlex.split(re.search("^interrupted; go on with: (.*)$", errors, re.MULTILINE)[1])
-
-
-def test_ctrl_c_and_sigterm_end_with_a_checkpoint_and_the_command_that_goes_on(tmp_path, train, left_alone):
+def test_signals_end_a_run_with_the_command_that_goes_on_with_it(tmp_path, train, left_alone):
+    """Ctrl-C while the policy is loaded, then in a step, then SIGTERM in a step; each time the command told is run."""
     directory = tmp_path / "runs" / "experiment_base" / "my run"
-    command = ("python", TRAIN, *SIX_STEPS, "--checkpoint-every", "0", "--name", "my run")
-    for number in (signal.SIGINT, signal.SIGTERM):
+    command = ["python", str(TRAIN), *SIX_STEPS, "--checkpoint-every", "0", "--name", "my run"]
+    for number, is_in_a_step in ((signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, True)):
+        step_before = last_step(directory)
         with started(*command, cwd=tmp_path) as process:
-            num_lines = max(count_lines(directory), 1)
-            wait_until(lambda: count_lines(directory) > num_lines, process)  # noqa: B023
+            if is_in_a_step:
+                wait_until(lambda: last_step(directory) > step_before, process)  # noqa: B023
+            else:
+                wait_until((directory / "config.json").exists, process)
+                time.sleep(0.3)
             process.send_signal(number)
             status, errors = end(process)
         assert status == 130, errors
         assert "Traceback" not in errors
-        step = read_metrics(directory)[-1]["step"]
-        assert num_lines <= step < 6
-        assert newest_checkpoint(directory / "checkpoints")[0] == step
-        command = resume_command(errors)
+        if is_in_a_step:
+            assert step_before < last_step(directory) < 6
+            assert newest_checkpoint(directory / "checkpoints")[0] == last_step(directory)
+        else:
+            assert not (directory / "metrics.jsonl").exists()
+        command = shlex.split(re.search("^interrupted; go on with: (.*)$", errors, re.MULTILINE)[1])
         assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
     train("--resume", str(directory))
     assert_equal_runs(directory, left_alone)
 
 
-def test_ctrl_c_before_the_first_step_tells_the_command_that_starts_again(tmp_path, train, left_alone):
-    directory = tmp_path / "runs" / "experiment_base" / "early"
-    with started("python", TRAIN, *SIX_STEPS, *CHECKPOINTS, "--name", "early", cwd=tmp_path) as process:
-        wait_until((directory / "config.json").exists, process)
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        status, errors = end(process)
-    assert status == 130, errors
-    assert "Traceback" not in errors
-    assert not (directory / "checkpoints").exists()
-    assert resume_command(errors) == ["python", str(TRAIN), "--resume", "runs/experiment_base/early"]
-    assert "from the start: it has no checkpoint" in train("--resume", str(directory))
-    assert_equal_runs(directory, left_alone)
-
-
-def limit_files_to(num_bytes: int) -> None:
-    """Let this process write no file longer than that; the limit can be lifted again."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
 @contextmanager
 def files_limited_to(num_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    limit_files_to(num_bytes)
+    """Within the block no file can become longer than that, as if the disk were full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
         yield
     finally:
-        limit_files_to(before)
-
-
-def test_a_full_disk_ends_a_run_in_one_sentence_and_leaves_the_checkpoint_before(tmp_path, train, left_alone):
-    directory = copy_of(left_alone, tmp_path, until=4)
-    limit = (directory / "final" / "model.safetensors").stat().st_size - 1
-    resume = ("python", TRAIN, "--resume", directory)
-    with started(*resume, cwd=tmp_path, preexec_fn=lambda: limit_files_to(limit)) as process:
-        status, errors = end(process)
-    assert status == 2, errors
-    assert "Traceback" not in errors
-    last_line = errors.splitlines()[-1]
-    assert last_line.startswith("error: the checkpoint of step 6 could not be written")
-    assert last_line.endswith("is the disk full? The last whole one is that of step 4")
-    assert checkpoints_of(directory) == ["step_4"]
-    assert newest_checkpoint(directory / "checkpoints")[0] == 4
-    train("--resume", str(directory))
-    assert_equal_runs(directory, left_alone)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def size_until_step_4(path: Path) -> int:
     return sum(len(line) for line in path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] <= 4)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "optimizer.pt", "final"])
-def test_wherever_the_disk_is_full_a_run_says_so_and_goes_on_when_there_is_room(tmp_path, train, left_alone, name):
-    directory = copy_of(left_alone, tmp_path, until=6 if name == "final" else 4)
-    weights = (directory / "final" / "model.safetensors").stat().st_size
-    sentence = "could not be written .*; when there is room, go on with: python .* --resume "
-    if name == "metrics.jsonl":
-        (directory / "samples.jsonl").unlink()  # it is longer
-        limit = size_until_step_4(directory / name) + 100
-    elif name == "samples.jsonl":
-        limit = size_until_step_4(directory / name) + 100
-    elif name == "optimizer.pt":
-        limit, sentence = weights + 10_000, "the checkpoint of step 6 could not be written .* is that of step 4"
-    else:
-        limit = weights - 1
-    with files_limited_to(limit), pytest.raises(UserError, match=sentence):
-        train("--resume", str(directory))
-    assert checkpoints_of(directory) == (["step_4", "step_6"] if name == "final" else ["step_4"])
+def test_whatever_there_is_no_room_for_a_run_says_so_and_goes_on_when_there_is(tmp_path, train, left_alone):
+    directory = copy_of(left_alone, tmp_path, until=4)
+    metrics, samples, weights = (directory / name for name in ("metrics.jsonl", "samples.jsonl", WEIGHTS))
+
+    def refusal(num_bytes: int) -> str:
+        """How the resumed run ends, as a program does, where files can be so long."""
+        errors = io.StringIO()
+        with files_limited_to(num_bytes), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+            run_main(lambda: train("--resume", str(directory)))
+        assert ended.value.code == 2
+        assert "Traceback" not in errors.getvalue()
+        return errors.getvalue()
+
+    no_room = f"error: {directory} could not be written .*; when there is room, go on with: python .* --resume "
+    no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last whole one is that of step 4$"
+    elsewhere = samples.rename(tmp_path / "samples.jsonl")  # it is longer than metrics.jsonl
+    assert re.match(no_room, refusal(size_until_step_4(metrics) + 100))
+    elsewhere.rename(samples)
+    assert re.match(no_room, refusal(size_until_step_4(samples) + 100))
+    assert re.match(no_checkpoint, refusal(weights.stat().st_size - 1))
+    assert re.match(no_checkpoint, refusal(2 * weights.stat().st_size - 1))  # optimizer.pt is longer
+    assert checkpoints_of(directory) == ["step_4"]
+
     train("--resume", str(directory))
-    if name == "metrics.jsonl":
-        (directory / "samples.jsonl").write_bytes((left_alone / "samples.jsonl").read_bytes())
     assert_equal_runs(directory, left_alone)
+    assert re.match(no_room, refusal(weights.stat().st_size - 1))  # only final/ was left to write
 
 
 def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
@@ -383,8 +356,6 @@ def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, left_alon
     assert "after step 4\n" in output
     assert_equal_runs(directory, left_alone)
     assert json.loads((directory / "config.json").read_text())["steps"] == 6
-    train("--resume", str(directory))
-    assert_equal_runs(directory, left_alone)
 
 
 DIFFERENCES = [
@@ -405,7 +376,7 @@ def test_a_resumed_run_keeps_its_settings(tmp_path, train, left_alone, arguments
 
 
 def test_what_is_not_a_run_of_this_experiment_is_not_resumed(tmp_path, train, left_alone):
-    with pytest.raises(UserError, match="no config.json of a run"):
+    with pytest.raises(UserError, match=r"no config\.json of a run"):
         train("--resume", str(tmp_path))
     settings = json.loads((left_alone / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"experiment": "experiment_other"}))
@@ -421,23 +392,27 @@ def test_a_finished_run_that_is_resumed_comes_to_the_same(tmp_path, train, left_
 
 
 def test_an_adapter_is_resumed(tmp_path, train):
-    train(*FLAGS, "--steps", "4", *CHECKPOINTS, "--lora-rank", "2", "--runs-dir", str(tmp_path), "--name", "lora")
+    checkpoints = ("--steps", "2", "--checkpoint-every", "1")
+    train(*FLAGS, *checkpoints, "--lora-rank", "2", "--runs-dir", str(tmp_path), "--name", "lora")
     expected = tmp_path / "experiment_base" / "lora"
-    directory = copy_of(expected, tmp_path, until=2)
+    directory = copy_of(expected, tmp_path, until=1)
     (directory / "final" / "adapter_model.safetensors").unlink()
-    assert "after step 2\n" in train("--resume", str(directory))
+    assert "after step 1\n" in train("--resume", str(directory))
     assert_equal_runs(directory, expected)
 
 
 def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
     monkeypatch.syspath_prepend(TRAIN.parents[1] / "experiment_sft")
     main = load_script("experiment_sft/train.py").main
-    lessons = ("--num-copying", "60", "--num-working", "40", "--num-answering", "40", "--eval-prompts", "4")
+    turns = [({"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}) for n in range(40)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    learning = ("--model", "tiny", "--data", str(data), "--epochs", "2", "--tokens-per-batch", "256")
     checkpoints = ("--checkpoint-every", "1", "--keep-checkpoints", "9")
-    printed_by(main, *lessons, *checkpoints, "--runs-dir", str(tmp_path), "--name", "sft")
+    printed_by(main, *learning, *checkpoints, "--runs-dir", str(tmp_path), "--name", "sft")
     expected = tmp_path / "experiment_sft" / "sft"
     assert read_metrics(expected)[-1]["step"] >= 4
     directory = copy_of(expected, tmp_path, until=2)
-    (directory / "final" / "model.safetensors").unlink()
+    (directory / WEIGHTS).unlink()
     assert "after step 2\n" in printed_by(main, "--resume", str(directory))
     assert_equal_runs(directory, expected)

@@ -150,6 +150,15 @@ def test_scoring_with_the_reference_leaves_the_adapter_on(trained):
     assert torch.equal(log_probs_of(trained.policy), before)
 
 
+def test_training_mode_changes_no_log_prob(trained):
+    """It would with dropout, in the model or in its adapter."""
+    policy = trained.policy
+    with_gradient = policy(*random_rows(policy.model.config.vocab_size)).log_probs
+    assert policy.model.training
+    assert torch.equal(with_gradient.detach(), log_probs_of(policy))
+    assert not policy.model.training
+
+
 def test_peft_loads_the_saved_adapter(trained):
     loaded = PeftModel.from_pretrained(read_plain(TINY_POLICY), trained.directory / "final")
     expected = log_probs_of(trained.policy)
@@ -239,11 +248,15 @@ def widths(monkeypatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}], ids=["all weights", "adapter"])
-def test_gradient_checkpointing_computes_every_layer_twice_and_the_same_gradients(widths, settings):
-    plain, checkpointing = load(**settings), load(gradient_checkpointing=True, **settings)
-    if settings:
-        fill_adapters(plain), fill_adapters(checkpointing)
+WAYS = {"all weights": {}, "adapter": {"lora_rank": 4}, "adapter on 4 bits": {"lora_rank": 4, "load_in": "4bit"}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_checkpointing_computes_every_layer_twice_and_the_same_gradients(widths, way):
+    if "load_in" in WAYS[way]:
+        pytest.importorskip("bitsandbytes")
+    plain = fill_adapters(load(**WAYS[way]))
+    checkpointing = fill_adapters(load(gradient_checkpointing=True, **WAYS[way]))
     widths.clear()
     expected = gradients(plain)
     assert len(widths) == 4
@@ -271,12 +284,13 @@ def test_gradient_checkpointing_changes_no_sample_and_leaves_the_cache_on(widths
 # quantised weights --------------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_leaves_the_gradients_of_4_bit_weights_as_they_were(monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rollout_leaves_the_gradients_over_4_bit_weights_as_they_were(monkeypatch, dtype):
     """On CPUs with AVX512-BF16 bitsandbytes packs the weights anew in the first forward pass without gradient."""
     pytest.importorskip("bitsandbytes")
     with monkeypatch.context() as patch:
         patch.setattr(common.policy, "_check_head", lambda policy: None)  # it would be that first pass
-        policy = fill_adapters(load(load_in="4bit", lora_rank=4))
+        policy = fill_adapters(load(load_in="4bit", lora_rank=4, dtype=dtype))
     before = gradients(policy)
     assert all(gradient.abs().max() > 0 for gradient in before.values())
     sample(policy, PROMPTS, 3, max_new_tokens=4, key=(0,))
@@ -302,7 +316,7 @@ def test_gradients_over_4_bit_weights_are_those_over_the_numbers_that_they_stand
 @pytest.mark.parametrize(("load_in", "dtype"), [("8bit", "bfloat16"), ("4bit", "float32")])
 def test_a_run_over_quantised_weights_leaves_an_adapter_that_peft_loads(load_script, tmp_path, load_in, dtype):
     pytest.importorskip("bitsandbytes")
-    flags = ("--runs-dir", str(tmp_path), "--load-in", load_in, "--lora-rank", "4", "--lr", "1e-2")
+    flags = ("--runs-dir", str(tmp_path), "--load-in", load_in, "--lora-rank", "4", "--lr", "1e-2", "--save-merged")
     policy = run_and_catch(load_script("experiment_base/train.py"), *flags)
     directory = tmp_path / "experiment_base" / "adapter"
     first, second = read_steps(directory)
@@ -316,3 +330,6 @@ def test_a_run_over_quantised_weights_leaves_an_adapter_that_peft_loads(load_scr
         if "lora_" in name:
             assert torch.equal(weight, adapters.pop("model." + name)), name
     assert not adapters
+    if dtype == "float32":  # merged into the weights as they were before they were quantised
+        merged = plain_log_probs(read_plain(directory / "final_merged"))
+        torch.testing.assert_close(merged, plain_log_probs(loaded), atol=1e-5, rtol=0)

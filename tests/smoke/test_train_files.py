@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RESOLVED, UserError
+from common.config import RESOLVED
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -96,46 +96,6 @@ def test_experiment_sft_lowers_the_loss_on_a_users_own_conversations(tmp_path):
     assert result.returncode == 0, result.stderr
     metrics = read_metrics(tmp_path / "runs" / "experiment_sft" / "smoke")
     assert metrics[-1]["loss/total"] < 0.5 * metrics[0]["loss/total"]
-
-
-MISTAKES = [
-    (("--group-size", "1"), "--group-size must be 2 or more"),
-    (("--minibatch-size", "12"), "is not whole groups"),
-    (("--minibatch-size", "256"), "exceeds the 128 rows"),
-    (("--top-p", "1.5"), "--top-p must be"),
-    (("--lr", "-1"), "--lr must be more than 0"),
-    (("--prompts-per-step", "5000"), "--prompts-per-step 5000 exceeds"),
-    (("--max-terms", "1"), "passes the filters"),
-    (("--model", "./nowhere"), "there is no such directory"),
-    (("--data", "nowhere.jsonl"), "there is no such file"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "sentence"), MISTAKES)
-def test_a_mistake_is_refused_in_one_sentence(tmp_path, monkeypatch, load_script, arguments, sentence):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=sentence):
-        load_script("experiment_base/train.py").main(list(arguments))
-
-
-def test_a_mistake_ends_the_program_without_a_traceback(tmp_path):
-    result = run(str(ROOT / "experiment_base" / "train.py"), "--group-size", "1", cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.strip() == "error: --group-size must be 2 or more, not 1: a group is its own baseline"
-
-
-def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path):
-    result = run(str(ROOT / "experiment_base" / "train.py"), "--learning-rat", "1", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "--learning-rat" in result.stderr
-    assert "Traceback" not in result.stderr
-
-
-def test_a_runs_name_is_not_used_twice(tmp_path, monkeypatch, load_script):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "experiment_base" / "mine").mkdir(parents=True)
-    with pytest.raises(UserError, match="exists already"):
-        load_script("experiment_base/train.py").main(["--name", "mine"])
 
 
 def test_help_states_the_defaults_that_the_table_resolves():

@@ -1,0 +1,262 @@
+"""What a run logs: the schema of samples.jsonl, the same figures everywhere, and W&B, whose faults end no run."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.chat import encode_prompt
+from common.config import TRAIN_DATA, RunConfig
+from common.logprobs import Policy
+from common.policy import load_policy
+from common.tasks import arithmetic
+
+LISTS_OF_A_ROW = ("action_mask", "sampler_log_probs", "action_log_probs", "log_probs_ref", "entropy")
+SCHEMA = {
+    "step": int,
+    "question": str,
+    "answer": str,
+    "text": str,
+    "prompt_index": int,
+    "completion_index": int,
+    "prompt_length": int,
+    "ids": list,
+    **dict.fromkeys(LISTS_OF_A_ROW, list),
+    "rewards": dict,
+    "advantage": float,
+    "finish_reason": str,
+    "updates": list,
+}
+GROUPS, GROUP_SIZE = 3, 4
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ten_steps(load_script, tmp_path_factory) -> Path:
+    """The directory of a run of ten steps, with two epochs over three minibatches of one group each."""
+    place = tmp_path_factory.mktemp("ten_steps")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        load_script("experiment_base/train.py").main(
+            [
+                *("--steps", "10", "--prompts-per-step", str(GROUPS), "--group-size", str(GROUP_SIZE)),
+                *("--epochs-per-step", "2", "--minibatch-size", str(GROUP_SIZE), "--max-new-tokens", "12"),
+                *("--eval-prompts", "2", "--eval-every", "5", "--temperature", "1.3", "--device", "cpu", "--name", "x"),
+            ]
+        )
+    return place / "runs" / "experiment_base" / "x"
+
+
+@pytest.fixture(scope="module")
+def samples(ten_steps) -> list[dict]:
+    return read_lines(ten_steps / "samples.jsonl")
+
+
+@pytest.fixture(scope="module")
+def start_policy() -> Policy:
+    """The policy that the run began with."""
+    return load_policy(RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"), temperature=1.3)
+
+
+def log_probs_of(policy: Policy, entry: dict) -> list[float]:
+    """The log-probabilities of a row's action tokens, in the layout of samples.jsonl."""
+    with torch.no_grad():
+        scored = policy(torch.tensor([entry["ids"]]), torch.tensor([entry["action_mask"][1:]])).log_probs
+    return [0.0, *scored[0].tolist()]
+
+
+def test_a_sample_has_every_field_and_one_entry_for_each_of_its_ids(samples):
+    for entry in samples:
+        assert {name: type(value) for name, value in entry.items()} == SCHEMA
+        assert len(entry["updates"]) == 2
+        assert all(update.keys() == {"epoch", "minibatch", "log_probs"} for update in entry["updates"])
+        lists = [entry[name] for name in LISTS_OF_A_ROW] + [update["log_probs"] for update in entry["updates"]]
+        assert {len(values) for values in lists} == {len(entry["ids"])}
+
+
+def test_what_was_not_sampled_is_zero_and_what_was_is_not(samples):
+    for entry in samples:
+        prompt_length, mask = entry["prompt_length"], entry["action_mask"]
+        assert mask == [0] * prompt_length + [1] * (len(mask) - prompt_length)
+        lists = [entry[name] for name in LISTS_OF_A_ROW[1:]] + [update["log_probs"] for update in entry["updates"]]
+        for values in lists:
+            assert not any(values[:prompt_length])
+            assert all(map(math.isfinite, values))
+            assert any(values[prompt_length:])
+        assert all(value < 0 for value in entry["sampler_log_probs"][prompt_length:] if value)
+        assert all(value >= 0 for value in entry["entropy"])
+
+
+def test_ids_text_question_rewards_and_finish_reason_belong_together(samples, start_policy):
+    rows = read_lines(TRAIN_DATA)
+    for entry in samples:
+        row, tokenizer = rows[entry["prompt_index"]], start_policy.tokenizer
+        assert (entry["question"], entry["answer"]) == (row["question"], row["answer"])
+        prompt, completion = entry["ids"][: entry["prompt_length"]], entry["ids"][entry["prompt_length"] :]
+        assert prompt == encode_prompt(tokenizer, arithmetic.messages(row))
+        assert entry["text"] == tokenizer.decode(completion, skip_special_tokens=True)
+        assert entry["rewards"] == arithmetic.reward(row, entry["text"])
+        has_stopped = completion[-1] in start_policy.end_of_turn_ids
+        assert entry["finish_reason"] == ("stop" if has_stopped else "length")
+        assert len(completion) <= 12
+        assert has_stopped or len(completion) == 12
+
+
+def test_most_steps_keep_two_groups_and_every_tenth_all_rows(samples):
+    for step in range(1, 11):
+        rows = [(entry["prompt_index"], entry["completion_index"]) for entry in samples if entry["step"] == step]
+        num_groups = GROUPS if step == 10 else 2
+        assert len(set(rows)) == len(rows) == num_groups * GROUP_SIZE
+        assert len({prompt for prompt, _ in rows}) == num_groups
+        assert {completion for _, completion in rows} == set(range(GROUP_SIZE))
+
+
+def test_the_advantages_of_a_group_compare_its_rewards(samples):
+    groups: dict[tuple[int, int], list[dict]] = {}
+    for entry in samples:
+        groups.setdefault((entry["step"], entry["prompt_index"]), []).append(entry)
+    assert any(entry["advantage"] for entry in samples)
+    for group in groups.values():
+        assert sum(entry["advantage"] for entry in group) == pytest.approx(0.0, abs=1e-4)
+        best = max(group, key=lambda entry: entry["advantage"])
+        assert best["rewards"]["correct"] == max(entry["rewards"]["correct"] for entry in group)
+
+
+def test_every_row_is_in_one_update_of_each_epoch(samples):
+    for entry in samples:
+        assert [update["epoch"] for update in entry["updates"]] == [0, 1]
+        assert {update["minibatch"] for update in entry["updates"]} <= set(range(GROUPS))
+    places = {tuple(update["minibatch"] for update in entry["updates"]) for entry in samples}
+    assert any(first != second for first, second in places)  # each epoch shuffles anew
+
+
+def test_the_first_update_of_a_step_sees_the_policy_that_sampled(samples):
+    first = [entry for entry in samples if entry["updates"][0]["minibatch"] == 0]
+    assert {entry["step"] for entry in first} > {10}
+    for entry in first:
+        assert entry["updates"][0]["log_probs"] == pytest.approx(entry["sampler_log_probs"], abs=1e-4)
+        assert entry["action_log_probs"] == pytest.approx(entry["sampler_log_probs"], abs=1e-4)
+
+
+def test_later_updates_see_a_policy_that_has_moved(samples):
+    distances = [
+        abs(new - old)
+        for entry in samples
+        for new, old in zip(entry["updates"][1]["log_probs"], entry["action_log_probs"], strict=True)
+    ]
+    assert max(distances) > 1e-3
+
+
+def test_log_probs_can_be_recomputed_from_the_policy_that_the_run_began_with(samples, start_policy):
+    first, last = samples[0], samples[-1]
+    assert (first["step"], last["step"]) == (1, 10)
+    expected = log_probs_of(start_policy, first)
+    for name in ("sampler_log_probs", "action_log_probs", "log_probs_ref"):
+        assert first[name] == pytest.approx(expected, abs=1e-4)
+    expected = log_probs_of(start_policy, last)
+    assert last["log_probs_ref"] == pytest.approx(expected, abs=1e-4)  # the reference never moves
+    assert last["sampler_log_probs"] != pytest.approx(expected, abs=1e-3)  # the policy does
+
+
+def test_tensorboard_holds_the_figures_of_metrics_jsonl(ten_steps):
+    events = EventAccumulator(str(ten_steps), size_guidance={"scalars": 0}).Reload()
+    shown = {(name, event.step, event.value) for name in events.Tags()["scalars"] for event in events.Scalars(name)}
+    written = {
+        (name, entry["step"], torch.tensor(value).float().item())  # TensorBoard has single precision
+        for entry in read_lines(ten_steps / "metrics.jsonl")
+        for name, value in entry.items()
+        if name != "step"
+    }
+    assert len({name for name, _, _ in written}) > 20
+    assert shown == written
+
+
+# The shortest run that logs.
+SHORT = (
+    *("--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6", "--eval-prompts", "2"),
+    *("--checkpoint-every", "0", "--device", "cpu", "--wandb", "--name", "x"),
+)
+
+
+@pytest.fixture
+def log_to_wandb(load_script, tmp_path, monkeypatch, capsys):
+    """Run with --wandb on a machine where nobody has logged in; what it printed, and the run's directory."""
+
+    def log(**environment: str) -> tuple[str, Path]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))  # no ~/.netrc
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+        load_script("experiment_base/train.py").main(SHORT)
+        directory = tmp_path / "runs" / "experiment_base" / "x"
+        assert [entry["step"] for entry in read_lines(directory / "metrics.jsonl")] == [0, 1, 1]
+        assert (directory / "summary.json").exists()
+        return capsys.readouterr().out, directory
+
+    yield log
+    if sys.modules.get("wandb") is not None:
+        sys.modules["wandb"].teardown()  # its service would keep the settings and the directory of this test
+
+
+def test_wandb_keeps_the_figures_offline(log_to_wandb):
+    pytest.importorskip("wandb")
+    output, directory = log_to_wandb(WANDB_MODE="offline")
+    assert "--wandb" not in output  # nothing to complain about
+    (path,) = directory.glob("wandb/offline-run-*/*.wandb")
+    kept = path.read_bytes()  # in which names and numbers stand as they are written in JSON
+    for entry in read_lines(directory / "metrics.jsonl"):
+        for name, value in entry.items():
+            assert name.encode() in kept
+            assert json.dumps(value).encode() in kept, name
+
+
+def test_wandb_without_a_key_is_told_and_logs_offline(log_to_wandb):
+    pytest.importorskip("wandb")
+    output, directory = log_to_wandb()
+    assert output.count("--wandb: no key is set") == 1
+    assert list(directory.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_a_key_that_wandb_refuses_is_told_and_ends_nothing(log_to_wandb):
+    pytest.importorskip("wandb")
+    output, directory = log_to_wandb(WANDB_API_KEY="short")
+    assert output.count("--wandb: WANDB_API_KEY invalid") == 1
+    assert list(directory.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_wandb_without_its_package_is_told_and_goes_on(log_to_wandb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # so that `import wandb` fails
+    output, directory = log_to_wandb()
+    assert output.count("--wandb: the package is not installed") == 1
+    assert not (directory / "wandb").exists()
+
+
+def test_a_question_with_a_completion_is_printed_at_the_first_and_every_tenth_step(
+    load_script, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    load_script("experiment_base/train.py").main(["--steps", "11", *SHORT[2:-3], *SHORT[-2:]])
+    lines = capsys.readouterr().out.splitlines()
+    shown = [index for index, line in enumerate(lines) if line.startswith("step ")]
+    assert [lines[index].split(":")[0] for index in shown] == ["step 1", "step 10"]
+    for index in shown:
+        step, _, question = lines[index].partition(": ")
+        group = [
+            entry
+            for entry in read_lines(tmp_path / "runs" / "experiment_base" / "x" / "samples.jsonl")
+            if f"step {entry['step']}" == step and entry["question"] == question
+        ]
+        assert lines[index + 1] in [
+            f"  -> {' '.join(entry['text'].split())} (reward {entry['rewards']['correct']:g})" for entry in group
+        ]

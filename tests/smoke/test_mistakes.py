@@ -1,0 +1,425 @@
+"""What a user can get wrong is told in one sentence, without a traceback, and costs nothing that was there before."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.checkpoints import newest_checkpoint
+from common.config import HELDOUT_DATA, TINY_POLICY, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = "experiment_base/train.py"
+SMALL = (
+    *("--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6", "--eval-prompts", "2"),
+    *("--eval-every", "0", "--device", "cpu", "--name", "x"),
+)
+GOOD_ROW = '{"question": "What is 1+1?", "answer": "2"}\n'
+
+
+@pytest.fixture
+def train(load_script, tmp_path, monkeypatch) -> Callable[..., None]:
+    """Call main() of train.py with the given flags, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)  # half of a small run's time
+    return lambda *argv: load_script(TRAIN).main(argv)
+
+
+def run_directories() -> list[Path]:
+    return list(Path("runs").glob("*/*"))
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSONL file, by a parser that knows no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{path} holds {constant}, which is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+# Flags ---------------------------------------------------------------------------------------------------------------
+
+POSITIVE = (
+    *("steps", "prompts-per-step", "max-new-tokens", "epochs-per-step", "minibatch-size", "micro-batch-size"),
+    *("threads", "eval-prompts", "max-terms", "max-digits", "max-question-length", "keep-checkpoints"),
+    "sampling-rows",
+)
+NOT_NEGATIVE = ("seed", "eval-every", "checkpoint-every", "samples-every", "lora-rank")
+POSITIVE_REAL = ("temperature", "lr", "clip-eps", "max-grad-norm", "lora-alpha")
+NOT_NEGATIVE_REAL = ("weight-decay", "kl-weight", "format-weight")
+OUT_OF_RANGE = [
+    *((name, value, "must be more than 0") for name in POSITIVE for value in ("0", "-1")),
+    *((name, "-1", "must be 0 or more") for name in NOT_NEGATIVE),
+    *(
+        (name, value, "must be more than 0, and finite")
+        for name in POSITIVE_REAL
+        for value in ("0", "-1", "nan", "inf")
+    ),
+    *((name, value, "must be 0 or more, and finite") for name in NOT_NEGATIVE_REAL for value in ("-1", "nan", "inf")),
+    *(("top-p", value, "must be above 0 and at most 1") for value in ("0", "-1", "1.5", "nan", "inf")),
+    *(("group-size", value, "must be 2 or more") for value in ("1", "0", "-2")),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "sentence"), OUT_OF_RANGE, ids=lambda value: str(value)[:24])
+def test_a_value_out_of_range_is_refused(train, name, value, sentence):
+    with pytest.raises(UserError, match=f"^--{name} {sentence}.*{value}"):
+        train(f"--{name}", value)
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        ("--minibatch-size 12", "--minibatch-size 12 is not whole groups of --group-size 8"),
+        ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
+        ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 4096 training rows"),
+        ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
+        ("--load-in 4bit", "--load-in needs an adapter to train: add --lora-rank"),
+        ("--save-merged", "--save-merged needs an adapter to train: add --lora-rank"),
+        ("--load-in 8bit --lora-rank 2 --dtype float32", "--load-in 8bit computes in half precision"),
+        ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
+        ("--attn-implementation flash_attention_2 --device cpu", "flash_attention_2 computes in half precision"),
+        ("--max-terms 1", "none of the 4096 rows of .* passes the filters"),
+        ("--model ./nowhere", "--model ./nowhere: there is no such directory"),
+        ("--model gpt2", "a hub id is owner/name"),
+        ("--data nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+        ("--data=", "there is no such file"),  # as from a shell variable that is not set
+        ("--eval-data=", "there is no such file"),
+        ("--data .", "there is no such file"),
+    ],
+)
+def test_flags_that_cannot_be_or_contradict_each_other_are_refused(train, argv, sentence):
+    with pytest.raises(UserError, match=sentence):
+        train(*argv.split())
+    assert not list(Path().iterdir())
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ((GOOD_ROW, "\n", '{"question": "What\n'), r"d\.jsonl:3: not JSON"),
+        ((GOOD_ROW, "question,answer\n"), r"d\.jsonl:2: not JSON"),
+        ((GOOD_ROW, "[1, 2]\n"), r"d\.jsonl:2: a row must be a JSON object, not list"),
+        ((GOOD_ROW, '{"question": "What is 2?"}\n'), r"d\.jsonl:2: the field 'answer' is missing"),
+        ((GOOD_ROW, '{"prompt": "What is 2?", "answer": "2"}\n'), r"d\.jsonl:2: the field 'question' is missing"),
+        ((GOOD_ROW, '{"question": 2, "answer": "2"}\n'), r"d\.jsonl:2: the field 'question' cannot be 2"),
+        ((GOOD_ROW, '{"question": "", "answer": null}\n'), r"d\.jsonl:2: the field 'answer' cannot be null"),
+        ((GOOD_ROW, '{"question": "", "answer": [2]}\n'), r"d\.jsonl:2: the field 'answer' cannot be \[2\]"),
+        ((GOOD_ROW, '{"question": "", "answer": true}\n'), r"d\.jsonl:2: the field 'answer' cannot be true"),
+        ((GOOD_ROW, '{"question": "", "answer": NaN}\n'), r"d\.jsonl:2: the field 'answer' cannot be NaN"),
+        ((GOOD_ROW, '{"question": "\\ud83d", "answer": "2"}\n'), r"d\.jsonl:2: the field 'question' cannot be"),
+        ((GOOD_ROW, '{"question": "Combien d\u2019\xe9t\xe9s?", "answer": "2"}\n'), r"d\.jsonl:2: not UTF-8 text"),
+        ((), "d.jsonl has no rows"),
+        (("\n", "   \n"), "d.jsonl has no rows"),
+        ((GOOD_ROW, GOOD_ROW), "of which --eval-prompts takes 256, so none is left to train on"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_by_file_and_line(train, lines, sentence):
+    Path("d.jsonl").write_bytes("".join(lines).encode("cp1252"))
+    with pytest.raises(UserError, match=sentence):
+        train("--data", "d.jsonl")
+    with pytest.raises(
+        UserError, match=sentence.replace("d.jsonl", "d.jsonl") if "takes" not in sentence else "exceeds"
+    ):
+        train("--eval-data", "d.jsonl")
+    assert not run_directories()
+
+
+def test_rows_that_all_fall_to_the_filters_are_refused(train):
+    Path("d.jsonl").write_text(GOOD_ROW * 3)
+    with pytest.raises(UserError, match=r"none of the 3 rows of d\.jsonl passes the filters"):
+        train("--data", "d.jsonl", "--max-question-length", "3")
+    with pytest.raises(UserError, match=r"--max-terms needs 'num_terms' in every row"):
+        train("--data", "d.jsonl", "--max-terms", "3")
+
+
+def test_a_file_that_cannot_be_read_is_refused(train):
+    unreadable = Path("/proc/self/mem")  # its first byte is never there, not for root either
+    if not unreadable.exists():
+        pytest.skip("this system has no such file")
+    with pytest.raises(UserError, match="cannot be read"):
+        train("--data", str(unreadable))
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def overwrite(name: str, text: str) -> Callable[[Path], None]:
+    return lambda model: (model / name).write_text(text) and None
+
+
+def cut_off_weights(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+
+
+def widen(model: Path) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"intermediate_size": 1024}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (overwrite("config.json", "{"), "could not be loaded: .*not a valid JSON"),
+        (overwrite("config.json", "[]"), "could not be loaded"),
+        (overwrite("config.json", "{}"), "could not be loaded: .*model_type"),
+        (overwrite("config.json", '{"model_type": "nonsense"}'), "could not be loaded: .*nonsense"),
+        (overwrite("config.json", '{"model_type": "llama", "hidden_size": "wide"}'), "could not be loaded: .*wide"),
+        (widen, "could not be loaded"),
+        (overwrite("model.safetensors", "nonsense"), "could not be loaded"),
+        (overwrite("model.safetensors", ""), "could not be loaded"),
+        (cut_off_weights, "could not be loaded"),
+        (lambda model: (model / "model.safetensors").unlink(), "could not be loaded: .*model.safetensors"),
+        (overwrite("tokenizer.json", "nonsense"), "could not be loaded"),
+        (overwrite("tokenizer.json", "{}"), "could not be loaded"),
+        (lambda model: (model / "tokenizer.json").unlink(), "could not be loaded"),
+        (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template; use an instruction-tuned"),
+        (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
+        (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "the chat template refuses the messages: no"),
+    ],
+)  # fmt: skip
+def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sentence):
+    model = Path("model")
+    shutil.copytree(TINY_POLICY, model)
+    damage(model)
+    for _ in range(2):  # not "exists already" the second time
+        with pytest.raises(UserError, match=sentence) as caught:
+            train("--model", "./model", *SMALL)
+        assert "\n" not in str(caught.value)
+        assert not run_directories()
+
+
+def test_a_template_without_a_system_turn_is_told_how_to_do_without(train):
+    shutil.copytree(TINY_POLICY, "model")
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    Path("model/chat_template.jinja").write_text(template + (TINY_POLICY / "chat_template.jinja").read_text())
+    with pytest.raises(UserError, match="System role not supported.*--system-prompt ''"):
+        train("--model", "./model", "--system-prompt", "Be brief.", *SMALL)
+    train("--model", "./model", "--system-prompt", "", "--steps", "1", *SMALL)
+    assert [path.name for path in run_directories()] == ["x"]
+
+
+# Where runs are kept -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["file", "file/runs"])
+def test_a_runs_directory_that_cannot_be_made_is_refused(train, place):
+    Path("file").write_text("mine")
+    with pytest.raises(UserError, match="^--runs-dir: file/.* cannot be written"):
+        train("--runs-dir", place, *SMALL)
+    assert Path("file").read_text() == "mine"
+
+
+def test_a_file_in_the_place_of_a_run_is_refused(train):
+    Path("runs/experiment_base").mkdir(parents=True)
+    Path("runs/experiment_base/x").write_text("mine")
+    with pytest.raises(UserError, match="a file is in the way"):
+        train(*SMALL)
+    assert Path("runs/experiment_base/x").read_text() == "mine"
+
+
+def test_a_name_is_not_used_twice_and_the_run_is_left_as_it_was(train):
+    old = Path("runs/experiment_base/x")
+    old.mkdir(parents=True)
+    (old / "metrics.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="exists already; .*--resume runs/experiment_base/x$"):
+        train(*SMALL)
+    assert [path.name for path in old.iterdir()] == ["metrics.jsonl"]
+    assert (old / "metrics.jsonl").read_text() == "mine"
+
+
+# As a program --------------------------------------------------------------------------------------------------------
+
+
+def start(cwd: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess:
+    """Start train.py as from a user's shell; HF_HUB_OFFLINE is what `environment` says."""
+    inherited = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    alone = {"HF_HOME": str(cwd / "cache"), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / TRAIN), *argv],
+        **{"cwd": cwd, "env": {**inherited, **alone, **environment}, "capture_output": True, "text": True},
+        timeout=60,
+    )
+
+
+NOBODY = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # a port where nothing listens
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "sentence"),
+    [
+        ("--group-size 1", OFFLINE, "--group-size must be 2 or more, not 1: a group is its own baseline"),
+        ("--data d.jsonl", OFFLINE, "d.jsonl:2: not JSON (Expecting ',' delimiter at column 10)"),
+        ("--model ./model", OFFLINE, "--model model could not be loaded: Error while deserializing header"),
+        ("--runs-dir d.jsonl --name x", OFFLINE, "--runs-dir: d.jsonl/experiment_base/x cannot be written"),
+        ("--model owner/name", NOBODY, "owner/name: the hub does not answer"),
+        ("--data owner/name", NOBODY, "owner/name: the hub does not answer"),
+        ("--model owner/name", OFFLINE, "--model owner/name could not be loaded"),
+    ],
+)
+def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, argv, environment, sentence):
+    (tmp_path / "d.jsonl").write_text(GOOD_ROW + '{"a": 1 2}\n')
+    shutil.copytree(TINY_POLICY, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_text("nonsense")
+    result = start(tmp_path, *argv.split(), **environment)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stdout
+    assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path):
+    result = start(tmp_path, "--learning-rat", "1")
+    assert result.returncode == 2
+    assert "--learning-rat" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# The hub -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Iterator[dict]:
+    """A hub on this machine that answers every question with `status` and `headers` of the dictionary."""
+    import huggingface_hub.constants
+
+    answer = {"status": 404, "headers": {}}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802 (the name that http.server looks for)
+            self.send_response(answer["status"])
+            for name, value in {"Content-Length": "0", **answer["headers"]}.items():
+                self.send_header(name, value)
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield answer
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("what", ["model", "data"])
+@pytest.mark.parametrize(
+    ("status", "code", "sentence"),
+    [
+        (404, "RepoNotFound", "owner/name: the hub has no such (model|dataset), or shows it to its owners only"),
+        (403, "GatedRepo", "owner/name: its owners ask for an agreement: .*https://huggingface.co/.*owner/name,"),
+        (500, "", "owner/name: the hub does not answer .*500"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_in_one_sentence(train, hub, what, status, code, sentence):
+    hub |= {"status": status, "headers": {"X-Error-Code": code, "X-Error-Message": "no"}}
+    with pytest.raises(UserError, match=sentence) as caught:
+        train(f"--{what}", "owner/name", *SMALL)
+    assert "\n" not in str(caught.value)
+    assert not run_directories()
+
+
+# Updates that are not finite -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def broken_reward(train_script, monkeypatch, steps: set[int], value: float) -> Iterator[None]:
+    """In the given steps the user's reward function gives one completion `value`."""
+    sample, reward = train_script.sample_completions, train_script.task.reward
+    broken = []
+
+    def sample_and_see_the_step(config, policy, rows, step):
+        broken[:] = [step in steps]
+        return sample(config, policy, rows, step)
+
+    def maybe_broken(row, text):
+        rewards = reward(row, text)
+        if any(broken):
+            broken[:] = [False]
+            rewards["correct"] = value
+        return rewards
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_script, "sample_completions", sample_and_see_the_step)
+        patch.setattr(train_script.task, "reward", maybe_broken)
+        yield
+
+
+@pytest.fixture
+def policies(load_script, monkeypatch) -> list:
+    """The policies that runs have loaded, to look at their weights."""
+    script, loaded = load_script(TRAIN), []
+    load_policy = script.load_policy
+    monkeypatch.setattr(script, "load_policy", lambda *arguments: loaded.append(load_policy(*arguments)) or loaded[-1])
+    return loaded
+
+
+def weights(path: Path) -> torch.Tensor:
+    return load_file(path / "model.safetensors")["model.norm.weight"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_three_steps_with_a_broken_reward_end_the_run_and_keep_what_was_learned(
+    train, load_script, monkeypatch, capsys, policies, value
+):
+    with (
+        broken_reward(load_script(TRAIN), monkeypatch, {3, 4, 5}, value),
+        pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"),
+    ):
+        train("--steps", "9", "--checkpoint-every", "1", *SMALL)
+    directory = Path("runs/experiment_base/x")
+    assert capsys.readouterr().out.count("the gradient was not finite, and its update was skipped") == 1
+    metrics = read_lines(directory / "metrics.jsonl")
+    assert [(entry["step"], entry.get("loss/skipped")) for entry in metrics] == [
+        *((0, None), (1, 0), (2, 0)),
+        *((3, 1), (4, 1), (5, 1)),
+    ]
+    assert "reward/total" not in metrics[3]
+    samples = read_lines(directory / "samples.jsonl")
+    assert None in [entry["advantage"] for entry in samples if entry["step"] == 3]
+    step, path = newest_checkpoint(directory / "checkpoints")
+    assert step == 2
+    assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # as they were before step 3
+
+
+def test_a_run_goes_on_after_two_steps_with_a_broken_reward(train, load_script, monkeypatch, capsys):
+    with broken_reward(load_script(TRAIN), monkeypatch, {2, 3, 5, 6}, float("nan")):
+        train("--steps", "7", *SMALL, "--lr", "1e-3", "--kl-weight", "0.1")
+    assert capsys.readouterr().out.count("its update was skipped") == 1
+    directory = Path("runs/experiment_base/x")
+    assert [entry["loss/skipped"] for entry in read_lines(directory / "metrics.jsonl")[1:-1]] == [0, 1, 1, 0, 1, 1, 0]
+    assert torch.isfinite(weights(directory / "final")).all()
+    assert newest_checkpoint(directory / "checkpoints")[0] == 7
+
+
+def test_an_absurd_learning_rate_ends_the_run_with_its_first_checkpoint(train):
+    with pytest.raises(UserError, match="were not finite, and were skipped. Start again with a lower --lr"):
+        train("--steps", "9", "--lr", "1e30", "--checkpoint-every", "1", *SMALL, "--group-size", "8")
+    directory = Path("runs/experiment_base/x")
+    metrics = read_lines(directory / "metrics.jsonl")
+    assert [entry["loss/skipped"] for entry in metrics[-3:]] == [1, 1, 1]
+    assert newest_checkpoint(directory / "checkpoints")[0] == metrics[-4]["step"]
+    assert read_lines(directory / "samples.jsonl")

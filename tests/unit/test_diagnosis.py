@@ -1,0 +1,434 @@
+"""A run that is made to go wrong is told so, once and with what to try; a healthy one is not; the figures are right."""
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.config import RunConfig
+from common.diagnosis import Diagnosis, UpdateStatistics
+from common.experience import Experience, collate
+from common.loss import GRPOLoss
+from common.policy import load_policy, save_policy
+from common.sampling import sample
+from common.tasks import arithmetic
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RULES = {  # what only its sentence says, and a flag that it names
+    "skipped": ("was not finite", "--lr"),
+    "sampler gap": ("disagree about the policy", "--dtype"),
+    "no signal": ("have earned the same", "--group-size"),
+    "solved": ("have earned the same", "--data"),
+    "cut off": ("were cut off", "--max-new-tokens"),
+    "entropy": ("the entropy has collapsed", "--kl-weight"),
+    "KL": ("the KL to the policy at the start", "--kl-weight"),
+    "clip": ("the clip has silenced", "--epochs-per-step"),
+    "gradient": ("was scaled down", "--max-grad-norm"),
+    "flat": ("has not risen beyond noise", "--lr"),
+}
+
+
+def the_sentence(rule: str, said: list[str]) -> str:
+    """The only one of `said` that is the rule's."""
+    marker, flag = RULES[rule]
+    found = [sentence for sentence in said if marker in sentence]
+    assert len(found) == 1, said
+    assert flag in found[0]
+    return found[0]
+
+
+def is_silent(rule: str, said: list[str]) -> bool:
+    return not any(RULES[rule][0] in sentence for sentence in said)
+
+
+def reward_of_any_text(row: dict, text: str) -> dict[str, float]:
+    """A random policy never answers; this tells what it babbles apart, so that there is something to learn."""
+    return {"correct": float(len(text) % 2), "format": 0.0}
+
+
+@pytest.fixture(scope="module")
+def babbler(make_policy, tokenizer, tmp_path_factory) -> Path:
+    """The directory of a small random policy."""
+    path = tmp_path_factory.mktemp("babbler")
+    ends, pad_id = (tokenizer.eos_token_id,), tokenizer.pad_token_id
+    save_policy(make_policy(1024, end_of_turn_ids=ends, pad_id=pad_id, tokenizer=tokenizer), path)
+    return path
+
+
+@pytest.fixture
+def run(load_script, tmp_path, capsys):
+    """Run experiment_base on two prompts a step, and return what it said, and the lines of metrics.jsonl."""
+
+    def run(*flags: str) -> tuple[list[str], list[dict]]:
+        load_script("experiment_base/train.py").main(
+            [
+                *("--prompts-per-step", "2", "--eval-prompts", "1", "--eval-every", "0", "--samples-every", "0"),
+                *("--checkpoint-every", "0", "--runs-dir", str(tmp_path), "--name", "sick", *flags),
+            ]
+        )
+        said = re.findall(r"^step \d+: .*", capsys.readouterr().out, flags=re.MULTILINE)
+        lines = (tmp_path / "experiment_base" / "sick" / "metrics.jsonl").read_text().splitlines()
+        return said, [json.loads(line) for line in lines]
+
+    return run
+
+
+def of_steps(rows: list[dict], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+# rules about a single update ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def update(load_script):
+    """Sample with a policy, change something if asked to, and return the metrics of two epochs of real updates."""
+    script = load_script("experiment_base/train.py")
+
+    def update(policy, change=lambda policy, experience: None) -> dict[str, float]:
+        config = script.Config(group_size=2, epochs_per_step=2, minibatch_size=4, micro_batch_size=3, dtype="float32")
+        prompts = [[5, 6, 7] * 6, [8, 9] * 6, [10, 11, 12, 13] * 6]
+        trajectories = sample(policy, prompts, 2, max_new_tokens=24, key=(0,))
+        experience = collate(trajectories, policy.pad_id)
+        experience.returns = experience.advantages = torch.tensor([[0.7], [-0.7]] * 3)
+        experience.action_log_probs = script.old_log_probs(config, policy, experience)
+        change(policy, experience)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+        objective = GRPOLoss(config.clip_eps, kl_weight=0.0)
+        return script.update(config, policy, objective, optimizer, experience, step=1).metrics()
+
+    return update
+
+
+def diagnose(metrics: dict[str, float], dtype: str = "float32") -> list[str]:
+    """What is said of three steps that show the same."""
+    diagnosis = Diagnosis(SimpleNamespace(dtype=dtype, max_grad_norm=1.0))
+    return [sentence for _ in range(3) for sentence in diagnosis.check(metrics)]
+
+
+def test_a_gradient_that_is_not_finite_is_told_and_its_updates_change_no_weight(make_policy, update):
+    def spoil_all(_, experience: Experience) -> None:
+        experience.advantages[:] = math.nan
+
+    def spoil_one(_, experience: Experience) -> None:
+        experience.advantages[2] = math.nan
+
+    policy = make_policy()
+    start = {name: weight.clone() for name, weight in policy.named_parameters()}
+    metrics = update(policy, spoil_all)
+    assert metrics["loss/skipped"] == 4  # two epochs of two minibatches
+    assert diagnose(metrics) == [the_sentence("skipped", diagnose(metrics))]
+    assert all(torch.equal(weight, start[name]) for name, weight in policy.named_parameters())
+
+    assert update(make_policy(), spoil_one)["loss/skipped"] == 2
+    metrics = update(policy)
+    assert metrics["loss/skipped"] == 0
+    assert diagnose(metrics) == []
+    assert not all(torch.equal(weight, start[name]) for name, weight in policy.named_parameters())
+
+
+def score_at_another_temperature(policy, _) -> None:
+    policy.temperature = 1.0
+
+
+def shift_the_mask(_, experience: Experience) -> None:
+    experience.action_mask = torch.nn.functional.pad(experience.action_mask, (1, -1))
+
+
+@pytest.mark.parametrize("change", [score_at_another_temperature, shift_the_mask])
+def test_a_sampler_that_disagrees_with_training_is_told(make_policy, update, change):
+    assert diagnose(update(make_policy(temperature=0.7))) == []
+    metrics = update(make_policy(temperature=0.7), change)
+    said = diagnose(metrics)
+    assert len(said) == 1
+    assert f"differ by {metrics['policy/sampler_gap']:.2g} nats" in the_sentence("sampler gap", said)
+
+
+def test_a_first_ratio_that_is_not_1_is_told_even_where_the_sampler_agrees(make_policy, update):
+    def age(_, experience: Experience) -> None:
+        experience.action_log_probs = experience.sampler_log_probs - 0.01
+
+    metrics = update(make_policy(), age)
+    assert metrics["policy/sampler_gap"] < 1e-4
+    assert "the first ratio by 0.01 from 1" in the_sentence("sampler gap", diagnose(metrics))
+    assert diagnose(metrics, dtype="bfloat16") == []  # which rounds as much
+
+
+def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
+    policy = load_policy(RunConfig(device="cpu", dtype="bfloat16", attn_implementation="sdpa"))
+    metrics = update(policy)
+    assert metrics["policy/sampler_gap"] > 1e-5
+    assert diagnose(metrics, dtype="bfloat16") == []
+
+
+# rules about several steps ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("budget", "none_ended"), [(3, True), (5, False)])
+def test_completions_that_are_cut_off_are_told(run, budget, none_ended):
+    said, rows = run("--max-new-tokens", str(budget), "--steps", "7", "--group-size", "4")
+    assert (of_steps(rows, "completion/stopped") == [0.0] * 7) == none_ended
+    sentence = the_sentence("cut off", said)
+    assert sentence.startswith("step 5: ")
+    assert f"now {budget}" in sentence
+    assert ("none ended by itself" in sentence) == none_ended
+
+    diagnosis = Diagnosis(SimpleNamespace(dtype="float32", max_new_tokens=budget, max_grad_norm=1.0))
+    again = [f"step {row['step']}: {sentence}" for row in rows for sentence in diagnosis.check(row)]
+    assert again == said  # as a resumed run reads them back
+
+
+def write_data(path: Path, questions: dict[str, str]) -> str:
+    rows = [{"question": question, "answer": answer} for question, answer in questions.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_questions_that_nobody_can_answer_are_told(run, tmp_path):
+    data = write_data(tmp_path / "data.jsonl", {f"What is {n}+1?": "unknowable" for n in range(5)})
+    said, rows = run("--data", data, "--steps", "12", "--group-size", "2", "--max-new-tokens", "24")
+    assert of_steps(rows, "reward/total") == [0.0] * 12
+    sentence = the_sentence("no signal", said)
+    assert sentence.startswith("step 10: ")
+    assert "ask easier questions" in sentence
+    assert "harder" not in sentence
+
+
+def test_questions_that_are_solved_are_told_as_such_and_are_no_flat_reward(run, tmp_path):
+    policy = load_policy(RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
+    answers = {}
+    for n in range(1, 8):  # what it answers greedily is made the right answer
+        question = f"What is {n} + 1?"
+        prompt = policy.tokenizer.apply_chat_template(
+            arithmetic.messages({"question": question}), add_generation_prompt=True, return_dict=False
+        )
+        ids = sample(policy, [prompt], 1, max_new_tokens=40, key=(0,), greedy=True)[0].completion_ids
+        text = policy.tokenizer.decode(ids, skip_special_tokens=True)
+        answers[question] = re.search("<answer>(.*)</answer>", text)[1]
+    data = write_data(tmp_path / "data.jsonl", answers)
+    flags = ("--steps", "12", "--group-size", "2", "--max-new-tokens", "40", "--temperature", "0.02")
+    said, rows = run("--data", data, *flags)
+    assert of_steps(rows, "reward/correct") == [1.0] * 12
+    sentence = the_sentence("solved", said)
+    assert sentence.startswith("step 10: ")
+    assert "ask harder ones" in sentence
+    assert "easier" not in sentence
+
+    diagnosis = Diagnosis(SimpleNamespace(dtype="float32", max_grad_norm=1.0, lr=5e-5))
+    before, *steps, after = rows
+    for row in (before, *steps * 5, after, after):  # 60 steps, and the evaluation after them
+        assert is_silent("flat", diagnosis.check(row))
+
+
+def test_an_entropy_that_collapses_is_told(run, babbler, monkeypatch):
+    monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    flags = ("--steps", "19", "--lr", "1e-1", "--kl-weight", "0", "--group-size", "4", "--max-new-tokens", "8")
+    said, rows = run("--model", str(babbler), *flags)
+    entropies = of_steps(rows, "policy/entropy")
+    assert max(entropies[-5:]) < 0.05 * entropies[0]
+    assert f"from {sum(entropies[:4]) / 4:.3f} to" in the_sentence("entropy", said)  # line 0 is the evaluation before
+
+
+def test_a_kl_that_runs_away_is_told(run, babbler, monkeypatch):
+    monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    flags = ("--steps", "8", "--lr", "3e-2", "--group-size", "4", "--max-new-tokens", "8")
+    said, rows = run("--model", str(babbler), *flags, "--minibatch-size", "4")
+    assert min(of_steps(rows, "loss/kl")[-3:]) > 1
+    the_sentence("KL", said)
+    assert is_silent("clip", said)
+
+
+def test_a_clip_that_silences_many_tokens_is_told(run, babbler, monkeypatch):
+    monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    flags = ("--steps", "7", "--lr", "3e-3", "--group-size", "4", "--max-new-tokens", "8", "--kl-weight", "0")
+    said, rows = run("--model", str(babbler), *flags, "--epochs-per-step", "4", "--minibatch-size", "4")
+    shares = of_steps(rows, "policy/clipped")
+    assert min(shares) > 0.3
+    sentence = the_sentence("clip", said)
+    assert sentence.startswith("step 5: ")
+    assert f"{sum(shares[:5]) / 5:.0%} of the action tokens" in sentence
+
+
+@pytest.mark.parametrize(("longest", "is_told"), [("1e-3", True), ("4", False)])
+def test_a_gradient_that_is_always_clipped_and_by_much_is_told(run, babbler, monkeypatch, longest, is_told):
+    monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    flags = ("--steps", "22", "--max-grad-norm", longest, "--group-size", "4", "--max-new-tokens", "4")
+    said, rows = run("--model", str(babbler), *flags)
+    norms = of_steps(rows, "loss/grad_norm")
+    assert of_steps(rows, "loss/grad_clipped") == [float(norm > float(longest)) for norm in norms]
+    if not is_told:
+        assert is_silent("gradient", said)
+        return
+    sentence = the_sentence("gradient", said)
+    assert sentence.startswith("step 20: ")
+    assert f"from {sum(norms[:20]) / 20:.1f} to --max-grad-norm 0.001" in sentence
+
+
+def test_a_reward_that_stays_flat_is_told(run, babbler, monkeypatch):
+    monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    flags = ("--steps", "62", "--lr", "1e-12", "--group-size", "2", "--max-new-tokens", "6")
+    said, rows = run("--model", str(babbler), *flags)
+    rewards = of_steps(rows, "reward/total")
+    sentence = the_sentence("flat", said)
+    assert sentence.startswith("step 60: ")
+    assert f"({sum(rewards[:20]) / 20:.2f} at first, {sum(rewards[40:60]) / 20:.2f} now)" in sentence
+    assert "now 1e-12" in sentence
+    assert is_silent("no signal", said)
+
+
+@pytest.mark.parametrize(
+    "directory", sorted((ROOT / "experiment_base" / "results").glob("*/")), ids=lambda directory: directory.name
+)
+def test_nothing_is_said_of_the_runs_that_the_textbook_shows(directory):
+    settings = SimpleNamespace(**json.loads((directory / "config.json").read_text()))
+    diagnosis = Diagnosis(settings)
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) > 60
+    for row in rows:
+        if "loss/grad_norm" in row:  # of one update a step; older runs did not log what follows from the rest
+            derived = {
+                "loss/grad_clipped": float(row["loss/grad_norm"] > settings.max_grad_norm),
+                "completion/truncated": 1 - row["completion/stopped"],
+                "loss/skipped": 0,
+            }
+            row = derived | row
+        assert diagnosis.check(row) == []
+
+
+def test_a_reward_that_is_not_a_number_stops_no_rule():
+    """Between two good steps it stands in the history, where means and deviations are taken."""
+    rows = [
+        json.loads(line) for line in (ROOT / "experiment_base/results/seed0/metrics.jsonl").read_text().splitlines()
+    ]
+    diagnosis = Diagnosis(SimpleNamespace(dtype="float32", max_grad_norm=1.0, lr=5e-5))
+    for row in rows:
+        if row["step"] in (3, 15, 75):
+            row |= {name: math.nan for name in row if name.startswith(("reward/", "loss/"))} | {"loss/skipped": 1}
+    said = [sentence for row in rows for sentence in diagnosis.check(row)]
+    assert said == [the_sentence("skipped", said)]
+
+
+# UpdateStatistics ---------------------------------------------------------------------------------------------------
+
+CLIP_EPS, KL_WEIGHT, MAX_GRAD_NORM = 0.2, 0.1, 1.0
+B, W = 6, 9  # rows, and entries of each
+
+
+@pytest.fixture
+def experience(make_experience) -> Experience:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(B, W, generator=generator) < 0.6).long()
+    fields = ("action_log_probs", "log_probs_ref")
+    made = make_experience(
+        mask,
+        **{name: -3 * torch.rand(B, W, generator=generator) for name in fields},
+        completion_index=torch.arange(B) % 2,
+        advantages=torch.tensor([[1.0], [-1.0], [0.0], [0.5], [-2.0], [0.3]]),
+    )
+    made.prompt_index = torch.arange(B) // 2 + 10
+    made.sampler_log_probs = made.action_log_probs + 0.01 * torch.randn(B, W, generator=generator)
+    return made
+
+
+def updates_of(experience: Experience) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+    """Log-probs (B, T-1), entropy (B, T-1) and gradient norm of three updates."""
+    generator = torch.Generator().manual_seed(1)
+    norms = (0.5, 3.0, 7.0)
+    old, shape = experience.action_log_probs, experience.action_mask.shape
+    return [
+        (old + 0.3 * torch.randn(shape, generator=generator), torch.rand(shape, generator=generator), n) for n in norms
+    ]
+
+
+def gather(experience: Experience, updates: list, micro_batch_size: int) -> UpdateStatistics:
+    """Feed the updates in as experiment_base does, so many rows at a time."""
+    statistics = UpdateStatistics(CLIP_EPS, MAX_GRAD_NORM)
+    objective = GRPOLoss(CLIP_EPS, KL_WEIGHT)
+    for epoch, (log_probs, entropy, norm) in enumerate(updates):
+        for rows in torch.arange(B).split(micro_batch_size):
+            micro, share = experience.select(rows), len(rows) / B
+            loss, kl = objective(log_probs=log_probs[rows], experience=micro)
+            statistics.add(epoch, 0, micro, log_probs[rows], entropy[rows], loss * share, kl * share)
+        statistics.end_update(torch.tensor(norm))
+    return statistics
+
+
+def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
+    """The same figures, one token after the other."""
+    entropies, ratios, clipped, gaps, losses, kls = ([] for _ in range(6))
+    for log_probs, entropy, _ in updates:
+        losses.append(0.0), kls.append(0.0)
+        for row in range(B):
+            advantage = experience.advantages[row, 0].item()
+            places = [t for t in range(W) if experience.action_mask[row, t]]
+            for t in places:
+                ratio = math.exp(log_probs[row, t] - experience.action_log_probs[row, t])
+                log_r = float(experience.log_probs_ref[row, t] - log_probs[row, t])
+                k3 = math.exp(log_r) - log_r - 1
+                within = min(max(ratio, 1 - CLIP_EPS), 1 + CLIP_EPS)
+                losses[-1] += (-min(ratio * advantage, within * advantage) + KL_WEIGHT * k3) / len(places) / B
+                kls[-1] += k3 / len(places) / B
+                entropies.append(float(entropy[row, t]))
+                ratios.append(ratio)
+                clipped.append((ratio > 1 + CLIP_EPS and advantage > 0) or (ratio < 1 - CLIP_EPS and advantage < 0))
+                gaps.append(abs(float(log_probs[row, t] - experience.sampler_log_probs[row, t])))
+    first = len(ratios) // len(updates)
+    norms = [norm for *_, norm in updates]
+    return {
+        "loss/total": sum(losses) / len(losses),
+        "loss/kl": kls[0],
+        "loss/grad_norm": sum(norms) / len(norms),
+        "loss/grad_clipped": sum(norm > MAX_GRAD_NORM for norm in norms) / len(norms),
+        "loss/skipped": 0,
+        "policy/entropy": sum(entropies) / len(entropies),
+        "policy/ratio": sum(ratios) / len(ratios),
+        "policy/clipped": sum(clipped) / len(clipped),
+        "policy/first_ratio": sum(ratios[:first]) / first,
+        "policy/sampler_gap": sum(gaps[:first]) / first,
+        "policy/ratio_min": min(ratios),
+        "policy/ratio_max": max(ratios),
+    }
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, B])
+def test_the_figures_of_a_step_are_those_of_a_slow_loop_however_it_is_split(experience, micro_batch_size):
+    updates = updates_of(experience)
+    expected = slow_metrics(experience, updates)
+    assert 0 < expected["policy/clipped"] < 1
+    assert gather(experience, updates, micro_batch_size).metrics() == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_a_reference_no_kl_is_given(experience):
+    experience.log_probs_ref = None
+    statistics = UpdateStatistics(CLIP_EPS, MAX_GRAD_NORM)
+    log_probs, entropy, norm = updates_of(experience)[0]
+    statistics.add(0, 0, experience, log_probs, entropy, torch.tensor(2.0), torch.tensor(0.0))
+    statistics.end_update(torch.tensor(norm))
+    metrics = statistics.metrics()
+    assert "loss/kl" not in metrics
+    assert metrics["loss/total"] == 2.0
+
+
+def test_an_update_that_was_skipped_is_counted_and_not_as_one_scaled_down(experience):
+    (log_probs, entropy, _), *_ = updates_of(experience)
+    updates = [(log_probs, entropy, norm) for norm in (0.5, math.nan, math.inf, 3.0)]
+    metrics = gather(experience, updates, 2).metrics()
+    assert metrics["loss/skipped"] == 2
+    assert metrics["loss/grad_clipped"] == 1 / 4
+
+
+def test_the_rows_hold_each_update_once(experience):
+    updates = updates_of(experience)
+    rows = gather(experience, updates, 4).rows
+    assert sorted(rows) == [(prompt, completion) for prompt in (10, 11, 12) for completion in (0, 1)]
+    for (prompt, completion), seen in rows.items():
+        index = 2 * (prompt - 10) + completion
+        assert [(update.epoch, update.minibatch) for update in seen] == [(0, 0), (1, 0), (2, 0)]
+        for update, (log_probs, entropy, _) in zip(seen, updates, strict=True):
+            assert torch.equal(update.log_probs, log_probs[index])
+            assert torch.equal(update.entropy, entropy[index])

@@ -1,0 +1,65 @@
+"""What the documentation says of files, lines, keys and flags is so."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.config import RunConfig, flag
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(path for path in ROOT.glob("**/*.md") if "runs" not in path.parts and ".venv" not in path.parts)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_that_exist(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("experiment_*/README.md")), ids=lambda page: page.parent.name)
+def test_numbered_steps_point_at_the_numbered_comments(page):
+    lines = (page.parent / "train.py").read_text(encoding="utf-8").splitlines()
+    links = re.findall(r"^(\d)\. .*\[line (\d+)\]\(train\.py#L(\d+)\)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    numbered = [line for line in lines if re.match(r" +# \d ", line)]
+    assert len(links) == len(numbered)
+    for number, shown, target in links:
+        assert shown == target
+        assert lines[int(target) - 1].strip().startswith(f"# {number} ")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_in_commands_exist(page):
+    for command in re.findall(r"(experiment_\w+/train\.py [^`\n]*)", page.read_text(encoding="utf-8")):
+        script, *arguments = command.split("#")[0].split()
+        own = re.findall(r"^    (\w+): ", (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
+        known = {flag(name) for name in (*own, *(field.name for field in dataclasses.fields(RunConfig)))}
+        assert {argument for argument in arguments if argument.startswith("--")} <= known, command
+
+
+def test_every_logged_key_is_explained():
+    explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    keys = set()
+    for path in ROOT.glob("experiment_base/results/seed*/metrics.jsonl"):
+        keys |= {key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)}
+    assert len(keys) > 20
+    for key in keys - {"step"}:
+        family, *middle, name = key.split("/")
+        places = [f"`{key}`", f"`{family}/*/{name}`"] if middle else [f"`{key}`"]
+        assert any(place in explained for place in places), key
+
+
+def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path):
+    patch = ROOT / "experiment_base" / "broken.patch"
+    (tmp_path / "experiment_base").mkdir()
+    shutil.copy(ROOT / "experiment_base" / "train.py", tmp_path / "experiment_base")
+    result = subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    changed = (tmp_path / "experiment_base" / "train.py").read_text(encoding="utf-8").splitlines()
+    original = (ROOT / "experiment_base" / "train.py").read_text(encoding="utf-8").splitlines()
+    assert len(changed) == len(original) + 1
