@@ -36,12 +36,12 @@ class Config:
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     results = ROOT / config.experiment / "results"
-    for seed in config.seeds:
-        name = f"{config.prefix}{seed}"
-        run = Path(config.runs_dir) / config.experiment / name
-        if not (run / "summary.json").exists():
+    runs = {f"{config.prefix}{seed}": seed for seed in config.seeds}
+    for name, seed in runs.items():
+        if not (Path(config.runs_dir) / config.experiment / name / "summary.json").exists():
             train(config, seed, name)
-        keep(run, results / name)
+    for name in runs:  # only now, as a change of the checkout would show in the commit that later runs note
+        keep(Path(config.runs_dir) / config.experiment / name, results / name)
     write_table(results)
     draw(config.experiment, results)
 
