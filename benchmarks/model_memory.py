@@ -1,7 +1,7 @@
 """How much memory experiment_base needs for three known models: an estimate, and its check against a real run.
 
     python benchmarks/model_memory.py             # the table of docs/real_models.md, in a minute, without any weights
-    python benchmarks/model_memory.py --check     # 0.5 B parameters on this CPU: 15 GB of memory and some ten minutes
+    python benchmarks/model_memory.py --check     # 0.5 B parameters on this CPU: 12 GB of memory and some ten minutes
 
 The estimate adds up what must be there at the same time: weights, gradients, optimizer and reference from the count of
 parameters; the KV cache from its shape; activations from a forward pass with tensors that have shapes but no data. It
@@ -184,15 +184,15 @@ def check() -> None:
         for mode, flags in modes.items():
             command = [
                 *(sys.executable, ROOT / "experiment_base" / "train.py", "--model", "./model", "--name", mode),
-                *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "96"),
+                *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "32"),
                 *("--micro-batch-size", "4", "--eval-prompts", "1", "--eval-every", "0", "--checkpoint-every", "0"),
-                *("--device", "cpu", "--system-prompt", "", "--threads", "2", *flags),
+                *("--device", "cpu", "--system-prompt", "", *flags),
             ]
             subprocess.run([str(part) for part in command], cwd=place, check=True)
             run = Path(place) / "runs" / "experiment_base" / mode
             metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-            tokens = 120  # 96 and a prompt of about 24
-            setting = Setting(mode=mode, bfloat16=False, micro_batch_size=4, sampling_rows=16, tokens=tokens)
+            tokens = 56  # 32 and a prompt of about 24
+            setting = Setting(mode=mode, bfloat16=False, micro_batch_size=4, sampling_rows=8, tokens=tokens)
             parts = estimate(shape, setting)
             measured = max(entry["memory/peak_bytes"] for entry in metrics if "memory/peak_bytes" in entry)
             results[mode] = {"measured": measured, "estimated": parts["peak"], "machine": json.loads(

