@@ -156,11 +156,12 @@ class Diagnosis:
         off = max((abs(ratio - 1) for ratio in self._last("policy/first_ratio", 1)), default=0.0)
         if max(gap, off) <= limit:
             return None
+        by_ratio = f"the first ratio differs from 1 by {off:.2g}"
+        what = f"log-probs of the same tokens differ by {gap:.2g} nats on average" if gap > limit else by_ratio
         return (
-            f"sampling and training disagree about the policy: log-probs of the same tokens differ by {gap:.2g} nats "
-            f"on average, and the first ratio by {off:.2g} from 1 (in {self._config.dtype} below {limit:g} is usual), "
-            "so that the gradient is that of another policy: try --dtype float32 and --attn-implementation eager; if "
-            "it stays, the sampler or a mask is wrong"
+            f"sampling and training disagree about the policy: {what} (in {self._config.dtype} below {limit:g} is "
+            "usual), so that the gradient is that of another policy: try --dtype float32 and --attn-implementation "
+            "eager; if it stays, the sampler or a mask is wrong"
         )
 
     def _no_signal(self) -> str | None:
