@@ -54,9 +54,8 @@ class PolicyConfig:
     lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
     load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs --lora-rank
     save_merged: bool = False  # with --lora-rank: also write final_merged/, a model with the adapter added in
-    eval_prompts: int = (
-        256  # held-out questions per evaluation; without --eval-data so many rows of --data are set aside
-    )
+    # held-out questions per evaluation; without --eval-data so many rows of --data are set aside
+    eval_prompts: int = 256
     checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
     keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
     wandb: bool = False  # log to Weights & Biases too; without its package, a key or a network the run goes on
@@ -89,9 +88,8 @@ class RunConfig(PolicyConfig):
     data: str | None = None  # JSONL file, or hub dataset id[:subset], with question and answer; None: the bundled task
     eval_data: str | None = None  # the same for evaluation; None: bundled held-out file, or rows that --data gives up
     max_terms: int | None = None  # keep questions with at most so many numbers (rows need a field num_terms)
-    max_digits: int | None = (
-        None  # keep questions whose numbers have at most so many digits (rows need a field num_digits)
-    )
+    # keep questions whose numbers have at most so many digits (rows need a field num_digits)
+    max_digits: int | None = None
     max_question_length: int | None = None  # keep questions of at most so many characters
     system_prompt: str | None = None  # None: none for the bundled policy, for others one that asks for the two tags
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after

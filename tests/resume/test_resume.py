@@ -116,7 +116,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None
     while not condition():
         assert process.poll() is None, f"it ended too early:\n{process.communicate()[1]}"
         assert time.monotonic() < deadline, "it hangs"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def end(process: subprocess.Popen) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """Every train.py as users run it: a process of its own, two steps, on a CPU."""
 
+import functools
 import json
 import os
 import re
@@ -26,11 +27,16 @@ def read_metrics(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
-def test_help_explains_every_option(path):
+@functools.cache
+def help_of(path: Path) -> str:
     result = run(str(path), "--help", cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    options = re.split(r"\n│ (?=--)", result.stdout)[1:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
+def test_help_explains_every_option(path):
+    options = re.split(r"\n│ (?=--)", help_of(path))[1:]
     assert {re.match(r"--[a-z-]+", option)[0] for option in options} >= {"--model", "--seed", "--lr", "--runs-dir"}
     for option in options:
         words = re.sub(r"\(default:.*|[│╭╮╰╯─]|^--\S+( \S+)?", " ", option, flags=re.DOTALL).split()
@@ -99,7 +105,7 @@ def test_experiment_sft_lowers_the_loss_on_a_users_own_conversations(tmp_path):
 
 
 def test_help_states_the_defaults_that_the_table_resolves():
-    help_text = run(str(ROOT / "experiment_base" / "train.py"), "--help", cwd=ROOT).stdout
+    help_text = help_of(ROOT / "experiment_base" / "train.py")
     for value in (RESOLVED["tiny"]["lr"], RESOLVED["full"]["lr"]):
         assert f"{value:.0e}".replace("e-0", "e-") in help_text
     for value in (RESOLVED["tiny"]["max_new_tokens"], RESOLVED["full"]["max_new_tokens"]):
