@@ -131,7 +131,7 @@ def parse_config(
     table = resolved.get(config.kind)
     if table is None:
         raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
-    config = _fill_in(config, table)
+    config = resolve(config, table)
     check_ranges(
         config,
         positive=("threads", "eval_prompts", "max_terms", "max_digits", "max_question_length", "lora_alpha",
@@ -142,8 +142,8 @@ def parse_config(
     return config
 
 
-def _fill_in(config: ConfigT, table: dict) -> ConfigT:
-    """Resolve the flags that were left open."""
+def resolve(config: ConfigT, table: dict) -> ConfigT:
+    """The settings with those filled in that were left open: from the machine, the model, and `table`."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

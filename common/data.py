@@ -59,9 +59,11 @@ def read_rows(source: str, required: Sequence[str]) -> list[dict]:
 
 def _is_usable(value: object, wanted: tuple[type, ...]) -> bool:
     """Whether a value is of a wanted type, and neither NaN nor text with half a surrogate pair, which has no UTF-8."""
-    if not isinstance(value, wanted) or isinstance(value, bool) or value != value:
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
         return False
-    return not (isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value))
+    return isinstance(value, wanted) and not isinstance(value, bool) and value == value
 
 
 def _read_jsonl(path: Path) -> dict[str, dict]:

@@ -36,6 +36,7 @@ class Policy(nn.Module):
         temperature: of the sampling distribution; log-probabilities are those of logits / temperature.
         compute_dtype: torch.float32, or torch.bfloat16 for autocast. The weights stay in float32 either way: a step of
             1e-6 would be rounded away in a bfloat16 weight, and training would silently do nothing.
+        gradient_checkpointing: whether the model has it switched on.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Policy(nn.Module):
         pad_id: int,
         temperature: float = 1.0,
         compute_dtype: torch.dtype = torch.float32,
+        gradient_checkpointing: bool = False,
     ):
         super().__init__()
         self.model = model
@@ -54,6 +56,7 @@ class Policy(nn.Module):
         self.pad_id = pad_id
         self.temperature = temperature
         self.compute_dtype = compute_dtype
+        self.gradient_checkpointing = gradient_checkpointing
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +80,7 @@ class Policy(nn.Module):
             action_mask: (B, T-1), 1 where token t+1 counts.
         """
         # Gradient checkpointing works in training mode only, and sampling with a cache only outside of it.
-        self.model.train(torch.is_grad_enabled())
+        self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())
         with self.autocast():
             return self._score(sequences, action_mask, max_logits)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.chat import find_end_of_turn_ids
-from common.config import PolicyConfig, UserError
+from common.config import PolicyConfig, UserError, resolve
 from common.hub import must_be_cached
 from common.logprobs import Policy, TokenScores
 
@@ -32,6 +32,7 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     disable_progress_bar()  # one progress line is enough
     for name in ("backends.cpu.ops", "autograd._functions"):  # notes on speed and on casts, in every layer
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
+    config = resolve(config, {})  # what the command line has resolved stays; a config made in code may leave it open
     source = str(config.model_path or config.model)
     settings = {"local_files_only": config.model_path is not None or must_be_cached("model", source)}
     try:
@@ -70,7 +71,9 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
         model = model.to(config.device)
     else:
         _forbid_repacking(model)
-    policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype])
+    policy = Policy(
+        model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
+    )
     _check_head(policy)
     return policy
 

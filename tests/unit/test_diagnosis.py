@@ -61,8 +61,9 @@ def babbler(make_policy, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(load_script, tmp_path, capsys):
+def run(load_script, tmp_path, capsys, monkeypatch):
     """Run experiment_base on two prompts a step, and return what it said, and the lines of metrics.jsonl."""
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda directory: None)  # it would take as long as the run
 
     def run(*flags: str) -> tuple[list[str], list[dict]]:
         load_script("experiment_base/train.py").main(
