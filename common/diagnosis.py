@@ -158,10 +158,11 @@ class Diagnosis:
             return None
         by_ratio = f"the first ratio differs from 1 by {off:.2g}"
         what = f"log-probs of the same tokens differ by {gap:.2g} nats on average" if gap > limit else by_ratio
+        remedy = "" if self._config.dtype == "float32" else "--dtype float32 and "
         return (
             f"sampling and training disagree about the policy: {what} (in {self._config.dtype} below {limit:g} is "
-            "usual), so that the gradient is that of another policy: try --dtype float32 and --attn-implementation "
-            "eager; if it stays, the sampler or a mask is wrong"
+            f"usual), so that the gradient is that of another policy: try {remedy}--attn-implementation eager; if it "
+            "stays, the sampler or a mask is wrong"
         )
 
     def _no_signal(self) -> str | None:

@@ -126,8 +126,11 @@ def save_merged(config: PolicyConfig, adapter: Path, path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(config.model_path or config.model)
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype])
-    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(path)
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype], local_files_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # as in make_policy
+        model = PeftModel.from_pretrained(base, adapter)
+    model.merge_and_unload().save_pretrained(path)
     AutoTokenizer.from_pretrained(adapter).save_pretrained(path)
 
 

@@ -17,7 +17,7 @@ from common.policy import load_policy
 from common.tasks import arithmetic as task
 
 ROOT = Path(__file__).resolve().parents[2]
-EVAL_PROMPTS = 64
+EVAL_PROMPTS = 32
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,17 @@ def run_directory(tmp_path_factory):
     """One short run of experiment_base, as users start it."""
     directory = tmp_path_factory.mktemp("learning")
     command = [
-        *(sys.executable, str(ROOT / "experiment_base" / "train.py"), "--name", "short", "--eval-every", "0"),
-        *("--steps", "24", "--prompts-per-step", "12", "--lr", "1e-4", "--eval-prompts", str(EVAL_PROMPTS)),
+        *(
+            sys.executable,
+            str(ROOT / "experiment_base" / "train.py"),
+            "--name",
+            "short",
+            "--eval-every",
+            "0",
+            "--checkpoint-every",
+            "0",
+        ),
+        *("--steps", "30", "--prompts-per-step", "6", "--lr", "1e-4", "--eval-prompts", str(EVAL_PROMPTS)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)

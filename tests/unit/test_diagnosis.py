@@ -259,11 +259,11 @@ def test_a_clip_that_silences_many_tokens_is_told(run, babbler, monkeypatch):
 @pytest.mark.parametrize(("longest", "is_told"), [("1e-3", True), ("2.5", False)])
 def test_a_gradient_that_is_always_clipped_and_by_much_is_told(run, babbler, monkeypatch, longest, is_told):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
-    flags = ("--steps", "22", "--max-grad-norm", longest, "--group-size", "4", "--max-new-tokens", "4")
+    flags = ("--steps", "21", "--max-grad-norm", longest, "--group-size", "4", "--max-new-tokens", "3")
     said, rows = run("--model", str(babbler), *flags)
     norms = of_steps(rows, "loss/grad_norm")
     assert min(norms) > float(longest)
-    assert of_steps(rows, "loss/grad_clipped") == [1.0] * 22
+    assert of_steps(rows, "loss/grad_clipped") == [1.0] * 21
     if not is_told:
         assert is_silent("gradient", said)
         return
@@ -274,7 +274,7 @@ def test_a_gradient_that_is_always_clipped_and_by_much_is_told(run, babbler, mon
 
 def test_a_reward_that_stays_flat_is_told(run, babbler, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
-    flags = ("--steps", "62", "--lr", "1e-12", "--group-size", "2", "--max-new-tokens", "6")
+    flags = ("--steps", "61", "--lr", "1e-12", "--group-size", "2", "--max-new-tokens", "4")
     said, rows = run("--model", str(babbler), *flags)
     rewards = of_steps(rows, "reward/total")
     sentence = the_sentence("flat", said)
