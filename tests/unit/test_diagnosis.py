@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RULES = {  # what only its sentence says, and a flag that it names
     "skipped": ("was not finite", "--lr"),
-    "sampler gap": ("disagree about the policy", "--dtype"),
+    "sampler gap": ("disagree about the policy", "--attn-implementation"),
     "no signal": ("have earned the same", "--group-size"),
     "solved": ("have earned the same", "--data"),
     "cut off": ("were cut off", "--max-new-tokens"),
