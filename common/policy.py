@@ -39,14 +39,17 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
         tokenizer = AutoTokenizer.from_pretrained(source, **settings)
         if config.load_in is not None:
             settings |= {"quantization_config": _quantization(config), "device_map": {"": config.device}}
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             source,
+            output_loading_info=True,
             dtype=DTYPES[config.dtype] if config.lora_rank else torch.float32,
             attn_implementation=config.attn_implementation,
             **settings,
         )
     except Exception as error:  # a damaged file can raise anything, a KeyError for example
         raise UserError(f"--model {source} could not be loaded: {' '.join(str(error).split())}") from error
+    if loading["missing_keys"]:  # transformers would give them random numbers
+        raise UserError(f"--model {source} lacks weights, {sorted(loading['missing_keys'])[0]} for one")
     return make_policy(model, tokenizer, config, temperature)
 
 
@@ -155,7 +158,7 @@ def _forbid_repacking(model: torch.nn.Module) -> None:
     """Keep bitsandbytes from packing 4-bit weights anew for CPUs with AVX512-BF16.
 
     It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
-    from then on, without an error (measured on 0.50.2; tests/smoke/test_adapters.py compares them).
+    from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them).
     """
     from bitsandbytes.nn import Linear4bit
 

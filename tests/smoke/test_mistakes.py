@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.checkpoints import newest_checkpoint
 from common.config import TINY_POLICY, UserError
@@ -168,6 +168,12 @@ def cut_off_weights(model: Path) -> None:
     path.write_bytes(path.read_bytes()[:100_000])
 
 
+def lose_a_weight(model: Path) -> None:
+    kept = load_file(model / "model.safetensors")
+    del kept["model.layers.2.input_layernorm.weight"]
+    save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
+
+
 def widen(model: Path) -> None:
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"intermediate_size": 1024}))
@@ -184,6 +190,7 @@ def widen(model: Path) -> None:
         (widen, "could not be loaded"),
         (overwrite("model.safetensors", "nonsense"), "could not be loaded"),
         (cut_off_weights, "could not be loaded"),
+        (lose_a_weight, "lacks weights, model.layers.2.input_layernorm.weight for one"),
         (lambda model: (model / "model.safetensors").unlink(), "could not be loaded: .*model.safetensors"),
         (overwrite("tokenizer.json", "nonsense"), "could not be loaded"),
         (overwrite("tokenizer.json", "{}"), "could not be loaded"),

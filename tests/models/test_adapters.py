@@ -150,9 +150,10 @@ def test_scoring_with_the_reference_leaves_the_adapter_on(trained):
     assert torch.equal(log_probs_of(trained.policy), before)
 
 
-def test_training_mode_changes_no_log_prob(trained):
+def test_training_mode_changes_no_log_prob(trained, monkeypatch):
     """It would with dropout, in the model or in its adapter."""
     policy = trained.policy
+    monkeypatch.setattr(policy, "gradient_checkpointing", True)  # which is what enters training mode
     with_gradient = policy(*random_rows(policy.model.config.vocab_size)).log_probs
     assert policy.model.training
     assert torch.equal(with_gradient.detach(), log_probs_of(policy))
