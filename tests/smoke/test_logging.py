@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -213,7 +214,10 @@ def test_wandb_keeps_the_figures_offline(log_to_wandb):
     output, directory = log_to_wandb(WANDB_MODE="offline")
     assert "--wandb" not in output  # nothing to complain about
     (path,) = directory.glob("wandb/offline-run-*/*.wandb")
-    kept = path.read_bytes()
+    sys.modules["wandb"].teardown()  # ends the process that writes the file,
+    deadline = time.monotonic() + 60
+    while b"time/step" not in (kept := path.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.1)  # which may take its time over it
     for entry in read_lines(directory / "metrics.jsonl"):
         for name, value in entry.items():
             assert name.encode() in kept
