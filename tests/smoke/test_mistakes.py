@@ -273,16 +273,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
     [
         ("--group-size 1", OFFLINE, "--group-size must be 2 or more, not 1: a group is its own baseline"),
         ("--data d.jsonl", OFFLINE, "d.jsonl:2: not JSON (Expecting ',' delimiter at column "),
-        ("--model ./model", OFFLINE, "--model model could not be loaded: Error while deserializing header"),
         ("--runs-dir d.jsonl --name x", OFFLINE, "--runs-dir: d.jsonl/experiment_base/x cannot be written"),
         ("--model owner/name", NOBODY, "owner/name: the hub does not answer"),
-        ("--data owner/name", NOBODY, "owner/name: the hub does not answer"),
     ],
 )
 def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, argv, environment, sentence):
     (tmp_path / "d.jsonl").write_text(GOOD_ROW + '{"a": 1 2}\n')
-    shutil.copytree(TINY_POLICY, tmp_path / "model")
-    (tmp_path / "model" / "model.safetensors").write_text("nonsense")
     result = start(tmp_path, *argv.split(), **environment)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {sentence}")

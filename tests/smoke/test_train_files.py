@@ -71,7 +71,7 @@ def test_experiment_base_runs_two_steps_and_leaves_a_complete_run(tmp_path):
 
 
 def test_experiment_sft_makes_a_policy_that_experiment_base_trains(tmp_path, load_script):
-    lessons = ("--num-copying", "100", "--num-working", "60", "--num-answering", "60")
+    lessons = ("--num-copying", "60", "--num-working", "30", "--num-answering", "30")
     result = run(
         str(ROOT / "experiment_sft" / "train.py"),
         *(*lessons, "--eval-prompts", "1", "--name", "smoke", "--save-dtype", "bfloat16"),
@@ -88,18 +88,17 @@ def test_experiment_sft_makes_a_policy_that_experiment_base_trains(tmp_path, loa
     assert (tmp_path / "experiment_base" / "smoke" / "summary.json").exists()
 
 
-def test_experiment_sft_lowers_the_loss_on_a_users_own_conversations(tmp_path):
+def test_experiment_sft_lowers_the_loss_on_a_users_own_conversations(tmp_path, monkeypatch, load_script):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}
         for n in range(200)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = run(
-        str(ROOT / "experiment_sft" / "train.py"),
-        *("--model", "tiny", "--data", "chats.jsonl", "--epochs", "4", "--name", "smoke", "--warmup-steps", "2"),
-        cwd=tmp_path,
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    load_script("experiment_sft/train.py").main(
+        ["--model", "tiny", "--data", "chats.jsonl", "--epochs", "4", "--name", "smoke", "--warmup-steps", "2"]
     )
-    assert result.returncode == 0, result.stderr
     metrics = read_metrics(tmp_path / "runs" / "experiment_sft" / "smoke")
     assert metrics[-1]["loss/total"] < 0.5 * metrics[0]["loss/total"]
 
