@@ -216,10 +216,14 @@ def describe_rollout(trajectories: list[Trajectory], texts: list[str], returns: 
         return sum(values) / len(trajectories)
 
     rewards = {name: per_row(row.rewards[name] for row in trajectories) for name in trajectories[0].rewards}
+    right = [sum(row.action_mask) for row in trajectories if row.rewards["correct"]]
+    wrong = [sum(row.action_mask) for row in trajectories if not row.rewards["correct"]]
     return {
         "reward/total": returns.mean().item(),
         **{f"reward/{name}": value for name, value in rewards.items()},
-        "completion/length": per_row(sum(row.action_mask) for row in trajectories),
+        "completion/length": (sum(right) + sum(wrong)) / len(trajectories),
+        **({"completion/length_right": sum(right) / len(right)} if right else {}),
+        **({"completion/length_wrong": sum(wrong) / len(wrong)} if wrong else {}),
         "completion/worked": per_row(task.is_worked(text) for text in texts),
         "completion/stopped": per_row(row.finish_reason == "stop" for row in trajectories),
         "completion/truncated": per_row(row.finish_reason == "length" for row in trajectories),
