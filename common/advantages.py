@@ -40,9 +40,11 @@ def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: floa
     if critic_type not in ("grpo", "drgrpo"):
         raise ValueError(f'critic_type must be "grpo" or "drgrpo", not {critic_type!r}')
     exact = returns.double()
-    advantages = exact - exact.mean(dim=1, keepdim=True)
+    centered = exact - exact.mean(dim=1, keepdim=True)
     if critic_type == "grpo":
-        advantages = advantages / (exact.std(dim=1, keepdim=True) + eps)
+        advantages = centered / (exact.std(dim=1, keepdim=True) + eps)
+    else:
+        advantages = centered
     dtype = returns.dtype if returns.is_floating_point() else torch.get_default_dtype()
     return torch.where(has_signal(returns)[:, None], advantages, 0.0).to(dtype)
 

@@ -98,7 +98,8 @@ class GRPOLoss:
                 `log_probs_ref` where `kl_weight` is not 0.
 
         Returns:
-            The loss, and the KL estimate without gradient, averaged like the loss (0 without a reference).
+            The loss, and without gradient the KL estimate in nats per token, whatever the `critic_type`: mean over a
+            row's action tokens, then mean over rows (0 without a reference).
         """
         mask = experience.action_mask
         ratio = probability_ratio(log_probs, experience)  # (B, T-1)
@@ -110,12 +111,12 @@ class GRPOLoss:
             kl = approx_kl_divergence(
                 torch.where(mask.bool(), log_probs, 0.0), torch.where(mask.bool(), experience.log_probs_ref, 0.0)
             )
-        return self._reduce(token_loss + self.kl_weight * kl, mask), self._reduce(kl.detach(), mask)
+        return self._reduce(token_loss + self.kl_weight * kl, mask), masked_mean(kl.detach(), mask, dim=-1).mean()
 
     def _reduce(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         if self.critic_type == "grpo":
-            return masked_mean(x, mask, dim=-1).mean()
-        return (masked_sum(x, mask, dim=-1) / self.generate_max_length).mean()
+            return masked_mean(x, mask, dim=-1).mean()  # divided by the row's own length
+        return masked_mean(x, mask, dim=-1, denominator=self.generate_max_length).mean()  # by a constant
 
 
 def probability_ratio(log_probs: torch.Tensor, experience: Experience) -> torch.Tensor:

@@ -91,13 +91,16 @@ def step_by_step(question: Question) -> str:
     return " ".join(_steps(question, split_tens=False))
 
 
-def careful(question: Question, rng: random.Random) -> str:
-    """Tens and units of every operand apart, then the last operation undone as a check, zero or more times."""
+def careful(question: Question, rng: random.Random, check_again: float = CHECK_AGAIN) -> str:
+    """Tens and units of every operand apart, then the last operation undone as a check, zero or more times.
+
+    `check_again` is the probability of one more check, so that there are check_again / (1 - check_again) on average.
+    """
     steps = _steps(question, split_tens=True)
     last = question.terms[-1]
     if len(question.terms) > 1:
         undone = f"{question.answer}{'-+'[last.sign < 0]}{last.value}={question.answer - last.sign * last.value}"
-        while rng.random() < CHECK_AGAIN:
+        while rng.random() < check_again:
             steps.append(f"check {undone}")
     return " ".join(steps)
 

@@ -46,7 +46,7 @@ def loss_by_hand(log_probs, mask, advantages, old, ref, clip_eps, kl_weight, cri
                 k3 = math.exp(log_r) - log_r - 1
                 slope += kl_weight * (1 - math.exp(log_r))
             loss += (token_loss + kl_weight * k3) / divisor
-            kl += k3 / divisor
+            kl += k3 / (count * num_rows)
             gradient[row][t] = slope / divisor
     return loss, kl, torch.tensor(gradient, dtype=torch.float64)
 
@@ -197,6 +197,28 @@ def test_dr_grpo_weighs_every_token_alike_and_grpo_every_row(make_experience):
     assert gradient() == [[-0.5, 0, 0, 0], [-0.125] * 4]
     assert gradient(critic_type="drgrpo", generate_max_length=8) == [[-0.0625, 0, 0, 0], [-0.0625] * 4]
     assert gradient(critic_type="drgrpo", generate_max_length=16) == [[-0.03125, 0, 0, 0], [-0.03125] * 4]
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0, 64.0])
+def test_scaling_the_completion_budget_scales_the_loss_and_nothing_else(make_experience, factor):
+    """So under Adam, which divides by the gradient's size, it is no second learning rate."""
+
+    def loss_gradient_and_kl(generate_max_length: int) -> list[torch.Tensor]:
+        log_probs = random_values(ROWS, TOKENS, seed=0).requires_grad_()
+        experience = make_experience(
+            MASK,
+            advantages=random_values(ROWS, 1, seed=1),
+            action_log_probs=random_values(ROWS, TOKENS, seed=2),
+            log_probs_ref=random_values(ROWS, TOKENS, seed=3),
+        )
+        objective = GRPOLoss(0.2, 0.3, critic_type="drgrpo", generate_max_length=generate_max_length)
+        loss, kl = objective(log_probs=log_probs, experience=experience)
+        loss.backward()
+        return [loss.detach(), log_probs.grad, kl]
+
+    loss, gradient, kl = loss_gradient_and_kl(64)
+    scaled = loss_gradient_and_kl(round(64 * factor))
+    torch.testing.assert_close(scaled, [loss / factor, gradient / factor, kl], atol=1e-12, rtol=1e-12)
 
 
 def test_the_kl_estimate_is_unbiased_and_never_negative():

@@ -1,0 +1,114 @@
+"""Siblings: what one experiment changes of its parent is small, named, and what its README says that it is."""
+
+import ast
+import difflib
+import hashlib
+import re
+import subprocess
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted(path.parent for path in ROOT.glob("experiment_*/train.py"))
+README = "README.md"
+
+
+def parent_of(experiment: Path) -> Path | None:
+    """The experiment that the docstring of train.py names as its parent."""
+    docstring = ast.get_docstring(ast.parse((experiment / "train.py").read_text(encoding="utf-8")))
+    name = re.search(r"^Parent: (experiment_\w+)", docstring, re.MULTILINE)
+    return ROOT / name[1] if name else None
+
+
+SIBLINGS = [experiment for experiment in EXPERIMENTS if parent_of(experiment)]
+
+
+def code_of(experiment: Path) -> list[str]:
+    """The lines of train.py after the module docstring."""
+    text = (experiment / "train.py").read_text(encoding="utf-8")
+    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+
+
+def hunks(experiment: Path) -> list[tuple[list[str], list[str]]]:
+    """What the sibling removes from its parent's train.py and adds to it, place by place; the docstring aside."""
+    old, new = code_of(parent_of(experiment)), code_of(experiment)
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    return [(old[a:b], new[c:d]) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal"]
+
+
+def num_changed_lines(experiment: Path) -> int:
+    """A changed line counts once: the larger of removed and added, place by place."""
+    return sum(max(len(removed), len(added)) for removed, added in hunks(experiment))
+
+
+def text_of(experiment: Path) -> str:
+    return (experiment / README).read_text(encoding="utf-8")
+
+
+def table_rows() -> dict[str, list[str]]:
+    """The curriculum table of the main README: the cells of each experiment's row, by its name."""
+    rows = re.findall(r"^\| \d+ \| \[(experiment_\w+)\]\(\1/README\.md\) \|(.*)\|$", text_of(ROOT), re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
+@pytest.mark.parametrize("experiment", SIBLINGS, ids=lambda path: path.name)
+def test_the_diff_is_within_the_budget_that_the_readme_states(experiment, capsys):
+    size, budget = num_changed_lines(experiment), re.search(r"\*\*Diff budget:\*\* (\d+) changed lines", text_of(experiment))
+    with capsys.disabled():
+        print(f"\n{experiment.name} differs from {parent_of(experiment).name} by {size} changed lines")
+    assert budget, "its README states no budget"
+    assert 0 < size <= int(budget[1])
+
+
+@pytest.mark.parametrize("experiment", SIBLINGS, ids=lambda path: path.name)
+def test_the_readme_shows_the_whole_diff(experiment):
+    """The lines after + and - in its diff blocks are those of the diff, in order, shown without indentation."""
+    blocks = re.findall(r"^```diff\n(.*?)^```$", text_of(experiment), re.MULTILINE | re.DOTALL)
+    shown = [line[0] + line[1:].strip() for block in blocks for line in block.splitlines() if line[0] in "+-"]
+    expected = []
+    for removed, added in hunks(experiment):
+        expected += [f"-{line.strip()}" for line in removed] + [f"+{line.strip()}" for line in added]
+    assert shown == expected
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.name)
+def test_code_that_a_readme_quotes_is_code_of_the_project(experiment):
+    sources = [*ROOT.glob("common/**/*.py"), *experiment.glob("*.py")]
+    texts = [re.sub(r"^ +", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE) for path in sources]
+    for block in re.findall(r"^```python\n(.*?)^```$", text_of(experiment), re.MULTILINE | re.DOTALL):
+        quoted = re.sub(r"^ +", "", textwrap.dedent(block), flags=re.MULTILINE)
+        assert any(quoted in text for text in texts), block
+
+
+def test_the_curriculum_table_is_true():
+    """Every experiment has its row, with the parent that its docstring names and the size that its diff has."""
+    rows = table_rows()
+    assert sorted(rows) == [path.name for path in EXPERIMENTS]
+    for experiment in EXPERIMENTS:
+        _, parent, size, *_ = rows[experiment.name]
+        if experiment in SIBLINGS:
+            assert (parent, size) == (parent_of(experiment).name, f"{num_changed_lines(experiment)} lines")
+        else:
+            assert (parent, size) == ("none", f"{len((experiment / 'train.py').read_text().splitlines())} lines in all")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.name)
+def test_a_run_is_kept_under_the_name_of_its_experiment(experiment):
+    assert re.findall(r'start_run\("(\w+)"', (experiment / "train.py").read_text(encoding="utf-8")) == [experiment.name]
+
+
+def test_no_two_python_files_are_equal():
+    """Symbolic links and empty files excepted: what two experiments share stands in common/."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is not a git checkout, which knows the project's files")
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    by_content = defaultdict(list)
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.exists() and not path.is_symlink() and path.read_bytes().strip():
+            by_content[hashlib.sha256(path.read_bytes()).digest()].append(name)
+    assert len(by_content) > 20
+    assert [names for names in by_content.values() if len(names) > 1] == []
