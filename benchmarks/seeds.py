@@ -4,11 +4,14 @@
 
 A run that is there already is not repeated. Writes into <experiment>/results/ a directory for each seed with
 config.json, metrics.jsonl and summary.json, one table of all that stand there (metrics.csv), and
-<experiment>/curve.png.
+<experiment>/curve.png, in which the runs of the experiment's parent stand beside its own.
 """
 
+import ast
 import csv
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import tyro
 
-from viewer.compare import draw_comparison
+from viewer.compare import PANELS, draw_comparison
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,10 +34,18 @@ class Config:
     prefix: str = "seed"  # runs and results are called <prefix><seed>
     runs_dir: str = "runs"  # where the runs themselves are kept
     eval_every: int = 10  # steps between greedy evaluations
+    flags: str = ""  # further flags of train.py, in one string
+    panels: tuple[str, ...] = PANELS  # of the figure, by keys of metrics.jsonl
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
+    make_runs(config)
+    draw(config.experiment, config.panels)
+
+
+def make_runs(config: Config) -> None:
+    """Train with every seed, and keep what figures need."""
     results = ROOT / config.experiment / "results"
     runs = {f"{config.prefix}{seed}": seed for seed in config.seeds}
     for name, seed in runs.items():
@@ -43,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in runs:  # only now, as a change of the checkout would show in the commit that later runs note
         keep(Path(config.runs_dir) / config.experiment / name, results / name)
     write_table(results)
-    draw(config.experiment, results)
 
 
 def train(config: Config, seed: int, name: str) -> None:
     command = [sys.executable, str(ROOT / config.experiment / "train.py"), "--seed", str(seed), "--name", name]
     command += ["--model", config.model, "--runs-dir", config.runs_dir, "--eval-every", str(config.eval_every)]
-    print(" ".join(command), flush=True)
+    command += shlex.split(config.flags)
+    print(shlex.join(command), flush=True)
     subprocess.run(command, check=True)
 
 
@@ -72,11 +83,20 @@ def write_table(results: Path) -> None:
         writer.writerows(rows)
 
 
-def draw(experiment: str, results: Path) -> None:
-    groups = {experiment: sorted(results.glob("seed*/"))}
-    if other := sorted(results.glob("second_policy_seed*/")):
-        groups["from a second warm start"] = other
-    draw_comparison(groups, ROOT / experiment / "curve.png")
+def draw(experiment: str, panels: Sequence[str] = PANELS) -> None:
+    """The experiment's curve: its runs, those of its parent, and those from another policy."""
+    names = {experiment: "seed*/", f"{experiment}, from a second warm start": "second_policy_seed*/"}
+    if parent := parent_of(experiment):
+        names = {parent: "seed*/"} | names
+    groups = {label: sorted((ROOT / label.split(",")[0] / "results").glob(name)) for label, name in names.items()}
+    draw_comparison({label: runs for label, runs in groups.items() if runs}, ROOT / experiment / "curve.png", panels)
+
+
+def parent_of(experiment: str) -> str | None:
+    """The experiment from which this one differs by its lesson alone: the docstring of its train.py names it."""
+    docstring = ast.get_docstring(ast.parse((ROOT / experiment / "train.py").read_text(encoding="utf-8")))
+    match = re.search(r"^Parent: (experiment_\w+)", docstring, re.MULTILINE)
+    return match[1] if match else None
 
 
 if __name__ == "__main__":

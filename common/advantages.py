@@ -37,14 +37,15 @@ def group_advantages(returns: torch.Tensor, critic_type: str = "grpo", eps: floa
     """
     if returns.dim() != 2 or returns.shape[1] < 2:
         raise ValueError(f"returns must be (Q, G) with G >= 2, not {tuple(returns.shape)}: a group is its own baseline")
-    if critic_type not in ("grpo", "drgrpo"):
-        raise ValueError(f'critic_type must be "grpo" or "drgrpo", not {critic_type!r}')
     exact = returns.double()
     centered = exact - exact.mean(dim=1, keepdim=True)
-    if critic_type == "grpo":
-        advantages = centered / (exact.std(dim=1, keepdim=True) + eps)
-    else:
-        advantages = centered
+    match critic_type:
+        case "grpo":
+            advantages = centered / (exact.std(dim=1, keepdim=True) + eps)
+        case "drgrpo":
+            advantages = centered
+        case _:
+            raise ValueError(f'critic_type must be "grpo" or "drgrpo", not {critic_type!r}')
     dtype = returns.dtype if returns.is_floating_point() else torch.get_default_dtype()
     return torch.where(has_signal(returns)[:, None], advantages, 0.0).to(dtype)
 

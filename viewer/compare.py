@@ -1,6 +1,7 @@
 """Draw runs side by side: a line for each group of runs, the mean over its seeds, in a band from lowest to highest.
 
     python -m viewer.compare curve.png "GRPO=experiment_base/results/seed*" "no KL=experiment_base/results/exercise1"
+    python -m viewer.compare curve.png "GRPO=runs/experiment_base/*" --panels reward/correct loss/grad_norm
 
 Reads the runs' metrics.jsonl and imports nothing of the training code.
 """
@@ -8,19 +9,33 @@ Reads the runs' metrics.jsonl and imports nothing of the training code.
 import glob
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-# panel title: key in metrics.jsonl, and the range of the axis (None: as the data need)
-PANELS = {
-    "sampled accuracy on training questions, each asked once": ("reward/correct", (0, 1.02)),
-    "completion length (tokens)": ("completion/length", (0, None)),
-    "share worked out": ("completion/worked", (0, 1.02)),
-    "KL to the policy at the start (nats a token)": ("loss/kl", (0, None)),
+import tyro
+
+# key in metrics.jsonl: its heading, and the range of the axis (None: as the data need); others are headed by their key
+HEADINGS = {
+    "reward/correct": ("sampled accuracy on training questions, each asked once", (0, 1.02)),
+    "completion/length": ("completion length (tokens)", (0, None)),
+    "completion/length_right": ("length of right completions (tokens)", (0, None)),
+    "completion/length_wrong": ("length of wrong completions (tokens)", (0, None)),
+    "completion/worked": ("share worked out", (0, 1.02)),
+    "loss/kl": ("KL to the policy at the start (nats a token)", (0, None)),
 }
+PANELS = ("reward/correct", "completion/length", "completion/worked", "loss/kl")
 WINDOW = 5  # steps over which every run is averaged before runs are compared
 
 
-def draw_comparison(groups: dict[str, list[Path]], path: Path) -> None:
+@dataclass(frozen=True)
+class Config:
+    picture: tyro.conf.Positional[Path]  # file that the picture is written to
+    groups: tyro.conf.Positional[tuple[str, ...]]  # LABEL=RUN_DIRECTORIES each, with * for any text
+    panels: tuple[str, ...] = PANELS  # keys of metrics.jsonl: a large panel, and the others beside it
+
+
+def draw_comparison(groups: dict[str, list[Path]], path: Path, panels: Sequence[str] = PANELS) -> None:
     """Draw the runs of each group, given by their directories, into a picture at `path`.
 
     Raises:
@@ -32,9 +47,10 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure = plt.figure(figsize=(11, 5.5))
-    grid = figure.add_gridspec(3, 5)
-    places = [grid[:, :3], grid[0, 3:], grid[1, 3:], grid[2, 3:]]
-    for (heading, (key, limits)), place in zip(PANELS.items(), places, strict=True):
+    grid = figure.add_gridspec(max(1, len(panels) - 1), 5)
+    places = [grid[:, :3], *(grid[row, 3:] for row in range(len(panels) - 1))]
+    for key, place in zip(panels, places, strict=True):
+        heading, limits = HEADINGS.get(key, (key, (None, None)))
         axes = figure.add_subplot(place)
         for color, (label, directories) in enumerate(groups.items()):
             _draw_band(axes, [_read_curve(directory, key) for directory in directories], label, f"C{color}")
@@ -47,8 +63,9 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     main_axes, last_axes = figure.axes[0], figure.axes[-1]
-    for color, directories in enumerate(groups.values()):
-        _draw_held_out(main_axes, directories, f"C{color}")
+    if panels[0] == "reward/correct":
+        for color, directories in enumerate(groups.values()):
+            _draw_held_out(main_axes, directories, f"C{color}")
     for axes in (main_axes, last_axes):
         axes.set_xlabel("step")
     handles, labels = main_axes.get_legend_handles_labels()
@@ -94,18 +111,19 @@ def _read_metrics(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) < 2 or not all("=" in group for group in arguments[1:]):
-        sys.exit('usage: python -m viewer.compare PICTURE.png "LABEL=RUN_DIRECTORIES" ["LABEL=..." ...]')
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
     groups = {}
-    for argument in arguments[1:]:
-        label, _, pattern = argument.partition("=")
+    for group in config.groups:
+        label, _, pattern = group.partition("=")
         groups[label] = [Path(place) for place in sorted(glob.glob(pattern))]
         if not groups[label]:
-            sys.exit(f"error: no directory matches {pattern}")
-    draw_comparison(groups, Path(arguments[0]))
-    print(arguments[0])
+            sys.exit(f"error: {group} is not LABEL=RUN_DIRECTORIES, or no directory matches")
+    if not groups or not config.panels:
+        sys.exit("error: nothing to draw: give runs as LABEL=RUN_DIRECTORIES, and at least one of --panels")
+    draw_comparison(groups, config.picture, config.panels)
+    print(config.picture)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

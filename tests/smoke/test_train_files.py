@@ -13,6 +13,8 @@ import pytest
 from common.config import RESOLVED
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
+WITH_REWARDS = [path for path in TRAIN_FILES if "\n    group_size: int" in path.read_text()]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -34,7 +36,7 @@ def help_of(path: Path) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: path.parent.name)
 def test_help_explains_every_option(path):
     options = re.split(r"\n│ (?=--)", help_of(path))[1:]
     assert {re.match(r"--[a-z-]+", option)[0] for option in options} >= {"--model", "--seed", "--lr", "--runs-dir"}
@@ -43,15 +45,16 @@ def test_help_explains_every_option(path):
         assert len(words) >= 2, option
 
 
-def test_experiment_base_runs_two_steps_and_leaves_a_complete_run(tmp_path):
+@pytest.mark.parametrize("path", WITH_REWARDS, ids=lambda path: path.parent.name)
+def test_two_steps_leave_a_complete_run(tmp_path, path):
     result = run(
-        str(ROOT / "experiment_base" / "train.py"),
-        *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "8", "--name", "smoke"),
+        str(path),
+        *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4", "--name", "smoke"),
         *("--epochs-per-step", "2", "--minibatch-size", "8", "--checkpoint-every", "1"),
         cwd=tmp_path,  # not the repository: nothing may depend on where it is started
     )
     assert result.returncode == 0, result.stderr
-    directory = tmp_path / "runs" / "experiment_base" / "smoke"
+    directory = tmp_path / "runs" / path.parent.name / "smoke"
     for name in ("config.json", "samples.jsonl", "curve.png", "final/model.safetensors", "checkpoints/step_1"):
         assert (directory / name).exists(), name
     assert list(directory.glob("events.out.tfevents.*"))

@@ -56,7 +56,8 @@ def table_rows() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("experiment", SIBLINGS, ids=lambda path: path.name)
 def test_the_diff_is_within_the_budget_that_the_readme_states(experiment, capsys):
-    size, budget = num_changed_lines(experiment), re.search(r"\*\*Diff budget:\*\* (\d+) changed lines", text_of(experiment))
+    size = num_changed_lines(experiment)
+    budget = re.search(r"\*\*Diff budget:\*\* (\d+) changed lines", text_of(experiment))
     with capsys.disabled():
         print(f"\n{experiment.name} differs from {parent_of(experiment).name} by {size} changed lines")
     assert budget, "its README states no budget"
