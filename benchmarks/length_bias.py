@@ -1,6 +1,6 @@
 """What GRPO's length bias does to a policy that rambles, against Dr. GRPO: five seeds each.
 
-    python benchmarks/length_bias.py              # half an hour on one core
+    python benchmarks/length_bias.py              # under an hour on one core
 
 The bundled policy has nothing to ramble with: whatever it says is short. So it is first taught, by experiment_sft, to
 check its answers a random number of times, once it has worked them out and also where it has only guessed:

@@ -285,10 +285,12 @@ def test_a_reward_that_stays_flat_is_told(run, babbler, monkeypatch):
 
 
 SAID_OF_RESULTS = {"broken_mask": ["sampler gap", "flat"], "max_new_tokens_16": ["cut off", "flat"]}
-RESULTS = sorted(path.parent for path in (ROOT / "experiment_base" / "results").glob("*/metrics.jsonl"))
+RESULTS = sorted(
+    path.parent for path in ROOT.glob("experiment_*/results/*/config.json") if "group_size" in path.read_text()
+)
 
 
-@pytest.mark.parametrize("directory", RESULTS, ids=lambda directory: directory.name)
+@pytest.mark.parametrize("directory", RESULTS, ids=lambda directory: "/".join(directory.parts[-3::2]))
 def test_of_the_runs_that_the_textbook_shows_only_the_broken_ones_are_told(directory):
     settings = SimpleNamespace(**json.loads((directory / "config.json").read_text()))
     diagnosis = Diagnosis(settings)
