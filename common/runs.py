@@ -55,6 +55,7 @@ class Run:
         self._diagnosis = Diagnosis(config)
         self._skipped_in_a_row = 0
         self._stop_requested = False
+        self.is_interrupted = False  # stopped at once, not at the end of a step
         self._bar = None
         self._last_step = 0
         for row in history:
@@ -221,6 +222,7 @@ class Run:
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM: in a step, let it end and write a checkpoint; elsewhere, or a second time, stop now."""
         if self._bar is None or self._stop_requested:
+            self.is_interrupted = True
             raise KeyboardInterrupt
         self._stop_requested = True
         self.tell("stopping: this step is finished first, and a checkpoint written (once more: at once)")
@@ -243,7 +245,12 @@ def start_run(experiment: str, config: PolicyConfig) -> Iterator[Run]:
     run = _resume_run(experiment, config, machine) if config.resume else _make_run(experiment, config, machine)
     with _signals_to(run.request_stop):
         try:
-            yield run
+            try:
+                yield run
+            except Exception:
+                if run.is_interrupted:  # in the midst of an import, say, which can turn this into an error of its own
+                    raise KeyboardInterrupt from None
+                raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; go on with: {run.resume_command}") from None
         except UserError:

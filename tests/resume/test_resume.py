@@ -22,6 +22,7 @@ import torch
 from common.checkpoints import newest_checkpoint, write_checkpoint
 from common.config import UserError, parse_config, run_main
 from common.policy import load_policy
+from common.runs import start_run
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
 
@@ -306,6 +307,21 @@ def test_signals_end_a_run_with_the_command_that_goes_on_with_it(tmp_path, train
         assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
     train("--resume", str(directory))
     assert_equal_runs(directory, left_alone)
+
+
+def test_an_interruption_that_comes_out_as_another_error_is_still_one(tmp_path, load_script):
+    """As in the midst of an import: Python 3.11 turns whatever `__set_name__` raises into a RuntimeError."""
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine")
+
+    def run() -> None:
+        with start_run("experiment_base", config):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except KeyboardInterrupt as interrupt:
+                raise RuntimeError("Error calling __set_name__") from interrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted; go on with: python .* --resume "):
+        run()
 
 
 @contextmanager
