@@ -49,13 +49,23 @@ class Experience:
         return self._map(take)
 
     def split(self, micro_batch_size: int) -> Iterator["Experience"]:
-        """Micro-batches of at most `micro_batch_size` rows; rows of similar length stand together, to save padding."""
+        """Micro-batches of at most `micro_batch_size` rows.
+
+        Rows of one prompt stand together, so that it need not be encoded twice, and prompts whose longest rows are of
+        similar length, to save padding.
+        """
         for rows in self.micro_batch_rows(micro_batch_size):
             yield self.select(rows)
 
     def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:
         """Which rows each micro-batch of `split` holds."""
-        return self.attention_mask.sum(dim=1).argsort(stable=True).split(micro_batch_size)
+        lengths = self.attention_mask.sum(dim=1)
+        _, group = self.prompt_index.unique(return_inverse=True)
+        longest = torch.zeros_like(group).scatter_reduce(0, group, lengths, "amax")[group]
+        order = lengths.argsort(stable=True)
+        for key in (group, longest):  # the last one decides first
+            order = order[key[order].argsort(stable=True)]
+        return order.split(micro_batch_size)
 
     def _map(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> "Experience":
         values = {field.name: getattr(self, field.name) for field in fields(self)}

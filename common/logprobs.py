@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.experience import Experience
+from common.shared_prompts import hidden_states as hidden_states_of_shared_prompts
 
 # Logits of at most so many entries are alive at once: 2**25 of them are 128 MiB in float32. All of them for 64 rows of
 # 512 tokens under Llama 3's 128,256 words would be 16.8 GB, and log_softmax would hold them twice.
@@ -85,9 +86,8 @@ class Policy(nn.Module):
             return self._score(sequences, action_mask, max_logits)
 
     def _score(self, sequences: torch.Tensor, action_mask: torch.Tensor, max_logits: int) -> TokenScores:
-        hidden = self.model.get_decoder()(sequences, use_cache=False).last_hidden_state  # (B, T, H)
-        selected = action_mask.bool()  # (B, T-1)
-        hidden, targets = hidden[:, :-1][selected], sequences[:, 1:][selected]  # (N, H), (N,)
+        hidden, places = self._hidden_states(sequences, action_mask)  # (N, H), (N,)
+        targets = sequences[:, 1:].flatten()[places]  # (N,)
         head = self.model.get_output_embeddings()
         tokens_per_chunk = max(1, max_logits // head.weight.shape[0])
         scores = [
@@ -98,8 +98,20 @@ class Policy(nn.Module):
             for h, t in zip(hidden.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
         ]
         log_probs, entropy = (torch.cat(parts) for parts in zip(*scores, strict=True))  # (N,), (N,)
-        blank = torch.zeros(selected.shape, device=sequences.device)
-        return TokenScores(blank.masked_scatter(selected, log_probs), blank.masked_scatter(selected, entropy))
+        blank = torch.zeros(action_mask.numel(), device=sequences.device)
+        log_probs, entropy = (blank.scatter(0, places, x).view_as(action_mask) for x in (log_probs, entropy))
+        return TokenScores(log_probs, entropy)
+
+    def _hidden_states(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where action tokens are predicted: hidden states (N, H), and their places in the flattened (B, T-1)."""
+        decoder = self.model.get_decoder()
+        if not self.model.training:  # with gradient checkpointing no cache is kept, which sharing needs
+            shared = hidden_states_of_shared_prompts(decoder, sequences, action_mask)
+            if shared is not None:
+                return shared
+        hidden = decoder(sequences, use_cache=False).last_hidden_state  # (B, T, H)
+        places = action_mask.flatten().nonzero()[:, 0]
+        return hidden[:, :-1].flatten(0, 1)[places], places
 
 
 def _score_chunk(

@@ -12,6 +12,7 @@ import torch
 
 from common.keyed import keyed_generator
 from common.logprobs import Policy
+from common.shared_prompts import left_pad
 from common.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _complete(
     from transformers import DynamicCache  # not at the top: it takes seconds, which `--help` need not wait for
 
     cache = DynamicCache()
-    sequences, attention_mask = _left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
+    sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
     logits = _next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
     # the prompt was run once; what attention keeps of it, its keys and values, is repeated for the group
     cache.batch_repeat_interleave(group_size)
@@ -168,14 +169,6 @@ def _uniforms(rows: list[Trajectory], max_new_tokens: int, key: tuple[int, ...])
         for row in rows
     ]
     return torch.stack(draws)
-
-
-def _left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Q, P) ids and mask with the prompts flush right, so that every row's next token has the same place."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-    return ids, mask
 
 
 def _record(

@@ -255,7 +255,7 @@ def test_micro_batches_change_neither_gradient_nor_update(train, make_policy, mi
 
     (split, split_metrics), (whole, whole_metrics) = both(torch.optim.SGD, 0.1)
     gradient, expected = (torch.cat([p.grad.flatten() for p in policy.parameters()]) for policy in (split, whole))
-    assert (gradient - expected).norm() <= 1e-6 * expected.norm()
+    assert (gradient - expected).norm() <= 2e-6 * expected.norm()  # one row alone shares no prompt: other roundings
     for a, b in zip(split.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
     assert split_metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-6)
