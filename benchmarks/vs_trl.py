@@ -1,0 +1,412 @@
+"""experiment_base against TRL's GRPOTrainer on the same work, side by side, in processes of their own.
+
+    pip install -r requirements-bench.txt
+    python benchmarks/vs_trl.py                   # half an hour on two idle cores; see --help for parts of it
+
+Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
+8, completion budget, AdamW with the same settings, one update a step, float32. What differs is the random numbers of
+the sampling. Runs of the two are interleaved and repeated, and medians are compared: of processor seconds with one
+thread, which a busy neighbour disturbs little, and of wall-clock seconds with two.
+
+Then both are trained with several seeds, and asked the held-out questions now and then, with the clock stopped: how
+long does each take to the accuracy that TRL has reached after 300 processor seconds?
+
+Writes benchmarks/results/vs_trl.json and vs_trl.png.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from functools import wraps
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
+WARM_UP = 2  # steps that are not counted: the first ones import, allocate and choose kernels
+LR = 5e-5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process: a trainer, and what it has to do."""
+
+    trainer: str  # ours or trl
+    beta: float = 0.0
+    threads: int = 1
+    prompts: int = 16  # a step
+    group_size: int = 8
+    max_new_tokens: int = 96
+    seed: int = 0
+    steps: int = 12
+    seconds: float | None = None  # processor seconds after which to stop, instead of steps
+    eval_every: int = 0  # steps; 0: never
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    repetitions: int = 5  # of each trainer and setting, interleaved
+    steps: int = 12  # of a repetition, of which the first two are not counted
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: leave it out
+    seconds: float = 300  # processor seconds that TRL trains for there
+    job: str | None = None  # used by the program itself, for its processes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if config.job is not None:
+        work(Job(**json.loads(config.job)))
+        return
+    result = {"settings": compare_speed(config)} | {"accuracy": compare_accuracy(config)}
+    RESULTS.write_text(json.dumps(describe() | result, indent=1) + "\n", encoding="utf-8")
+    print_table(result["settings"])
+    if config.seeds:
+        draw(result["accuracy"])
+
+
+def describe() -> dict:
+    """Where and with what the figures were measured."""
+    from importlib.metadata import version
+
+    from common.report import describe_machine
+
+    return {"trl": version("trl"), "cores": os.cpu_count()} | describe_machine()
+
+
+# Speed ---------------------------------------------------------------------------------------------------------------
+
+
+def compare_speed(config: Config) -> dict[str, dict]:
+    """Both trainers in every setting: medians over the counted steps of all repetitions."""
+    settings = {
+        f"beta {beta}, budget {budget}, {threads} thread{'s' * (threads > 1)}": Job(
+            "ours", beta=beta, threads=threads, max_new_tokens=budget, steps=config.steps
+        )
+        for threads in (1, 2)
+        for budget in (96, 48)
+        for beta in (0.0, 0.02)
+    }
+    results = {}
+    for name, job in settings.items():
+        runs: dict[str, list[dict]] = {"ours": [], "trl": []}
+        for _ in range(config.repetitions):
+            for trainer in runs:
+                runs[trainer].append(start(replace(job, trainer=trainer)))
+        results[name] = summarise(runs, "cpu" if job.threads == 1 else "wall")
+        print(f"{name}: {results[name]['ratio']:.2f} times TRL's tokens per second", flush=True)
+    return results
+
+
+def summarise(runs: dict[str, list[dict]], clock: str) -> dict:
+    """Medians and ranges of one setting, by processor (`cpu`) or wall-clock (`wall`) seconds."""
+    result: dict = {"clock": clock}
+    for trainer, repetitions in runs.items():
+        rates, peaks = [], [repetition["peak_bytes"] for repetition in repetitions]
+        for repetition in repetitions:
+            steps = repetition["steps"][WARM_UP:]
+            rates.append(sum(step["tokens"] for step in steps) / sum(step[f"{clock}/step"] for step in steps))
+        result[f"{trainer}_tokens_per_second"] = statistics.median(rates)
+        result[f"{trainer}_tokens_per_second_range"] = [min(rates), max(rates)]
+        result[f"{trainer}_peak_bytes"] = statistics.median(peaks)
+        counted = [step for repetition in repetitions for step in repetition["steps"][WARM_UP:]]
+        for part in ("tokens", *(f"{clock}/{part}" for part in ("step", "sampling", "log_probs", "update"))):
+            result[f"{trainer}_{part.split('/')[-1]}"] = statistics.median(step[part] for step in counted)
+    pairs = zip(runs["ours"], runs["trl"], strict=True)
+    result["ratio"] = result["ours_tokens_per_second"] / result["trl_tokens_per_second"]
+    result["ratio_of_pairs"] = sorted(_rate(ours, clock) / _rate(trl, clock) for ours, trl in pairs)
+    result["repetitions"] = runs
+    return result
+
+
+def _rate(run: dict, clock: str) -> float:
+    steps = run["steps"][WARM_UP:]
+    return sum(step["tokens"] for step in steps) / sum(step[f"{clock}/step"] for step in steps)
+
+
+def print_table(settings: dict[str, dict]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "", "tokens/s", "step", "sampling", "log-probs", "update", "peak GB", "ratio")
+    for name, result in settings.items():
+        for trainer in ("trl", "ours"):
+            parts = [f"{result[f'{trainer}_{part}']:.2f}" for part in ("step", "sampling", "log_probs", "update")]
+            rate, peak = result[f"{trainer}_tokens_per_second"], result[f"{trainer}_peak_bytes"] / 1e9
+            ratio = f"{result['ratio']:.2f}" if trainer == "ours" else ""
+            table.add_row(name if trainer == "trl" else "", trainer, f"{rate:,.0f}", *parts, f"{peak:.2f}", ratio)
+    Console(width=120).print(table)
+
+
+# Accuracy ------------------------------------------------------------------------------------------------------------
+
+
+def compare_accuracy(config: Config) -> dict:
+    """Held-out accuracy against processor seconds, for several seeds, and how much sooner ours is where TRL ends."""
+    curves: dict[str, list[list[dict]]] = {"trl": [], "ours": []}
+    for seed in config.seeds:
+        for trainer in curves:
+            run = start(Job(trainer, seed=seed, seconds=config.seconds, steps=100_000, eval_every=4))
+            curves[trainer].append(run["evaluations"])
+            print(f"{trainer}, seed {seed}: {run['evaluations'][-1]}", flush=True)
+    sooner = []
+    for trl, ours in zip(curves["trl"], curves["ours"], strict=True):
+        target = statistics.mean(point["accuracy"] for point in trl[-3:])  # one evaluation alone is noisy
+        reached = next((point["cpu"] for point in ours if point["accuracy"] >= target), None)
+        sooner.append({"target": target, "trl_cpu": trl[-1]["cpu"], "ours_cpu": reached})
+    return {"seeds": config.seeds, "curves": curves, "sooner": sooner}
+
+
+def draw(accuracy: dict) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for place, clock, unit in ((axes[0], "cpu", "processor seconds"), (axes[1], "wall", "wall-clock seconds")):
+        for color, (trainer, label) in enumerate((("ours", "experiment_base"), ("trl", "TRL"))):
+            for number, curve in enumerate(accuracy["curves"][trainer]):
+                points = [(point[clock], point["accuracy"]) for point in curve]
+                place.plot(*zip(*points, strict=True), color=f"C{color}", label=label if number == 0 else None)
+        place.set_xlabel(f"{unit} of training")
+        place.grid(alpha=0.3)
+        place.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("sampled accuracy, held-out questions")
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(RESULTS.with_suffix(".png"), dpi=110)
+
+
+# One process ---------------------------------------------------------------------------------------------------------
+
+
+def start(job: Job) -> dict:
+    """Run a job in a process of its own, and return what it has measured."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, "--job", json.dumps(asdict(job))]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(f"error: {job} failed:\n{result.stderr[-3000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def work(job: Job) -> None:
+    """Do the job in this process; the last line on stdout is what was measured."""
+    import torch
+
+    torch.set_num_threads(job.threads)
+    clock = Clock(job)
+    with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
+        (train_ours if job.trainer == "ours" else train_trl)(job, clock, directory)
+    from common.report import peak_memory_bytes
+
+    print(json.dumps({"steps": clock.steps, "evaluations": clock.evaluations, "peak_bytes": peak_memory_bytes("cpu")}))
+
+
+class JobDoneError(Exception):
+    """The job's time is over."""
+
+
+class Clock:
+    """Times the steps of a run and their parts, and stands still while the policy is examined."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.steps: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+        self._total = {"cpu": 0.0, "wall": 0.0}
+        self._begin_step()
+
+    def timed(self, part: str, function: Callable) -> Callable:
+        """The function as it is, its time added to a part of the step."""
+
+        @wraps(function)
+        def call(*arguments, **settings):
+            before = self._now()
+            try:
+                return function(*arguments, **settings)
+            finally:
+                for name, value in self._now().items():
+                    self._parts[f"{name}/{part}"] += value - before[name]
+
+        return call
+
+    def end_step(self, tokens: int, evaluate: Callable[[], float]) -> None:
+        """Note a step of so many sampled tokens; now and then evaluate; raise JobDoneError at the end of the job."""
+        now = self._now()
+        step = {f"{name}/step": now[name] - self._start[name] for name in now}
+        for name in now:
+            self._total[name] += step[f"{name}/step"]
+            update = step[f"{name}/step"] - self._parts[f"{name}/sampling"] - self._parts[f"{name}/log_probs"]
+            step |= {f"{name}/{part}": self._parts[f"{name}/{part}"] for part in ("sampling", "log_probs")}
+            step[f"{name}/update"] = update  # and all that is neither sampling nor log-probs
+        self.steps.append({"tokens": tokens} | step)
+        over = len(self.steps) == self.job.steps
+        over |= self.job.seconds is not None and self._total["cpu"] >= self.job.seconds
+        if self.job.eval_every and (over or len(self.steps) % self.job.eval_every == 0):
+            self.evaluations.append({"step": len(self.steps), "accuracy": evaluate()} | self._total)
+        if over:
+            raise JobDoneError
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._start = self._now()
+        self._parts = {f"{name}/{part}": 0.0 for name in self._start for part in ("sampling", "log_probs")}
+
+    @staticmethod
+    def _now() -> dict[str, float]:
+        return {"cpu": time.process_time(), "wall": time.perf_counter()}
+
+
+def examine(policy, seed: int) -> float:
+    """Sampled accuracy on the held-out questions, each asked four times."""
+    from common.config import HELDOUT_DATA
+    from common.data import read_rows
+    from common.evaluate import evaluate
+    from common.tasks import arithmetic
+
+    rows = read_rows(str(HELDOUT_DATA), ("question", "answer"))[:256]
+    evaluation = evaluate(policy, rows, arithmetic, max_new_tokens=96, num_samples=4, seed=seed)
+    return evaluation.metrics["sampled/accuracy"]
+
+
+def train_ours(job: Job, clock: Clock, directory: str) -> None:
+    """Run experiment_base/train.py as it is, with a clock around the functions that its loop calls."""
+    spec = spec_from_file_location("train", ROOT / "experiment_base" / "train.py")
+    train = sys.modules["train"] = module_from_spec(spec)
+    spec.loader.exec_module(train)
+    policies, lengths = [], []
+    log = train.Run.log
+
+    def log_and_note(run, step, metrics, line):
+        lengths.append(metrics["completion/length"])
+        log(run, step, metrics, line=line)
+
+    def end_step(run, step, policy, optimizer):
+        """In the place of the checkpoint, which is the last thing that a step does."""
+        clock.end_step(round(lengths[-1] * job.prompts * job.group_size), lambda: examine(policies[0], job.seed))
+
+    def keep(function: Callable) -> Callable:
+        def load(*arguments):
+            policies.append(function(*arguments))
+            return policies[-1]
+
+        return load
+
+    train.load_policy = keep(train.load_policy)
+    train.sample_completions = clock.timed("sampling", train.sample_completions)
+    train.score = clock.timed("log_probs", train.score)
+    train.Run.log = log_and_note
+    train.Run.checkpoint = end_step
+    train.Run.before = lambda run, evaluate: clock._begin_step()
+    flags = {
+        "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
+        "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR,
+        "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",
+    }  # fmt: skip
+    try:
+        train.main([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+    except JobDoneError:
+        return
+
+
+def train_trl(job: Job, clock: Clock, directory: str) -> None:
+    """TRL's GRPOTrainer with the settings of experiment_base; what it would spend on other things is switched off."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from common.config import TINY_POLICY, TRAIN_DATA, RunConfig
+    from common.data import prompts_of_step, read_rows
+    from common.policy import make_policy
+    from common.tasks import arithmetic
+
+    rows = read_rows(str(TRAIN_DATA), ("question", "answer"))
+    num_steps = min(job.steps, 2000)
+    order = [
+        index for step in range(1, num_steps + 1) for index in prompts_of_step(len(rows), job.prompts, step, job.seed)
+    ]
+    dataset = Dataset.from_list(
+        [{"prompt": arithmetic.messages(rows[index]), "answer": str(rows[index]["answer"])} for index in order]
+    )
+    model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    policy = make_policy(model, tokenizer, RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
+    sampled: list[int] = []
+
+    def correct(completions, completion_ids, answer, **_) -> list[float]:
+        sampled.append(sum(map(len, completion_ids)))
+        texts = [completion[0]["content"] for completion in completions]
+        return [
+            arithmetic.reward({"answer": wanted}, text)["correct"] for wanted, text in zip(answer, texts, strict=True)
+        ]
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, *arguments, **settings):
+            clock._begin_step()
+
+        def on_step_end(self, *arguments, **settings):
+            clock.end_step(sampled[-1], lambda: examine(policy, job.seed))
+
+    in_update = GRPOTrainer._compute_loss
+
+    def compute_loss(self, *arguments, **settings):
+        """Log-probs of the update itself are part of the update."""
+        self._get_per_token_logps_and_entropies = log_probs.__get__(self)
+        try:
+            return in_update(self, *arguments, **settings)
+        finally:
+            del self._get_per_token_logps_and_entropies
+
+    log_probs = GRPOTrainer._get_per_token_logps_and_entropies
+    GRPOTrainer._compute_loss = compute_loss
+    GRPOTrainer._get_per_token_logps_and_entropies = clock.timed("log_probs", log_probs)
+    GRPOTrainer._generate = clock.timed("sampling", GRPOTrainer._generate)
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=correct,
+        train_dataset=dataset,
+        callbacks=[Steps()],
+        args=GRPOConfig(
+            output_dir=directory,
+            seed=job.seed,
+            max_steps=num_steps,
+            shuffle_dataset=False,
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=32,
+            gradient_accumulation_steps=job.prompts * job.group_size // 32,
+            num_generations=job.group_size,
+            max_completion_length=job.max_new_tokens,
+            temperature=1.0,
+            beta=job.beta,
+            loss_type="grpo",
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    try:
+        trainer.train()
+    except JobDoneError:
+        return
+
+
+if __name__ == "__main__":
+    main()
