@@ -24,7 +24,7 @@ HELDOUT_DATA = ROOT / "data" / "math_tasks_heldout.jsonl"
 
 # What a flag becomes that was left at None, by the kind of policy. A test holds the texts of --help to these figures.
 RESOLVED = {
-    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 32, "system_prompt": ""},
+    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128, "system_prompt": ""},
     "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4, "system_prompt": SYSTEM_PROMPT},
 }
 # LoRA learns best at some ten times the learning rate of full fine-tuning, whatever its rank (Schulman and Thinking
