@@ -34,12 +34,12 @@ def hidden_states(
         action_mask: (B, T-1), 1 where token t+1 counts.
 
     Returns:
-        (N, H) hidden states, and (N,) the place of each in the flattened (B, T-1); None where no two rows share a
-        prompt of at least one token, and running whole rows is as good.
+        (N, H) hidden states, and (N,) the place of each in the flattened (B, T-1); None where there are not at least
+        two rows a prompt on average, and running whole rows is as good.
     """
     rows = _split_rows(sequences, action_mask)
     prompts = list(dict.fromkeys(row.prompt for row in rows.values()))
-    if len(prompts) == len(rows) or max(map(len, prompts)) == 0:
+    if 2 * len(prompts) > len(rows) or max(map(len, prompts)) == 0:
         return None
     cache, prompt_mask = _encode(decoder, prompts, sequences.device)  # (U, P)
     index_of = {prompt: index for index, prompt in enumerate(prompts)}
