@@ -39,7 +39,7 @@ def hidden_states(
     """
     rows = _split_rows(sequences, action_mask)
     prompts = list(dict.fromkeys(row.prompt for row in rows.values()))
-    if 2 * len(prompts) > len(rows) or max(map(len, prompts)) == 0:
+    if 2 * len(prompts) > len(rows) or not any(prompts):
         return None
     cache, prompt_mask = _encode(decoder, prompts, sequences.device)  # (U, P)
     index_of = {prompt: index for index, prompt in enumerate(prompts)}
