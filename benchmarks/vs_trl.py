@@ -1,7 +1,7 @@
 """experiment_base against TRL's GRPOTrainer on the same work, side by side, in processes of their own.
 
     pip install -r requirements-bench.txt
-    python benchmarks/vs_trl.py                   # half an hour on two idle cores; see --help for parts of it
+    python benchmarks/vs_trl.py                   # an hour on two idle cores; see --help for parts of it
 
 Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
 8, completion budget, AdamW with the same settings, one update a step, float32. What differs is the random numbers of
@@ -11,7 +11,7 @@ thread, which a busy neighbour disturbs little, and of wall-clock seconds with t
 Then both are trained with several seeds, and asked the held-out questions now and then, with the clock stopped: how
 long does each take to the accuracy that TRL has reached after 300 processor seconds?
 
-Writes benchmarks/results/vs_trl.json and vs_trl.png.
+Writes benchmarks/results/vs_trl.json and vs_trl.png; what a part leaves out stays in them as it was.
 """
 
 import json
@@ -54,7 +54,8 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    repetitions: int = 5  # of each trainer and setting, interleaved
+    repetitions: int = 3  # of each trainer and setting, interleaved; 0: leave out the comparison of speeds
+    threads: tuple[int, ...] = (1, 2)  # of the settings
     steps: int = 12  # of a repetition, of which the first two are not counted
     seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: leave it out
     seconds: float = 300  # processor seconds that TRL trains for there
@@ -66,15 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.job is not None:
         work(Job(**json.loads(config.job)))
         return
-    result = {"settings": compare_speed(config)} | {"accuracy": compare_accuracy(config)}
-    RESULTS.write_text(json.dumps(describe() | result, indent=1) + "\n", encoding="utf-8")
-    print_table(result["settings"])
+    result = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {"settings": {}}
+    if config.repetitions:
+        result["settings"] |= compare_speed(config)
     if config.seeds:
+        result["accuracy"] = compare_accuracy(config)
         draw(result["accuracy"])
+    RESULTS.write_text(json.dumps(result | describe(), indent=1) + "\n", encoding="utf-8")
+    print_table(result["settings"])
 
 
 def describe() -> dict:
-    """Where and with what the figures were measured."""
+    """Where and with what the figures were measured last."""
     from importlib.metadata import version
 
     from common.report import describe_machine
@@ -91,7 +95,7 @@ def compare_speed(config: Config) -> dict[str, dict]:
         f"beta {beta}, budget {budget}, {threads} thread{'s' * (threads > 1)}": Job(
             "ours", beta=beta, threads=threads, max_new_tokens=budget, steps=config.steps
         )
-        for threads in (1, 2)
+        for threads in config.threads
         for budget in (96, 48)
         for beta in (0.0, 0.02)
     }
