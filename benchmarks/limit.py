@@ -1,0 +1,213 @@
+"""How far sampling and update are from what the machine's matrix products allow.
+
+    python benchmarks/limit.py                    # the bundled policy and task, one thread; a minute
+
+The floor of a step is the time of the matrix products that it cannot do without, at the rates at which this machine
+multiplies matrices of those shapes:
+
+- every prompt encoded once a group, once for sampling and once, forward and backward, for the update;
+- every completion token once forward in sampling, with as many rows at once as are still unfinished, and once forward
+  and backward in the update;
+- the LM head at action tokens alone; attention's own products; a backward pass is two products for each of forward.
+
+Everything else (norms, softmax, rotary embedding, copies, Python) counts as zero in the floor, so that no program can
+reach it. The gap is measured time over floor, in processor seconds. A profile names where the rest goes. Writes
+benchmarks/results/limit.json.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch.profiler import ProfilerActivity, profile
+
+from common.advantages import group_advantages
+from common.chat import encode_prompt
+from common.config import RESOLVED, TRAIN_DATA, RunConfig
+from common.data import prompts_of_step, read_rows
+from common.evaluate import decode
+from common.experience import Experience, collate
+from common.logprobs import Policy
+from common.loss import GRPOLoss
+from common.policy import load_policy
+from common.report import describe_machine
+from common.sampling import sample
+from common.shared_prompts import TOKENS_AT_ONCE
+from common.tasks import arithmetic as task
+from common.trajectory import Trajectory
+
+RESULTS = Path(__file__).resolve().parent / "results" / "limit.json"
+NUM_PROMPTS, GROUP_SIZE = 16, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    steps: int = 9  # whose medians are taken, after two that are not counted
+    threads: int = 1  # CPU threads
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    torch.set_num_threads(config.threads)
+    policy = load_policy(RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
+    rows = read_rows(str(TRAIN_DATA), ("question", "answer"))
+    rate = Rates()
+    steps = []
+    for step in range(1, config.steps + 3):
+        questions = [rows[index] for index in prompts_of_step(len(rows), NUM_PROMPTS, step, seed=0)]
+        sampling, trajectories = timed(lambda questions=questions, step=step: complete(policy, questions, step))
+        experience = with_advantages(policy, questions, trajectories)
+        update, _ = timed(lambda experience=experience: backward(policy, experience))
+        floors = floor_of_sampling(policy, trajectories, rate), floor_of_update(policy, trajectories, rate)
+        tokens = sum(len(row.completion_ids) for row in trajectories)
+        steps.append({"tokens": tokens, "sampling": sampling, "update": update,
+                      "sampling_floor": floors[0], "update_floor": floors[1]})  # fmt: skip
+    medians = {name: statistics.median(step[name] for step in steps[2:]) for name in steps[0]}
+    for part in ("sampling", "update"):
+        medians[f"{part}_gap"] = statistics.median(step[part] / step[f"{part}_floor"] for step in steps[2:])
+    costs = {
+        "sampling": largest_costs(lambda: complete(policy, questions, step)),
+        "update": largest_costs(lambda: backward(policy, experience)),
+    }
+    result = {"threads": config.threads, "medians": medians, "largest_costs": costs, "rates": rate.measured}
+    RESULTS.write_text(json.dumps(result | {"steps": steps} | describe_machine(), indent=1) + "\n", encoding="utf-8")
+    for part in ("sampling", "update"):
+        print(
+            f"{part}: {medians[part]:.3f} s, floor {medians[f'{part}_floor']:.3f} s, gap {medians[f'{part}_gap']:.2f}"
+        )
+        for name, share in costs[part].items():
+            print(f"    {share:6.1%}  {name}")
+
+
+# The work ------------------------------------------------------------------------------------------------------------
+
+
+def complete(policy: Policy, questions: list[dict], step: int) -> list[Trajectory]:
+    prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in questions]
+    budget = RESOLVED["tiny"]["max_new_tokens"]
+    return sample(policy, prompts, GROUP_SIZE, max_new_tokens=budget, key=(0, step), rows_at_once=128)
+
+
+def with_advantages(policy: Policy, questions: list[dict], trajectories: list[Trajectory]) -> Experience:
+    texts = [decode(policy, row.completion_ids) for row in trajectories]
+    correct = [
+        task.reward(questions[row.prompt_index], text)["correct"] for row, text in zip(trajectories, texts, strict=True)
+    ]
+    experience = collate(trajectories, policy.pad_id, policy.device)
+    experience.advantages = group_advantages(torch.tensor(correct).view(-1, GROUP_SIZE)).view(-1, 1)
+    return experience
+
+
+def backward(policy: Policy, experience: Experience) -> None:
+    objective = GRPOLoss(0.2, 0.0)
+    policy.zero_grad()
+    for micro in experience.split(RESOLVED["tiny"]["micro_batch_size"]):
+        log_probs, _ = policy(micro.sequences, micro.action_mask)
+        objective(log_probs=log_probs, experience=micro)[0].backward()
+
+
+def timed(function: Callable) -> tuple[float, object]:
+    start = time.process_time()
+    result = function()
+    return time.process_time() - start, result
+
+
+# The floor -----------------------------------------------------------------------------------------------------------
+
+
+class Rates:
+    """Floating-point operations a second of (m, k) @ (k, n), measured once for every shape."""
+
+    def __init__(self):
+        self.measured: dict[str, float] = {}
+
+    def seconds(self, m: int, k: int, n: int) -> float:
+        """The time of one such product."""
+        m = min(m, 512)  # larger ones are no faster
+        m = m if m < 16 else m // 16 * 16  # one measurement for similar shapes
+        name = f"{m}x{k}x{n}"
+        if name not in self.measured:
+            a, b = torch.randn(m, k), torch.randn(k, n)
+            times = []
+            for _ in range(7):
+                start = time.process_time()
+                for _ in range(40):
+                    torch.mm(a, b)
+                times.append((time.process_time() - start) / 40)
+            self.measured[name] = 2 * m * k * n / min(times[2:])
+        return 2 * m * k * n / self.measured[name] / m  # a row's
+
+
+def linear_shapes(policy: Policy) -> list[tuple[int, int]]:
+    """(inputs, outputs) of every linear layer, the LM head left out."""
+    head = policy.model.get_output_embeddings()
+    layers = [module for module in policy.model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    return [(layer.in_features, layer.out_features) for layer in layers]
+
+
+def forward_seconds(policy: Policy, rate: Rates, tokens: float, head_tokens: float, at_once: int) -> float:
+    """All linear layers for `tokens`, and the LM head for `head_tokens`, `at_once` of them a product."""
+    vocabulary, width = policy.model.get_output_embeddings().weight.shape
+    body = sum(rate.seconds(at_once, k, n) for k, n in linear_shapes(policy))
+    return tokens * body + head_tokens * rate.seconds(at_once, width, vocabulary)
+
+
+def attention_seconds(policy: Policy, rate: Rates, pairs: int) -> float:
+    """Scores and weighted values of so many (query, key) pairs, at the rate of a product as wide as a head."""
+    config = policy.model.config
+    head = config.hidden_size // config.num_attention_heads
+    a_pair = 2 * rate.seconds(64, head, 64) / 64  # of one head: q k, and p v
+    return config.num_hidden_layers * config.num_attention_heads * pairs * a_pair
+
+
+def prompts_of(trajectories: list[Trajectory]) -> list[int]:
+    """The length of each group's prompt."""
+    return [row.prompt_length for row in trajectories[::GROUP_SIZE]]
+
+
+def num_pairs(prompt: int, completion: int) -> int:
+    """How many (query, key) pairs the tokens of a completion have behind its prompt."""
+    return completion * prompt + completion * (completion + 1) // 2
+
+
+def floor_of_sampling(policy: Policy, trajectories: list[Trajectory], rate: Rates) -> float:
+    prompts = prompts_of(trajectories)
+    lengths = [len(row.completion_ids) for row in trajectories]
+    seconds = forward_seconds(policy, rate, sum(prompts), len(prompts), 512)
+    pairs = sum(num_pairs(0, prompt) for prompt in prompts)
+    for position in range(1, max(lengths)):  # the last token of a completion is not fed any more
+        active = sum(length > position for length in lengths)
+        seconds += forward_seconds(policy, rate, active, active, active)
+    pairs += sum(num_pairs(row.prompt_length, len(row.completion_ids) - 1) for row in trajectories)
+    return seconds + attention_seconds(policy, rate, pairs)
+
+
+def floor_of_update(policy: Policy, trajectories: list[Trajectory], rate: Rates) -> float:
+    prompts = prompts_of(trajectories)
+    tokens = sum(len(row.completion_ids) for row in trajectories)
+    forward = forward_seconds(policy, rate, sum(prompts) + tokens, tokens, TOKENS_AT_ONCE["cpu"])
+    pairs = sum(num_pairs(0, prompt) for prompt in prompts)
+    pairs += sum(num_pairs(row.prompt_length, len(row.completion_ids)) for row in trajectories)
+    return 3 * (forward + attention_seconds(policy, rate, pairs))
+
+
+def largest_costs(function: Callable, count: int = 6) -> dict[str, float]:
+    """The operations with the largest shares of the time, their own time alone; the rest is Python and small ones."""
+    function()
+    with profile(activities=[ProfilerActivity.CPU]) as measured:
+        start = time.process_time()
+        function()
+        total = time.process_time() - start
+    events = sorted(measured.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    shares = {event.key: event.self_cpu_time_total / 1e6 / total for event in events}
+    largest = dict(list(shares.items())[:count])
+    return largest | {"everything else": 1 - sum(largest.values())}
+
+
+if __name__ == "__main__":
+    main()
