@@ -1,0 +1,216 @@
+"""What each hyperparameter does: experiment_base trained with one of them changed at a time, three seeds each.
+
+    python benchmarks/hyperparameters.py --jobs 2       # 66 runs; an hour and a half on two cores
+    python benchmarks/hyperparameters.py --draw-only    # the figure and the table again, from the committed data
+
+A run that is there already is not repeated. Writes benchmarks/results/hyperparameters.csv (a row for each run and
+step), hyperparameters.json (a row for each run) and docs/hyperparameters.png, and prints the table of
+docs/hyperparameters.md.
+"""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import tyro
+
+from common.report import describe_machine
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "hyperparameters.png"
+EXPERIMENT = "experiment_base"
+DEFAULTS = {
+    "group-size": 8, "lr": 5e-5, "kl-weight": 0.02, "clip-eps": 0.2, "epochs-per-step": 1, "temperature": 1.0,
+    "prompts-per-step": 16,
+}  # fmt: skip
+# A panel each: heading, the flag, its values, and what else differs from the defaults.
+PANELS: list[tuple[str, str, tuple, dict]] = [
+    ("group size", "group-size", (2, 4, 8, 16), {}),
+    ("learning rate", "lr", (1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4), {}),
+    ("KL weight", "kl-weight", (0.0, 0.02, 0.1, 0.5), {}),
+    # with one update a rollout nothing is ever clipped, so that the range is varied where there are four
+    ("clip range, with four epochs", "clip-eps", (0.05, 0.2, 10.0), {"epochs-per-step": 4}),
+    ("epochs a rollout", "epochs-per-step", (1, 2, 4, 8), {}),
+    ("temperature", "temperature", (0.6, 0.8, 1.0, 1.3), {}),
+    ("prompts a step", "prompts-per-step", (4, 8, 16, 32), {}),
+]
+COLUMNS = ("reward/correct", "completion/length", "completion/worked", "loss/kl", "policy/entropy", "loss/grad_norm",
+           "policy/clipped", "group/without_signal", "time/step")  # fmt: skip
+WINDOW = 5  # steps over which every curve is averaged
+REACHED = 0.8  # sampled accuracy whose step the table gives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the runs
+    steps: int = 60  # of each run
+    jobs: int = 1  # runs at the same time, each with one thread
+    runs_dir: str = "runs/hyperparameters"  # where the runs themselves are kept
+    draw_only: bool = False  # train nothing
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if not config.draw_only:
+        with ThreadPoolExecutor(config.jobs) as pool:
+            wanted = [(settings, seed) for seed in config.seeds for settings in all_settings()]
+            list(pool.map(lambda run: train(config, *run), wanted))
+        write_results(config)
+    curves, runs = read_results()
+    draw(curves)
+    print(table(curves, runs))
+
+
+def all_settings() -> list[dict]:
+    """What differs from the defaults in each setting; every setting once."""
+    settings = [also | {flag: value} for _, flag, values, also in PANELS for value in values]
+    changed = [{flag: value for flag, value in each.items() if value != DEFAULTS[flag]} for each in settings]
+    return [each for index, each in enumerate(changed) if each not in changed[:index]]
+
+
+def name_of(settings: dict) -> str:
+    """Of a setting's runs: its flags in the order of DEFAULTS, whatever equals its default left out."""
+    changed = [
+        f"{flag}={settings[flag]:g}" for flag in DEFAULTS if settings.get(flag, DEFAULTS[flag]) != DEFAULTS[flag]
+    ]
+    return ",".join(changed) or "default"
+
+
+def train(config: Config, settings: dict, seed: int) -> None:
+    """One run, in a process of its own with one thread."""
+    name = f"{name_of(settings)},seed={seed}"
+    if (Path(config.runs_dir) / EXPERIMENT / name / "summary.json").exists():
+        return
+    flags = settings | {"steps": config.steps, "seed": seed, "name": name, "runs-dir": config.runs_dir}
+    flags |= {"eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
+    command = [sys.executable, str(ROOT / EXPERIMENT / "train.py")]
+    command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {name} failed:\n{done.stderr[-3000:]}")
+    print(name, flush=True)
+
+
+def write_results(config: Config) -> None:
+    """Keep what the figure and the table need of all runs."""
+    runs = []
+    with (RESULTS / "hyperparameters.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["setting", "seed", "step", *COLUMNS])
+        for settings in all_settings():
+            for seed in config.seeds:
+                name = name_of(settings)
+                place = Path(config.runs_dir) / EXPERIMENT / f"{name},seed={seed}"
+                summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
+                kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes", "commit")
+                runs.append({"setting": name, "seed": seed} | {key: summary[key] for key in kept})
+                for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+                    entry = json.loads(line)
+                    if "reward/correct" in entry:
+                        values = [f"{entry[key]:.5g}" if key in entry else "" for key in COLUMNS]
+                        writer.writerow([name, seed, entry["step"], *values])
+    text = json.dumps({"steps": config.steps, "runs": runs} | describe_machine(), indent=1)
+    (RESULTS / "hyperparameters.json").write_text(text + "\n", encoding="utf-8")
+
+
+Curves = dict[str, dict[int, list[dict[str, float]]]]  # setting: seed: an entry a step
+
+
+def read_results() -> tuple[Curves, list[dict]]:
+    curves: Curves = {}
+    with (RESULTS / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            entry = {key: float(row[key]) for key in COLUMNS if row[key]}
+            curves.setdefault(row["setting"], {}).setdefault(int(row["seed"]), []).append(entry)
+    return curves, json.loads((RESULTS / "hyperparameters.json").read_text(encoding="utf-8"))["runs"]
+
+
+def smooth(curve: list[dict[str, float]], key: str) -> list[float]:
+    """Each step's value averaged with those of the steps just before it."""
+    values = [entry[key] for entry in curve]
+    return [mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
+
+
+def draw(curves: Curves) -> None:
+    """A panel for each hyperparameter: sampled accuracy over steps, mean and range of the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(4, 2, figsize=(10, 13), sharex=True, sharey=True)
+    for (heading, flag, values, also), axes in zip(PANELS, places.flat, strict=False):
+        for index, value in enumerate(values):
+            seeds = [smooth(curve, "reward/correct") for curve in curves[name_of(also | {flag: value})].values()]
+            color = plt.cm.viridis(0.92 * index / (len(values) - 1))
+            steps = range(1, len(seeds[0]) + 1)
+            is_default = value == DEFAULTS[flag] and not also
+            label = f"{value:g}" + (" (default)" if is_default else "")
+            means = [mean(step) for step in zip(*seeds, strict=True)]
+            axes.plot(steps, means, color=color, label=label, linewidth=2.2 if is_default else 1.5)
+            lowest, highest = ([f(step) for step in zip(*seeds, strict=True)] for f in (min, max))
+            axes.fill_between(steps, lowest, highest, color=color, alpha=0.15, linewidth=0)
+        axes.set_title(heading, fontsize=11)
+        axes.legend(frameon=False, fontsize=9, loc="lower right")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    places[0, 0].set_ylim(0, 1.02)
+    for axes in places[:, 0]:
+        axes.set_ylabel("sampled accuracy, training questions", fontsize=9)
+    places.flat[-1].set_axis_off()
+    for axes in (places[3, 0], places[2, 1]):
+        axes.set_xlabel("step")
+        axes.tick_params(labelbottom=True)
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=100)
+    plt.close(figure)
+
+
+def table(curves: Curves, runs: list[dict]) -> str:
+    """The table of docs/hyperparameters.md: a row for each value, means over the seeds."""
+    lines = [
+        f"| | value | step at {REACHED:g} | sampled, last 10 steps | greedy, held out | KL | entropy "
+        "| groups without signal | s a step |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for heading, flag, values, also in PANELS:
+        for index, value in enumerate(values):
+            setting = name_of(also | {flag: value})
+            seeds = list(curves[setting].values())
+            reached = [
+                next((i + 1 for i, x in enumerate(smooth(curve, "reward/correct")) if x >= REACHED), None)
+                for curve in seeds
+            ]
+
+            def last(key: str, count: int = 10, seeds: list = seeds) -> float | None:
+                found = [entry[key] for curve in seeds for entry in curve[-count:] if key in entry]
+                return mean(found) if found else None
+
+            greedy = mean(run["after"]["greedy/accuracy"] for run in runs if run["setting"] == setting)
+            kl = last("loss/kl")
+            cells = [
+                heading if index == 0 else "",
+                f"**{value:g}**" if value == DEFAULTS[flag] else f"{value:g}",
+                ", ".join("-" if step is None else str(step) for step in reached),
+                f"{last('reward/correct'):.3f}",
+                f"{greedy:.3f}",
+                "-" if kl is None else f"{kl:.3f}",
+                f"{last('policy/entropy'):.3f}",
+                f"{last('group/without_signal'):.2f}",
+                f"{last('time/step', 30):.2f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
