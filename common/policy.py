@@ -14,6 +14,7 @@ from common.chat import find_end_of_turn_ids
 from common.config import PolicyConfig, UserError, resolve
 from common.hub import must_be_cached
 from common.logprobs import Policy, TokenScores
+from common.matmul import use_fast_products
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,6 +59,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     if tokenizer.chat_template is None:
         raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")
     _disable_dropout(model)
+    use_fast_products(model)
     try:
         end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
     except ValueError as error:

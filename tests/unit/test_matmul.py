@@ -1,0 +1,78 @@
+"""Products with oneDNN: values and gradients are those of nn.Linear, and only float32 on the CPU goes that way."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from common import matmul
+
+pytestmark = pytest.mark.skipif(not matmul.is_faster(), reason="MKL is as fast on this processor")
+
+
+def both(bias: bool) -> tuple[nn.Linear, nn.Linear]:
+    """The same layer twice: as PyTorch has it, and with oneDNN."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = nn.Linear(24, 40, bias=bias)
+    fast = nn.Sequential(copy.deepcopy(plain))
+    matmul.use_fast_products(fast)
+    return plain, fast[0]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many rows each product with oneDNN had."""
+    counts = []
+    multiply = matmul._multiply
+    monkeypatch.setattr(matmul, "_multiply", lambda x, w: counts.append(len(x)) or multiply(x, w))
+    return counts
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(256,), (257,), (3, 111), (2, 3, 700)])
+def test_values_and_gradients_are_those_of_a_linear_layer(shape, bias, calls):
+    results = []
+    for layer in both(bias):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(*shape, 24, generator=generator, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.randn(y.shape, generator=generator))
+        results.append([y, x.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert len(calls) == 3  # forward, and the gradients of x and of the weight
+    for expected, actual in zip(*results, strict=True):
+        assert actual.shape == expected.shape
+        assert (actual - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_frozen_weights_get_no_gradient_and_pass_it_on(calls):
+    _, fast = both(bias=False)
+    fast.requires_grad_(False)
+    x = torch.randn(300, 24, requires_grad=True)
+    fast(x).sum().backward()
+    torch.testing.assert_close(x.grad, fast.weight.sum(dim=0).expand(300, 24))
+    assert fast.weight.grad is None
+    assert len(calls) == 2
+
+
+def test_few_rows_and_other_arithmetic_stay_with_pytorch(calls):
+    plain, fast = both(bias=False)
+    x = torch.randn(300, 24)
+    assert torch.equal(fast(x[:100]), plain(x[:100]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fast(x).dtype == torch.bfloat16
+    assert fast.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    assert not calls
+
+
+def test_a_policy_uses_it_and_is_saved_as_ever(calls, tmp_path):
+    from common.config import RunConfig
+    from common.policy import load_policy, save_policy
+
+    policy = load_policy(RunConfig(device="cpu"))
+    policy.model(torch.arange(300)[None])
+    assert set(calls) == {320}
+    save_policy(policy, tmp_path)
+    names = load_policy(RunConfig(device="cpu", model=str(tmp_path))).state_dict().keys()
+    assert names == policy.state_dict().keys()
