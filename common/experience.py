@@ -48,14 +48,22 @@ class Experience:
 
         return self._map(take)
 
-    def split(self, micro_batch_size: int) -> Iterator["Experience"]:
+    def split(self, micro_batch_size: int, *, skip_zero_advantages: bool = False) -> Iterator["Experience"]:
         """Micro-batches of at most `micro_batch_size` rows.
 
         Rows of one prompt stand together, so that it need not be encoded twice, and prompts whose longest rows are of
         similar length, to save padding.
+
+        Args:
+            skip_zero_advantages: leave out rows whose advantages are all 0. Without a KL penalty they have no gradient,
+                whatever the policy. One row stays in any case, so that there is a gradient, if one of zeros.
         """
-        for rows in self.micro_batch_rows(micro_batch_size):
-            yield self.select(rows)
+        experience = self
+        if skip_zero_advantages:
+            rows = self.advantages.any(dim=1).nonzero()[:, 0]
+            experience = self.select(rows if len(rows) else torch.zeros_like(self.prompt_index[:1]))
+        for rows in experience.micro_batch_rows(micro_batch_size):
+            yield experience.select(rows)
 
     def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:
         """Which rows each micro-batch of `split` holds."""

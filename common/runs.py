@@ -355,8 +355,11 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
     def a_token(values: torch.Tensor) -> list[float]:
         return [0.0] + [round(value, 6) for value in values[: len(row.ids) - 1].tolist()]
 
-    updates = statistics.rows[row.prompt_index, row.completion_index]
-    old = experience.action_log_probs
+    updates = statistics.rows.get((row.prompt_index, row.completion_index), [])  # none where it had no gradient
+    if experience.action_log_probs is not None:
+        old = experience.action_log_probs[index]
+    else:
+        old = updates[0].log_probs if updates else experience.sampler_log_probs[index]
     reference = experience.log_probs_ref
     return {
         "prompt_index": row.prompt_index,
@@ -365,9 +368,9 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "ids": row.ids,
         "action_mask": row.action_mask,
         "sampler_log_probs": [round(value, 6) for value in row.sampler_log_probs],
-        "action_log_probs": a_token(updates[0].log_probs if old is None else old[index]),
+        "action_log_probs": a_token(old),
         "log_probs_ref": None if reference is None else a_token(reference[index]),
-        "entropy": a_token(updates[0].entropy),
+        "entropy": a_token(updates[0].entropy) if updates else None,
         "rewards": row.rewards,
         "advantage": experience.advantages[index, 0].item(),
         "finish_reason": row.finish_reason,

@@ -196,7 +196,7 @@ def update(
         minibatches = buffer.minibatches(config.minibatch_size or len(experience), key=(config.seed, step, epoch))
         for index, minibatch in enumerate(minibatches):
             optimizer.zero_grad()
-            for micro in minibatch.split(config.micro_batch_size):
+            for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 loss, kl = objective(log_probs=log_probs, experience=micro)
                 share = len(micro) / len(minibatch)  # micro-batches add up to the mean over the minibatch's rows

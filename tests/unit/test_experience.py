@@ -125,8 +125,20 @@ def test_micro_batches_hold_every_row_once(micro_batch_size):
     assert sum(part.sequences.numel() for part in parts) <= experience.sequences.numel()
 
 
-@pytest.mark.parametrize("advantages_by", ["row", "token"])
+def test_rows_without_advantage_can_be_left_out_of_micro_batches_but_never_all():
+    experience = rollout(num_prompts=4, group_size=2)
+    experience.advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0])[:, None]
+    whole = [row for micro in experience.split(2) for row in rows_of(micro)]
+    assert sorted(whole) == sorted(rows_of(experience))
+    kept = [row for micro in experience.split(2, skip_zero_advantages=True) for row in rows_of(micro)]
+    assert sorted(kept) == sorted(rows_of(experience.select(torch.tensor([0, 1, 6]))))
+    experience.advantages.zero_()
+    (only,) = experience.split(2, skip_zero_advantages=True)
+    assert len(only) == 1
+
+
 @pytest.mark.parametrize("minibatch_size", [3, 6, 9, 300])
+@pytest.mark.parametrize("advantages_by", ["row", "token"])
 def test_minibatches_hold_every_group_once_and_whole_across_experiences_of_different_widths(
     minibatch_size, advantages_by
 ):
