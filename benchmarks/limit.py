@@ -77,9 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {"threads": config.threads, "medians": medians, "largest_costs": costs, "rates": rate.measured}
     RESULTS.write_text(json.dumps(result | {"steps": steps} | describe_machine(), indent=1) + "\n", encoding="utf-8")
     for part in ("sampling", "update"):
-        print(
-            f"{part}: {medians[part]:.3f} s, floor {medians[f'{part}_floor']:.3f} s, gap {medians[f'{part}_gap']:.2f}"
-        )
+        floor, gap = medians[f"{part}_floor"], medians[f"{part}_gap"]
+        print(f"{part}: {medians[part]:.3f} s, floor {floor:.3f} s, gap {gap:.2f}")
         for name, share in costs[part].items():
             print(f"    {share:6.1%}  {name}")
 
@@ -197,15 +196,13 @@ def floor_of_update(policy: Policy, trajectories: list[Trajectory], rate: Rates)
 
 
 def largest_costs(function: Callable, count: int = 6) -> dict[str, float]:
-    """The operations with the largest shares of the time, their own time alone; the rest is Python and small ones."""
+    """The operations with the largest shares of all operators' own time; Python between them is not in it."""
     function()
     with profile(activities=[ProfilerActivity.CPU]) as measured:
-        start = time.process_time()
         function()
-        total = time.process_time() - start
-    events = sorted(measured.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    shares = {event.key: event.self_cpu_time_total / 1e6 / total for event in events}
-    largest = dict(list(shares.items())[:count])
+    times = {event.key: event.self_cpu_time_total for event in measured.key_averages()}
+    shares = {name: time / sum(times.values()) for name, time in times.items()}
+    largest = dict(sorted(shares.items(), key=lambda item: -item[1])[:count])
     return largest | {"everything else": 1 - sum(largest.values())}
 
 

