@@ -3,7 +3,7 @@
     python benchmarks/limit.py                    # the bundled policy and task, one thread; a minute
 
 The floor of a step is the time of the matrix products that it cannot do without, at the rates at which this machine
-multiplies matrices of those shapes:
+multiplies matrices of those shapes, by the faster of MKL and oneDNN:
 
 - every prompt encoded once a group, once for sampling and once, forward and backward, for the update;
 - every completion token once forward in sampling, with as many rows at once as are still unfinished, and once forward
@@ -33,6 +33,7 @@ from common.data import prompts_of_step, read_rows
 from common.evaluate import decode
 from common.experience import Experience, collate
 from common.logprobs import Policy
+from common.matmul import is_faster, multiply
 from common.loss import GRPOLoss
 from common.policy import load_policy
 from common.report import describe_machine
@@ -131,14 +132,15 @@ class Rates:
         m = m if m < 16 else m // 16 * 16  # one measurement for similar shapes
         name = f"{m}x{k}x{n}"
         if name not in self.measured:
-            a, b = torch.randn(m, k), torch.randn(k, n)
+            a, b = torch.randn(m, k), torch.randn(n, k)
+            products = [lambda: torch.mm(a, b.t())] + ([lambda: multiply(a, b)] if is_faster() else [])
             times = []
-            for _ in range(7):
+            for product in products * 7:
                 start = time.process_time()
                 for _ in range(40):
-                    torch.mm(a, b)
+                    product()
                 times.append((time.process_time() - start) / 40)
-            self.measured[name] = 2 * m * k * n / min(times[2:])
+            self.measured[name] = 2 * m * k * n / min(times[len(products) :])
         return 2 * m * k * n / self.measured[name] / m  # a row's
 
 

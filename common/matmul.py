@@ -53,19 +53,20 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(context, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         context.save_for_backward(x, w)  # unpadded: layers with the same input share it
-        return _multiply(_pad(x), w)[: len(x)]
+        return multiply(_pad(x), w)[: len(x)]
 
     @staticmethod
     def backward(context, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, w = context.saved_tensors
         dy_padded = _pad(dy)
         needs_dx, needs_dw = context.needs_input_grad
-        dx = _multiply(dy_padded, w.t())[: len(dy)] if needs_dx else None
-        dw = _multiply(dy_padded.t(), _pad(x).t()) if needs_dw else None
+        dx = multiply(dy_padded, w.t())[: len(dy)] if needs_dx else None
+        dw = multiply(dy_padded.t(), _pad(x).t()) if needs_dw else None
         return dx, dw
 
 
-def _multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x w^T by oneDNN, for x (m, k) and w (n, k); either may be transposed."""
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 
