@@ -33,8 +33,8 @@ from common.data import prompts_of_step, read_rows
 from common.evaluate import decode
 from common.experience import Experience, collate
 from common.logprobs import Policy
-from common.matmul import is_faster, multiply
 from common.loss import GRPOLoss
+from common.matmul import is_faster, multiply
 from common.policy import load_policy
 from common.report import describe_machine
 from common.sampling import sample
