@@ -1,6 +1,6 @@
 """How far sampling and update are from what the machine's matrix products allow.
 
-    python benchmarks/limit.py                    # the bundled policy and task, one thread; a minute
+    python benchmarks/limit.py                    # the bundled policy and task, one thread; three minutes
 
 The floor of a step is the time of the matrix products that it cannot do without, at the rates at which this machine
 multiplies matrices of those shapes, by the faster of MKL and oneDNN:
@@ -11,16 +11,18 @@ multiplies matrices of those shapes, by the faster of MKL and oneDNN:
 - the LM head at action tokens alone; attention's own products; a backward pass is two products for each of forward.
 
 Everything else (norms, softmax, rotary embedding, copies, Python) counts as zero in the floor, so that no program can
-reach it. The gap is measured time over floor, in processor seconds. A profile names where the rest goes. Writes
-benchmarks/results/limit.json.
+reach it. The gap is measured time over floor, in processor seconds. A profile names where the rest goes. Then one thing
+at a time is changed, in turns with the code as it is, to see what it saves. Writes benchmarks/results/limit.json.
 """
 
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import tyro
@@ -44,6 +46,7 @@ from common.trajectory import Trajectory
 
 RESULTS = Path(__file__).resolve().parent / "results" / "limit.json"
 NUM_PROMPTS, GROUP_SIZE = 16, 8
+BUDGET = RESOLVED["tiny"]["max_new_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +78,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "sampling": largest_costs(lambda: complete(policy, questions, step)),
         "update": largest_costs(lambda: backward(policy, experience)),
     }
-    result = {"threads": config.threads, "medians": medians, "largest_costs": costs, "rates": rate.measured}
+    savings = compare_savings(policy, rows, config.steps)
+    result = {"threads": config.threads, "medians": medians, "largest_costs": costs, "savings": savings}
+    result["rates"] = rate.measured
     RESULTS.write_text(json.dumps(result | {"steps": steps} | describe_machine(), indent=1) + "\n", encoding="utf-8")
     for part in ("sampling", "update"):
         floor, gap = medians[f"{part}_floor"], medians[f"{part}_gap"]
         print(f"{part}: {medians[part]:.3f} s, floor {floor:.3f} s, gap {gap:.2f}")
         for name, share in costs[part].items():
             print(f"    {share:6.1%}  {name}")
+    for name, seconds in savings.items():
+        print(f"{name}: {seconds:.3f} s")
 
 
 # The work ------------------------------------------------------------------------------------------------------------
 
 
-def complete(policy: Policy, questions: list[dict], step: int) -> list[Trajectory]:
+def complete(
+    policy: Policy, questions: list[dict], step: int, budget: int = BUDGET, group_size: int = GROUP_SIZE
+) -> list[Trajectory]:
     prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in questions]
-    budget = RESOLVED["tiny"]["max_new_tokens"]
-    return sample(policy, prompts, GROUP_SIZE, max_new_tokens=budget, key=(0, step), rows_at_once=128)
+    prompts = [prompt for prompt in prompts for _ in range(GROUP_SIZE // group_size)]
+    return sample(policy, prompts, group_size, max_new_tokens=budget, key=(0, step), rows_at_once=128)
 
 
 def with_advantages(policy: Policy, questions: list[dict], trajectories: list[Trajectory]) -> Experience:
@@ -103,10 +112,10 @@ def with_advantages(policy: Policy, questions: list[dict], trajectories: list[Tr
     return experience
 
 
-def backward(policy: Policy, experience: Experience) -> None:
+def backward(policy: Policy, experience: Experience, rows: int = 128, skip_zero_advantages: bool = False) -> None:
     objective = GRPOLoss(0.2, 0.0)
     policy.zero_grad()
-    for micro in experience.split(RESOLVED["tiny"]["micro_batch_size"]):
+    for micro in experience.split(rows, skip_zero_advantages=skip_zero_advantages):
         log_probs, _ = policy(micro.sequences, micro.action_mask)
         objective(log_probs=log_probs, experience=micro)[0].backward()
 
@@ -195,6 +204,49 @@ def floor_of_update(policy: Policy, trajectories: list[Trajectory], rate: Rates)
     pairs = sum(num_pairs(0, prompt) for prompt in prompts)
     pairs += sum(num_pairs(row.prompt_length, len(row.completion_ids)) for row in trajectories)
     return 3 * (forward + attention_seconds(policy, rate, pairs))
+
+
+def compare_savings(policy: Policy, rows: list[dict], steps: int) -> dict[str, float]:
+    """Median processor seconds of sampling and of the update as they are, and with one thing changed."""
+    times: dict[str, list[float]] = {}
+    for step in range(1, steps + 3):
+        questions = [rows[index] for index in prompts_of_step(len(rows), NUM_PROMPTS, step, seed=0)]
+        for name, (changes, function) in variants(policy, questions, step).items():
+            with ExitStack() as stack:
+                for change in changes:
+                    stack.enter_context(change)
+                times.setdefault(name, []).append(timed(function)[0])
+    return {name: statistics.median(values[2:]) for name, values in times.items()}
+
+
+def variants(policy: Policy, questions: list[dict], step: int) -> dict[str, tuple[list, Callable]]:
+    """What to change, and what to time then."""
+
+    def draw(budget: int = BUDGET, group_size: int = GROUP_SIZE) -> Callable:
+        return lambda: complete(policy, questions, step, budget, group_size)
+
+    def train(at_once: int = NUM_PROMPTS * GROUP_SIZE, skip: bool = False) -> Callable:
+        return lambda: backward(policy, experience, at_once, skip)
+
+    trajectories = complete(policy, questions, step)
+    experience = with_advantages(policy, questions, trajectories)
+    longest = max(len(row.completion_ids) for row in trajectories)
+    mkl, sooner = (patch("common.matmul.MIN_ROWS", rows) for rows in (10**9, 48))
+    whole_rows = patch("common.logprobs.hidden_states_of_shared_prompts", lambda *arguments: None)
+    return {
+        "sampling": ([], draw()),
+        "sampling, every prompt encoded for every row": ([], draw(group_size=1)),
+        "sampling, finished rows kept": ([patch.object(policy, "end_of_turn_ids", [])], draw(longest)),
+        "sampling, oneDNN from 48 rows on": ([sooner], draw()),
+        "update": ([], train()),
+        "update, groups without signal skipped": ([], train(skip=True)),
+        "update, MKL alone": ([mkl], train()),
+        "update, whole rows, 32 at once": ([whole_rows], train(32)),
+        "update, whole rows, 128 at once": ([whole_rows], train()),
+        "update, whole rows, 32 at once, MKL alone": ([whole_rows, mkl], train(32)),
+        "update, 128 tokens at once": ([patch.dict(TOKENS_AT_ONCE, cpu=128)], train()),
+        "update, 2048 tokens at once": ([patch.dict(TOKENS_AT_ONCE, cpu=2048)], train()),
+    }
 
 
 def largest_costs(function: Callable, count: int = 6) -> dict[str, float]:
