@@ -6,9 +6,10 @@
 Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
 8, completion budget, AdamW with the same settings, one update a step, float32. What differs is the random numbers of
 the sampling. A second policy of the same size, freshly initialised, reads and writes single characters, so that its
-completions end at random, after some 22 of at most 48 tokens; rewarded is an even number of characters, so that nearly
-every group has signal, and none can be skipped. Runs of the two are interleaved and repeated, and medians are compared:
-of processor seconds with one thread, which a busy neighbour disturbs little, and of wall-clock seconds with two.
+completions end at random, after some 22 of at most 48 tokens. Rewarded is a number of characters that ten divides: four
+groups in ten have no signal, as with a policy that has learned something. Its learning rate is next to 0, as it would
+learn to be short otherwise. Runs of the two are interleaved and repeated, and medians are compared: of processor seconds
+with one thread, which a busy neighbour disturbs little, and of wall-clock seconds with two.
 
 Then both are trained with several seeds, and asked the held-out questions now and then, with the clock stopped: how
 long does each take to the accuracy that TRL has reached after 300 processor seconds?
@@ -35,7 +36,7 @@ import tyro
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
 WARM_UP = 2  # steps that are not counted: the first ones import, allocate and choose kernels
-LR = 5e-5
+LR = {"tiny": 5e-5, "characters": 1e-9}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Config:
     repetitions: int = 3  # of each trainer and setting, interleaved; 0: leave out the comparison of speeds
+    policies: tuple[str, ...] = ("tiny", "characters")  # of the settings
     threads: tuple[int, ...] = (1, 2)  # of the settings
     steps: int = 12  # of a repetition, of which the first two are not counted
     seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: leave it out
@@ -100,6 +102,7 @@ def compare_speed(config: Config) -> dict[str, dict]:
         )
         for threads in config.threads
         for policy, budget in (("tiny", 96), ("tiny", 48), ("characters", 48))
+        if policy in config.policies
         for beta in (0.0, 0.02)
     }
     results = {}
@@ -215,7 +218,7 @@ def work(job: Job) -> None:
     if job.policy == "characters":
         from common.tasks import arithmetic
 
-        arithmetic.reward = lambda row, text: {"correct": float(len(text.replace(" ", "")) % 2 == 0), "format": 0.0}
+        arithmetic.reward = lambda row, text: {"correct": float(len(text.replace(" ", "")) % 10 == 0), "format": 0.0}
     clock = Clock(job)
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
         (train_ours if job.trainer == "ours" else train_trl)(job, clock, directory)
@@ -348,7 +351,7 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     flags = {
         "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled one
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
-        "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR,
+        "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR[job.policy],
         "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",
     }  # fmt: skip
     try:
@@ -431,7 +434,7 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
             temperature=1.0,
             beta=job.beta,
             loss_type="grpo",
-            learning_rate=LR,
+            learning_rate=LR[job.policy],
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,

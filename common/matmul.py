@@ -1,8 +1,8 @@
 """Float32 matrix products at the full rate of AMD's processors.
 
 On a CPU, PyTorch multiplies float32 matrices with MKL, which uses the widest vector instructions (AVX-512) on Intel's
-processors only. oneDNN, which PyTorch carries too, uses them everywhere: the same products, exact to the same rounding,
-were measured 2.2 times as fast on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
+processors only. oneDNN, which PyTorch carries too, uses them everywhere: the same products, no less exact, were
+measured 2.2 times as fast on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
 """
 
 from pathlib import Path
