@@ -8,8 +8,10 @@ Both train the bundled policy on the bundled task: the same checkpoint, the same
 the sampling. A second policy of the same size, freshly initialised, reads and writes single characters, so that its
 completions end at random, after some 22 of at most 48 tokens. Rewarded is a number of characters that ten divides: four
 groups in ten have no signal, as with a policy that has learned something. Its learning rate is next to 0, as it would
-learn to be short otherwise. Runs of the two are interleaved and repeated, and medians are compared: of processor seconds
-with one thread, which a busy neighbour disturbs little, and of wall-clock seconds with two.
+learn to be short otherwise.
+
+Runs of the two are interleaved and repeated, and medians are compared: of processor seconds with one thread, which a
+busy neighbour disturbs little, and of wall-clock seconds with two.
 
 Then both are trained with several seeds, and asked the held-out questions now and then, with the clock stopped: how
 long does each take to the accuracy that TRL has reached after 300 processor seconds?
