@@ -80,12 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.seeds:
         result["accuracy"] = compare_accuracy(config)
         draw(result["accuracy"])
-    RESULTS.write_text(json.dumps(result | describe(), indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print_table(result["settings"])
 
 
 def describe() -> dict:
-    """Where and with what the figures were measured last."""
+    """Where and with what a part was measured."""
     from importlib.metadata import version
 
     from common.report import describe_machine
@@ -113,7 +113,7 @@ def compare_speed(config: Config) -> dict[str, dict]:
         for _ in range(config.repetitions):
             for trainer in runs:
                 runs[trainer].append(start(replace(job, trainer=trainer)))
-        results[name] = summarise(runs, "cpu" if job.threads == 1 else "wall")
+        results[name] = summarise(runs, "cpu" if job.threads == 1 else "wall") | describe()
         print(f"{name}: {results[name]['ratio']:.2f} times TRL's tokens per second", flush=True)
     return results
 
@@ -175,7 +175,7 @@ def compare_accuracy(config: Config) -> dict:
         target = statistics.mean(point["accuracy"] for point in trl[-3:])  # one evaluation alone is noisy
         reached = next((point["cpu"] for point in ours if point["accuracy"] >= target), None)
         sooner.append({"target": target, "trl_cpu": trl[-1]["cpu"], "ours_cpu": reached})
-    return {"seeds": config.seeds, "curves": curves, "sooner": sooner}
+    return {"seeds": config.seeds, "curves": curves, "sooner": sooner} | describe()
 
 
 def draw(accuracy: dict) -> None:
