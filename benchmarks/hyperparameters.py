@@ -179,8 +179,8 @@ def table(curves: Curves, runs: list[dict]) -> str:
     """The table of docs/hyperparameters.md: a row for each value, means over the seeds."""
     lines = [
         f"| | value | step at {REACHED:g} | sampled, last 10 steps | greedy, held out | KL | entropy "
-        "| groups without signal | s a step |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| groups without signal |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for heading, flag, values, also in PANELS:
         for index, value in enumerate(values):
@@ -191,8 +191,8 @@ def table(curves: Curves, runs: list[dict]) -> str:
                 for curve in seeds
             ]
 
-            def last(key: str, count: int = 10, seeds: list = seeds) -> float | None:
-                found = [entry[key] for curve in seeds for entry in curve[-count:] if key in entry]
+            def last(key: str, seeds: list = seeds) -> float | None:
+                found = [entry[key] for curve in seeds for entry in curve[-10:] if key in entry]
                 return mean(found) if found else None
 
             greedy = mean(run["after"]["greedy/accuracy"] for run in runs if run["setting"] == setting)
@@ -206,7 +206,6 @@ def table(curves: Curves, runs: list[dict]) -> str:
                 "-" if kl is None else f"{kl:.3f}",
                 f"{last('policy/entropy'):.3f}",
                 f"{last('group/without_signal'):.2f}",
-                f"{last('time/step', 30):.2f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -65,3 +65,8 @@ def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
     assert result.returncode == 0, result.stderr
     assert (tmp_path / script).read_bytes() != (ROOT / script).read_bytes()
     compile((tmp_path / script).read_bytes(), script, "exec")
+
+
+def test_the_table_of_hyperparameters_is_that_of_the_committed_data(load_script):
+    benchmark = load_script("benchmarks/hyperparameters.py")
+    assert benchmark.table(*benchmark.read_results()) in (ROOT / "docs" / "hyperparameters.md").read_text("utf-8")
