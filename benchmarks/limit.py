@@ -16,6 +16,7 @@ at a time is changed, in turns with the code as it is, to see what it saves. Wri
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from unittest.mock import patch
 import torch
 import tyro
 from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
 
 from common.advantages import group_advantages
 from common.chat import encode_prompt
@@ -206,6 +208,15 @@ def floor_of_update(policy: Policy, trajectories: list[Trajectory], rate: Rates)
     return 3 * (forward + attention_seconds(policy, rate, pairs))
 
 
+class PlainCache(DynamicCache):
+    """What transformers has, with the method that sampling needs."""
+
+    def drop_rows(self, ended: torch.Tensor) -> torch.Tensor:
+        remaining = (~ended).nonzero()[:, 0]
+        self.batch_select_indices(remaining)
+        return remaining
+
+
 def compare_savings(policy: Policy, rows: list[dict], steps: int) -> dict[str, float]:
     """Median processor seconds of sampling and of the update as they are, and with one thing changed."""
     times: dict[str, list[float]] = {}
@@ -231,16 +242,19 @@ def variants(policy: Policy, questions: list[dict], step: int) -> dict[str, tupl
     trajectories = complete(policy, questions, step)
     experience = with_advantages(policy, questions, trajectories)
     longest = max(len(row.completion_ids) for row in trajectories)
-    mkl, sooner = (patch("common.matmul.MIN_ROWS", rows) for rows in (10**9, 48))
+    mkl = patch("common.matmul.MIN_ROWS", 10**9)
+    repeated_heads = patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="0")
     whole_rows = patch("common.logprobs.hidden_states_of_shared_prompts", lambda *arguments: None)
     return {
         "sampling": ([], draw()),
         "sampling, every prompt encoded for every row": ([], draw(group_size=1)),
         "sampling, finished rows kept": ([patch.object(policy, "end_of_turn_ids", [])], draw(longest)),
-        "sampling, oneDNN from 48 rows on": ([sooner], draw()),
+        "sampling, MKL alone": ([mkl], draw()),
+        "sampling, DynamicCache instead of RowCache": ([patch("common.cache.RowCache", PlainCache)], draw()),
         "update": ([], train()),
         "update, groups without signal skipped": ([], train(skip=True)),
         "update, MKL alone": ([mkl], train()),
+        "update, keys and values repeated for every head": ([repeated_heads], train()),
         "update, whole rows, 32 at once": ([whole_rows], train(32)),
         "update, whole rows, 128 at once": ([whole_rows], train()),
         "update, whole rows, 32 at once, MKL alone": ([whole_rows, mkl], train(32)),

@@ -369,9 +369,10 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from common.config import TRAIN_DATA, RunConfig
+    from common.chat import find_end_of_turn_ids
+    from common.config import TRAIN_DATA
     from common.data import prompts_of_step, read_rows
-    from common.policy import make_policy
+    from common.logprobs import Policy
     from common.tasks import arithmetic
 
     rows = read_rows(str(TRAIN_DATA), ("question", "answer"))
@@ -385,7 +386,9 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     checkpoint = checkpoint_of(job, directory)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    policy = make_policy(model, tokenizer, RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
+    # for the evaluations only, and without what make_policy does for speed: TRL's model stays as it is
+    end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
+    policy = Policy(model, tokenizer, end_of_turn_ids, tokenizer.pad_token_id)
     sampled: list[int] = []
 
     def correct(completions, completion_ids, answer, **_) -> list[float]:

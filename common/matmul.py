@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-# Fewer rows, as in sampling, gain less than the kernels cost that oneDNN compiles for each of their counts.
-MIN_ROWS = 256
+MIN_ROWS = 48  # fewer are as fast with MKL
 
 
 def use_fast_products(model: nn.Module) -> None:
@@ -43,7 +42,9 @@ class _OneDNNLinear(nn.Linear):
         is_float32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
         if not is_float32 or x.device.type != "cpu" or rows < MIN_ROWS:
             return super().forward(x)
-        y = _Product.apply(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
+        flat = x.reshape(rows, -1)
+        y = _Product.apply(flat, self.weight) if torch.is_grad_enabled() else multiply(_pad(flat), self.weight)[:rows]
+        y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
@@ -73,9 +74,13 @@ def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def _pad(x: torch.Tensor) -> torch.Tensor:
     """Zero rows up to one of few sizes: oneDNN compiles a kernel for each shape that it meets, in 3 ms, and keeps it.
 
-    >>> [len(_pad(torch.ones(rows, 1))) for rows in (256, 257, 500, 1000, 1025)]
-    [256, 320, 512, 1024, 1152]
+    >>> [len(_pad(torch.ones(rows, 1))) for rows in (64, 65, 257, 500, 1000, 1025)]
+    [64, 80, 320, 512, 1024, 1152]
     """
     rows = len(x)
-    step = max(64, 2 ** (rows.bit_length() - 4))  # at most an eighth of many rows is added to them
-    return nn.functional.pad(x, (0, 0, 0, -rows % step))
+    step = max(16 if rows < 256 else 64, 2 ** (rows.bit_length() - 4))  # at most an eighth is added to many rows
+    if rows % step == 0:
+        return x
+    padded = x.new_empty(rows + -rows % step, x.shape[1])
+    padded[:rows], padded[rows:] = x, 0
+    return padded

@@ -5,6 +5,7 @@ The class `Policy` itself stands in logprobs.py.
 
 import copy
 import logging
+import os
 import warnings
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
         raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")
     _disable_dropout(model)
     use_fast_products(model)
+    if config.device == "cpu":  # where sdpa takes grouped keys as they are, transformers need not repeat them
+        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
         end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
     except ValueError as error:

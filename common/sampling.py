@@ -16,10 +16,10 @@ from common.shared_prompts import left_pad
 from common.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache
+    from common.cache import RowCache
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def sample(
     policy: Policy,
     prompts: list[list[int]],
@@ -84,9 +84,9 @@ def _complete(
     uniforms: torch.Tensor | None,
 ) -> None:
     """Append to every row of one chunk the tokens that the policy gives it."""
-    from transformers import DynamicCache  # not at the top: it takes seconds, which `--help` need not wait for
+    from common.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
 
-    cache = DynamicCache()
+    cache = RowCache()
     sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
     logits = _next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
     # the prompt was run once; what attention keeps of it, its keys and values, is repeated for the group
@@ -101,19 +101,16 @@ def _complete(
         tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
         ended = torch.isin(tokens, end_of_turn)
         _record(rows, active, tokens, log_probs, ended)
-        keep = (~ended).nonzero()[:, 0]
-        if len(keep) == 0 or position + 1 == max_new_tokens:
+        if ended.all() or position + 1 == max_new_tokens:
             return
-        if len(keep) < len(active):
-            active, tokens, attention_mask = active[keep], tokens[keep], attention_mask[keep]
-            cache.batch_select_indices(keep)
+        if ended.any():
+            order = cache.drop_rows(ended)
+            active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
         logits = _next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
 
 
-def _next_logits(
-    policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "DynamicCache"
-) -> torch.Tensor:
+def _next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
     """Feed `ids` (rows, new tokens) behind what the cache holds; the logits of the token that follows: (rows, V)."""
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # left padding does not count
     output = policy.model(

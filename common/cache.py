@@ -1,0 +1,72 @@
+"""A key-value cache for sampling, in which a token costs the writing of a token, and a row that ends next to nothing.
+
+transformers' DynamicCache copies all keys and values for every token that is appended, and once more whenever rows are
+dropped. Here tokens are written into room that is there already, and the last rows move into the places of those that
+have ended.
+"""
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+GROW_BY = 32  # tokens: so many are written before the room is made anew, with that much more
+
+
+class RowCache(Cache):
+    """Keys and values of some rows, each of shape (rows, heads, tokens, head size) in every layer."""
+
+    def __init__(self):
+        super().__init__(layer_class_to_replicate=_Layer)
+
+    def drop_rows(self, ended: torch.Tensor) -> torch.Tensor:
+        """Drop the rows where `ended` (rows,) is true.
+
+        Returns:
+            (remaining,) the former numbers of the rows that remain, in their new order.
+        """
+        num_remaining = int((~ended).sum())
+        gaps = ended[:num_remaining].nonzero()[:, 0]
+        movers = (~ended[num_remaining:]).nonzero()[:, 0] + num_remaining
+        for layer in self.layers:
+            layer.move_rows(movers, gaps, num_remaining)
+        order = torch.arange(num_remaining, device=ended.device)
+        order[gaps] = movers
+        return order
+
+
+class _Layer(DynamicLayer):
+    """`keys` and `values` are the beginnings of larger tensors, `_room`."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Append tokens: (rows, heads, new tokens, head size) each; returns all keys and values."""
+        rows, start = len(key_states), self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if start == 0 or end > self._room[0].shape[-2]:
+            larger = [_make_room(states, end) for states in (key_states, value_states)]
+            for new, old in zip(larger, self._room if start else (), strict=start > 0):
+                new[:, :, :start] = old[:rows, :, :start]
+            self._room = larger
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:rows, :, start:end] = states
+        self._show(rows, end)
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        super().batch_repeat_interleave(repeats)
+        self._room = [self.keys, self.values]
+
+    def move_rows(self, movers: torch.Tensor, gaps: torch.Tensor, num_remaining: int) -> None:
+        """Move the rows `movers` to the places `gaps`, and let go what stands behind `num_remaining` rows."""
+        tokens = self.get_seq_length()
+        for room in self._room:
+            room[gaps, :, :tokens] = room[movers, :, :tokens]
+        self._show(num_remaining, tokens)
+
+    def _show(self, rows: int, tokens: int) -> None:
+        self.keys, self.values = (room[:rows, :, :tokens] for room in self._room)
+        self.is_initialized = True
+
+
+def _make_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    rows, heads, _, size = states.shape
+    return states.new_empty(rows, heads, tokens + GROW_BY, size)
