@@ -37,7 +37,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
-WARM_UP = 2  # steps that are not counted: the first ones import, allocate and choose kernels
+WARM_UP = 3  # steps that are not counted: the first ones import, allocate memory and choose kernels
 LR = {"tiny": 5e-5, "characters": 1e-9}
 
 
@@ -63,7 +63,7 @@ class Config:
     repetitions: int = 3  # of each trainer and setting, interleaved; 0: leave out the comparison of speeds
     policies: tuple[str, ...] = ("tiny", "characters")  # of the settings
     threads: tuple[int, ...] = (1, 2)  # of the settings
-    steps: int = 12  # of a repetition, of which the first two are not counted
+    steps: int = 12  # of a repetition, of which the first three are not counted
     seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: leave it out
     seconds: float = 300  # processor seconds that TRL trains for there
     job: str | None = None  # used by the program itself, for its processes
