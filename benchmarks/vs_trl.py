@@ -1,7 +1,7 @@
 """experiment_base against TRL's GRPOTrainer on the same work, side by side, in processes of their own.
 
     pip install -r requirements-bench.txt
-    python benchmarks/vs_trl.py                   # an hour on two idle cores; see --help for parts of it
+    python benchmarks/vs_trl.py                   # two hours on two idle cores; see --help for parts of it
 
 Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
 8, completion budget, AdamW with the same settings, one update a step, float32. What differs is the random numbers of
