@@ -40,11 +40,10 @@ class _Layer(DynamicLayer):
         """Append tokens: (rows, heads, new tokens, head size) each; returns all keys and values."""
         rows, start = len(key_states), self.get_seq_length()
         end = start + key_states.shape[-2]
-        if start == 0 or end > self._room[0].shape[-2]:
-            larger = [_make_room(states, end) for states in (key_states, value_states)]
-            for new, old in zip(larger, self._room if start else (), strict=start > 0):
-                new[:, :, :start] = old[:rows, :, :start]
-            self._room = larger
+        if start == 0:
+            self._room = [states[:, :, :0] for states in (key_states, value_states)]
+        if end > self._room[0].shape[-2]:
+            self._room = [_enlarge(room[:rows, :, :start], end + GROW_BY) for room in self._room]
         for room, states in zip(self._room, (key_states, value_states), strict=True):
             room[:rows, :, start:end] = states
         self._show(rows, end)
@@ -67,6 +66,9 @@ class _Layer(DynamicLayer):
         self.is_initialized = True
 
 
-def _make_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    rows, heads, _, size = states.shape
-    return states.new_empty(rows, heads, tokens + GROW_BY, size)
+def _enlarge(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The states (rows, heads, ., size) at the beginning of room for so many tokens."""
+    rows, heads, start, size = states.shape
+    room = states.new_empty(rows, heads, tokens, size)
+    room[:, :, :start] = states
+    return room

@@ -1,8 +1,8 @@
 """Float32 matrix products at the full rate of AMD's processors.
 
 On a CPU, PyTorch multiplies float32 matrices with MKL, which uses the widest vector instructions (AVX-512) on Intel's
-processors only. oneDNN, which PyTorch carries too, uses them everywhere: the same products, no less exact, were
-measured 2.2 times as fast on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
+processors only. oneDNN, which PyTorch carries too, uses them everywhere, and is no less exact; benchmarks/README.md has
+what it saves on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
 """
 
 from pathlib import Path
@@ -42,9 +42,8 @@ class _OneDNNLinear(nn.Linear):
         is_float32 = x.dtype == self.weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
         if not is_float32 or x.device.type != "cpu" or rows < MIN_ROWS:
             return super().forward(x)
-        flat = x.reshape(rows, -1)
-        y = _Product.apply(flat, self.weight) if torch.is_grad_enabled() else multiply(_pad(flat), self.weight)[:rows]
-        y = y.view(*x.shape[:-1], -1)
+        product = _Product.apply if torch.is_grad_enabled() else _multiply_padded
+        y = product(x.reshape(rows, -1), self.weight).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
@@ -54,7 +53,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(context, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         context.save_for_backward(x, w)  # unpadded: layers with the same input share it
-        return multiply(_pad(x), w)[: len(x)]
+        return _multiply_padded(x, w)
 
     @staticmethod
     def backward(context, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -71,8 +70,12 @@ def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 
+def _multiply_padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return multiply(_pad(x), w)[: len(x)]
+
+
 def _pad(x: torch.Tensor) -> torch.Tensor:
-    """Zero rows up to one of few sizes: oneDNN compiles a kernel for each shape that it meets, in 3 ms, and keeps it.
+    """Zero rows up to one of few sizes: oneDNN compiles a kernel for each shape that it meets, and keeps it.
 
     >>> [len(_pad(torch.ones(rows, 1))) for rows in (64, 65, 257, 500, 1000, 1025)]
     [64, 80, 320, 512, 1024, 1152]
