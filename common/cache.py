@@ -43,7 +43,7 @@ class _Layer(DynamicLayer):
         if start == 0:
             self._room = [states[:, :, :0] for states in (key_states, value_states)]
         if end > self._room[0].shape[-2]:
-            self._room = [_enlarge(room[:rows, :, :start], end + GROW_BY) for room in self._room]
+            self._room = [_make_room(room[:rows, :, :start], end + GROW_BY) for room in self._room]
         for room, states in zip(self._room, (key_states, value_states), strict=True):
             room[:rows, :, start:end] = states
         self._show(rows, end)
@@ -51,8 +51,9 @@ class _Layer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        super().batch_repeat_interleave(repeats)
-        self._room = [self.keys, self.values]
+        rows, tokens = len(self.keys), self.get_seq_length()
+        self._room = [_make_room(states, tokens + GROW_BY, repeats) for states in (self.keys, self.values)]
+        self._show(rows * repeats, tokens)
 
     def move_rows(self, movers: torch.Tensor, gaps: torch.Tensor, num_remaining: int) -> None:
         """Move the rows `movers` to the places `gaps`, and let go what stands behind `num_remaining` rows."""
@@ -66,9 +67,9 @@ class _Layer(DynamicLayer):
         self.is_initialized = True
 
 
-def _enlarge(states: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The states (rows, heads, ., size) at the beginning of room for so many tokens."""
+def _make_room(states: torch.Tensor, tokens: int, repeats: int = 1) -> torch.Tensor:
+    """Room for so many tokens that begins with the states (rows, heads, ., size), each row of them `repeats` times."""
     rows, heads, start, size = states.shape
-    room = states.new_empty(rows, heads, tokens, size)
-    room[:, :, :start] = states
-    return room
+    room = states.new_empty(rows, repeats, heads, tokens, size)
+    room[:, :, :, :start] = states[:, None]
+    return room.flatten(0, 1)

@@ -67,7 +67,7 @@ def sample(
             for ids, index in zip(prompts[chunk], prompt_index[chunk], strict=True)
             for completion in range(group_size)
         ]
-        uniforms = None if greedy else _uniforms(rows, max_new_tokens, key)
+        uniforms = None if greedy else _uniforms(rows, max_new_tokens, key).to(policy.device)
         with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
             _complete(policy, prompts[chunk], rows, group_size, max_new_tokens, top_p, uniforms)
         trajectories += rows
@@ -95,19 +95,22 @@ def _complete(
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
     active = torch.arange(len(rows), device=policy.device)  # the rows that are still in the batch
+    drawn = torch.zeros(len(rows), max_new_tokens, dtype=torch.long, device=policy.device)
+    drawn_log_probs = torch.zeros(drawn.shape, device=policy.device)
 
     for position in range(max_new_tokens):
-        u = None if uniforms is None else uniforms[active.cpu(), position].to(policy.device)
+        u = None if uniforms is None else uniforms[active, position]
         tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
+        drawn[active, position], drawn_log_probs[active, position] = tokens, log_probs
         ended = torch.isin(tokens, end_of_turn)
-        _record(rows, active, tokens, log_probs, ended)
         if ended.all() or position + 1 == max_new_tokens:
-            return
+            break
         if ended.any():
             order = cache.drop_rows(ended)
             active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
         logits = _next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
+    _record(rows, drawn, drawn_log_probs, policy.end_of_turn_ids)
 
 
 def _next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
@@ -168,16 +171,12 @@ def _uniforms(rows: list[Trajectory], max_new_tokens: int, key: tuple[int, ...])
     return torch.stack(draws)
 
 
-def _record(
-    rows: list[Trajectory], active: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, ended: torch.Tensor
-) -> None:
-    """Write one token to each active row, with its mask and log-probability: the only place where masks are made."""
-    for index, token, log_prob, end in zip(
-        active.tolist(), tokens.tolist(), log_probs.tolist(), ended.tolist(), strict=True
-    ):
-        row = rows[index]
-        row.ids.append(token)
-        row.action_mask.append(1)
-        row.sampler_log_probs.append(log_prob)
-        if end:
-            row.finish_reason = "stop"
+def _record(rows: list[Trajectory], tokens: torch.Tensor, log_probs: torch.Tensor, end_of_turn_ids: list[int]) -> None:
+    """Write each row's tokens (B, C) up to its end of turn, with mask and log-probs: masks are made nowhere else."""
+    for row, ids, values in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+        end = next((place for place, token in enumerate(ids) if token in end_of_turn_ids), None)
+        if end is not None:
+            ids, row.finish_reason = ids[: end + 1], "stop"
+        row.ids += ids
+        row.action_mask += [1] * len(ids)
+        row.sampler_log_probs += values[: len(ids)]

@@ -104,7 +104,7 @@ def _continue(
     own = DynamicCache()
     for number, layer in enumerate(cache.layers):
         start = layer.keys.shape[-2] - width
-        own.update(layer.keys[owner, :, start:], layer.values[owner, :, start:], number)
+        own.update(*(x[:, :, start:].index_select(0, owner) for x in (layer.keys, layer.values)), number)
     longest = max(map(len, ids))
     padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=owner.device)
     mask = torch.cat([prompt_mask, torch.ones_like(padded)], dim=1)  # causal, so that padding behind needs no mask
