@@ -63,7 +63,7 @@ class Config:
     repetitions: int = 3  # of each trainer and setting, interleaved; 0: leave out the comparison of speeds
     policies: tuple[str, ...] = ("tiny", "characters")  # of the settings
     threads: tuple[int, ...] = (1, 2)  # of the settings
-    steps: int = 12  # of a repetition, of which the first three are not counted
+    steps: int = 24  # of a repetition, of which the first three are not counted
     seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: leave it out
     seconds: float = 300  # processor seconds that TRL trains for there
     job: str | None = None  # used by the program itself, for its processes
