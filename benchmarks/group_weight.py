@@ -17,28 +17,29 @@ from pathlib import Path
 import torch
 import tyro
 
-from common.advantages import group_advantages
-from common.chat import encode_prompt
-from common.config import TRAIN_DATA, RunConfig
-from common.data import read_rows
-from common.evaluate import decode
+from common.advantages import STD_EPS, group_advantages, group_std
+from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
-from common.logprobs import Policy
-from common.loss import GRPOLoss
-from common.policy import load_policy
-from common.report import describe_machine
+from common.loss import clipped_surrogate, masked_mean, masked_sum, probability_ratio
+from common.policy import Policy
 from common.sampling import sample
 from common.tasks import arithmetic as task
+
+from common.plumbing.config import RunConfig
+from common.plumbing.data import read_rows
+from common.plumbing.loading import load_policy
+from common.plumbing.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "group_weight.json"
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 96  # as in training
-VARIANTS = {  # which formula stands for the advantage, and which for what the sum over a row's tokens is divided by
-    "grpo": ("grpo", "grpo"),
-    "no_length_division": ("grpo", "drgrpo"),
-    "no_std_division": ("drgrpo", "grpo"),
-    "drgrpo": ("drgrpo", "drgrpo"),
+VARIANTS = {  # whether advantages are divided by the group's standard deviation, and a row's loss by its length
+    "grpo": (True, True),
+    "no_length_division": (True, False),
+    "no_std_division": (False, True),
+    "drgrpo": (False, False),
 }
+Group = tuple[Experience, torch.Tensor]  # its completions, and their returns (G,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Config:
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     policy = load_policy(RunConfig(model=config.model, device="cpu", dtype="float32", attn_implementation="sdpa"))
-    rows = read_rows(str(TRAIN_DATA), required=("question", "answer"))[: config.questions]
+    rows = read_rows(str(task.TRAIN_DATA), task.FIELDS)[: config.questions]
     groups = sample_groups(policy, rows, config.seed)
     table = {right: measure(policy, groups[right]) for right in sorted(groups)}
     for entry in table.values():
@@ -66,36 +67,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{right} of {GROUP_SIZE} {entry['groups']:6}  {values}")
 
 
-def sample_groups(policy: Policy, rows: list[dict], seed: int) -> dict[int, list[Experience]]:
-    """Completions of every question: an experience for each group with a signal, by its number of right ones."""
+def sample_groups(policy: Policy, rows: list[dict], seed: int) -> dict[int, list[Group]]:
+    """Completions of every question: the groups with reward variance, by their number of right completions."""
     prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in rows]
-    trajectories = sample(policy, prompts, GROUP_SIZE, max_new_tokens=MAX_NEW_TOKENS, key=(seed, 0), rows_at_once=128)
-    groups: dict[int, list[Experience]] = {}
+    trajectories = sample(
+        policy, prompts, GROUP_SIZE, max_new_tokens=MAX_NEW_TOKENS, key=(seed, 0), generation_batch_size=128
+    )
+    groups: dict[int, list[Group]] = {}
     for index, row in enumerate(rows):
         group = trajectories[index * GROUP_SIZE : (index + 1) * GROUP_SIZE]
-        correct = [task.reward(row, decode(policy, trajectory.completion_ids))["correct"] for trajectory in group]
+        correct = [
+            task.reward(row, decode(policy.tokenizer, trajectory.completion_ids))["correct"] for trajectory in group
+        ]
         experience = collate(group, policy.pad_id, policy.device)
-        experience.returns = torch.tensor(correct)[:, None]
         if 0 < sum(correct) < GROUP_SIZE:
-            groups.setdefault(int(sum(correct)), []).append(experience)
+            groups.setdefault(int(sum(correct)), []).append((experience, torch.tensor(correct)))
     return groups
 
 
-def measure(policy: Policy, groups: list[Experience]) -> dict[str, float]:
+def measure(policy: Policy, groups: list[Group]) -> dict[str, float]:
     """Mean length of these groups' gradients under each variant, and their mean number of tokens, right and wrong."""
     result: dict[str, float] = {"groups": len(groups)}
-    for name, (advantage_type, loss_type) in VARIANTS.items():
-        objective = GRPOLoss(0.2, 0.0, loss_type, generate_max_length=MAX_NEW_TOKENS)
+    for name, (by_std, by_length) in VARIANTS.items():
         norms = []
-        for group in groups:
-            group.advantages = group_advantages(group.returns.view(1, -1), advantage_type).view(-1, 1)
+        for experience, returns in groups:
+            scale = group_std(returns[None]) + STD_EPS if by_std else 1.0
+            advantages = (group_advantages(returns[None]) / scale).view(-1, 1).float()
             policy.zero_grad()
-            log_probs, _ = policy(group.sequences, group.action_mask)
-            objective(log_probs=log_probs, experience=group)[0].backward()
+            log_probs, _ = policy(experience.sequences, mask := experience.action_mask)
+            token_loss = clipped_surrogate(probability_ratio(log_probs, None, mask), advantages, clip_eps=0.2)
+            rows = masked_mean(token_loss, mask, 1) if by_length else masked_sum(token_loss, mask, 1) / MAX_NEW_TOKENS
+            rows.mean().backward()
             norms.append(torch.nn.utils.get_total_norm([weight.grad for weight in policy.parameters()]).item())
         result[f"norm/{name}"] = sum(norms) / len(norms)
-    lengths = torch.cat([group.action_mask.sum(dim=1) for group in groups]).double()
-    is_right = torch.cat([group.returns[:, 0] for group in groups]) == 1
+    lengths = torch.cat([experience.action_mask.sum(dim=1) for experience, _ in groups]).double()
+    is_right = torch.cat([returns for _, returns in groups]) == 1
     return result | {
         "length_right": lengths[is_right].mean().item(),
         "length_wrong": lengths[~is_right].mean().item(),

@@ -23,7 +23,7 @@ from statistics import median
 import torch
 import tyro
 
-from common.report import describe_machine, peak_memory_bytes
+from common.plumbing.machine import describe_machine, peak_memory_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "growth.json"
 SHAPES = {  # parameters: the shape
@@ -99,7 +99,7 @@ def measure(point: Point) -> dict:
     """Seconds of sampling and of the update, and what the step adds to the process's memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    import common.logprobs
+    import common.policy
     from common.experience import collate
     from common.sampling import sample
 
@@ -107,10 +107,10 @@ def measure(point: Point) -> dict:
     torch.manual_seed(0)
     shape = {"vocab_size": point.vocabulary, "tie_word_embeddings": True} | SHAPES[point.parameters]
     model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=2048, **shape))
-    policy = common.logprobs.Policy(model, tokenizer=None, end_of_turn_ids=[], pad_id=0)
+    policy = common.policy.Policy(model, tokenizer=None, end_of_turn_ids=[], pad_id=0)
     prompts = torch.randint(1, point.vocabulary, (point.prompts, point.prompt)).tolist()
     if point.whole_rows:
-        common.logprobs.hidden_states_of_shared_prompts = lambda *arguments: None
+        common.policy.hidden_states_of_shared_prompts = lambda *arguments: None
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, after what loading took
     before = peak_memory_bytes("cpu")
     seconds: dict[str, list[float]] = {"sampling": [], "update": []}

@@ -21,7 +21,7 @@ from statistics import mean
 
 import tyro
 
-from common.report import describe_machine
+from common.plumbing.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,14 +36,14 @@ PANELS: list[tuple[str, str, tuple, dict]] = [
     ("group size", "group-size", (2, 4, 8, 16), {}),
     ("learning rate", "lr", (1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4), {}),
     ("KL weight", "kl-weight", (0.0, 0.02, 0.5), {}),
-    # with one update a rollout nothing is ever clipped, so that the range is varied where there are four
+    # with one update per rollout nothing is ever clipped, so that the range is varied where there are four
     ("clip range, with four epochs", "clip-eps", (0.05, 0.2, 10.0), {"epochs-per-step": 4}),
-    ("epochs a rollout", "epochs-per-step", (1, 2, 4), {}),
+    ("epochs per rollout", "epochs-per-step", (1, 2, 4), {}),
     ("temperature", "temperature", (0.6, 1.0, 1.3), {}),
-    ("prompts a step", "prompts-per-step", (4, 16, 32), {}),
+    ("prompts per step", "prompts-per-step", (4, 16, 32), {}),
 ]
-COLUMNS = ("reward/correct", "completion/length", "completion/worked", "loss/kl", "policy/entropy", "loss/grad_norm",
-           "policy/clipped", "group/without_signal", "time/step")  # fmt: skip
+COLUMNS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl", "policy/entropy", "loss/grad_norm",
+           "policy/clipped", "group/zero_reward_variance", "time/step")  # fmt: skip
 WINDOW = 5  # steps over which every curve is averaged
 REACHED = 0.8  # sampled accuracy whose step the table gives
 
@@ -179,7 +179,7 @@ def table(curves: Curves, runs: list[dict]) -> str:
     """The table of docs/hyperparameters.md: a row for each value, means over the seeds."""
     lines = [
         f"| | value | step at {REACHED:g} | sampled, last 10 steps | greedy, held out | KL | entropy "
-        "| groups without signal |",
+        "| groups with zero reward variance |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for heading, flag, values, also in PANELS:
@@ -205,7 +205,7 @@ def table(curves: Curves, runs: list[dict]) -> str:
                 f"{greedy:.3f}",
                 "-" if kl is None else f"{kl:.3f}",
                 f"{last('policy/entropy'):.3f}",
-                f"{last('group/without_signal'):.2f}",
+                f"{last('group/zero_reward_variance'):.2f}",
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

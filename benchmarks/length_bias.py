@@ -3,9 +3,9 @@
     python benchmarks/length_bias.py              # under an hour on one core
 
 The bundled policy has nothing to ramble with: whatever it says is short. So it is first taught, by experiment_sft, to
-check its answers a random number of times, once it has worked them out and also where it has only guessed:
+check its answers a random number of times, both after reasoning and after a mere guess:
 
-    <think>47+29=76 76-18=58 check 58+18=76</think><answer>58</answer>                   worked out
+    <think>47+29=76 76-18=58 check 58+18=76</think><answer>58</answer>                   reasoned
     <think>58 check 58+18=76 check 58+18=76</think><answer>58</answer>                   guessed
 
 It mostly guesses, and the number of checks says nothing about whether the answer is right. Reinforcement learning then
@@ -29,7 +29,8 @@ import tyro
 from seeds import Config as SeedsConfig
 from seeds import make_runs
 
-from common.tasks.arithmetic import KINDS, draw_question, messages, render
+from common.datagen.arithmetic_grammar import KINDS, draw_question, render
+from common.tasks.arithmetic import messages
 from viewer.compare import draw_comparison
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,7 +86,7 @@ def make_policy(runs_dir: Path) -> Path:
 
 
 def conversations() -> Iterator[dict]:
-    """Rows `{"messages": [user, assistant]}`: guessed or worked out, then checked zero or more times."""
+    """Rows `{"messages": [user, assistant]}`: guessed or reasoned, then checked zero or more times."""
     rng = random.Random(0)
     for _ in range(CONVERSATIONS):
         question = draw_question(rng, rng.choices(list(KINDS), list(KINDS.values()))[0], "warm_start")
@@ -107,7 +108,11 @@ def write_checks(runs: list[Path], path: Path) -> None:
             for line in (run / "samples.jsonl").read_text(encoding="utf-8").splitlines():
                 row = json.loads(line)
                 start = row["text"].removeprefix("<think>").split("check")[0].split("</think>")[0]
-                key = (row["step"] - 1) // BINS, "worked" if "=" in start else "guessed", int(row["rewards"]["correct"])
+                key = (
+                    (row["step"] - 1) // BINS,
+                    "reasoned" if "=" in start else "guessed",
+                    int(row["rewards"]["correct"]),
+                )
                 counts[key].append((row["text"].count("check"), sum(row["action_mask"])))
             for (number, style, correct), rows in sorted(counts.items()):
                 checks, length = (sum(values) / len(rows) for values in zip(*rows, strict=True))

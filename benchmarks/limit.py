@@ -30,21 +30,21 @@ import tyro
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from common.advantages import group_advantages
-from common.chat import encode_prompt
-from common.config import RESOLVED, TRAIN_DATA, RunConfig
-from common.data import prompts_of_step, read_rows
-from common.evaluate import decode
+from common.advantages import STD_EPS, group_advantages, group_std
+from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
-from common.logprobs import Policy
-from common.loss import GRPOLoss
-from common.matmul import is_faster, multiply
-from common.policy import load_policy
-from common.report import describe_machine
+from common.fast.matmul import is_faster, multiply
+from common.fast.shared_prompts import TOKENS_AT_ONCE
+from common.loss import clipped_surrogate, masked_mean, probability_ratio
+from common.policy import Policy
 from common.sampling import sample
-from common.shared_prompts import TOKENS_AT_ONCE
 from common.tasks import arithmetic as task
 from common.trajectory import Trajectory
+
+from common.plumbing.config import RESOLVED, RunConfig
+from common.plumbing.data import prompts_of_step, read_rows
+from common.plumbing.loading import load_policy
+from common.plumbing.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "limit.json"
 NUM_PROMPTS, GROUP_SIZE = 16, 8
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     torch.set_num_threads(config.threads)
     policy = load_policy(RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
-    rows = read_rows(str(TRAIN_DATA), ("question", "answer"))
+    rows = read_rows(str(task.TRAIN_DATA), task.FIELDS)
     rate = Rates()
     steps = []
     for step in range(1, config.steps + 3):
@@ -101,25 +101,27 @@ def complete(
 ) -> list[Trajectory]:
     prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in questions]
     prompts = [prompt for prompt in prompts for _ in range(GROUP_SIZE // group_size)]
-    return sample(policy, prompts, group_size, max_new_tokens=budget, key=(0, step), rows_at_once=128)
+    return sample(policy, prompts, group_size, max_new_tokens=budget, key=(0, step), generation_batch_size=128)
 
 
 def with_advantages(policy: Policy, questions: list[dict], trajectories: list[Trajectory]) -> Experience:
-    texts = [decode(policy, row.completion_ids) for row in trajectories]
+    texts = [decode(policy.tokenizer, row.completion_ids) for row in trajectories]
     correct = [
         task.reward(questions[row.prompt_index], text)["correct"] for row, text in zip(trajectories, texts, strict=True)
     ]
     experience = collate(trajectories, policy.pad_id, policy.device)
-    experience.advantages = group_advantages(torch.tensor(correct).view(-1, GROUP_SIZE)).view(-1, 1)
+    returns = torch.tensor(correct).view(-1, GROUP_SIZE)
+    experience.advantages = (group_advantages(returns) / (group_std(returns) + STD_EPS)).view(-1, 1).float()
     return experience
 
 
 def backward(policy: Policy, experience: Experience, rows: int = 128, skip_zero_advantages: bool = False) -> None:
-    objective = GRPOLoss(0.2, 0.0)
     policy.zero_grad()
     for micro in experience.split(rows, skip_zero_advantages=skip_zero_advantages):
         log_probs, _ = policy(micro.sequences, micro.action_mask)
-        objective(log_probs=log_probs, experience=micro)[0].backward()
+        ratio = probability_ratio(log_probs, None, micro.action_mask)
+        token_loss = clipped_surrogate(ratio, micro.advantages, clip_eps=0.2)
+        (masked_mean(token_loss, micro.action_mask, dim=1).sum() / len(experience)).backward()
 
 
 def timed(function: Callable) -> tuple[float, object]:
@@ -249,10 +251,10 @@ def variants(policy: Policy, questions: list[dict], step: int) -> dict[str, tupl
     experience = with_advantages(policy, questions, trajectories)
     longest = max(len(row.completion_ids) for row in trajectories)
     endless = patch.object(policy, "end_of_turn_ids", [])
-    plain_cache = patch("common.cache.RowCache", PlainCache)
-    mkl = patch("common.matmul.MIN_ROWS", 10**9)
+    plain_cache = patch("common.fast.cache.RowCache", PlainCache)
+    mkl = patch("common.fast.matmul.MIN_ROWS", 10**9)
     repeated_heads = patch.dict(os.environ, TRANSFORMERS_SDPA_FORCE_GQA="0")
-    whole_rows = patch("common.logprobs.hidden_states_of_shared_prompts", lambda *arguments: None)
+    whole_rows = patch("common.policy.hidden_states_of_shared_prompts", lambda *arguments: None)
     return {
         "sampling": ([], draw()),
         "sampling, every prompt encoded for every row": ([], draw(group_size=1)),
@@ -262,7 +264,7 @@ def variants(policy: Policy, questions: list[dict], step: int) -> dict[str, tupl
         "640 tokens of 32 rows": ([endless], draw_long),
         "640 tokens of 32 rows, DynamicCache instead of RowCache": ([endless, plain_cache], draw_long),
         "update": ([], train()),
-        "update, groups without signal skipped": ([], train(skip=True)),
+        "update, groups with zero reward variance skipped": ([], train(skip=True)),
         "update, MKL alone": ([mkl], train()),
         "update, keys and values repeated for every head": ([repeated_heads], train()),
         "update, whole rows, 32 at once": ([whole_rows], train(32)),

@@ -19,8 +19,10 @@ from typing import Literal
 import torch
 import tyro
 
-from common.logprobs import MAX_LOGITS, Policy
-from common.report import describe_machine, peak_memory_bytes
+from common.logprobs import MAX_LOGITS
+from common.policy import Policy
+
+from common.plumbing.machine import describe_machine, peak_memory_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "logprob_memory.json"
 VOCABULARIES, HIDDEN, ROWS, TOKENS = (2_048, 8_192, 32_768, 128_256), 64, 4, 1_024

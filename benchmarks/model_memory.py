@@ -19,8 +19,9 @@ import torch
 import tyro
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from common.config import TINY_POLICY
 from common.logprobs import MAX_LOGITS
+
+from common.plumbing.config import TINY_POLICY
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "model_memory.json"
@@ -53,7 +54,7 @@ class Setting:
     kl_weight: float = 0.02
     gradient_checkpointing: bool = False
     micro_batch_size: int = 4
-    sampling_rows: int = 128
+    generation_batch_size: int = 128
     tokens: int = 640  # of a row: a prompt of 128 and a completion of 512
 
 
@@ -86,7 +87,13 @@ def estimate(shape: dict, setting: Setting) -> dict[str, float]:
         weights = BYTES_4BIT * in_layers + compute_bytes * num_embedding + 4 * num_trained
     head_dim = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
     cache = (
-        2 * layers * shape["num_key_value_heads"] * head_dim * compute_bytes * setting.sampling_rows * setting.tokens
+        2
+        * layers
+        * shape["num_key_value_heads"]
+        * head_dim
+        * compute_bytes
+        * setting.generation_batch_size
+        * setting.tokens
     )
     has_copy = setting.mode == "full" and setting.kl_weight > 0
     parts = {
@@ -99,7 +106,9 @@ def estimate(shape: dict, setting: Setting) -> dict[str, float]:
         "cast_weights": 2 * num_parameters if setting.mode == "full" and setting.bfloat16 else 0,  # autocast's
         "activations": activations,
         "logits": 3 * 4 * MAX_LOGITS,  # of one chunk, with what log_softmax and its gradient make of them
-        "drawing": 32 * setting.sampling_rows * shape["vocab_size"],  # logits and log-probs, and in float64 the CDF
+        "drawing": 32
+        * setting.generation_batch_size
+        * shape["vocab_size"],  # logits and log-probs, and in float64 the CDF
     }
     always = sum(parts[name] for name in ("weights", "gradients", "optimizer", "reference"))
     parts["sampling_peak"] = always + parts["kv_cache"] + parts["cast_weights"] + parts["drawing"]
@@ -150,9 +159,9 @@ def print_estimates() -> None:
 
     settings = {
         "full": Setting(gradient_checkpointing=True),
-        "full, no KL, 64 rows": Setting(gradient_checkpointing=True, kl_weight=0.0, sampling_rows=64),
+        "full, no KL, 64 rows": Setting(gradient_checkpointing=True, kl_weight=0.0, generation_batch_size=64),
         f"LoRA {LORA_RANK}": Setting(mode="lora", gradient_checkpointing=True),
-        f"4-bit, LoRA {LORA_RANK}": Setting(mode="4bit", gradient_checkpointing=True, sampling_rows=64),
+        f"4-bit, LoRA {LORA_RANK}": Setting(mode="4bit", gradient_checkpointing=True, generation_batch_size=64),
     }
     estimates = {f"{model}, {name}": estimate(SHAPES[model], settings[name]) for model in SHAPES for name in settings}
     table = Table("model and setting", "weights", "Adam, gradient", "reference", "sampling", "updating", "peak (GB)")
@@ -192,7 +201,7 @@ def check() -> None:
             run = Path(place) / "runs" / "experiment_base" / mode
             metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
             tokens = 56  # 32 and a prompt of about 24
-            setting = Setting(mode=mode, bfloat16=False, micro_batch_size=4, sampling_rows=8, tokens=tokens)
+            setting = Setting(mode=mode, bfloat16=False, micro_batch_size=4, generation_batch_size=8, tokens=tokens)
             parts = estimate(shape, setting)
             measured = max(entry["memory/peak_bytes"] for entry in metrics if "memory/peak_bytes" in entry)
             results[mode] = {"measured": measured, "estimated": parts["peak"], "machine": json.loads(

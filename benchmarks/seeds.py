@@ -21,9 +21,10 @@ from pathlib import Path
 
 import tyro
 
-from viewer.compare import PANELS, draw_comparison
+from viewer.compare import draw_comparison
 
 ROOT = Path(__file__).resolve().parent.parent
+PANELS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl")
 
 
 @dataclass(frozen=True, kw_only=True)

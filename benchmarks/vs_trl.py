@@ -88,7 +88,7 @@ def describe() -> dict:
     """Where and with what a part was measured."""
     from importlib.metadata import version
 
-    from common.report import describe_machine
+    from common.plumbing.machine import describe_machine
 
     return {"trl": version("trl"), "cores": os.cpu_count()} | describe_machine()
 
@@ -224,7 +224,7 @@ def work(job: Job) -> None:
     clock = Clock(job)
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
         (train_ours if job.trainer == "ours" else train_trl)(job, clock, directory)
-    from common.report import peak_memory_bytes
+    from common.plumbing.machine import peak_memory_bytes
 
     print(json.dumps({"steps": clock.steps, "evaluations": clock.evaluations, "peak_bytes": peak_memory_bytes("cpu")}))
 
@@ -286,19 +286,21 @@ class Clock:
 
 def examine(policy, seed: int) -> float:
     """Sampled accuracy on the held-out questions, each asked four times."""
-    from common.config import HELDOUT_DATA
-    from common.data import read_rows
     from common.evaluate import evaluate
     from common.tasks import arithmetic
 
-    rows = read_rows(str(HELDOUT_DATA), ("question", "answer"))[:256]
+    from common.plumbing.data import read_rows
+
+    rows = read_rows(str(arithmetic.EVAL_DATA), arithmetic.FIELDS)[:256]
     evaluation = evaluate(policy, rows, arithmetic, max_new_tokens=96, num_samples=4, seed=seed)
     return evaluation.metrics["sampled/accuracy"]
 
 
 def checkpoint_of(job: Job, directory: str) -> str:
     """Where the policy lies that both trainers load."""
-    from common.config import TINY_POLICY, TRAIN_DATA
+    from common.tasks.arithmetic import TRAIN_DATA
+
+    from common.plumbing.config import TINY_POLICY
 
     if job.policy == "tiny":
         return str(TINY_POLICY)
@@ -329,12 +331,12 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     policies, lengths = [], []
     log = train.Run.log
 
-    def log_and_note(run, step, metrics, line):
+    def log_and_note(run, step, metrics):
         lengths.append(metrics["completion/length"])
-        log(run, step, metrics, line=line)
+        log(run, step, metrics)
 
     def end_step(run, step, policy, optimizer):
-        """In the place of the checkpoint, which is the last thing that a step does."""
+        """Instead of the checkpoint, which is the last thing that a step does."""
         clock.end_step(round(lengths[-1] * job.prompts * job.group_size), lambda: examine(policies[0], job.seed))
 
     def keep(function: Callable) -> Callable:
@@ -346,10 +348,10 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
 
     train.load_policy = keep(train.load_policy)
     train.sample_completions = clock.timed("sampling", train.sample_completions)
-    train.score = clock.timed("log_probs", train.score)
+    train.token_log_probs = clock.timed("log_probs", train.token_log_probs)
     train.Run.log = log_and_note
     train.Run.checkpoint = end_step
-    train.Run.before = lambda run, evaluate: clock._begin_step()
+    train.Run.log_before = lambda run, evaluation: clock._begin_step()
     flags = {
         "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled one
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
@@ -370,12 +372,12 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from common.chat import find_end_of_turn_ids
-    from common.config import TRAIN_DATA
-    from common.data import prompts_of_step, read_rows
-    from common.logprobs import Policy
+    from common.policy import Policy
     from common.tasks import arithmetic
 
-    rows = read_rows(str(TRAIN_DATA), ("question", "answer"))
+    from common.plumbing.data import prompts_of_step, read_rows
+
+    rows = read_rows(str(arithmetic.TRAIN_DATA), arithmetic.FIELDS)
     num_steps = min(job.steps, 2000)
     order = [
         index for step in range(1, num_steps + 1) for index in prompts_of_step(len(rows), job.prompts, step, job.seed)

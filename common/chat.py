@@ -1,6 +1,6 @@
-"""Messages to ids: the chat template is rendered here and nowhere else."""
+"""Messages to ids and back: the chat template is rendered here and nowhere else."""
 
-from common.config import UserError
+from common.errors import UserError
 
 # Some templates write today's date into the prompt, and a run would differ after midnight. Llama 3.2's asks for
 # `date_string` first; others call `strftime_now`, which the macro in front of the template hides.
@@ -9,7 +9,7 @@ _PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endm
 
 
 def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
-    """The ids of a conversation up to the point where the assistant is to speak.
+    """The ids of a conversation, up to the point where the assistant's turn begins.
 
     Raises:
         UserError: the chat template refuses the messages; some do so with every system turn.
@@ -22,18 +22,18 @@ def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
 
 
 def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> tuple[list[int], list[int]]:
-    """The ids of a whole conversation, and a mask that is 1 on what the assistant says.
+    """The ids of a complete conversation, and a mask that is 1 on what the assistant says.
 
     The mask covers every assistant turn *including its end-of-turn token*, so that the policy learns to stop, and
-    nothing that the template puts around it. Each turn is encoded apart from what stands before it, just as the
+    nothing that the template puts around it. Each turn is encoded separately from what precedes it, just as the
     sampler continues a prompt that is already encoded.
 
     Returns:
         ids and mask, of equal length.
 
     Raises:
-        ValueError: the template rewrites earlier turns when a later one is added, so that a turn has no place of its
-            own, or it does not end an assistant turn with an end-of-turn token.
+        ValueError: the template rewrites earlier turns when a later one is added, so that a turn has no fixed position,
+            or it does not end an assistant turn with an end-of-turn token.
     """
     ids: list[int] = []
     mask: list[int] = []
@@ -42,7 +42,7 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
     def advance(text: str, role: str) -> list[int]:
         nonlocal rendered
         if not text.startswith(rendered):
-            raise ValueError(f"the chat template rewrites what stands before message {position} ({role})")
+            raise ValueError(f"the chat template rewrites what precedes message {position} ({role})")
         new_ids = _encode(tokenizer, text[len(rendered) :])
         rendered = text
         return new_ids
@@ -59,6 +59,11 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
         ids += before + turn
         mask += [0] * len(before) + [1] * spoken + [0] * (len(turn) - spoken)
     return ids, mask
+
+
+def decode(tokenizer, ids: list[int]) -> str:
+    """The text of a completion, for rewards and for people; it is never tokenised again."""
+    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:

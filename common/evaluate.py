@@ -1,17 +1,92 @@
-"""What a policy can do on held-out questions: greedily, when sampled, and with k tries."""
+"""What a policy can do on held-out questions: greedily, when sampled, and with k attempts."""
 
 from math import comb
-from types import ModuleType
 from typing import NamedTuple
 
-from common.chat import encode_prompt
-from common.logprobs import Policy
+from common.chat import decode, encode_prompt
+from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
 # Distinguishes the random numbers of evaluations from those of training steps. They are the same in every evaluation,
-# so that two policies are compared under equal luck.
+# so that two policies are compared under the same random numbers.
 EVALUATION = 2**31
+
+
+class Answer(NamedTuple):
+    """One sampled answer to one question."""
+
+    question: int  # its row
+    correct: float
+    description: dict[str, float]
+
+
+class Evaluation(NamedTuple):
+    metrics: dict[str, float]  # by name, see `evaluate`
+    greedy_texts: list[str]  # one per question
+    answers: list[Answer]  # all that were sampled; none where the task has no component `correct`
+
+
+def evaluate(
+    policy: Policy,
+    rows: list[dict],
+    task,
+    *,
+    max_new_tokens: int,
+    system_prompt: str = "",
+    num_samples: int = 0,
+    seed: int = 0,
+    prefix: str = "",
+    generation_batch_size: int = 128,
+) -> Evaluation:
+    """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
+
+    Args:
+        task: with the functions of a task: `messages`, `reward` and `describe`.
+        num_samples: k of mean@k and pass@k; 0: greedy only.
+        prefix: what every completion is made to begin with, e.g. "<think>".
+        generation_batch_size: see `sample`.
+
+    Returns:
+        Means over all completions, by name: `greedy/...` and `sampled/...` with length (tokens), stopped (share that
+        ended their turn), accuracy (the mean of the reward component `correct`; for "sampled" it is mean@k), the other
+        components as reward_<name>, and what the task describes; for what it describes as 0 or 1 also the accuracy
+        where it is 1, as accuracy_<name>. And `sampled/pass@k`.
+    """
+    forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
+    prompts = [encode_prompt(policy.tokenizer, task.messages(row, system_prompt)) + forced for row in rows]
+
+    def ask(mode: str, group_size: int) -> tuple[list[Trajectory], dict[str, float]]:
+        completions = sample(
+            policy,
+            prompts,
+            group_size,
+            max_new_tokens=max_new_tokens,
+            key=(seed, EVALUATION),
+            greedy=mode == "greedy",
+            generation_batch_size=generation_batch_size,
+        )
+        for completion in completions:
+            row = rows[completion.prompt_index]
+            completion.text = prefix + decode(policy.tokenizer, completion.completion_ids)
+            completion.rewards = task.reward(row, completion.text)
+            completion.description = task.describe(row, completion.text)
+        return completions, {f"{mode}/{name}": value for name, value in _means(completions).items()}
+
+    greedy, metrics = ask("greedy", 1)
+    answers: list[Answer] = []
+    if num_samples:
+        sampled, sampled_metrics = ask("sampled", num_samples)
+        metrics |= sampled_metrics
+        answers = [
+            Answer(x.prompt_index, x.rewards["correct"], x.description) for x in sampled if "correct" in x.rewards
+        ]
+        groups = [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
+        if groups:
+            num_right = [sum(answer.correct == 1 for answer in group) for group in groups]
+            pass_rates = [pass_at_k(num_samples, c, num_samples) for c in num_right]
+            metrics[f"sampled/pass@{num_samples}"] = _mean(pass_rates)
+    return Evaluation(metrics, [completion.text for completion in greedy], answers)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -30,134 +105,21 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-class Outcome(NamedTuple):
-    """One sampled answer to one question."""
-
-    kind: tuple  # of the question: (num_terms, num_digits), or (None, None) where the rows do not say
-    worked: bool
-    correct: float
-
-
-class Evaluation(NamedTuple):
-    metrics: dict[str, float]  # by name, see `evaluate`
-    greedy_texts: list[str]  # one a question
-    outcomes: list[Outcome]  # of all sampled answers
-
-
-def evaluate(
-    policy: Policy,
-    rows: list[dict],
-    task: ModuleType,
-    *,
-    max_new_tokens: int,
-    system_prompt: str = "",
-    num_samples: int = 0,
-    seed: int = 0,
-    prefix: str = "",
-    rows_at_once: int = 128,
-) -> Evaluation:
-    """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
-
-    Args:
-        task: a module of common/tasks with `messages`, `reward` and `is_worked`.
-        num_samples: k of mean@k and pass@k; 0: greedy only.
-        prefix: what every completion is made to begin with, e.g. "<think>".
-        rows_at_once: see `sample`.
-
-    Returns:
-        Shares and means over all questions, by name: `greedy/...` and `sampled/...` with accuracy (for "sampled" it is
-        mean@k), length (tokens), worked (share of completions that think first), accuracy_worked and accuracy_blurted
-        (among those that do, and that do not; absent where there are none), stopped (share that ended their turn); and
-        `sampled/pass@k`.
-    """
-    forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
-    prompts = [encode_prompt(policy.tokenizer, task.messages(row, system_prompt)) + forced for row in rows]
-
-    def ask(mode: str, group_size: int) -> tuple[dict[str, float], list[str], list[Outcome]]:
-        trajectories = sample(
-            policy,
-            prompts,
-            group_size,
-            max_new_tokens=max_new_tokens,
-            key=(seed, EVALUATION),
-            greedy=mode == "greedy",
-            rows_at_once=rows_at_once,
-        )
-        texts = [prefix + decode(policy, row.completion_ids) for row in trajectories]
-        outcomes = []
-        for trajectory, text in zip(trajectories, texts, strict=True):
-            row = rows[trajectory.prompt_index]
-            kind = (row.get("num_terms"), row.get("num_digits"))
-            outcomes.append(Outcome(kind, task.is_worked(text), task.reward(row, text)["correct"]))
-        described = _describe(trajectories, outcomes)
-        return {f"{mode}/{name}": value for name, value in described.items()}, texts, outcomes
-
-    metrics, greedy_texts, _ = ask("greedy", 1)
-    outcomes: list[Outcome] = []
-    if num_samples:
-        sampled_metrics, _, outcomes = ask("sampled", num_samples)
-        groups = [outcomes[start : start + num_samples] for start in range(0, len(outcomes), num_samples)]
-        right = [sum(outcome.correct == 1 for outcome in group) for group in groups]
-        pass_rate = _mean([pass_at_k(num_samples, c, num_samples) for c in right])
-        metrics |= sampled_metrics | {f"sampled/pass@{num_samples}": pass_rate}
-    return Evaluation(metrics, greedy_texts, outcomes)
-
-
-def divide_gain(before: list[Outcome], after: list[Outcome]) -> dict[str, float]:
-    """How much of the gain in sampled accuracy is thinking more often, and how much is being right more often.
-
-        accuracy = w a_w + (1 - w) a_b,     w: share worked out; a_w, a_b: accuracy with and without working
-        gain     = (w' - w)(a_w - a_b)  +  w'(a_w' - a_w)  +  (1 - w')(a_b' - a_b)
-                   choosing to work        working better     answering at once better
-
-    Divided for every kind of question by itself and averaged, because hard kinds are worked out more often: over all of
-    them together, the mix of what is worked out would change and pass for skill.
-
-    Args:
-        before, after: outcomes of the same questions. Where a kind was never worked out, or always, the accuracy that
-            does not exist counts as the other evaluation's.
-
-    >>> sums = (3, 2)
-    >>> before = [Outcome(sums, True, 1.0), Outcome(sums, False, 0.0)]
-    >>> divide_gain(before, after=[Outcome(sums, True, 1.0), Outcome(sums, True, 1.0)])
-    {'choosing to work': 0.5, 'working better': 0.0, 'answering at once better': 0.0}
-    """
-    parts = {"choosing to work": 0.0, "working better": 0.0, "answering at once better": 0.0}
-    for kind in {outcome.kind for outcome in before}:
-        old, new = ([outcome for outcome in side if outcome.kind == kind] for side in (before, after))
-        share, share_after = (_mean([outcome.worked for outcome in side]) for side in (old, new))
-        worked, worked_after = _accuracies(old, new, worked=True)
-        blurted, blurted_after = _accuracies(old, new, worked=False)
-        weight = len(old) / len(before)
-        parts["choosing to work"] += weight * (share_after - share) * (worked - blurted)
-        parts["working better"] += weight * share_after * (worked_after - worked)
-        parts["answering at once better"] += weight * (1 - share_after) * (blurted_after - blurted)
-    return parts
-
-
-def _accuracies(before: list[Outcome], after: list[Outcome], worked: bool) -> tuple[float, float]:
-    """Accuracy before and after among the answers that were worked out, or among the others."""
-    old, new = ([outcome.correct for outcome in side if outcome.worked == worked] for side in (before, after))
-    known = _mean(old or new or [0.0])
-    return known, _mean(new) if new else known
-
-
-def decode(policy: Policy, ids: list[int]) -> str:
-    """The text of a completion, for rewards and for people; it is never tokenised again."""
-    return policy.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def _describe(trajectories: list[Trajectory], outcomes: list[Outcome]) -> dict[str, float]:
-    among = {
-        "accuracy_worked": [outcome.correct for outcome in outcomes if outcome.worked],
-        "accuracy_blurted": [outcome.correct for outcome in outcomes if not outcome.worked],
+def _means(completions: list[Trajectory]) -> dict[str, float]:
+    first = completions[0]
+    means = {f"reward_{name}": _mean([x.rewards[name] for x in completions]) for name in first.rewards}
+    for name in first.description:
+        values = [x.description[name] for x in completions]
+        means[name] = _mean(values)
+        among = [x.rewards["correct"] for x in completions if "correct" in x.rewards and x.description[name]]
+        if among and set(values) <= {0, 1}:
+            means[f"accuracy_{name}"] = _mean(among)
+    if "reward_correct" in means:
+        means["accuracy"] = means.pop("reward_correct")
+    return means | {
+        "length": _mean([x.num_action_tokens for x in completions]),
+        "stopped": _mean([x.finish_reason == "stop" for x in completions]),
     }
-    return {
-        "accuracy": _mean([outcome.correct for outcome in outcomes]),
-        "worked": _mean([outcome.worked for outcome in outcomes]),
-        "length": _mean([len(row.completion_ids) for row in trajectories]),
-        "stopped": _mean([row.finish_reason == "stop" for row in trajectories]),
-    } | {name: _mean(values) for name, values in among.items() if values}
 
 
 def _mean(values: list) -> float:

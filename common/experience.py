@@ -1,6 +1,6 @@
-"""Trajectories of different lengths become padded tensors (`collate`), and a rollout minibatches (`ReplayBuffer`).
+"""Trajectories of different lengths become padded tensors; a rollout is divided into minibatches and micro-batches.
 
-Shapes: Q prompts, G completions a prompt, B = Q*G rows with a group's rows adjacent, T tokens. Entry `[:, t]` of a
+Shapes: Q prompts, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens. Entry `[:, t]` of a
 (B, T-1) tensor is about token t+1: the one that the logits at position t predict.
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (the name that every PyTorch reader knows)
 
 from common.keyed import keyed_generator
 from common.trajectory import Trajectory
@@ -18,7 +17,7 @@ _ABOUT_TOKEN_T = ("sequences", "attention_mask")  # their entry t is about token
 
 @dataclass
 class Experience:
-    """B rows, right-padded to T tokens. A field that is None is not computed yet, or not needed."""
+    """B rows, right-padded to T tokens. A field that is None has not been computed yet, or is not needed."""
 
     sequences: torch.Tensor  # (B, T) long
     attention_mask: torch.Tensor  # (B, T) long; 1 on every real token, known from its length, never from its id;
@@ -27,12 +26,10 @@ class Experience:
     sampler_log_probs: torch.Tensor  # (B, T-1) as the sampler recorded them
     prompt_index: torch.Tensor  # (B,) long
     prompt_lengths: torch.Tensor  # (B,) long
-    completion_index: torch.Tensor | None = None  # (B,) long; 0..G-1 within the group
-    action_log_probs: torch.Tensor | None = None  # (B, T-1) p_old of the ratio; None: the current policy's own
-    log_probs_ref: torch.Tensor | None = None  # (B, T-1)
-    returns: torch.Tensor | None = None  # (B, 1) or (B, T-1)
+    completion_index: torch.Tensor  # (B,) long; 0..G-1 within the group
+    old_log_probs: torch.Tensor | None = None  # (B, T-1) of the policy that sampled; None: the current policy's own
+    log_probs_ref: torch.Tensor | None = None  # (B, T-1) of the reference
     advantages: torch.Tensor | None = None  # (B, 1) or (B, T-1)
-    kl: torch.Tensor | None = None  # (B, T-1)
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -48,15 +45,36 @@ class Experience:
 
         return self._map(take)
 
+    def minibatches(self, minibatch_size: int | None, group_size: int, key: tuple[int, ...]) -> Iterator["Experience"]:
+        """Every row once, in shuffled minibatches of whole groups, so that a group's prompt can be encoded once.
+
+        Args:
+            minibatch_size: rows per minibatch (the last one may be smaller); None: all rows in one.
+            group_size: G.
+            key: fixes the shuffle, e.g. (seed, step, epoch).
+
+        Raises:
+            ValueError: the rows, or those of a minibatch, are not whole groups.
+        """
+        minibatch_size = len(self) if minibatch_size is None else minibatch_size
+        for rows in (len(self), minibatch_size):
+            if rows % group_size:
+                raise ValueError(f"{rows} rows are not whole groups of {group_size}")
+        device = self.sequences.device
+        order = keyed_generator("minibatches", *key).permutation(len(self) // group_size)
+        for groups in torch.from_numpy(order).to(device).split(minibatch_size // group_size):
+            rows = groups[:, None] * group_size + torch.arange(group_size, device=device)
+            yield self.select(rows.flatten())
+
     def split(self, micro_batch_size: int, *, skip_zero_advantages: bool = False) -> Iterator["Experience"]:
         """Micro-batches of at most `micro_batch_size` rows.
 
-        Rows of one prompt stand together, so that it need not be encoded twice, and prompts whose longest rows are of
-        similar length, to save padding.
+        Rows of one prompt are adjacent, so that it need not be encoded twice, and so are prompts whose longest rows
+        have similar lengths, to save padding.
 
         Args:
-            skip_zero_advantages: leave out rows whose advantages are all 0. Without a KL penalty they have no gradient,
-                whatever the policy. One row stays in any case, so that there is a gradient, if one of zeros.
+            skip_zero_advantages: leave out rows whose advantages are all 0. Without a KL penalty they have no gradient.
+                One row is kept in any case, so that every parameter has a gradient, even if it is 0.
         """
         experience = self
         if skip_zero_advantages:
@@ -71,7 +89,7 @@ class Experience:
         _, group = self.prompt_index.unique(return_inverse=True)
         longest = torch.zeros_like(group).scatter_reduce(0, group, lengths, "amax")[group]
         order = lengths.argsort(stable=True)
-        for key in (group, longest):  # the last one decides first
+        for key in (group, longest):  # the last key is the primary one
             order = order[key[order].argsort(stable=True)]
         return order.split(micro_batch_size)
 
@@ -112,68 +130,3 @@ def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.dev
         prompt_lengths=torch.tensor([row.prompt_length for row in trajectories], device=device),
         completion_index=torch.tensor([row.completion_index for row in trajectories], device=device),
     )
-
-
-class ReplayBuffer:
-    """The rollout of one step: experiences go in, shuffled minibatches of whole groups come out.
-
-    Despite the usual name it never holds an older rollout than the current step's.
-
-    Groups stay whole, so that a prompt's completions are always compared, and can be encoded, together.
-    """
-
-    def __init__(self, group_size: int):
-        self.group_size = group_size
-        self._experiences: list[Experience] = []
-
-    def append(self, experience: Experience) -> None:
-        """Add the rows of one or more whole groups.
-
-        Raises:
-            ValueError: the row count is not a multiple of the group size.
-        """
-        if len(experience) % self.group_size:
-            raise ValueError(f"{len(experience)} rows are not whole groups of {self.group_size}")
-        self._experiences.append(experience)
-
-    def minibatches(self, minibatch_size: int, key: tuple[int, ...]) -> Iterator[Experience]:
-        """Every row once, in minibatches of `minibatch_size` rows (the last may be smaller); `key` fixes the shuffle.
-
-        Raises:
-            ValueError: `minibatch_size` is not a multiple of the group size.
-        """
-        if minibatch_size % self.group_size:
-            raise ValueError(f"a minibatch of {minibatch_size} rows does not hold whole groups of {self.group_size}")
-        rollout = _join(self._experiences)
-        device = rollout.sequences.device
-        order = keyed_generator("minibatches", *key).permutation(len(rollout) // self.group_size)
-        for groups in torch.from_numpy(order).to(device).split(minibatch_size // self.group_size):
-            rows = groups[:, None] * self.group_size + torch.arange(self.group_size, device=device)
-            yield rollout.select(rows.flatten())
-
-
-def _join(experiences: list[Experience]) -> Experience:
-    """Stack experiences of different widths; padding carries mask 0, so what stands in it does not matter.
-
-    Raises:
-        ValueError: a field is None in some only, or holds a value a row in some and a value a token in others.
-    """
-    if len(experiences) == 1:
-        return experiences[0]
-    for field in fields(Experience):
-        values = [getattr(experience, field.name) for experience in experiences]
-        broadcasts = field.name in ("returns", "advantages")
-        if len({None if x is None else broadcasts and x.shape[1] == 1 for x in values}) > 1:
-            raise ValueError(f"experiences of one rollout disagree about the form of {field.name!r}")
-    width = max(experience.sequences.shape[1] for experience in experiences)
-
-    def stack(name: str, _: torch.Tensor) -> torch.Tensor:
-        tensors = [getattr(experience, name) for experience in experiences]
-        if tensors[0].dim() == 1:
-            return torch.cat(tensors)
-        if name in ("returns", "advantages") and tensors[0].shape[1] == 1:  # one value a row, which broadcasts
-            return torch.cat(tensors)
-        full = width if name in _ABOUT_TOKEN_T else width - 1
-        return torch.cat([F.pad(x, (0, full - x.shape[1])) for x in tensors])
-
-    return experiences[0]._map(stack)

@@ -1,211 +1,92 @@
-"""Load a policy: any Hugging Face causal language model with a chat template, from the hub or from a directory.
+"""The policy: a language model with everything that sampling and training must agree on.
 
-The class `Policy` itself stands in logprobs.py.
+Shapes: B rows, T tokens, hidden states H wide, N action tokens of the batch; entry `[:, t]` of a (B, T-1) tensor is
+about token t+1.
 """
 
-import copy
-import logging
-import os
-import warnings
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from common.chat import find_end_of_turn_ids
-from common.config import PolicyConfig, UserError, resolve
-from common.hub import must_be_cached
-from common.logprobs import Policy, TokenScores
-from common.matmul import use_fast_products
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from common.fast.shared_prompts import hidden_states as hidden_states_of_shared_prompts
+from common.logprobs import MAX_LOGITS, log_probs_and_entropy
 
 
-def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
-    """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter where one is asked for.
+class PolicyOutput(NamedTuple):
+    log_probs: torch.Tensor  # (B, T-1) nats, with gradient; 0 where the mask is 0
+    entropy: torch.Tensor  # (B, T-1) nats, of the distribution that the token was drawn from; no gradient
 
-    Weights that are trained are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
 
-    Raises:
-        UserError: there is no such model, or it cannot be used here; the sentence says what to do.
+class Policy(nn.Module):
+    """A causal language model with its tokenizer, temperature, end-of-turn and padding ids.
+
+    Log-probabilities are computed inside `forward`, so that a wrapper around this module (DDP, FSDP) sees the call and
+    synchronises its gradients; calling `policy.model` in training would skip that, without an error.
+
+    Args:
+        model: a Hugging Face causal language model.
+        tokenizer: its tokenizer.
+        end_of_turn_ids: every id that ends an assistant turn; some models have several.
+        pad_id: fills the batch; it may equal an end-of-turn id, because no mask is ever made from ids.
+        temperature: of the sampling distribution; log-probabilities are those of logits / temperature.
+        compute_dtype: torch.float32, or torch.bfloat16 for autocast. The weights are in float32 either way: a step of
+            1e-6 would be rounded away in a bfloat16 weight, and training would silently do nothing.
+        gradient_checkpointing: whether it is enabled in the model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # one progress line is enough
-    for name in ("backends.cpu.ops", "autograd._functions"):  # notes on speed and on casts, in every layer
-        logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
-    config = resolve(config, {})  # what the command line has resolved stays; a config made in code may leave it open
-    source = str(config.model_path or config.model)
-    settings = {"local_files_only": config.model_path is not None or must_be_cached("model", source)}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **settings)
-        if config.load_in is not None:
-            settings |= {"quantization_config": _quantization(config), "device_map": {"": config.device}}
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            source,
-            output_loading_info=True,
-            dtype=DTYPES[config.dtype] if config.lora_rank else torch.float32,
-            attn_implementation=config.attn_implementation,
-            **settings,
-        )
-    except Exception as error:  # a damaged file can raise anything, a KeyError for example
-        raise UserError(f"--model {source} could not be loaded: {' '.join(str(error).split())}") from error
-    if loading["missing_keys"]:  # transformers would give them random numbers
-        raise UserError(f"--model {source} lacks weights, {sorted(loading['missing_keys'])[0]} for one")
-    return make_policy(model, tokenizer, config, temperature)
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer,
+        end_of_turn_ids: list[int],
+        pad_id: int,
+        temperature: float = 1.0,
+        compute_dtype: torch.dtype = torch.float32,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__()
+        self.model = model
+        self.tokenizer = tokenizer
+        self.end_of_turn_ids = end_of_turn_ids
+        self.pad_id = pad_id
+        self.temperature = temperature
+        self.compute_dtype = compute_dtype
+        self.gradient_checkpointing = gradient_checkpointing
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
 
-def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, temperature: float = 1.0) -> Policy:
-    """Wrap a model and its tokenizer, ready for training."""
-    if tokenizer.chat_template is None:
-        raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")
-    _disable_dropout(model)
-    use_fast_products(model)
-    if config.device == "cpu":  # where sdpa takes grouped keys as they are, transformers need not repeat them
-        os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
-    try:
-        end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
-    except ValueError as error:
-        raise UserError(f"--model {config.model}: {error}") from error
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_ids[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
-        if config.gradient_checkpointing:
-            # works in training mode only: Policy.forward enters it, and dropout is off anyway
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.lora_rank:
-            model = _add_adapter(model, config)
-    if config.load_in is None:
-        model = model.to(config.device)
-    else:
-        _forbid_repacking(model)
-    policy = Policy(
-        model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
-    )
-    _check_head(policy)
-    return policy
+    def autocast(self) -> torch.autocast:
+        """The arithmetic of every forward pass, in sampling and in training alike."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16)
 
+    def forward(self, sequences: torch.Tensor, action_mask: torch.Tensor, max_logits: int = MAX_LOGITS) -> PolicyOutput:
+        """Log-probs and entropy of the tokens of `sequences` where `action_mask` is 1.
 
-def make_reference(policy: Policy) -> Policy:
-    """The policy as it is now, frozen, for the KL penalty: a copy, or with LoRA the same model without its adapter."""
-    if not _is_lora(policy):
-        return copy.deepcopy(policy).requires_grad_(False)
-    return _WithoutAdapter(
-        policy.model, policy.tokenizer, policy.end_of_turn_ids, policy.pad_id, policy.temperature, policy.compute_dtype
-    )
+        Args:
+            sequences: (B, T), right-padded. No attention mask is needed: attention is causal, so that no real token
+                ever sees the padding behind it, whatever the padding's id.
+            action_mask: (B, T-1), 1 where token t+1 counts.
+        """
+        # Gradient checkpointing works in training mode only, and sampling with a cache only outside of it.
+        self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())
+        with self.autocast():
+            hidden, positions = self._hidden_states(sequences, action_mask)  # (N, H), (N,)
+            targets = sequences[:, 1:].flatten()[positions]  # (N,)
+            head = self.model.get_output_embeddings()
+            values = log_probs_and_entropy(hidden, targets, head, self.temperature, max_logits)  # (N,), (N,)
+        zeros = torch.zeros(action_mask.numel(), device=sequences.device)
+        return PolicyOutput(*(zeros.scatter(0, positions, x).view_as(action_mask) for x in values))
 
-
-class _WithoutAdapter(Policy):
-    """A policy with a LoRA adapter as it was before any training, at no memory of its own."""
-
-    def forward(self, *arguments, **options) -> TokenScores:
-        with self.model.disable_adapter():
-            return super().forward(*arguments, **options)
-
-
-def save_policy(policy: Policy, path: Path) -> None:
-    """Write a Hugging Face directory that `from_pretrained` loads; with LoRA that of the adapter, for peft."""
-    # "auto" would ask the hub whether the vocabulary has grown
-    options = {"save_embedding_layers": False} if _is_lora(policy) else {}
-    policy.model.save_pretrained(path, **options)
-    policy.tokenizer.save_pretrained(path)
-
-
-def load_weights(policy: Policy, path: Path) -> None:
-    """Read back what `save_policy` has written."""
-    if _is_lora(policy):
-        from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-
-        set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
-        return
-    from transformers import AutoModelForCausalLM
-
-    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    policy.model.load_state_dict(saved.state_dict())
-
-
-def save_merged(config: PolicyConfig, adapter: Path, path: Path) -> None:
-    """Add a saved LoRA adapter to the weights that it was trained on, and write them as a model of its own.
-
-    The weights are read anew, unquantised: to add to quantised ones would round what was learned.
-    """
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = str(config.model_path or config.model)
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype], local_files_only=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # as in make_policy
-        model = PeftModel.from_pretrained(base, adapter)
-    model.merge_and_unload().save_pretrained(path)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(path)
-
-
-def _is_lora(policy: Policy) -> bool:
-    return getattr(policy.model, "peft_config", None) is not None
-
-
-def _quantization(config: PolicyConfig):
-    from transformers import BitsAndBytesConfig
-
-    if config.load_in == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[config.dtype],
-    )
-
-
-def _forbid_repacking(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights anew for CPUs with AVX512-BF16.
-
-    It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
-    from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them).
-    """
-    from bitsandbytes.nn import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-
-
-def _add_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Module:
-    """LoRA (arXiv 2106.09685) on every linear layer but the head: W x becomes W x + (alpha / rank) B A x, B = 0."""
-    from peft import LoraConfig, get_peft_model
-
-    alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
-    settings = LoraConfig(
-        task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear"
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)  # A is random
-        return get_peft_model(model, settings)
-
-
-def _disable_dropout(model: torch.nn.Module) -> None:
-    """Log-probabilities are compared between passes, and dropout would give each pass another policy."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-
-
-@torch.no_grad()
-def _check_head(policy: Policy) -> None:
-    """Refuse a model whose logits are not simply its LM head applied to its last hidden states.
-
-    `Policy.forward` relies on it. Gemma 2's soft-capped logits, for one, are something else.
-    """
-    model = policy.model.eval()
-    ids = torch.arange(4, device=policy.device)[None]
-    with policy.autocast():
-        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        expected, logits = model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits
-    if not torch.allclose(expected.float(), logits.float(), atol=1e-3):
-        raise UserError(
-            f"{type(model).__name__} transforms its logits after the LM head, which this code does not support yet"
-        )
+    def _hidden_states(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where action tokens are predicted: hidden states (N, H), and their positions in the flattened (B, T-1)."""
+        decoder = self.model.get_decoder()
+        if not self.model.training:  # gradient checkpointing keeps no cache, which sharing needs
+            shared = hidden_states_of_shared_prompts(decoder, sequences, action_mask)
+            if shared is not None:
+                return shared
+        hidden = decoder(sequences, use_cache=False).last_hidden_state  # (B, T, H)
+        positions = action_mask.flatten().nonzero()[:, 0]
+        return hidden[:, :-1].flatten(0, 1)[positions], positions

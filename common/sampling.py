@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.fast.shared_prompts import left_pad
 from common.keyed import keyed_generator
-from common.logprobs import Policy
-from common.shared_prompts import left_pad
+from common.policy import Policy
 from common.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from common.cache import RowCache
+    from common.fast.cache import RowCache
 
 
 @torch.inference_mode()
@@ -30,7 +30,7 @@ def sample(
     prompt_index: list[int] | None = None,
     top_p: float = 1.0,
     greedy: bool = False,
-    rows_at_once: int | None = None,
+    generation_batch_size: int | None = None,
 ) -> list[Trajectory]:
     """Sample `group_size` completions of every prompt.
 
@@ -39,18 +39,20 @@ def sample(
         prompts: Q lists of ids, of any lengths.
         group_size: G.
         max_new_tokens: the completion budget; a row that reaches it has finish_reason "length".
-        key: with the prompt's index and the completion's, the whole identity of a row's random numbers: (seed, step).
+        key: (seed, step). A row's random numbers depend on it, on the prompt's index and on the completion's, and on
+            nothing else.
         prompt_index: names the prompts, one for each; by default 0..Q-1.
         top_p: draw from the smallest set of tokens that holds at least this probability. The recorded log-probs stay
             those of the whole distribution.
         greedy: take the most probable token instead of drawing one.
-        rows_at_once: bounds the memory of the cache, rounded to whole groups; changes no sample. None: all.
+        generation_batch_size: completions that are sampled at the same time, rounded to whole groups. It bounds the
+            memory of the cache and changes no sample. None: all.
 
     Returns:
         B = Q*G trajectories, a group's rows adjacent, in the order of `prompts`.
 
     Raises:
-        ValueError: a prompt is empty, or `prompt_index` is not one index a prompt.
+        ValueError: a prompt is empty, or `prompt_index` does not have one index per prompt.
     """
     prompt_index = list(range(len(prompts))) if prompt_index is None else prompt_index
     if len(prompt_index) != len(prompts):
@@ -59,9 +61,9 @@ def sample(
         raise ValueError(f"prompt {prompt_index[prompts.index([])]} has no tokens")
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
     trajectories: list[Trajectory] = []
-    at_once = max(1, len(prompts) if rows_at_once is None else rows_at_once // group_size)  # prompts
-    for start in range(0, len(prompts), at_once):
-        chunk = slice(start, start + at_once)
+    prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
+    for start in range(0, len(prompts), prompts_per_batch):
+        chunk = slice(start, start + prompts_per_batch)
         rows = [
             Trajectory(list(ids), len(ids), [0] * len(ids), [0.0] * len(ids), index, completion)
             for ids, index in zip(prompts[chunk], prompt_index[chunk], strict=True)
@@ -84,7 +86,7 @@ def _complete(
     uniforms: torch.Tensor | None,
 ) -> None:
     """Append to every row of one chunk the tokens that the policy gives it."""
-    from common.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
+    from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
 
     cache = RowCache()
     sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
@@ -130,9 +132,9 @@ def _next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor
 def _draw(
     logits: torch.Tensor, temperature: float, top_p: float, uniforms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token a row by inverse CDF, or the most probable one where `uniforms` is None.
+    """Draw one token per row by inverse CDF, or the most probable one where `uniforms` is None.
 
-    Lay the tokens' probabilities end to end on [0, 1) and take the token in whose piece the uniform number falls.
+    Lay the tokens' probabilities end to end on [0, 1) and take the token whose interval the uniform number falls into.
 
     Returns:
         (rows,) tokens and (rows,) their log-probabilities in nats, under logits / temperature in float32.

@@ -1,20 +1,19 @@
 """Supervised fine-tuning in one file: how the tiny policy is made, and how any policy is warm-started.
 
 The policy reads conversations and learns to say what the assistant says in them, token by token: the loss is minus the
-log-probability of every assistant token, the end-of-turn token included, averaged over all of them in an optimizer
+log-probability of every assistant token, including the end-of-turn token, averaged over all of them in an optimizer
 batch. What the user says and what the template adds is read, not learned.
 
     python experiment_sft/train.py --dtype bfloat16 --save-dtype bfloat16 --threads 2      # the bundled tiny policy
     python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
 
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
-the end the policy is examined as it would answer by itself, and once more forced to think before it answers; what it
-can do when forced is what reinforcement learning (experiment_base) can bring out. With every --num-... at 0 a --model
-is only examined.
+the end the policy is examined twice: as it answers by itself, and forced to reason before it answers. What it can do
+when forced is what reinforcement learning (experiment_base) can bring out. With every --num-... at 0 a --model is only
+examined.
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,21 +23,24 @@ from tiny_policy import make_model, make_tokenizer
 from warm_start import conversations
 
 from common.chat import encode_chat
-from common.config import HELDOUT_DATA, PolicyConfig, UserError, check_ranges, parse_config, run_main
-from common.data import read_rows
+from common.errors import UserError
 from common.evaluate import evaluate
 from common.experience import Experience, collate
 from common.keyed import keyed_generator
-from common.logprobs import Policy
-from common.loss import masked_mean
-from common.policy import DTYPES, load_policy, make_policy
-from common.report import peak_memory_bytes
-from common.runs import Run, start_run
+from common.loss import masked_sum
+from common.policy import Policy
 from common.tasks import arithmetic as task
 from common.trajectory import Trajectory
 
+from common.plumbing.config import DTYPES, PolicyConfig
+from common.plumbing.data import read_rows
+from common.plumbing.loading import load_policy, make_policy
+from common.plumbing.parse import parse_config
+from common.plumbing.run import Run
+from common.plumbing.start import run_main, start_run
+
 RESOLVED = {"new": {"lr": 1.5e-3}, "tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
-WINDOW = 3000  # rows within which those of similar length are put together, to save padding
+WINDOW = 3000  # rows within which those of similar length are batched together, to save padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +48,17 @@ class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
     data: str | None = None  # JSONL with rows {"messages": [...]}; None: the three lessons of warm_start.py
     num_copying: int = 38_000  # conversations of the first lesson
-    num_working: int = 200_000  # conversations of the second lesson
+    num_reasoning: int = 200_000  # conversations of the second lesson
     num_answering: int = 120_000  # conversations of the third lesson
     epochs: int = 1  # passes over the rows
-    tokens_per_batch: int = 3072  # of an optimizer step, padding included
-    micro_batch_size: int = 256  # rows of a forward and backward pass; changes memory and time, never the update
+    tokens_per_batch: int = 3072  # per optimizer step, including padding
+    micro_batch_size: int = 256  # rows per forward and backward pass: memory and time, never the update
     max_length: int = 1024  # tokens; longer rows are left out, and counted
     lr: float | None = None  # peak learning rate of AdamW; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
     warmup_steps: int = 50  # over which the learning rate rises from 0
     final_lr: float = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
     weight_decay: float = 0.0  # of AdamW
-    max_grad_norm: float = 1.0  # the gradient is scaled down to this norm where it is longer
+    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
     checkpoint_every: int = 500  # steps between checkpoints; 0: only on Ctrl-C
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/, which are also what is examined
 
@@ -64,16 +66,11 @@ class Config(PolicyConfig):
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__, resolved=RESOLVED)
     if config.data is not None and config.model == "new":
-        raise UserError("--data teaches a policy that can speak already: give a --model")
-    lesson_sizes = ("num_copying", "num_working", "num_answering")
+        raise UserError("--data teaches a policy that can already speak: give a --model")
+    lesson_sizes = ("num_copying", "num_reasoning", "num_answering")
     if config.data is not None and any(getattr(config, name) != getattr(Config, name) for name in lesson_sizes):
-        raise UserError("--num-copying, --num-working and --num-answering size the lessons, which --data replaces")
-    check_ranges(
-        config,
-        positive=("epochs", "tokens_per_batch", "micro_batch_size", "max_length", "lr", "max_grad_norm"),
-        not_negative=("num_copying", "num_working", "num_answering", "warmup_steps", "final_lr", "weight_decay"),
-    )
-    rows = lessons(config) if config.data is None else read_rows(config.data, required=("messages",))
+        raise UserError("--num-copying, --num-reasoning and --num-answering size the lessons, which --data replaces")
+    rows = lessons(config) if config.data is None else read_rows(config.data, {"messages": list})
     with start_run("experiment_sft", config) as run:
         policy = new_policy(config) if config.model == "new" else load_policy(config)
         rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
@@ -97,18 +94,18 @@ def new_policy(config: Config) -> Policy:
 
 
 def cast_weights(policy: Policy, dtype: torch.dtype) -> None:
-    """Cast the trained weights alone: `.to(dtype)` would round the rotary embedding's frequencies too, for good."""
+    """Cast the trained weights only: `.to(dtype)` would also round the rotary embedding's frequencies, for good."""
     for weight in policy.parameters():
         if weight.requires_grad:
             weight.data = weight.data.to(dtype)
 
 
 def lessons(config: Config) -> list[dict]:
-    return list(conversations(config.num_copying, config.num_working, config.num_answering, config.seed))
+    return list(conversations(config.num_copying, config.num_reasoning, config.num_answering, config.seed))
 
 
 def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The rows to learn from, and those that --data gives up for evaluation: a tenth, at most --eval-prompts."""
+    """The rows to learn from, and those held out from --data for evaluation: a tenth, at most --eval-prompts."""
     if config.data is None:
         return rows, []
     num_eval = min(config.eval_prompts, len(rows) // 10)
@@ -141,14 +138,11 @@ def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> N
     all_batches = list(batches(config, rows))
     run.restore(policy, optimizer)
     for step in run.steps(len(all_batches)):
-        start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step, len(all_batches))
         batch = collate(all_batches[step - 1], policy.pad_id, policy.device)
         metrics = update(config, policy, optimizer, batch) | {"lr": optimizer.param_groups[0]["lr"]}
-        metrics |= {"time/step": time.perf_counter() - start, "memory/peak_bytes": peak_memory_bytes(config.device)}
-        metrics["time/tokens_per_second"] = int(batch.action_mask.sum()) / metrics["time/step"]
-        run.log(step, metrics, line=f"step {step}/{len(all_batches)}  loss {metrics['loss/total']:.4f}")
+        run.log(step, metrics | run.costs(num_tokens=int(batch.action_mask.sum())))
         run.checkpoint(step, policy, optimizer)
 
 
@@ -159,11 +153,11 @@ def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, bat
     total = 0.0
     for micro in batch.split(config.micro_batch_size):
         log_probs = policy(micro.sequences, micro.action_mask).log_probs  # (b, T-1)
-        loss = masked_mean(-log_probs, micro.action_mask, denominator=num_tokens)
+        loss = masked_sum(-log_probs, micro.action_mask) / num_tokens
         loss.backward()
         total += loss.item()
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
-    if torch.isfinite(grad_norm):  # else this update is skipped, and counted
+    if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()
     return {"loss/total": total, "loss/grad_norm": grad_norm.item(), "loss/skipped": float(not grad_norm.isfinite())}
 
@@ -200,7 +194,7 @@ def batches_of_similar_length(rows: list[Trajectory], tokens_per_batch: int) -> 
 
 @torch.no_grad()
 def examine(config: Config, policy: Policy, eval_rows: list[Trajectory]) -> dict[str, float]:
-    """With --data the loss on the rows that it gave up; else held-out answers, by itself and forced to think first."""
+    """With --data the loss on the held-out rows; otherwise held-out answers, by itself and forced to reason first."""
     if config.data is not None:
         log_prob_sum = num_tokens = 0.0
         for row in eval_rows:
@@ -208,7 +202,7 @@ def examine(config: Config, policy: Policy, eval_rows: list[Trajectory]) -> dict
             log_prob_sum += policy(batch.sequences, batch.action_mask).log_probs.sum().item()
             num_tokens += batch.action_mask.sum().item()
         return {"eval/loss": -log_prob_sum / num_tokens} if num_tokens else {}
-    questions = read_rows(str(HELDOUT_DATA), ("question", "answer"))[: config.eval_prompts]
+    questions = read_rows(str(task.EVAL_DATA), task.FIELDS)[: config.eval_prompts]
     examination = {}
     for name, prefix in (("eval", ""), ("eval_forced", "<think>")):
         metrics = evaluate(

@@ -1,32 +1,33 @@
 """What the tiny policy is taught before any reinforcement learning: three lessons, every target correct.
 
-1. *copying*: say the question's sum in symbols. Finding the operands in the question is what a small transformer
+1. *copying*: write the question's sum in symbols. Finding the operands in the question is what a small transformer
    learns last and abruptly, so it is practised alone first.
-2. *working*: every kind of question, and as many sums of five to seven numbers, always worked out, until the steps
-   are right. Long sums practise more steps a token. Answers at once must wait: they are guesses at first, and mixed in
-   here their noise drowned the copying again.
+2. *reasoning*: every kind of question, and as many sums of five to seven numbers, always reasoned, until the steps are
+   right. Long sums practise more steps per token. Direct answers must wait: they are guesses at first, and when they
+   were mixed in here, their noise destroyed the copying again.
 3. *answering*: the bundled kinds of question, in three styles:
-   - at once: `<answer>58</answer>`, which is right when the network can do the sum in one pass, and else is not;
+   - direct: `<answer>58</answer>`, which is right if the network can do the sum in one pass, and wrong otherwise;
    - step by step: `<think>47+29=76 76-18=58</think><answer>58</answer>`;
    - careful: tens before units, and the result checked a random number of times:
      `<think>47+20=67 67+9=76 76-10=66 66-8=58 check 58+18=76</think><answer>58</answer>`.
 
-Most answers of lesson 3 are given at once. So the policy comes out able to work a sum out and mostly not doing it:
-it has styles, and does not know which one pays. All questions come from the pool "warm_start", which shares no sum
-with the task's files.
+Most answers of lesson 3 are direct. So the policy ends up able to reason and mostly not doing it: it knows several
+styles, and does not know which one pays. All questions come from the pool "warm_start", which shares no sum with the
+task's files.
 """
 
 import random
 from collections.abc import Iterator
 
-from common.tasks.arithmetic import KINDS, Question, draw_question, messages, render
+from common.datagen.arithmetic_grammar import KINDS, Question, draw_question, render
+from common.tasks.arithmetic import messages
 
 Kind = tuple[int, int, bool]  # (num_terms, num_digits, has_product)
 
-# Of the answers in lesson 3, the share that is worked out: by how many numbers a question holds, and more for products
-WORKED_SHARE = {2: 0.12, 3: 0.19, 4: 0.24}
-WORKED_SHARE_PRODUCT_BONUS = 0.10
-CAREFUL_SHARE = 0.3  # of the worked answers
+# The share of reasoned answers in lesson 3: by how many numbers a question has, and more for products
+REASONED_SHARE = {2: 0.12, 3: 0.19, 4: 0.24}
+REASONED_SHARE_PRODUCT_BONUS = 0.10
+CAREFUL_SHARE = 0.3  # of the reasoned answers
 CHECK_AGAIN = 0.4  # probability of one more check, in the careful style
 
 LONG_SHARE = 0.5  # of lesson 2
@@ -35,45 +36,47 @@ LONG_KINDS = [(5, 2, False), (6, 2, False), (7, 2, False)]
 COPY_FRAMES = ("Write {} in symbols.", "Copy {}.", "Repeat {}.", "Say {} in symbols.")
 
 
-def conversations(num_copying: int, num_working: int, num_answering: int, seed: int) -> Iterator[dict]:
+def conversations(num_copying: int, num_reasoning: int, num_answering: int, seed: int) -> Iterator[dict]:
     """Yield rows `{"messages": [user, assistant]}` of the three lessons in order; the same rows for the same seed."""
     rng = random.Random(seed)
     kinds, weights = list(KINDS), list(KINDS.values())
     for _ in range(num_copying):
         question = draw_question(rng, rng.choices(kinds, weights)[0], "warm_start")
         yield _conversation(rng.choice(COPY_FRAMES).format(_expression_as_asked(question)), symbols(question))
-    for _ in range(num_working):
+    for _ in range(num_reasoning):
         is_long = rng.random() < LONG_SHARE
         kind = rng.choice(LONG_KINDS) if is_long else rng.choices(kinds, weights)[0]
         question = draw_question(rng, kind, "warm_start")
-        yield _conversation(render(question), worked_answer(question, rng))
+        yield _conversation(render(question), reasoned_answer(question, rng))
     for _ in range(num_answering):
         kind = rng.choices(kinds, weights)[0]
         question = draw_question(rng, kind, "warm_start")
         yield _conversation(render(question), answer_in_some_style(question, kind, rng))
 
 
-def worked_share(kind: Kind) -> float:
-    """The probability that lesson 3 works a question of this kind out instead of answering at once."""
+def reasoned_share(kind: Kind) -> float:
+    """The probability that lesson 3 answers a question of this kind with reasoning instead of directly."""
     num_terms, _, has_product = kind
-    return WORKED_SHARE[num_terms] + WORKED_SHARE_PRODUCT_BONUS * has_product
+    return REASONED_SHARE[num_terms] + REASONED_SHARE_PRODUCT_BONUS * has_product
 
 
 def answer_in_some_style(question: Question, kind: Kind, rng: random.Random) -> str:
-    """One target of lesson 3: at once, step by step, or careful."""
-    return worked_answer(question, rng) if rng.random() < worked_share(kind) else f"<answer>{question.answer}</answer>"
+    """One target of lesson 3: direct, step by step, or careful."""
+    return (
+        reasoned_answer(question, rng) if rng.random() < reasoned_share(kind) else f"<answer>{question.answer}</answer>"
+    )
 
 
-def worked_answer(question: Question, rng: random.Random) -> str:
-    """The answer after its working, step by step or careful."""
-    working = careful(question, rng) if rng.random() < CAREFUL_SHARE else step_by_step(question)
-    return f"<think>{working}</think><answer>{question.answer}</answer>"
+def reasoned_answer(question: Question, rng: random.Random) -> str:
+    """The answer after its reasoning, step by step or careful."""
+    reasoning = careful(question, rng) if rng.random() < CAREFUL_SHARE else step_by_step(question)
+    return f"<think>{reasoning}</think><answer>{question.answer}</answer>"
 
 
 def symbols(question: Question) -> str:
-    """The sum as the working spells it.
+    """The sum as the reasoning writes it.
 
-    >>> from common.tasks.arithmetic import Term
+    >>> from common.datagen.arithmetic_grammar import Term
     >>> symbols(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '47+7*8-18'
     """
@@ -82,9 +85,9 @@ def symbols(question: Question) -> str:
 
 
 def step_by_step(question: Question) -> str:
-    """One step an operation, from left to right.
+    """One step per operation, from left to right.
 
-    >>> from common.tasks.arithmetic import Term
+    >>> from common.datagen.arithmetic_grammar import Term
     >>> step_by_step(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '7*8=56 47+56=103 103-18=85'
     """
@@ -92,7 +95,7 @@ def step_by_step(question: Question) -> str:
 
 
 def careful(question: Question, rng: random.Random, check_again: float = CHECK_AGAIN) -> str:
-    """Tens and units of every operand apart, then the last operation undone as a check, zero or more times.
+    """Tens and units of every operand separately, then the last operation undone as a check, zero or more times.
 
     `check_again` is the probability of one more check, so that there are check_again / (1 - check_again) on average.
     """
@@ -122,7 +125,7 @@ def _steps(question: Question, split_tens: bool) -> list[str]:
 
 
 def _expression_as_asked(question: Question) -> str:
-    """The sum as the bundled questions spell it: the wording without its frame."""
+    """The sum as the bundled questions write it: the wording without its frame."""
     words = render(Question(question.terms, wording=question.wording % 3))
     return words.removeprefix("What is ").removesuffix("?")
 

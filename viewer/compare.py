@@ -1,4 +1,4 @@
-"""Draw runs side by side: a line for each group of runs, the mean over its seeds, in a band from lowest to highest.
+"""Compare runs: a line for each group of runs, the mean over its seeds, in a band from lowest to highest.
 
     python -m viewer.compare curve.png "GRPO=experiment_base/results/seed*" "no KL=experiment_base/results/exercise1"
     python -m viewer.compare curve.png "GRPO=runs/experiment_base/*" --panels reward/correct loss/grad_norm
@@ -15,28 +15,27 @@ from pathlib import Path
 
 import tyro
 
-# key in metrics.jsonl: its heading, and the range of the axis (None: as the data need); others are headed by their key
+# key in metrics.jsonl: its title, and the range of the axis (None: as the data need); the title of others is their key
 HEADINGS = {
     "reward/correct": ("sampled accuracy on training questions, each asked once", (0, 1.02)),
     "completion/length": ("completion length (tokens)", (0, None)),
     "completion/length_right": ("length of right completions (tokens)", (0, None)),
     "completion/length_wrong": ("length of wrong completions (tokens)", (0, None)),
-    "completion/worked": ("share worked out", (0, 1.02)),
-    "loss/kl": ("KL to the policy at the start (nats a token)", (0, None)),
+    "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
 }
-PANELS = ("reward/correct", "completion/length", "completion/worked", "loss/kl")
+PANELS = ("reward/correct", "completion/length", "group/zero_reward_variance", "loss/kl")
 WINDOW = 5  # steps over which every run is averaged before runs are compared
 
 
 @dataclass(frozen=True)
 class Config:
-    picture: tyro.conf.Positional[Path]  # file that the picture is written to
+    picture: tyro.conf.Positional[Path]  # file that the figure is written to
     groups: tyro.conf.Positional[tuple[str, ...]]  # LABEL=RUN_DIRECTORIES each, with * for any text
     panels: tuple[str, ...] = PANELS  # keys of metrics.jsonl: a large panel, and the others beside it
 
 
 def draw_comparison(groups: dict[str, list[Path]], path: Path, panels: Sequence[str] = PANELS) -> None:
-    """Draw the runs of each group, given by their directories, into a picture at `path`.
+    """Draw the runs of each group, given by their directories, into a figure at `path`.
 
     Raises:
         FileNotFoundError: a directory holds no metrics.jsonl.
@@ -50,7 +49,9 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path, panels: Sequence[
     grid = figure.add_gridspec(max(1, len(panels) - 1), 5)
     places = [grid[:, :3], *(grid[row, 3:] for row in range(len(panels) - 1))]
     for key, place in zip(panels, places, strict=True):
-        heading, limits = HEADINGS.get(key, (key, (None, None)))
+        described = key.startswith("completion/")  # by the task
+        default = f"{key.removeprefix('completion/')} (mean over completions)" if described else key
+        heading, limits = HEADINGS.get(key, (default, (None, None)))
         axes = figure.add_subplot(place)
         for color, (label, directories) in enumerate(groups.items()):
             _draw_band(axes, [_read_curve(directory, key) for directory in directories], label, f"C{color}")

@@ -1,4 +1,4 @@
-"""Draw a run: accuracy, completion length, share worked out, and KL against the step.
+"""Draw a run: accuracy (or reward), completion length, what its task describes, and KL against the step.
 
     python -m viewer.curve runs/experiment_base/<name>       # writes curve.png into it
 
@@ -8,6 +8,9 @@ Reads the run's directory and imports nothing of the training code.
 import json
 import sys
 from pathlib import Path
+
+# Of every task; what else a run logs of its completions is what its own task describes.
+KNOWN = ("completion/length", "completion/stopped", "completion/truncated")
 
 
 def draw_curve(directory: Path) -> Path:
@@ -22,7 +25,7 @@ def draw_curve(directory: Path) -> Path:
     import matplotlib.pyplot as plt
 
     entries = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    has_rewards = any("reward/correct" in entry for entry in entries)
+    has_rewards = any("reward/total" in entry for entry in entries)
     figure = _draw_rewards(plt, entries) if has_rewards else _draw_loss(plt, entries)
     for axes in figure.axes:
         axes.grid(alpha=0.3)
@@ -36,29 +39,42 @@ def draw_curve(directory: Path) -> Path:
 
 
 def _draw_rewards(plt, entries: list[dict]):
-    figure, ((accuracy, length), (worked, kl)) = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
-    _line(accuracy, entries, "reward/correct", label="training questions, sampled", alpha=0.3, color="C0")
-    _line(accuracy, entries, "reward/correct", label="the same, mean of 5 steps", color="C0", window=5)
-    _line(accuracy, entries, "eval/greedy/accuracy", label="held-out, greedy", marker="o", color="C1")
-    _line(accuracy, entries, "eval/sampled/accuracy", label="held-out, mean@8", marker="s", color="C2", linestyle="")
-    accuracy.set(title="accuracy", ylim=(0, 1.02))
-    accuracy.legend(fontsize=8, loc="best")
+    figure, ((success, length), (described, kl)) = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
+    has_accuracy = any("reward/correct" in entry for entry in entries)
+    key = "reward/correct" if has_accuracy else "reward/total"
+    _line(success, entries, key, label="training questions, sampled", alpha=0.3, color="C0")
+    _line(success, entries, key, label="the same, mean of 5 steps", color="C0", window=5)
+    _line(success, entries, "eval/greedy/accuracy", label="held-out, greedy", marker="o", color="C1")
+    _line(success, entries, "eval/sampled/accuracy", label="held-out, mean@8", marker="s", color="C2", linestyle="")
+    success.set(title="accuracy" if has_accuracy else "total reward")
+    if has_accuracy:
+        success.set_ylim(0, 1.02)
+    success.legend(fontsize=8, loc="best")
     _line(length, entries, "completion/length")
     length.set(title="completion length (tokens)")
     length.set_ylim(bottom=0)
-    _line(worked, entries, "completion/worked")
-    worked.set(title="share worked out in <think>", ylim=(0, 1.02), xlabel="step")
+    keys = [key for key in _keys(entries) if key.startswith("completion/") and not key.startswith(KNOWN)]
+    for key in keys or ["group/zero_reward_variance"]:
+        _line(described, entries, key, label=key.partition("/")[2].replace("_", " "))
+    described.set(title="completions, as the task describes them" if keys else "groups", xlabel="step")
+    described.set_ylim(bottom=0)
+    described.legend(fontsize=8, loc="best")
     _line(kl, entries, "loss/kl")
-    kl.set(title="KL to the policy at the start (nats a token)", xlabel="step")
+    kl.set(title="KL to the policy at the start (nats per token)", xlabel="step")
     kl.set_ylim(bottom=0)
     return figure
+
+
+def _keys(entries: list[dict]) -> list[str]:
+    """All keys, in the order in which they first appear."""
+    return list(dict.fromkeys(key for entry in entries for key in entry))
 
 
 def _draw_loss(plt, entries: list[dict]):
     figure, axes = plt.subplots(figsize=(8, 4.5))
     _line(axes, entries, "loss/total", alpha=0.3, color="C0")
     _line(axes, entries, "loss/total", color="C0", window=50)
-    axes.set(title="loss (nats a token; mean of 50 steps)", xlabel="step", yscale="log")
+    axes.set(title="loss (nats per token; mean of 50 steps)", xlabel="step", yscale="log")
     return figure
 
 

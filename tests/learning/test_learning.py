@@ -13,8 +13,9 @@ import torch
 from common.chat import encode_prompt
 from common.config import HELDOUT_DATA, PolicyConfig
 from common.evaluate import evaluate
-from common.policy import load_policy
 from common.tasks import arithmetic as task
+
+from common.plumbing.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 EVAL_PROMPTS = 32
@@ -53,7 +54,7 @@ def test_the_reward_rises_beyond_noise(run_directory):
 
 def test_the_policy_learns_to_work_things_out(run_directory):
     summary = json.loads((run_directory / "summary.json").read_text())
-    assert summary["after"]["sampled/worked"] > summary["before"]["sampled/worked"] + 0.1
+    assert summary["after"]["sampled/reasoned"] > summary["before"]["sampled/reasoned"] + 0.1
     assert summary["after"]["sampled/accuracy"] > summary["before"]["sampled/accuracy"] + 0.1
 
 
@@ -81,4 +82,4 @@ def test_the_bundled_policy_can_work_things_out_and_mostly_does_not():
     own = evaluate(policy, rows, task, max_new_tokens=96, num_samples=4).metrics
     assert 0.2 <= own["greedy/accuracy"] <= 0.45
     assert 0.2 <= own["sampled/accuracy"] <= 0.45
-    assert 0.15 <= own["sampled/worked"] <= 0.3
+    assert 0.15 <= own["sampled/reasoned"] <= 0.3

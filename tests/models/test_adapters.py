@@ -14,9 +14,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import common.policy
 from common.config import RESOLVED, TINY_POLICY, RunConfig, parse_config
-from common.logprobs import Policy
-from common.policy import load_policy, make_reference
+from common.policy import Policy
 from common.sampling import sample
+
+from common.plumbing.loading import load_policy, make_reference
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
 A_RUN = (

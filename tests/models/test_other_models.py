@@ -36,7 +36,7 @@ def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script,
     first, second = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:3]
     assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-4)
     assert first["loss/kl"] == pytest.approx(0.0, abs=1e-4)
-    assert first["policy/sampler_gap"] < max_gap
+    assert first["policy/sampling_log_prob_difference"] < max_gap
     assert first["loss/grad_norm"] > 0
     assert second["step"] == 2
     assert second["loss/kl"] > first["loss/kl"]  # what was learned is in the weights that are trained on

@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoints import newest_checkpoint, write_checkpoint
 from common.config import UserError, parse_config, run_main
-from common.policy import load_policy
-from common.runs import start_run
+
+from common.plumbing.checkpoints import newest_checkpoint, write_checkpoint
+from common.plumbing.loading import load_policy
+from common.plumbing.start import start_run
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import common.sampling
 from common.config import TINY_POLICY, TRAIN_DATA, UserError
-from common.logprobs import Policy
+from common.policy import Policy
 
 # Small, with a learning rate and two epochs that make every update visible in the next one.
 BASE = (
@@ -253,7 +253,7 @@ def device(new, old):
 
 @changes("--dtype", "bfloat16")
 def dtype(new, old):
-    assert new.first("policy/sampler_gap") > 1e-4 > old.first("policy/sampler_gap")
+    assert new.first("policy/sampling_log_prob_difference") > 1e-4 > old.first("policy/sampling_log_prob_difference")
     assert {weight.dtype for weight in new.policy.parameters()} == {torch.float32}  # those that are trained
 
 
@@ -396,7 +396,7 @@ def max_new_tokens(new, old):
 @changes("--temperature", "2")
 def temperature(new, old):
     assert new.first("policy/entropy") > 1.5 * old.first("policy/entropy")
-    assert new.first("policy/sampler_gap") < 1e-4  # training scores at the same temperature
+    assert new.first("policy/sampling_log_prob_difference") < 1e-4  # training scores at the same temperature
 
 
 @changes("--top-p", "0.3")
@@ -495,7 +495,7 @@ def test_the_same_flags_give_the_same_figures(run):
     again = run("--runs-dir", "elsewhere")
     assert reproducible(again) == reproducible(run())
     assert again.first("loss/grad_norm") > 0
-    assert again.first("group/without_signal") < 1
+    assert again.first("group/zero_reward_variance") < 1
 
 
 @pytest.mark.parametrize("flag", CHANGES)

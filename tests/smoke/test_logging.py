@@ -12,11 +12,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common.chat import encode_prompt
 from common.config import TRAIN_DATA, RunConfig
-from common.logprobs import Policy
-from common.policy import load_policy
+from common.policy import Policy
 from common.tasks import arithmetic
 
-LISTS_OF_A_ROW = ("action_mask", "sampler_log_probs", "action_log_probs", "log_probs_ref", "entropy")
+from common.plumbing.loading import load_policy
+
+LISTS_OF_A_ROW = ("action_mask", "sampler_log_probs", "old_log_probs", "log_probs_ref", "entropy")
 SCHEMA = {
     "step": int,
     "question": str,
@@ -143,14 +144,14 @@ def test_the_first_update_of_a_step_sees_the_policy_that_sampled(samples):
     assert {entry["step"] for entry in first} > {10}
     for entry in first:
         assert entry["updates"][0]["log_probs"] == pytest.approx(entry["sampler_log_probs"], abs=1e-4)
-        assert entry["action_log_probs"] == pytest.approx(entry["sampler_log_probs"], abs=1e-4)
+        assert entry["old_log_probs"] == pytest.approx(entry["sampler_log_probs"], abs=1e-4)
 
 
 def test_later_updates_see_a_policy_that_has_moved(samples):
     distances = [
         abs(new - old)
         for entry in samples
-        for new, old in zip(entry["updates"][1]["log_probs"], entry["action_log_probs"], strict=True)
+        for new, old in zip(entry["updates"][1]["log_probs"], entry["old_log_probs"], strict=True)
     ]
     assert max(distances) > 1e-3
 
@@ -159,7 +160,7 @@ def test_log_probs_can_be_recomputed_from_the_policy_that_the_run_began_with(sam
     first, last = samples[0], samples[-1]
     assert (first["step"], last["step"]) == (1, 10)
     expected = log_probs_of(start_policy, first)
-    for name in ("sampler_log_probs", "action_log_probs", "log_probs_ref"):
+    for name in ("sampler_log_probs", "old_log_probs", "log_probs_ref"):
         assert first[name] == pytest.approx(expected, abs=1e-4)
     expected = log_probs_of(start_policy, last)
     assert last["log_probs_ref"] == pytest.approx(expected, abs=1e-4)  # the reference never moves

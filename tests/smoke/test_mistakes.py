@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checkpoints import newest_checkpoint
 from common.config import TINY_POLICY, UserError
+
+from common.plumbing.checkpoints import newest_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"

@@ -62,7 +62,7 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
     metrics = read_metrics(directory)
     assert [entry["step"] for entry in metrics] == [0, 1, 2, 2]
     assert metrics[1]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-4)
-    assert metrics[1]["policy/sampler_gap"] < 1e-4
+    assert metrics[1]["policy/sampling_log_prob_difference"] < 1e-4
     assert metrics[1]["loss/grad_norm"] > 0
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["steps"] == 2

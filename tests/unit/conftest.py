@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.experience import Experience
-from common.logprobs import Policy
+from common.policy import Policy
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,9 @@ from collections import Counter
 
 import pytest
 
-from common.config import HELDOUT_DATA, TRAIN_DATA
 from common.tasks import arithmetic as task
+from common.tasks.arithmetic import EVAL_DATA as HELDOUT_DATA
+from common.tasks.arithmetic import TRAIN_DATA
 
 SHA256 = {
     TRAIN_DATA: "77c4426450807ab07891a64fcc64b22543ceb8807bc8e6e6570bf7bc40164a0e",

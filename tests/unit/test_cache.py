@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common import cache as cache_module
-from common.cache import RowCache
+from common.fast import cache as cache_module
+from common.fast.cache import RowCache
 
 HEADS, SIZE, LAYERS = 2, 3, 2
 

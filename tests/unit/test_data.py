@@ -5,7 +5,8 @@ import json
 import pytest
 
 from common.config import RunConfig, UserError
-from common.data import load_task, prompts_of_step, read_rows
+
+from common.plumbing.data import load_task, prompts_of_step, read_rows
 
 REQUIRED = ("question", "answer")
 

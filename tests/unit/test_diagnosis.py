@@ -13,9 +13,11 @@ from common.config import RunConfig
 from common.diagnosis import Diagnosis, UpdateStatistics
 from common.experience import Experience, collate
 from common.loss import GRPOLoss
-from common.policy import load_policy, save_policy
 from common.sampling import sample
 from common.tasks import arithmetic
+
+from common.plumbing.loading import load_policy
+from common.plumbing.saving import save_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,7 +99,7 @@ def update(load_script):
         trajectories = sample(policy, prompts, 2, max_new_tokens=24, key=(0,))
         experience = collate(trajectories, policy.pad_id)
         experience.returns = experience.advantages = torch.tensor([[0.7], [-0.7]] * 3)
-        experience.action_log_probs = script.old_log_probs(config, policy, experience)
+        experience.old_log_probs = script.old_log_probs(config, policy, experience)
         change(policy, experience)
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
         objective = GRPOLoss(config.clip_eps, kl_weight=0.0)
@@ -147,16 +149,16 @@ def test_a_sampler_that_disagrees_with_training_is_told(make_policy, update, cha
     metrics = update(make_policy(temperature=0.7), change)
     said = diagnose(metrics)
     assert len(said) == 1
-    assert f"differ by {metrics['policy/sampler_gap']:.2g} nats" in the_sentence("sampler gap", said)
+    assert f"differ by {metrics['policy/sampling_log_prob_difference']:.2g} nats" in the_sentence("sampler gap", said)
     assert "first ratio" not in said[0]
 
 
 def test_a_first_ratio_that_is_not_1_is_told_even_where_the_sampler_agrees(make_policy, update):
     def age(_, experience: Experience) -> None:
-        experience.action_log_probs = experience.sampler_log_probs - 0.01
+        experience.old_log_probs = experience.sampler_log_probs - 0.01
 
     metrics = update(make_policy(), age)
-    assert metrics["policy/sampler_gap"] < 1e-4
+    assert metrics["policy/sampling_log_prob_difference"] < 1e-4
     assert "the first ratio differs from 1 by 0.01 (" in the_sentence("sampler gap", diagnose(metrics))
     assert diagnose(metrics, dtype="bfloat16") == []  # which rounds as much
 
@@ -164,7 +166,7 @@ def test_a_first_ratio_that_is_not_1_is_told_even_where_the_sampler_agrees(make_
 def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
     policy = load_policy(RunConfig(device="cpu", dtype="bfloat16", attn_implementation="sdpa"))
     metrics = update(policy)
-    assert metrics["policy/sampler_gap"] > 1e-5
+    assert metrics["policy/sampling_log_prob_difference"] > 1e-5
     assert diagnose(metrics, dtype="bfloat16") == []
 
 
@@ -333,7 +335,7 @@ B, W = 6, 9  # rows, and entries of each
 def experience(make_experience) -> Experience:
     generator = torch.Generator().manual_seed(0)
     mask = (torch.rand(B, W, generator=generator) < 0.6).long()
-    fields = ("action_log_probs", "log_probs_ref")
+    fields = ("old_log_probs", "log_probs_ref")
     made = make_experience(
         mask,
         **{name: -3 * torch.rand(B, W, generator=generator) for name in fields},
@@ -341,7 +343,7 @@ def experience(make_experience) -> Experience:
         advantages=torch.tensor([[1.0], [-1.0], [0.0], [0.5], [-2.0], [0.3]]),
     )
     made.prompt_index = torch.arange(B) // 2 + 10
-    made.sampler_log_probs = made.action_log_probs + 0.01 * torch.randn(B, W, generator=generator)
+    made.sampler_log_probs = made.old_log_probs + 0.01 * torch.randn(B, W, generator=generator)
     return made
 
 
@@ -349,7 +351,7 @@ def updates_of(experience: Experience) -> list[tuple[torch.Tensor, torch.Tensor,
     """Log-probs (B, T-1), entropy (B, T-1) and gradient norm of three updates."""
     generator = torch.Generator().manual_seed(1)
     norms = (0.5, 3.0, 7.0)
-    old, shape = experience.action_log_probs, experience.action_mask.shape
+    old, shape = experience.old_log_probs, experience.action_mask.shape
     return [
         (old + 0.3 * torch.randn(shape, generator=generator), torch.rand(shape, generator=generator), n) for n in norms
     ]
@@ -377,7 +379,7 @@ def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
             advantage = experience.advantages[row, 0].item()
             places = [t for t in range(W) if experience.action_mask[row, t]]
             for t in places:
-                ratio = math.exp(log_probs[row, t] - experience.action_log_probs[row, t])
+                ratio = math.exp(log_probs[row, t] - experience.old_log_probs[row, t])
                 log_r = float(experience.log_probs_ref[row, t] - log_probs[row, t])
                 k3 = math.exp(log_r) - log_r - 1
                 within = min(max(ratio, 1 - CLIP_EPS), 1 + CLIP_EPS)
@@ -399,7 +401,7 @@ def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
         "policy/ratio": sum(ratios) / len(ratios),
         "policy/clipped": sum(clipped) / len(clipped),
         "policy/first_ratio": sum(ratios[:first]) / first,
-        "policy/sampler_gap": sum(gaps[:first]) / first,
+        "policy/sampling_log_prob_difference": sum(gaps[:first]) / first,
         "policy/ratio_min": min(ratios),
         "policy/ratio_max": max(ratios),
     }

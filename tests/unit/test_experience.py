@@ -35,7 +35,7 @@ def rollout(num_prompts: int, group_size: int, first_prompt: int = 0, longest: i
             token += len(ids)
             rows.append(trajectory(ids[:2], ids[2:], prompt, completion))
     experience = collate(rows, PAD)
-    experience.action_log_probs = experience.sampler_log_probs * 2
+    experience.old_log_probs = experience.sampler_log_probs * 2
     experience.log_probs_ref = experience.sampler_log_probs * 3
     experience.returns = torch.arange(len(rows), dtype=torch.float32)[:, None] + 100 * first_prompt
     experience.advantages = -experience.returns
@@ -53,7 +53,7 @@ def rows_of(experience: Experience) -> list[tuple]:
         about_next_token = (
             experience.action_mask,
             experience.sampler_log_probs,
-            experience.action_log_probs,
+            experience.old_log_probs,
             experience.log_probs_ref,
             experience.returns,
             experience.advantages,
@@ -81,7 +81,7 @@ def test_collate_shifts_masks_and_log_probs_to_the_token_that_they_predict():
     assert experience.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]
     assert experience.prompt_index.tolist() == [7, 8]
     assert experience.prompt_lengths.tolist() == [3, 1]
-    assert experience.action_log_probs is None
+    assert experience.old_log_probs is None
 
 
 def test_masks_are_carried_over_and_never_rebuilt_from_ids():
@@ -147,7 +147,7 @@ def test_minibatches_hold_every_group_once_and_whole_across_experiences_of_diffe
     buffer = ReplayBuffer(group_size=3)
     for part in parts:
         if advantages_by == "token":
-            part.advantages = part.action_log_probs * 5
+            part.advantages = part.old_log_probs * 5
         buffer.append(part)
 
     minibatches = list(buffer.minibatches(minibatch_size, key=(0, 1, 0)))

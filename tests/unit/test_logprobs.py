@@ -104,7 +104,7 @@ def large_vocabulary_policy(vocab_size: int):
     """Llama 3's vocabulary on a network so narrow that nothing but logits is large."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from common.logprobs import Policy
+    from common.policy import Policy
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     return Policy(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes)), None, [2], pad_id=0)
@@ -234,7 +234,7 @@ def updated_policy(train, make_policy, micro_batch_size: int, critic_type: str, 
     experience = collate(trajectories, policy.pad_id)
     generator = torch.Generator().manual_seed(0)
     experience.advantages = torch.randn(8, 1, generator=generator)
-    experience.action_log_probs = experience.sampler_log_probs
+    experience.old_log_probs = experience.sampler_log_probs
     experience.log_probs_ref = experience.sampler_log_probs + torch.randn(
         experience.action_mask.shape, generator=generator
     )

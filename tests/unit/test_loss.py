@@ -62,7 +62,7 @@ def test_value_and_gradient_agree_with_a_loop_over_rows_and_tokens(
     old = None if on_policy else log_probs.detach() + random_values(ROWS, TOKENS, seed=1, scale=0.4)
     ref = log_probs.detach() + random_values(ROWS, TOKENS, seed=2) if kl_weight else None
     advantages = random_values(ROWS, advantage_width, seed=3)
-    experience = make_experience(MASK, advantages=advantages, action_log_probs=old, log_probs_ref=ref)
+    experience = make_experience(MASK, advantages=advantages, old_log_probs=old, log_probs_ref=ref)
     objective = GRPOLoss(clip_eps=0.2, kl_weight=kl_weight, critic_type=critic_type, generate_max_length=20)
 
     loss, kl = objective(log_probs=log_probs, experience=experience)
@@ -87,7 +87,7 @@ def test_the_gradient_vanishes_only_where_the_ratio_has_left_the_range_on_the_go
     experience = make_experience(
         torch.ones(8, 1, dtype=torch.long),
         advantages=torch.full((8, 1), advantage, dtype=torch.float64),
-        action_log_probs=torch.zeros(8, 1, dtype=torch.float64),
+        old_log_probs=torch.zeros(8, 1, dtype=torch.float64),
     )
     loss, _ = GRPOLoss(clip_eps=0.2, kl_weight=0.0)(log_probs=log_probs, experience=experience)
     loss.backward()
@@ -116,13 +116,13 @@ def test_without_old_log_probs_the_ratio_is_exactly_one_and_the_gradient_is_not_
     torch.testing.assert_close(log_probs.grad, (-advantages / 6).expand(2, 3))
 
 
-@pytest.mark.parametrize("field", ["log_probs", "action_log_probs", "log_probs_ref", "advantages"])
+@pytest.mark.parametrize("field", ["log_probs", "old_log_probs", "log_probs_ref", "advantages"])
 @pytest.mark.parametrize("garbage", [5.0, float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("critic_type", ["grpo", "drgrpo"])
 def test_what_stands_at_ignored_tokens_changes_neither_value_nor_gradient(make_experience, field, garbage, critic_type):
     clean = {
         "log_probs": random_values(ROWS, TOKENS, seed=0),
-        "action_log_probs": random_values(ROWS, TOKENS, seed=0) + random_values(ROWS, TOKENS, seed=1, scale=0.4),
+        "old_log_probs": random_values(ROWS, TOKENS, seed=0) + random_values(ROWS, TOKENS, seed=1, scale=0.4),
         "log_probs_ref": random_values(ROWS, TOKENS, seed=2),
         "advantages": random_values(ROWS, TOKENS, seed=3),
     }
@@ -208,7 +208,7 @@ def test_scaling_the_completion_budget_scales_the_loss_and_nothing_else(make_exp
         experience = make_experience(
             MASK,
             advantages=random_values(ROWS, 1, seed=1),
-            action_log_probs=random_values(ROWS, TOKENS, seed=2),
+            old_log_probs=random_values(ROWS, TOKENS, seed=2),
             log_probs_ref=random_values(ROWS, TOKENS, seed=3),
         )
         objective = GRPOLoss(0.2, 0.3, critic_type="drgrpo", generate_max_length=generate_max_length)

@@ -133,7 +133,7 @@ def test_left_padding_is_harmless_also_to_absolute_positions():
     """Rotary positions forgive a shift, GPT-2's do not: without `position_ids` a padded prompt is another prompt."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from common.logprobs import Policy
+    from common.policy import Policy
 
     sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
     torch.manual_seed(0)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common import shared_prompts
 from common.experience import collate
+from common.fast import shared_prompts
 from common.sampling import sample
 
 VOCAB = 24

@@ -5,8 +5,9 @@ import torch
 
 from common.config import RunConfig
 from common.experience import Experience, collate
-from common.policy import load_policy
 from common.sampling import sample
+
+from common.plumbing.loading import load_policy
 
 GROUP_SIZE = 2
 

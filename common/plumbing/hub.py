@@ -1,6 +1,6 @@
 """Ask the hub once, with little patience: its own client tries again for a minute when nobody answers."""
 
-from common.config import UserError
+from common.errors import UserError
 
 TIMEOUT = 10  # seconds
 

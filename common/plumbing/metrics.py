@@ -5,6 +5,15 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+PROGRESS = {  # what the progress line shows, as far as it is logged
+    "reward/total": "reward {:.2f}",
+    "reward/correct": "correct {:.2f}",
+    "completion/length": "length {:.1f}",
+    "loss/kl": "KL {:.3f}",
+    "loss/total": "loss {:.4f}",
+    "time/tokens_per_second": "{:,.0f} tokens/s",
+}
+
 
 class MetricsLog:
     """One line of metrics.jsonl a step, and the same numbers in TensorBoard and W&B.
@@ -58,6 +67,16 @@ class MetricsLog:
                 self._tell(f"the TensorBoard events are not complete: {error}")
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def progress_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
+    """
+    >>> progress_line(3, 80, {"reward/total": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5})
+    'step 3/80  reward 0.50  KL 0.012  1,234 tokens/s'
+    """
+    hidden = "loss/total" if "reward/total" in metrics else None  # near 0 whatever is learned (docs/metrics.md)
+    parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key != hidden]
+    return "  ".join([f"step {step}/{num_steps}", *parts])
 
 
 def read_lines(path: Path) -> list[dict]:

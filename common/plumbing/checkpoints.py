@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill: written beside their place, flushed to the disk, then renamed.
+"""Checkpoints that survive a kill: written under another name, flushed to the disk, then renamed.
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      optimizer.pt       what `torch.load(weights_only=True)` reads
@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from common.config import UserError
-from common.logprobs import Policy
-from common.policy import load_weights, save_policy
+from common.errors import UserError
+from common.policy import Policy
+
+from common.plumbing.saving import load_weights, save_policy
 
 MANIFEST = "checkpoint.json"
 
@@ -25,7 +26,7 @@ MANIFEST = "checkpoint.json"
 def write_checkpoint(
     directory: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int = 2
 ) -> Path:
-    """Write `directory/step_<step>`, whole or not at all, and then remove all but the newest `keep`.
+    """Write `directory/step_<step>`, completely or not at all, and then remove all but the newest `keep`.
 
     Raises:
         UserError: it could not be written, because the disk is full for example; older ones are left as they were.
@@ -42,7 +43,7 @@ def write_checkpoint(
         (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2), encoding="utf-8")
         for path in (*partial.iterdir(), partial):
             flush_to_disk(path)
-        shutil.rmtree(target, ignore_errors=True)  # there is one only where it was found to be torn
+        shutil.rmtree(target, ignore_errors=True)  # there is one only if it was found to be corrupt
         partial.rename(target)
         flush_to_disk(directory)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns a full disk into a RuntimeError
@@ -50,28 +51,28 @@ def write_checkpoint(
         newest = [found for found, _ in _all_checkpoints(directory) if found < step][:1]
         raise UserError(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
-            + (f"The last whole one is that of step {newest[0]}" if newest else "There is no earlier one")
+            + (f"The last complete one is that of step {newest[0]}" if newest else "There is no earlier one")
         ) from error
-    # a run goes on from the newest that is whole: those of later steps are torn, and do not count
+    # a run resumes from the newest complete one: those of later steps are corrupt, and do not count
     for path in [path for found, path in _all_checkpoints(directory) if found <= step][keep:]:
         shutil.rmtree(path)
     return target
 
 
 def newest_checkpoint(directory: Path) -> tuple[int, Path] | None:
-    """The step and place of the newest checkpoint that is whole; a torn one is passed over with a sentence."""
+    """Step and path of the newest complete checkpoint; corrupt ones are ignored, with a sentence."""
     for path in sorted(directory.glob("step_*.partial")):
-        print(f"{path} was not finished when the run was stopped; it is passed over")
+        print(f"{path} was not finished when the run was stopped; it is ignored")
     for step, path in _all_checkpoints(directory):
         fault = _find_fault(path)
         if fault is None:
             return step, path
-        print(f"{path} is torn ({fault}); it is passed over")
+        print(f"{path} is corrupt ({fault}); it is ignored")
     return None
 
 
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Give the policy and the optimizer back the state that they had."""
+    """Restore the state of the policy and of the optimizer."""
     load_weights(policy, path)
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
 
@@ -88,7 +89,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def _all_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Step and place of every finished checkpoint, torn ones included, the newest first."""
+    """Step and path of every finished checkpoint, including corrupt ones, the newest first."""
     numbered = [(path.name.removeprefix("step_"), path) for path in directory.glob("step_*")]
     return sorted(((int(number), path) for number, path in numbered if number.isdecimal()), reverse=True)
 

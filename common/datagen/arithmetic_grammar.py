@@ -1,0 +1,143 @@
+"""The grammar of the bundled arithmetic questions, for those who make data: nothing in training reads it.
+
+`data/make_math_tasks.py` draws the questions of the task from it, `experiment_sft` those of the warm start.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+MAX_TOTAL = 199  # every running total of a bundled question lies in 0..MAX_TOTAL
+
+# (num_terms, num_digits, has_product): weight among the bundled questions
+KINDS: dict[tuple[int, int, bool], float] = {
+    (2, 1, False): 0.04,
+    (3, 1, False): 0.10,
+    (4, 1, False): 0.13,
+    (2, 2, False): 0.15,
+    (3, 2, False): 0.23,
+    (4, 2, False): 0.20,
+    (2, 1, True): 0.02,
+    (3, 2, True): 0.08,
+    (4, 2, True): 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand: a sign, and one number or a product of two single digits."""
+
+    sign: int  # +1 or -1
+    factors: tuple[int, ...]
+
+    @property
+    def value(self) -> int:
+        return self.factors[0] if len(self.factors) == 1 else self.factors[0] * self.factors[1]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sum of terms, e.g. 47 + 7 * 8 - 18; `wording` chooses how `render` asks for it."""
+
+    terms: tuple[Term, ...]
+    wording: int = 0
+
+    @property
+    def answer(self) -> int:
+        return sum(term.sign * term.value for term in self.terms)
+
+    @property
+    def num_terms(self) -> int:
+        """How many numbers the question holds: 3 for `7 * 8 + 23`."""
+        return sum(len(term.factors) for term in self.terms)
+
+    @property
+    def num_digits(self) -> int:
+        return max(len(str(number)) for term in self.terms for number in term.factors)
+
+    @property
+    def key(self) -> str:
+        """What the question asks, up to the order of commuting terms and factors.
+
+        >>> a = Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,))))
+        >>> b = Question((Term(1, (8, 7)), Term(-1, (18,)), Term(1, (47,))))
+        >>> a.key, a.key == b.key
+        ('+47 +7*8 -18', True)
+        """
+        parts = (f"{'+-'[term.sign < 0]}{'*'.join(map(str, sorted(term.factors)))}" for term in self.terms)
+        return " ".join(sorted(parts))
+
+
+def pool(question: Question) -> str:
+    """Which of three disjoint sets a question belongs to: "heldout", "train" or "warm_start".
+
+    A hash of `key` decides, so that the same sum in another order or wording never stands in two sets.
+    """
+    bucket = hashlib.sha256(question.key.encode()).digest()[0]
+    return "heldout" if bucket < 26 else "train" if bucket < 90 else "warm_start"
+
+
+def draw_question(rng: random.Random, kind: tuple[int, int, bool], only_pool: str) -> Question:
+    """Draw a question of a kind from one pool, every running total within 0..MAX_TOTAL."""
+    num_terms, num_digits, has_product = kind
+    while True:
+        terms = [Term(1, _draw_number(rng, num_digits)) for _ in range(num_terms - 2 * has_product)]
+        if has_product:
+            terms.insert(rng.randint(0, len(terms)), Term(1, (rng.randint(2, 9), rng.randint(2, 9))))
+        terms = [terms[0], *(Term(rng.choice((1, -1)), term.factors) for term in terms[1:])]
+        question = Question(tuple(terms), wording=rng.randrange(1_000_000))
+        totals = [sum(term.sign * term.value for term in terms[:k]) for k in range(1, len(terms) + 1)]
+        has_form = question.num_digits == num_digits and min(totals) >= 0 and max(totals) <= MAX_TOTAL
+        if has_form and pool(question) == only_pool:
+            return question
+
+
+def _draw_number(rng: random.Random, num_digits: int) -> tuple[int]:
+    """One digit if `num_digits` is 1, else two digits four times in five."""
+    return (rng.randint(1, 9) if num_digits == 1 or rng.random() < 0.2 else rng.randint(10, 99),)
+
+
+def render(question: Question) -> str:
+    """The question in words: one of 24 wordings, and more for two numbers, chosen by `question.wording`.
+
+    >>> render(Question((Term(1, (47,)), Term(-1, (18,)))))
+    'What is 47 - 18?'
+    """
+    return _wordings(question)[question.wording % len(_wordings(question))]
+
+
+def _wordings(question: Question) -> list[str]:
+    expressions = [
+        _expression(question, {1: " + ", -1: " - "}, " * "),
+        _expression(question, {1: " plus ", -1: " minus "}, " times "),
+        _expression(question, {1: "+", -1: "-"}, "*"),
+    ]
+    frames = (
+        "What is {}?", "Compute {}.", "Calculate {}.", "Work out {}.", "How much is {}?", "{} = ?",
+        "Find {}.", "Solve {}.",
+    )  # fmt: skip
+    wordings = [frame.format(expression) for frame in frames for expression in expressions]
+    if len(question.terms) == 1:
+        a, b = question.terms[0].factors
+        return wordings + [f"Multiply {a} by {b}.", f"What is the product of {a} and {b}?"] * 3
+    if question.num_terms == 2:
+        a, b = (term.value for term in question.terms)
+        if question.terms[1].sign > 0:
+            return wordings + [f"Add {a} and {b}.", f"What is the sum of {a} and {b}?"] * 3
+        return wordings + [f"Subtract {b} from {a}.", f"Take {b} away from {a}."] * 3
+    return wordings
+
+
+def _expression(question: Question, signs: dict[int, str], times: str) -> str:
+    text = times.join(map(str, question.terms[0].factors))
+    return text + "".join(signs[term.sign] + times.join(map(str, term.factors)) for term in question.terms[1:])
+
+
+def to_row(question: Question) -> dict:
+    """The row of a question as it stands in the bundled files."""
+    return {
+        "question": render(question),
+        "answer": str(question.answer),
+        "num_terms": question.num_terms,
+        "num_digits": question.num_digits,
+    }

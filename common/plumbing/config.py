@@ -1,0 +1,119 @@
+"""The settings that every experiment has and none teaches, and the table that resolves their defaults.
+
+An experiment's `Config` inherits from `RunConfig` and adds what it teaches.
+"""
+
+import dataclasses
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_POLICY = ROOT / "assets" / "tiny_policy"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# What a flag that was left at None becomes, by the kind of policy. A test holds the texts of --help to these figures.
+RESOLVED = {
+    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128},
+    "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},
+}
+# LoRA learns best at some ten times the learning rate of full fine-tuning, whatever its rank (Schulman and Thinking
+# Machines Lab 2025, "LoRA Without Regret").
+LORA_LR_FACTOR = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """What every program that trains a policy needs."""
+
+    model: str = "tiny"  # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory
+    seed: int = 0  # seed of data order, sampling and minibatches
+    threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
+    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if available, else cpu
+    # arithmetic, and the dtype of frozen weights; trained weights are float32, and bfloat16 is autocast over them;
+    # None: bfloat16 for models other than the bundled one on cuda, else float32
+    dtype: Literal["float32", "bfloat16"] | None = None
+    # how attention is computed; auto: flash_attention_2 if it is installed and usable (cuda, bfloat16), else sdpa
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    lora_rank: int = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
+    lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
+    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs --lora-rank
+    save_merged: bool = False  # with --lora-rank: also write final_merged/, a model with the adapter merged in
+    # held-out questions per evaluation; without --eval-data this many rows of --data are held out
+    eval_prompts: int = 256
+    checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
+    keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
+    wandb: bool = False  # also log to Weights & Biases; without its package, a key or a network the run continues
+    name: str | None = None  # the run's name; None: date, time and seed
+    runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
+    resume: str | None = None  # directory of a run to resume, with its own settings; only --steps may be raised
+
+    @property
+    def model_path(self) -> Path | None:
+        """The directory that `model` names, or None if it is a hub id or "new"."""
+        if self.model == "tiny":
+            return TINY_POLICY
+        path = Path(self.model).expanduser()
+        is_hub_id = self.model == "new" or (self.model.count("/") == 1 and self.model[0] not in "./~")
+        return None if is_hub_id and not path.is_dir() else path
+
+    @property
+    def kind(self) -> str:
+        """Which row of a table of resolved defaults applies: "tiny" also for a policy of the bundled one's shape."""
+        if self.model == "new":
+            return "new"
+        is_tiny = self.model_path is not None and _shape(self.model_path) == _shape(TINY_POLICY)
+        return "tiny" if is_tiny else "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(PolicyConfig):
+    """What every experiment with rewards needs in addition."""
+
+    task: str = "arithmetic"  # what is asked and rewarded: a file of common/tasks, or the path of your own
+    reward_weight: tuple[str, ...] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
+    data: str | None = None  # JSONL file, or hub dataset id[:subset]; None: the task's own
+    eval_data: str | None = None  # the same for evaluation; None: the task's own, or rows held out from --data
+    at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
+    max_question_length: int | None = None  # keep questions of at most this many characters
+    system_prompt: str | None = None  # None: none for the bundled policy, the task's own for other models
+    eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
+    samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
+    generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
+
+
+def _shape(model_path: Path) -> tuple[int, int] | None:
+    """Vocabulary size and hidden size of a Hugging Face model directory."""
+    try:
+        settings = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        return settings["vocab_size"], settings["hidden_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
+
+
+def resolve(config: ConfigT, defaults: dict) -> ConfigT:
+    """The settings with those filled in that were left open: from the machine, the model, and `defaults`."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_cuda = device.startswith("cuda")
+    dtype = config.dtype
+    if dtype is None:
+        fits = on_cuda and config.kind == "full" and torch.cuda.is_bf16_supported()
+        dtype = "bfloat16" if fits or config.load_in == "8bit" else "float32"
+    attention = config.attn_implementation
+    if attention == "auto":
+        has_flash = on_cuda and dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
+        attention = "flash_attention_2" if has_flash else "sdpa"
+    left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
+    if config.lora_rank and "lr" in left_open:
+        left_open["lr"] *= LORA_LR_FACTOR
+    return dataclasses.replace(config, device=device, dtype=dtype, attn_implementation=attention, **left_open)

@@ -1,0 +1,152 @@
+"""Reads rows: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
+
+import json
+from pathlib import Path
+
+from common.errors import UserError
+from common.keyed import keyed_generator
+
+from common.plumbing.config import RunConfig
+from common.plumbing.hub import must_be_cached
+from common.plumbing.task import Row, Task, import_task, parse_numbers
+
+
+def load_task(config: RunConfig) -> Task:
+    """The task that `--task` names, with its training and evaluation rows, filtered alike.
+
+    Without `--eval-data`, a task with files of its own is evaluated on its held-out file. A user's `--data` is divided:
+    `--eval-prompts` rows, chosen by `--seed`, are held out.
+
+    Raises:
+        UserError: the task, a file or a row cannot be used, or too few rows are left.
+    """
+    task = import_task(config)
+    source = config.data if config.data is not None else task.train_data
+    if source is None:
+        raise UserError(f"{task} has no data of its own: give --data")
+    train_rows = _filter(read_rows(source, task.fields), config, task, source)
+    eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
+    if eval_source is not None:
+        eval_rows = _filter(read_rows(eval_source, task.fields), config, task, eval_source)[: config.eval_prompts]
+    elif len(train_rows) <= config.eval_prompts:
+        raise UserError(
+            f"{source} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none is "
+            "left to train on: lower --eval-prompts or give --eval-data"
+        )
+    else:
+        order = keyed_generator("split", config.seed).permutation(len(train_rows))
+        rows = [train_rows[index] for index in order]
+        train_rows, eval_rows = rows[config.eval_prompts :], rows[: config.eval_prompts]
+    if len(train_rows) < config.prompts_per_step:
+        raise UserError(f"--prompts-per-step {config.prompts_per_step} exceeds the {len(train_rows)} training rows")
+    task.reward(train_rows[0], "")  # a task that cannot work is refused before a model is loaded
+    task.describe(train_rows[0], "")
+    task.train_rows, task.eval_rows = train_rows, eval_rows
+    return task
+
+
+def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[Row]:
+    """The rows of a JSONL file, or of the train split of a hub dataset `owner/name[:subset]`.
+
+    Args:
+        fields: the fields that every row must have, and their types.
+
+    Raises:
+        UserError: naming file, line and what is wrong.
+    """
+    path = Path(source).expanduser()
+    looks_local = path.exists() or source[:1] in ("", ".", "/", "~") or path.suffix in (".json", ".jsonl")
+    is_hub_id = not looks_local and source.count("/") == 1
+    rows = _read_hub(source) if is_hub_id else _read_jsonl(path)
+    for row in rows:
+        for field, wanted in fields.items():
+            if field not in row:
+                raise UserError(f"{row.place}: the field {field!r} is missing (there are: {', '.join(row)})")
+            if not _is_usable(row[field], wanted):
+                raise UserError(f"{row.place}: the field {field!r} cannot be {json.dumps(row[field], default=str)}")
+    if not rows:
+        raise UserError(f"{source} has no rows")
+    return rows
+
+
+def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
+    """Whether a value is of a wanted type, and neither NaN nor text with half a surrogate pair, which has no UTF-8."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return isinstance(value, wanted) and not isinstance(value, bool) and value == value
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file (a hub dataset is owner/name)")
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
+        rows.append(_placed(row, f"{path}:{number}"))
+    return rows
+
+
+def _read_hub(source: str) -> list[Row]:
+    from datasets import load_dataset
+
+    name, _, subset = source.partition(":")
+    must_be_cached("dataset", name)
+    try:
+        rows = load_dataset(name, subset or None, split="train").to_list()
+    except Exception as error:  # the hub client raises many kinds, none of which a user can tell apart
+        raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
+    return [_placed(row, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
+
+
+def _placed(fields: dict, place: str) -> Row:
+    row = Row(fields)
+    row.place = place
+    return row
+
+
+def _filter(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+    kept = rows
+    for field, most in parse_numbers("--at-most", config.at_most).items():
+        for row in kept:
+            if isinstance(row.get(field), bool) or not isinstance(row.get(field), int | float):
+                raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
+        kept = [row for row in kept if row[field] <= most]
+    questions = [task.question(row) for row in kept]  # all of them, also to see that each can be asked
+    if config.max_question_length is not None:
+        pairs = zip(kept, questions, strict=True)
+        kept = [row for row, question in pairs if len(question) <= config.max_question_length]
+    if not kept:
+        raise UserError(
+            f"none of the {len(rows)} rows of {source} passes the filters (--at-most, --max-question-length)"
+        )
+    return kept
+
+
+def prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
+    """Which rows step 1, 2, ... trains on: a new permutation of all rows every epoch, keyed by (seed, epoch).
+
+    An epoch ends before a step that it could not fill, so that no step holds a prompt twice.
+
+    >>> first, second = (set(prompts_of_step(5, 2, step, seed=0)) for step in (1, 2))
+    >>> len(first), len(second), first & second
+    (2, 2, set())
+    """
+    steps_per_epoch = num_rows // prompts_per_step
+    epoch, position = divmod(step - 1, steps_per_epoch)
+    order = keyed_generator("data order", seed, epoch).permutation(num_rows)
+    return order[position * prompts_per_step : (position + 1) * prompts_per_step].tolist()

@@ -1,0 +1,73 @@
+"""The command line: read, resolved and checked, before anything is loaded."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.errors import UserError
+
+from common.plumbing.checks import check_combinations, check_device, check_model, check_name, check_ranges, flag
+from common.plumbing.config import RESOLVED, ConfigT, RunConfig, resolve
+from common.plumbing.settings import NOT_FLAGS, read_settings
+from common.plumbing.task import import_task
+
+
+def parse_config(
+    config_class: type[ConfigT], argv: Sequence[str] | None, description: str, resolved: dict[str, dict] = RESOLVED
+) -> ConfigT:
+    """Read the command line, resolve defaults, and refuse what cannot work, before anything is loaded.
+
+    Args:
+        description: shown by `--help`, up to what is left out.
+        resolved: the table that resolves flags left at None, by the kind of policy.
+
+    Raises:
+        UserError: a value is out of range, or two contradict each other.
+    """
+    import tyro
+
+    description = description.partition("\nLeft out:")[0]  # what follows is for readers of the file
+    config = tyro.cli(config_class, args=argv, description=description)
+    if config.resume is not None:
+        config = _resumed(config, lambda stored: tyro.cli(config_class, args=argv, default=stored))
+    check_model(config)
+    check_name(config.name)
+    check_device(config.device)
+    if config.kind not in resolved:
+        raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
+    defaults = resolved[config.kind]
+    check_ranges(config)  # before the task, whose first reward takes time
+    if isinstance(config, RunConfig):
+        defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else import_task(config).system_prompt}
+    config = resolve(config, defaults)
+    check_combinations(config)
+    return config
+
+
+def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:
+    """The settings of the run that `--resume` names.
+
+    Args:
+        reparse: reads the command line with the given settings as its defaults. A setting that differs from them
+            afterwards was given on the command line, with another value.
+
+    Raises:
+        UserError: there is no such run, or a setting other than `--steps` differs from the run's.
+    """
+    stored = read_settings(Path(config.resume).expanduser())
+    names = [field.name for field in dataclasses.fields(config) if field.name in stored]
+    if unknown := stored.keys() - {*names, *NOT_FLAGS}:
+        raise UserError(
+            f"--resume {config.resume}: its config.json holds unknown settings: {', '.join(sorted(unknown))}"
+        )
+    values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
+    before = dataclasses.replace(config, **values)
+    config = reparse(before)
+    for name in names:
+        old, new = getattr(before, name), getattr(config, name)
+        if name != "resume" and new != old and not (name == "steps" and new > old):
+            raise UserError(
+                f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, and only --steps "
+                "may be raised"
+            )
+    return config

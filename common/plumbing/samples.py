@@ -1,0 +1,89 @@
+"""samples.jsonl: what was sampled, with everything that the loss sees of it; docs/metrics.md lists its fields."""
+
+import json
+import math
+from pathlib import Path
+from textwrap import shorten
+
+import torch
+
+from common.experience import Experience
+from common.trajectory import Trajectory
+
+from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.task import Task
+
+
+def write_samples(
+    path: Path,
+    step: int,
+    task: Task,
+    trajectories: list[Trajectory],
+    experience: Experience,
+    statistics: UpdateStatistics,
+) -> None:
+    """Append two groups of most steps and all groups of every tenth step, one line per completion.
+
+    Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled. A number that is not
+    finite becomes null, as JSON has no name for it.
+    """
+    kept = trajectories if step % 10 == 0 else trajectories[: 2 * _group_size(trajectories)]
+    with path.open("a", encoding="utf-8") as samples:
+        for index, trajectory in enumerate(kept):
+            row = task.train_rows[trajectory.prompt_index]
+            entry = {"step": step, "question": task.question(row), "answer": row.get("answer"), "text": trajectory.text}
+            entry |= _describe_row(trajectory, index, experience, statistics)
+            samples.write(json.dumps(_finite(entry), default=str) + "\n")
+
+
+def describe_best(task: Task, trajectories: list[Trajectory]) -> str:
+    """The best completion of the first group, in two lines."""
+    group = trajectories[: _group_size(trajectories)]
+    best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
+    question = shorten(task.question(task.train_rows[best.prompt_index]), 120)
+    return f"{question}\n  -> {shorten(best.text, 240)} (reward {task.total_reward(best.rewards):g})"
+
+
+def _group_size(trajectories: list[Trajectory]) -> int:
+    return sum(row.prompt_index == trajectories[0].prompt_index for row in trajectories)
+
+
+def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:
+    """What samples.jsonl holds of row `index` of a rollout."""
+
+    def per_token(values: torch.Tensor) -> list[float]:
+        return [0.0] + [round(value, 6) for value in values[: len(row.ids) - 1].tolist()]
+
+    updates = statistics.rows.get((row.prompt_index, row.completion_index), [])  # none if it had no gradient
+    if experience.old_log_probs is not None:
+        old = experience.old_log_probs[index]
+    else:
+        old = updates[0].log_probs if updates else experience.sampler_log_probs[index]
+    reference = experience.log_probs_ref
+    return {
+        "prompt_index": row.prompt_index,
+        "completion_index": row.completion_index,
+        "prompt_length": row.prompt_length,
+        "ids": row.ids,
+        "action_mask": row.action_mask,
+        "sampler_log_probs": [round(value, 6) for value in row.sampler_log_probs],
+        "old_log_probs": per_token(old),
+        "log_probs_ref": None if reference is None else per_token(reference[index]),
+        "entropy": per_token(updates[0].entropy) if updates else None,
+        "rewards": row.rewards,
+        "advantage": experience.advantages[index, 0].item(),
+        "finish_reason": row.finish_reason,
+        "updates": [
+            {"epoch": update.epoch, "minibatch": update.minibatch, "log_probs": per_token(update.log_probs)}
+            for update in updates
+        ],
+    }
+
+
+def _finite(value: object) -> object:
+    """`value` with None instead of every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,245 @@
+"""A task as its file defines it, with every call checked: what a user's file gets wrong is told in one sentence.
+
+The README's section "Your own task" lists what such a file defines.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+import numbers
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from common.errors import UserError
+
+from common.plumbing.config import RunConfig
+
+BUNDLED = Path(__file__).resolve().parents[1] / "tasks"
+PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
+
+
+class Row(dict):
+    """A row of data that knows where it is from, for error messages."""
+
+    place = "a row"  # file and line
+
+
+class Task:
+    """The functions and constants of a task's file.
+
+    Args:
+        module: the file, imported.
+        name: what the user calls it.
+        weights: NAME=NUMBER, as in `--reward-weight`.
+
+    Raises:
+        UserError: the file lacks a function or a constant, or one of them cannot be used.
+    """
+
+    def __init__(self, module: ModuleType, name: str, weights: tuple[str, ...] = ()):
+        self._name, self._module = name, module
+        for function, arguments in (("messages", "row, system_prompt"), ("reward", "row, text")):
+            if not callable(getattr(module, function, None)):
+                raise UserError(f"{self}: it defines no function {function}({arguments})")
+        own = getattr(module, "REWARD_WEIGHTS", None)
+        if not isinstance(own, dict) or not own or not all(map(_is_finite, own.values())):
+            raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {own!r}")
+        self.weights: dict[str, float] = {component: float(weight) for component, weight in own.items()}
+        for component, weight in parse_numbers("--reward-weight", weights).items():
+            if component not in own:
+                raise UserError(f"--reward-weight {component}: {self} has the components {', '.join(own)}")
+            self.weights[component] = weight
+        self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
+        self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
+        self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
+        self.train_data = self._data("TRAIN_DATA")
+        self.eval_data = self._data("EVAL_DATA")
+        self.train_rows: list[Row] = []  # filled by `load_task`
+        self.eval_rows: list[Row] = []
+        self._described: set[str] | None = None  # the names that `describe` gave the first time
+
+    def __str__(self) -> str:
+        return f"--task {self._name}"
+
+    def messages(self, row: dict, system_prompt: str = "") -> list[dict]:
+        """The conversation that asks the question of a row."""
+        found = self._call("messages", row, system_prompt)
+        is_fine = isinstance(found, list) and found and all(
+            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            for turn in found
+        )  # fmt: skip
+        if not is_fine:
+            raise self._error("messages", row, f"must return a list of role and content, not {_short(found)}")
+        return found
+
+    def reward(self, row: dict, text: str) -> dict[str, float]:
+        """The reward components of a completion; a total is their sum, weighted by `weights`."""
+        found = self._call("reward", row, text)
+        if not isinstance(found, dict):
+            raise self._error("reward", row, f"must return a dict of components, not {_short(found)}")
+        for component in self.weights.keys() - found.keys():
+            raise self._error("reward", row, f"lacks the component {component!r} of REWARD_WEIGHTS")
+        for component in found.keys() - self.weights.keys():
+            raise self._error(
+                "reward",
+                row,
+                f"has a component {component!r} without a weight: give it one in REWARD_WEIGHTS (0: log it)",
+            )
+        return {component: self._number("reward", row, component, found[component]) for component in self.weights}
+
+    def describe(self, row: dict, text: str) -> dict[str, float]:
+        """What else the task measures of a completion; empty if it defines no `describe`."""
+        if not hasattr(self._module, "describe"):
+            return {}
+        found = self._call("describe", row, text)
+        if not isinstance(found, dict):
+            raise self._error("describe", row, f"must return a dict of numbers, not {_short(found)}")
+        self._described = set(found) if self._described is None else self._described
+        if set(found) != self._described:
+            names = ", ".join(sorted(map(str, set(found) ^ self._described)))
+            raise self._error(
+                "describe", row, f"must return the same names for every completion; it differs in {names}"
+            )
+        return {name: self._number("describe", row, name, value) for name, value in found.items()}
+
+    def total_reward(self, rewards: dict[str, float]) -> float:
+        """The weighted sum of a completion's reward components."""
+        return sum(weight * rewards[component] for component, weight in self.weights.items())
+
+    def question(self, row: dict) -> str:
+        """What a row asks, for people: the last turn of its conversation."""
+        return self.messages(row)[-1]["content"]
+
+    def kind(self, row: dict) -> tuple:
+        """What kind of question a row asks."""
+        return tuple(row.get(field) for field in self.kind_fields)
+
+    def _call(self, function: str, row: dict, argument: str):
+        try:
+            with _watch(lambda: self._error(function, row, f"has been running for {PATIENCE} s; Ctrl-C twice ends it")):
+                return getattr(self._module, function)(row, argument)
+        except Exception as error:  # whatever the user's code raises
+            raise self._error(function, row, f"raised {_describe(error, self._module)}") from error
+
+    def _number(self, function: str, row: dict, name: str, value) -> float:
+        if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
+            raise self._error(function, row, f"gives {name!r} the value {_short(value)}, which is not a number")
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise self._error(
+                function, row, f"gives {name!r} a value that is not one number: {_short(value)}"
+            ) from None
+
+    def _error(self, function: str, row: dict, problem: str) -> UserError:
+        return UserError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
+
+    def _constant(self, name: str, wanted: type, default):
+        value = getattr(self._module, name, default)
+        if not isinstance(value, wanted):
+            raise UserError(f"{self}: {name} must be a {wanted.__name__}, not {_short(value)}")
+        return value
+
+    def _data(self, name: str) -> str | None:
+        """A default data file; a relative path is relative to the task's file."""
+        value = getattr(self._module, name, None)
+        if value is None:
+            return None
+        if not isinstance(value, str | Path):
+            raise UserError(f"{self}: {name} must be a path, not {_short(value)}")
+        path = Path(value).expanduser()
+        return str(path if path.is_absolute() else Path(self._module.__file__).resolve().parent / path)
+
+
+def import_task(config: RunConfig) -> Task:
+    """The task that `--task` names, without its rows.
+
+    Raises:
+        UserError: there is no such task, or its file cannot be used.
+    """
+    return _import_once(config.task, config.reward_weight)
+
+
+@functools.cache
+def _import_once(name: str, weights: tuple[str, ...]) -> Task:
+    return Task(_import_file(name), name, weights)
+
+
+def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
+    """
+    >>> parse_numbers("--reward-weight", ("format=0.1",))
+    {'format': 0.1}
+
+    Raises:
+        UserError: a pair is not NAME=NUMBER.
+    """
+    values = {}
+    for pair in pairs:
+        name, _, number = pair.partition("=")
+        try:
+            values[name] = float(number)
+        except ValueError:
+            values[name] = math.nan
+        if not name or not math.isfinite(values[name]):
+            raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
+    return values
+
+
+def _import_file(name: str) -> ModuleType:
+    bundled = sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
+    if name in bundled:
+        return importlib.import_module(f"common.tasks.{name}")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")
+    spec = importlib.util.spec_from_loader(
+        f"task_{path.stem}", importlib.machinery.SourceFileLoader(f"task_{path.stem}", str(path.resolve()))
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise UserError(f"--task {name}: the file cannot be imported: {_describe(error, module)}") from error
+    return module
+
+
+def _describe(error: BaseException, module: ModuleType) -> str:
+    """An error in one line, with the line of the task's file that it comes from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
+    if isinstance(error, SyntaxError) and error.lineno:
+        lines = [error.lineno]
+    place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@contextmanager
+def _watch(sentence: Callable[[], UserError]) -> Iterator[None]:
+    """Print a sentence if the block takes longer than PATIENCE, where that is possible: in the main thread, on Unix."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGALRM, lambda *_: print(sentence(), file=sys.stderr))
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
