@@ -1,12 +1,11 @@
-"""How much a group pulls at the policy, by how many of its 8 completions are right: GRPO against Dr. GRPO.
+"""How much a group contributes to the gradient, by how many of its 8 completions are right: GRPO against Dr. GRPO.
 
-    python benchmarks/group_weight.py             # the bundled policy, 1,024 training questions; three minutes
+    python benchmarks/group_weight.py             # the bundled policy, 1,024 training questions; 3 minutes
 
-Samples 8 completions of each question and takes, for every group by itself, the gradient of the loss by all weights,
-once with each of the two divisions, once with one of them and once with neither. What is compared is the length of
-these gradients, averaged over the groups with equally many right completions, and given in units of the groups with 4
-of 8. Beside it stands what the advantages alone say: sum of |A| over the group, in the same units. Writes
-benchmarks/results/group_weight.json.
+Samples 8 completions of each question. For every group separately, it computes the gradient of the loss with respect to
+all weights: with both divisions of GRPO, with each one alone, and with neither. The norms of these gradients are
+averaged over the groups with the same number of right completions, and given relative to the groups with 4 of 8 right.
+Writes benchmarks/results/group_weight.json.
 """
 
 import json
@@ -39,13 +38,13 @@ VARIANTS = {  # whether advantages are divided by the group's standard deviation
     "no_std_division": (False, True),
     "drgrpo": (False, False),
 }
-Group = tuple[Experience, torch.Tensor]  # its completions, and their returns (G,)
+Group = tuple[Experience, torch.Tensor]  # the completions, and their returns (G,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     model: str = "tiny"  # the bundled policy, or a directory
-    questions: int = 1024  # the first so many of the training file
+    questions: int = 1024  # how many questions, from the start of the training file
     seed: int = 0  # of the sampling
 
 
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def sample_groups(policy: Policy, rows: list[dict], seed: int) -> dict[int, list[Group]]:
-    """Completions of every question: the groups with reward variance, by their number of right completions."""
+    """Complete every question; return the groups with reward variance, by their number of right completions."""
     prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in rows]
     trajectories = sample(
         policy, prompts, GROUP_SIZE, max_new_tokens=MAX_NEW_TOKENS, key=(seed, 0), generation_batch_size=128
@@ -86,7 +85,7 @@ def sample_groups(policy: Policy, rows: list[dict], seed: int) -> dict[int, list
 
 
 def measure(policy: Policy, groups: list[Group]) -> dict[str, float]:
-    """Mean length of these groups' gradients under each variant, and their mean number of tokens, right and wrong."""
+    """Mean gradient norm of these groups under each variant, and mean number of tokens of right and wrong rows."""
     result: dict[str, float] = {"groups": len(groups)}
     for name, (by_std, by_length) in VARIANTS.items():
         norms = []

@@ -1,14 +1,14 @@
-"""How time and memory of a step grow with group size, prompt, completion, vocabulary and model, and how they should.
+"""How time and memory of a step grow with group size, prompt, completion, vocabulary and model size.
 
-    python benchmarks/growth.py                   # some twenty minutes, one thread, 8 GB of memory
-    python benchmarks/growth.py --draw-only       # the figure again, from the committed data
+    python benchmarks/growth.py                   # about 20 minutes, one thread, 8 GB of memory
+    python benchmarks/growth.py --draw-only       # draws the figure again, from the committed data
 
-One thing at a time is varied around 4 prompts of 64 tokens, groups of 8, 64 new tokens (none ends earlier) and the
-shape of the bundled policy, freshly initialised. Measured are sampling and the update (forward and backward, no
-optimizer) in processor seconds, and the memory that the step adds to the process: with prompts that are encoded once a
-group, and with whole rows. Dotted: the floating-point operations of the step's matrix products, at the rate of the
-curve's middle point; a curve that runs along it grows as theory expects. Every point is a process of its own, the
-median of three steps. Writes benchmarks/results/growth.json and growth.png.
+One quantity varies at a time, around 4 prompts of 64 tokens, groups of 8, 64 new tokens (none ends earlier) and the
+shape of the bundled policy, freshly initialised. It measures sampling and the update (forward and backward, without
+the optimizer) in CPU seconds, and the memory that the step adds to the process, with prompts encoded once per group and
+with prompts encoded in every row. Dotted lines: the floating-point operations of the step's matrix products, at the
+rate of the curve's middle point; a curve along its dotted line grows as predicted. Every point is measured in a process
+of its own, as the median of three steps. Writes benchmarks/results/growth.json and growth.png.
 """
 
 import json
@@ -48,7 +48,7 @@ class Point:
     completion: int = 64  # tokens
     vocabulary: int = 1024
     parameters: int = 1_800_000
-    whole_rows: bool = False  # the update without shared prompts
+    whole_rows: bool = False  # the update encodes the prompt in every row
 
 
 AXES: dict[str, tuple[int, ...]] = {
@@ -63,8 +63,8 @@ SMALL = {"prompts": 2, "group_size": 4, "prompt": 64, "completion": 32}  # the w
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    draw_only: bool = False  # measure nothing
-    point: str | None = None  # measure this one here, given and printed as JSON
+    draw_only: bool = False  # draw the figure without measuring
+    point: str | None = None  # used by the program itself: measure one point, given as JSON, in this process
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def points_of(axis: str) -> list[Point]:
-    """All workloads of one axis, each with shared prompts and with whole rows."""
+    """All workloads of one axis, each with and without shared prompts."""
     start = Point(**SMALL) if axis == "parameters" else Point()
     points = [replace(start, **{axis: value}) for value in AXES[axis]]
     return [replace(point, whole_rows=whole) for point in points for whole in (False, True)]
@@ -96,7 +96,7 @@ def measure_apart(point: Point) -> dict:
 
 
 def measure(point: Point) -> dict:
-    """Seconds of sampling and of the update, and what the step adds to the process's memory."""
+    """CPU seconds of sampling and of the update, and the memory that the step adds to the process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import common.policy
@@ -111,7 +111,7 @@ def measure(point: Point) -> dict:
     prompts = torch.randint(1, point.vocabulary, (point.prompts, point.prompt)).tolist()
     if point.whole_rows:
         common.policy.hidden_states_of_shared_prompts = lambda *arguments: None
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew, after what loading took
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which loading has raised
     before = peak_memory_bytes("cpu")
     seconds: dict[str, list[float]] = {"sampling": [], "update": []}
     for step in range(4):
@@ -134,7 +134,7 @@ def operations(point: Point, model) -> dict[str, float]:
     """Floating-point operations of the step's matrix products."""
     config = model.config
     head = config.vocab_size * config.hidden_size
-    body = sum(p.numel() for p in model.parameters() if p.dim() == 2) - head  # the embedding is looked up
+    body = sum(p.numel() for p in model.parameters() if p.dim() == 2) - head  # the embedding is no product
     rows = point.prompts * point.group_size
     encodings = rows if point.whole_rows else point.prompts  # how often a prompt is encoded in the update
     completion = rows * point.completion
@@ -150,7 +150,7 @@ def operations(point: Point, model) -> dict[str, float]:
 
 
 def draw(measured: dict[str, list[dict]]) -> None:
-    """Above seconds, below memory; a column for each axis."""
+    """Seconds above, memory below; one column per axis."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed

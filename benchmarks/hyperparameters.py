@@ -1,11 +1,10 @@
 """What each hyperparameter does: experiment_base trained with one of them changed at a time, three seeds each.
 
-    python benchmarks/hyperparameters.py --jobs 2       # 54 runs; an hour on two idle cores
+    python benchmarks/hyperparameters.py --jobs 2       # 54 runs; 1.5 hours on two cores
     python benchmarks/hyperparameters.py --draw-only    # the figure and the table again, from the committed data
 
-A run that is there already is not repeated. Writes benchmarks/results/hyperparameters.csv (a row for each run and
-step), hyperparameters.json (a row for each run) and docs/hyperparameters.png, and prints the table of
-docs/hyperparameters.md.
+Runs that exist already are not repeated. Writes benchmarks/results/hyperparameters.csv (one row per run and step),
+hyperparameters.json (one entry per run) and docs/hyperparameters.png, and prints the table of docs/hyperparameters.md.
 """
 
 import csv
@@ -31,12 +30,12 @@ DEFAULTS = {
     "group-size": 8, "lr": 5e-5, "kl-weight": 0.02, "clip-eps": 0.2, "epochs-per-step": 1, "temperature": 1.0,
     "prompts-per-step": 16,
 }  # fmt: skip
-# A panel each: heading, the flag, its values, and what else differs from the defaults.
+# One panel each: heading, flag, values, and other differences from the defaults.
 PANELS: list[tuple[str, str, tuple, dict]] = [
     ("group size", "group-size", (2, 4, 8, 16), {}),
     ("learning rate", "lr", (1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4), {}),
     ("KL weight", "kl-weight", (0.0, 0.02, 0.5), {}),
-    # with one update per rollout nothing is ever clipped, so that the range is varied where there are four
+    # with one update per rollout nothing is clipped, so this panel makes four
     ("clip range, with four epochs", "clip-eps", (0.05, 0.2, 10.0), {"epochs-per-step": 4}),
     ("epochs per rollout", "epochs-per-step", (1, 2, 4), {}),
     ("temperature", "temperature", (0.6, 1.0, 1.3), {}),
@@ -45,7 +44,7 @@ PANELS: list[tuple[str, str, tuple, dict]] = [
 COLUMNS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl", "policy/entropy", "loss/grad_norm",
            "policy/clipped", "group/zero_reward_variance", "time/step")  # fmt: skip
 WINDOW = 5  # steps over which every curve is averaged
-REACHED = 0.8  # sampled accuracy whose step the table gives
+REACHED = 0.8  # the table gives the step at which the sampled accuracy reaches this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,8 @@ class Config:
     seeds: tuple[int, ...] = (0, 1, 2)  # of the runs
     steps: int = 60  # of each run
     jobs: int = 1  # runs at the same time, each with one thread
-    runs_dir: str = "runs/hyperparameters"  # where the runs themselves are kept
-    draw_only: bool = False  # train nothing
+    runs_dir: str = "runs/hyperparameters"  # where the runs are written
+    draw_only: bool = False  # draw and print without training
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,14 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def all_settings() -> list[dict]:
-    """What differs from the defaults in each setting; every setting once."""
+    """The differences from the defaults of each setting; every setting once."""
     settings = [also | {flag: value} for _, flag, values, also in PANELS for value in values]
     changed = [{flag: value for flag, value in each.items() if value != DEFAULTS[flag]} for each in settings]
     return [each for index, each in enumerate(changed) if each not in changed[:index]]
 
 
 def name_of(settings: dict) -> str:
-    """Of a setting's runs: its flags in the order of DEFAULTS, whatever equals its default left out."""
+    """The name of a setting: its flags that differ from the defaults, in the order of DEFAULTS."""
     changed = [
         f"{flag}={settings[flag]:g}" for flag in DEFAULTS if settings.get(flag, DEFAULTS[flag]) != DEFAULTS[flag]
     ]
@@ -101,7 +100,7 @@ def train(config: Config, settings: dict, seed: int) -> None:
 
 
 def write_results(config: Config) -> None:
-    """Keep what the figure and the table need of all runs."""
+    """Collect from all runs what the figure and the table need."""
     runs = []
     with (RESULTS / "hyperparameters.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -122,7 +121,7 @@ def write_results(config: Config) -> None:
     (RESULTS / "hyperparameters.json").write_text(text + "\n", encoding="utf-8")
 
 
-Curves = dict[str, dict[int, list[dict[str, float]]]]  # setting: seed: an entry a step
+Curves = dict[str, dict[int, list[dict[str, float]]]]  # by setting and seed: one entry per step
 
 
 def read_results() -> tuple[Curves, list[dict]]:
@@ -135,13 +134,13 @@ def read_results() -> tuple[Curves, list[dict]]:
 
 
 def smooth(curve: list[dict[str, float]], key: str) -> list[float]:
-    """Each step's value averaged with those of the steps just before it."""
+    """Each step's value, averaged with those of the WINDOW - 1 steps before it."""
     values = [entry[key] for entry in curve]
     return [mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
 
 
 def draw(curves: Curves) -> None:
-    """A panel for each hyperparameter: sampled accuracy over steps, mean and range of the seeds."""
+    """One panel per hyperparameter: sampled accuracy over steps, mean and range of the seeds."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -176,7 +175,7 @@ def draw(curves: Curves) -> None:
 
 
 def table(curves: Curves, runs: list[dict]) -> str:
-    """The table of docs/hyperparameters.md: a row for each value, means over the seeds."""
+    """The table of docs/hyperparameters.md: one row per value, with means over the seeds."""
     lines = [
         f"| | value | step at {REACHED:g} | sampled, last 10 steps | greedy, held out | KL | entropy "
         "| groups with zero reward variance |",

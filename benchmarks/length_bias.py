@@ -1,17 +1,17 @@
-"""What GRPO's length bias does to a policy that rambles, against Dr. GRPO: five seeds each.
+"""What GRPO's length bias does to a policy that can ramble, against Dr. GRPO: five seeds each.
 
-    python benchmarks/length_bias.py              # under an hour on one core
+    python benchmarks/length_bias.py              # about 50 minutes
 
-The bundled policy has nothing to ramble with: whatever it says is short. So it is first taught, by experiment_sft, to
-check its answers a random number of times, both after reasoning and after a mere guess:
+All completions of the bundled policy are short, so it cannot ramble. Therefore experiment_sft first teaches it to check
+its answers a random number of times, after reasoning and after a guess alike:
 
     <think>47+29=76 76-18=58 check 58+18=76</think><answer>58</answer>                   reasoned
     <think>58 check 58+18=76 check 58+18=76</think><answer>58</answer>                   guessed
 
-It mostly guesses, and the number of checks says nothing about whether the answer is right. Reinforcement learning then
-goes on from there on the bundled questions, with a completion budget that leaves room. Writes into
-experiment_drgrpo/results/ the runs (rambling_...), the table metrics.csv and rambling.csv (checks and lengths by step,
-style and correctness), and draws experiment_drgrpo/rambling.png.
+It mostly guesses, and the number of checks does not depend on whether the answer is right. Reinforcement learning then
+continues from this policy on the bundled questions, with a completion budget that leaves room for checks. Writes the
+runs (rambling_...), metrics.csv and rambling.csv (checks and lengths by step, style and correctness) into
+experiment_drgrpo/results/, and draws experiment_drgrpo/rambling.png.
 """
 
 import csv
@@ -39,16 +39,16 @@ step_by_step = runpy.run_path(str(ROOT / "experiment_sft" / "warm_start.py"))["s
 CONVERSATIONS = 10_000
 GUESSED_SHARE = 0.75
 CHECK_AGAIN = 0.6  # probability of one more check: 1.5 on average
-BINS = 10  # steps, which rambling.csv puts together
+BINS = 10  # steps per row of rambling.csv
 PANELS = ("completion/length_wrong", "completion/length_right", "reward/correct")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the runs
-    critic_types: tuple[str, ...] = ("grpo", "drgrpo")  # to compare
-    runs_dir: str = "runs"  # where the runs themselves are kept
-    flags: str = "--max-new-tokens 256 --kl-weight 0 --steps 60"  # of train.py, for both
+    critic_types: tuple[str, ...] = ("grpo", "drgrpo")  # algorithms to compare
+    runs_dir: str = "runs"  # where the runs are written
+    flags: str = "--max-new-tokens 256 --kl-weight 0 --steps 60"  # of train.py, for all runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_policy(runs_dir: Path) -> Path:
-    """Teach the bundled policy to ramble; returns its directory."""
+    """Teach the bundled policy to ramble, and return the directory of the result."""
     directory = runs_dir / "experiment_sft" / "rambling" / "final"
     if not directory.exists():
         data = runs_dir / "rambling.jsonl"
@@ -99,7 +99,7 @@ def conversations() -> Iterator[dict]:
 
 
 def write_checks(runs: list[Path], path: Path) -> None:
-    """How often completions check, from the rows that samples.jsonl keeps of every step."""
+    """Write how often completions check, from the rows of samples.jsonl."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("run", "first_step", "last_step", "style", "correct", "completions", "checks", "length"))

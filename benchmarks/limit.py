@@ -1,18 +1,19 @@
 """How far sampling and update are from what the machine's matrix products allow.
 
-    python benchmarks/limit.py                    # the bundled policy and task, one thread; four minutes
+    python benchmarks/limit.py                    # the bundled policy and task, one thread; 4 minutes
 
-The floor of a step is the time of the matrix products that it cannot do without, at the rates at which this machine
-multiplies matrices of those shapes, by the faster of MKL and oneDNN:
+The floor of a step is the time of the matrix products that it needs, at the rates at which this machine multiplies
+matrices of those shapes, with the faster of MKL and oneDNN:
 
-- every prompt encoded once a group, once for sampling and once, forward and backward, for the update;
-- every completion token once forward in sampling, with as many rows at once as are still unfinished, and once forward
+- every prompt encoded once per group: forward for sampling, forward and backward for the update;
+- every completion token once forward in sampling, together with all rows that are not finished yet, and once forward
   and backward in the update;
-- the LM head at action tokens alone; attention's own products; a backward pass is two products for each of forward.
+- the LM head at action tokens only, and attention's own products. A backward pass has two products for each product of
+  the forward pass.
 
-Everything else (norms, softmax, rotary embedding, copies, Python) counts as zero in the floor, so that no program can
-reach it. The gap is measured time over floor, in processor seconds. A profile names where the rest goes. Then one thing
-at a time is changed, in turns with the code as it is, to see what it saves. Writes benchmarks/results/limit.json.
+Everything else (norms, softmax, rotary embedding, copies, Python) counts as zero in the floor, so no program can reach
+it. The gap is the measured time divided by the floor, in CPU seconds. A profile shows the largest costs. Then one thing
+at a time is changed, in turns with the unchanged code, to measure what it saves. Writes benchmarks/results/limit.json.
 """
 
 import json
@@ -53,7 +54,7 @@ BUDGET = RESOLVED["tiny"]["max_new_tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    steps: int = 9  # whose medians are taken, after two that are not counted
+    steps: int = 9  # steps that count, after two of warm-up; medians are taken over them
     threads: int = 1  # CPU threads
 
 
@@ -134,14 +135,14 @@ def timed(function: Callable) -> tuple[float, object]:
 
 
 class Rates:
-    """Floating-point operations a second of (m, k) @ (k, n), measured once for every shape."""
+    """Floating-point operations per second of (m, k) @ (k, n), measured once per shape."""
 
     def __init__(self):
         self.measured: dict[str, float] = {}
 
     def seconds(self, m: int, k: int, n: int) -> float:
-        """The time of one such product."""
-        m = min(m, 512)  # larger ones are no faster
+        """The time of one row of such a product, in seconds."""
+        m = min(m, 512)  # more rows are no faster
         m = m if m < 16 else m // 16 * 16  # one measurement for similar shapes
         name = f"{m}x{k}x{n}"
         if name not in self.measured:
@@ -154,25 +155,25 @@ class Rates:
                     product()
                 times.append((time.process_time() - start) / 40)
             self.measured[name] = 2 * m * k * n / min(times[len(products) :])
-        return 2 * m * k * n / self.measured[name] / m  # a row's
+        return 2 * m * k * n / self.measured[name] / m  # per row
 
 
 def linear_shapes(policy: Policy) -> list[tuple[int, int]]:
-    """(inputs, outputs) of every linear layer, the LM head left out."""
+    """(inputs, outputs) of every linear layer except the LM head."""
     head = policy.model.get_output_embeddings()
     layers = [module for module in policy.model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
     return [(layer.in_features, layer.out_features) for layer in layers]
 
 
 def forward_seconds(policy: Policy, rate: Rates, tokens: float, head_tokens: float, at_once: int) -> float:
-    """All linear layers for `tokens`, and the LM head for `head_tokens`, `at_once` of them a product."""
+    """All linear layers for `tokens`, and the LM head for `head_tokens`, in products of `at_once` tokens."""
     vocabulary, width = policy.model.get_output_embeddings().weight.shape
     body = sum(rate.seconds(at_once, k, n) for k, n in linear_shapes(policy))
     return tokens * body + head_tokens * rate.seconds(at_once, width, vocabulary)
 
 
 def attention_seconds(policy: Policy, rate: Rates, pairs: int) -> float:
-    """Scores and weighted values of so many (query, key) pairs, at the rate of a product as wide as a head."""
+    """Scores and weighted values of `pairs` (query, key) pairs, at the rate of a product as wide as a head."""
     config = policy.model.config
     head = config.hidden_size // config.num_attention_heads
     a_pair = 2 * rate.seconds(64, head, 64) / 64  # of one head: q k, and p v
@@ -185,7 +186,7 @@ def prompts_of(trajectories: list[Trajectory]) -> list[int]:
 
 
 def num_pairs(prompt: int, completion: int) -> int:
-    """How many (query, key) pairs the tokens of a completion have behind its prompt."""
+    """The number of (query, key) pairs of the tokens of a completion that follows its prompt."""
     return completion * prompt + completion * (completion + 1) // 2
 
 
@@ -194,7 +195,7 @@ def floor_of_sampling(policy: Policy, trajectories: list[Trajectory], rate: Rate
     lengths = [len(row.completion_ids) for row in trajectories]
     seconds = forward_seconds(policy, rate, sum(prompts), len(prompts), 512)
     pairs = sum(num_pairs(0, prompt) for prompt in prompts)
-    for position in range(1, max(lengths)):  # the last token of a completion is not fed any more
+    for position in range(1, max(lengths)):  # the last token of a completion is not processed any more
         active = sum(length > position for length in lengths)
         seconds += forward_seconds(policy, rate, active, active, active)
     pairs += sum(num_pairs(row.prompt_length, len(row.completion_ids) - 1) for row in trajectories)
@@ -211,7 +212,7 @@ def floor_of_update(policy: Policy, trajectories: list[Trajectory], rate: Rates)
 
 
 class PlainCache(DynamicCache):
-    """What transformers has, with the method that sampling needs."""
+    """transformers' DynamicCache, with the method that sampling needs."""
 
     def drop_rows(self, ended: torch.Tensor) -> torch.Tensor:
         remaining = (~ended).nonzero()[:, 0]
@@ -220,7 +221,7 @@ class PlainCache(DynamicCache):
 
 
 def compare_savings(policy: Policy, rows: list[dict], steps: int) -> dict[str, float]:
-    """Median processor seconds of sampling and of the update as they are, and with one thing changed."""
+    """Median CPU seconds of sampling and of the update, unchanged and with one thing changed."""
     times: dict[str, list[float]] = {}
     for step in range(1, steps + 3):
         questions = [rows[index] for index in prompts_of_step(len(rows), NUM_PROMPTS, step, seed=0)]
@@ -236,7 +237,7 @@ def compare_savings(policy: Policy, rows: list[dict], steps: int) -> dict[str, f
 
 
 def variants(policy: Policy, questions: list[dict], step: int) -> dict[str, tuple[list, Callable]]:
-    """What to change, and what to time then."""
+    """By name: what to change, and the function to time."""
 
     def draw(budget: int = BUDGET, group_size: int = GROUP_SIZE) -> Callable:
         return lambda: complete(policy, questions, step, budget, group_size)
@@ -276,7 +277,7 @@ def variants(policy: Policy, questions: list[dict], step: int) -> dict[str, tupl
 
 
 def largest_costs(function: Callable, count: int = 6) -> dict[str, float]:
-    """The operations with the largest shares of all operators' own time; Python between them is not in it."""
+    """The operators with the largest shares of all operators' own time; Python's time is not included."""
     function()
     with profile(activities=[ProfilerActivity.CPU]) as measured:
         function()

@@ -1,10 +1,11 @@
 """Peak memory of log-probabilities against the size of the vocabulary: all logits at once, and in chunks.
 
-    python benchmarks/logprob_memory.py           # some four minutes; writes benchmarks/results/logprob_memory.json
+    python benchmarks/logprob_memory.py           # about 4 minutes; writes benchmarks/results/logprob_memory.json
 
-A forward and a backward pass over the same four completions of 1,024 tokens, each variant in a process of its own, on
-a CPU. The figure is the process's peak resident memory less its peak before the pass. The model is one layer, 64 wide,
-so that what is seen is the vocabulary's part; the gradient of its embedding, 256 bytes a word, is in it.
+One forward and one backward pass over the same four completions of 1,024 tokens on a CPU, each variant in a process of
+its own. The result is the process's peak resident memory minus its peak before the pass. The model has one layer, 64
+wide, so most of the memory depends on the vocabulary. The gradient of the embedding is included: 256 bytes per token of
+the vocabulary.
 """
 
 import json
@@ -30,12 +31,12 @@ VOCABULARIES, HIDDEN, ROWS, TOKENS = (2_048, 8_192, 32_768, 128_256), 64, 4, 1_0
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    variant: Literal["whole", "chunked"] | None = None  # measure this one here and print it as JSON
-    vocabulary: int = VOCABULARIES[-1]  # of the model that is measured here
+    variant: Literal["whole", "chunked"] | None = None  # used by the program itself: measure this one in this process
+    vocabulary: int = VOCABULARIES[-1]  # of the model that --variant measures
 
 
 def measure(variant: str, vocabulary: int) -> dict:
-    """Run one variant in this process: the memory that it added, its seconds, and its loss for comparison."""
+    """Run one variant in this process: the memory that it added, its CPU seconds, and its loss for comparison."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
@@ -53,7 +54,7 @@ def measure(variant: str, vocabulary: int) -> dict:
     if variant == "chunked":
         log_probs = policy(sequences, action_mask).log_probs
     else:
-        logits = model(sequences, use_cache=False).logits[:, :-1].float()  # (B, T-1, V), the whole of it
+        logits = model(sequences, use_cache=False).logits[:, :-1].float()  # (B, T-1, V)
         log_probs = logits.log_softmax(dim=-1).gather(-1, sequences[:, 1:, None])[..., 0]
     loss = -log_probs.mean()
     loss.backward()

@@ -1,11 +1,11 @@
 """How much memory experiment_base needs for three known models: an estimate, and its check against a real run.
 
-    python benchmarks/model_memory.py             # the table of docs/real_models.md, in a minute, without any weights
-    python benchmarks/model_memory.py --check     # 0.5 B parameters on this CPU: 12 GB of memory and some ten minutes
+    python benchmarks/model_memory.py             # the table of docs/real_models.md; one minute, without any weights
+    python benchmarks/model_memory.py --check     # 0.5B parameters on this CPU; 12 GB of memory, about ten minutes
 
-The estimate adds up what must be there at the same time: weights, gradients, optimizer and reference from the count of
-parameters; the KV cache from its shape; activations from a forward pass with tensors that have shapes but no data. It
-leaves out fragmentation, CUDA's own context (about 0.5 GB) and what libraries keep for themselves.
+The estimate adds up what must be in memory at the same time: weights, gradients, optimizer and reference from the
+number of parameters; the KV cache from its shape; activations from a forward pass on tensors that have shapes but no
+data. It does not include fragmentation, CUDA's own context (about 0.5 GB) and the memory that libraries reserve.
 """
 
 import json
@@ -47,7 +47,7 @@ SHAPES = {  # as their config.json on the hub gives them
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What of a run's settings decides its memory."""
+    """The settings of a run that determine its memory."""
 
     mode: str = "full"  # full, lora or 4bit
     bfloat16: bool = True
@@ -55,22 +55,22 @@ class Setting:
     gradient_checkpointing: bool = False
     micro_batch_size: int = 4
     generation_batch_size: int = 128
-    tokens: int = 640  # of a row: a prompt of 128 and a completion of 512
+    tokens: int = 640  # per row: a prompt of 128 and a completion of 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    check: bool = False  # run the 0.5 B shape on this CPU and compare
+    check: bool = False  # run the 0.5B shape on this CPU and compare
 
 
 def estimate(shape: dict, setting: Setting) -> dict[str, float]:
-    """Bytes by part, and the two peaks: while sampling and while updating."""
+    """Bytes by part, and the two peaks: in sampling and in the update."""
     one, two = (_count(shape, setting, num_layers) for num_layers in (1, 2))
     layers = shape["num_hidden_layers"]
     in_layers, num_trained, activations = (
         first + (layers - 1) * (second - first) for first, second in zip(one, two, strict=True)
     )
-    num_embedding = shape["vocab_size"] * shape["hidden_size"]  # shared with the head
+    num_embedding = shape["vocab_size"] * shape["hidden_size"]  # shared with the LM head
     num_parameters = in_layers + num_embedding
     if setting.mode == "full":
         num_trained = num_parameters
@@ -102,13 +102,13 @@ def estimate(shape: dict, setting: Setting) -> dict[str, float]:
         "gradients": 4 * num_trained,
         "optimizer": 8 * num_trained,
         "reference": 4 * num_parameters if has_copy else 0,
-        "kv_cache": cache * (1 + 1 / layers),  # a layer's is copied to be extended
-        "cast_weights": 2 * num_parameters if setting.mode == "full" and setting.bfloat16 else 0,  # autocast's
+        "kv_cache": cache * (1 + 1 / layers),  # one layer's cache is copied to be extended
+        "cast_weights": 2 * num_parameters if setting.mode == "full" and setting.bfloat16 else 0,  # autocast's copies
         "activations": activations,
-        "logits": 3 * 4 * MAX_LOGITS,  # of one chunk, with what log_softmax and its gradient make of them
+        "logits": 3 * 4 * MAX_LOGITS,  # of one chunk, with their log_softmax and its gradient
         "drawing": 32
         * setting.generation_batch_size
-        * shape["vocab_size"],  # logits and log-probs, and in float64 the CDF
+        * shape["vocab_size"],  # logits and log-probs, and the CDF in float64
     }
     always = sum(parts[name] for name in ("weights", "gradients", "optimizer", "reference"))
     parts["sampling_peak"] = always + parts["kv_cache"] + parts["cast_weights"] + parts["drawing"]
@@ -118,10 +118,10 @@ def estimate(shape: dict, setting: Setting) -> dict[str, float]:
 
 
 def _count(shape: dict, setting: Setting, num_layers: int) -> tuple[int, int, int]:
-    """Of a model of a few layers, without its embedding: weights, adapter weights, and bytes of activations.
+    """Count weights, adapter weights and bytes of activations of a model with few layers, without its embedding.
 
-    Activations are what the forward pass of one micro-batch keeps for its backward pass. It is run on tensors that have
-    shapes but no data.
+    Activations are what the forward pass of one micro-batch keeps for its backward pass. The pass runs on tensors that
+    have shapes but no data.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -177,7 +177,7 @@ def print_estimates() -> None:
 
 
 def check() -> None:
-    """Run a freshly initialised model of 0.5 B parameters on this CPU for two steps, and compare the peaks."""
+    """Run a freshly initialised model of 0.5B parameters on this CPU for two steps, and compare the peaks."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     shape = SHAPES["Qwen/Qwen2.5-0.5B-Instruct"]
@@ -200,7 +200,7 @@ def check() -> None:
             subprocess.run([str(part) for part in command], cwd=place, check=True)
             run = Path(place) / "runs" / "experiment_base" / mode
             metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
-            tokens = 56  # 32 and a prompt of about 24
+            tokens = 56  # a prompt of about 24 and a completion of 32
             setting = Setting(mode=mode, bfloat16=False, micro_batch_size=4, generation_batch_size=8, tokens=tokens)
             parts = estimate(shape, setting)
             measured = max(entry["memory/peak_bytes"] for entry in metrics if "memory/peak_bytes" in entry)

@@ -1,10 +1,10 @@
 """Run an experiment with several seeds, keep what its figures need, and draw its curve with the band of the seeds.
 
-    python benchmarks/seeds.py experiment_base                # seeds 0 to 4; about three minutes each on one core
+    python benchmarks/seeds.py experiment_base                # seeds 0 to 4; two to three minutes each on one core
 
-A run that is there already is not repeated. Writes into <experiment>/results/ a directory for each seed with
-config.json, metrics.jsonl and summary.json, one table of all that stand there (metrics.csv), and
-<experiment>/curve.png, in which the runs of the experiment's parent stand beside its own.
+Runs that exist already are not repeated. Writes into <experiment>/results/ one directory per seed with config.json,
+metrics.jsonl and summary.json, and one table of all runs in that directory (metrics.csv). Draws <experiment>/curve.png,
+which also shows the runs of the experiment's parent.
 """
 
 import ast
@@ -31,9 +31,9 @@ PANELS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl
 class Config:
     experiment: tyro.conf.Positional[str]  # directory of the experiment
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the runs
-    model: str = "tiny"  # what each starts from
+    model: str = "tiny"  # the policy that each run starts from
     prefix: str = "seed"  # runs and results are called <prefix><seed>
-    runs_dir: str = "runs"  # where the runs themselves are kept
+    runs_dir: str = "runs"  # where the runs are written
     eval_every: int = 10  # steps between greedy evaluations
     flags: str = ""  # further flags of train.py, in one string
     panels: tuple[str, ...] = PANELS  # of the figure, by keys of metrics.jsonl
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_runs(config: Config) -> None:
-    """Train with every seed, and keep what figures need."""
+    """Train with every seed, and copy what the figures need."""
     results = ROOT / config.experiment / "results"
     runs = {f"{config.prefix}{seed}": seed for seed in config.seeds}
     for name, seed in runs.items():
         if not (Path(config.runs_dir) / config.experiment / name / "summary.json").exists():
             train(config, seed, name)
-    for name in runs:  # only now, as a change of the checkout would show in the commit that later runs note
+    for name in runs:  # only now: new files here would mark the commit of later runs as changed
         keep(Path(config.runs_dir) / config.experiment / name, results / name)
     write_table(results)
 
@@ -66,14 +66,14 @@ def train(config: Config, seed: int, name: str) -> None:
 
 
 def keep(run: Path, place: Path) -> None:
-    """Copy what a figure needs beside it."""
+    """Copy what the figures need."""
     place.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "metrics.jsonl", "summary.json"):
         shutil.copy(run / name, place / name)
 
 
 def write_table(results: Path) -> None:
-    """All metrics of all runs of the experiment, one row a line of metrics.jsonl, into metrics.csv."""
+    """Write all metrics of all runs of the experiment into metrics.csv, one row per line of metrics.jsonl."""
     rows = []
     for path in sorted(results.glob("*/metrics.jsonl")):
         rows += [{"run": path.parent.name, **json.loads(line)} for line in path.read_text("utf-8").splitlines()]
@@ -85,7 +85,7 @@ def write_table(results: Path) -> None:
 
 
 def draw(experiment: str, panels: Sequence[str] = PANELS) -> None:
-    """The experiment's curve: its runs, those of its parent, and those from another policy."""
+    """Draw the curve of the experiment: its runs, those of its parent, and those that start from another policy."""
     names = {experiment: "seed*/", f"{experiment}, from a second warm start": "second_policy_seed*/"}
     if parent := parent_of(experiment):
         names = {parent: "seed*/"} | names
@@ -94,7 +94,7 @@ def draw(experiment: str, panels: Sequence[str] = PANELS) -> None:
 
 
 def parent_of(experiment: str) -> str | None:
-    """The experiment from which this one differs by its lesson alone: the docstring of its train.py names it."""
+    """The experiment from which this one is derived, as named in the docstring of its train.py."""
     docstring = ast.get_docstring(ast.parse((ROOT / experiment / "train.py").read_text(encoding="utf-8")))
     match = re.search(r"^Parent: (experiment_\w+)", docstring, re.MULTILINE)
     return match[1] if match else None

@@ -1,22 +1,22 @@
 """experiment_base against TRL's GRPOTrainer on the same work, side by side, in processes of their own.
 
     pip install -r requirements-bench.txt
-    python benchmarks/vs_trl.py                   # two hours on two idle cores; see --help for parts of it
+    python benchmarks/vs_trl.py                   # 2 hours on two idle cores; --help shows how to run parts of it
 
 Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
-8, completion budget, AdamW with the same settings, one update a step, float32. What differs is the random numbers of
-the sampling. A second policy of the same size, freshly initialised, reads and writes single characters, so that its
-completions end at random, after some 22 of at most 48 tokens. Rewarded is a number of characters that ten divides: four
-groups in ten have no signal, as with a policy that has learned something. Its learning rate is next to 0, as it would
-learn to be short otherwise.
+8, completion budget, AdamW with the same settings, one update per step, float32. Only the random numbers of sampling
+differ. A second policy of the same size, freshly initialised, reads and writes single characters, so its completions
+end at random, after about 22 of at most 48 tokens. It is rewarded if ten divides the number of characters. About four
+groups in ten then have zero reward variance, as with a policy that has learned something. Its learning rate is nearly
+0, because otherwise it would learn to be brief.
 
-Runs of the two are interleaved and repeated, and medians are compared: of processor seconds with one thread, which a
-busy neighbour disturbs little, and of wall-clock seconds with two.
+Runs of the two are interleaved and repeated, and medians are compared: of CPU seconds with one thread, which other jobs
+on the machine affect little, and of wall-clock seconds with two threads.
 
-Then both are trained with several seeds, and asked the held-out questions now and then, with the clock stopped: how
-long does each take to the accuracy that TRL has reached after 300 processor seconds?
+Then both are trained with several seeds, and evaluated on the held-out questions from time to time, with the clock
+stopped: how long does each take to reach the accuracy that TRL has after 300 CPU seconds?
 
-Writes benchmarks/results/vs_trl.json and vs_trl.png; what a part leaves out stays in them as it was.
+Writes benchmarks/results/vs_trl.json and vs_trl.png; results of parts that are not run again are kept.
 """
 
 import json
@@ -37,35 +37,35 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
-WARM_UP = 3  # steps that are not counted: the first ones import, allocate memory and choose kernels
+WARM_UP = 3  # steps that do not count: they import modules, allocate memory and choose kernels
 LR = {"tiny": 5e-5, "characters": 1e-9}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process: a trainer, and what it has to do."""
+    """What one process has to do, and with which trainer."""
 
     trainer: str  # ours or trl
     policy: str = "tiny"  # or characters
     beta: float = 0.0
     threads: int = 1
-    prompts: int = 16  # a step
+    prompts: int = 16  # per step
     group_size: int = 8
     max_new_tokens: int = 96
     seed: int = 0
     steps: int = 12
-    seconds: float | None = None  # processor seconds after which to stop, instead of steps
+    seconds: float | None = None  # CPU seconds after which to stop, instead of steps
     eval_every: int = 0  # steps; 0: never
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    repetitions: int = 3  # of each trainer and setting, interleaved; 0: leave out the comparison of speeds
+    repetitions: int = 3  # of each trainer and setting, interleaved; 0: skip the comparison of speeds
     policies: tuple[str, ...] = ("tiny", "characters")  # of the settings
     threads: tuple[int, ...] = (1, 2)  # of the settings
-    steps: int = 24  # of a repetition, of which the first three are not counted
-    seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: leave it out
-    seconds: float = 300  # processor seconds that TRL trains for there
+    steps: int = 24  # of each repetition; the first three do not count
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: skip it
+    seconds: float = 300  # CPU seconds that TRL trains for in that comparison
     job: str | None = None  # used by the program itself, for its processes
 
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def describe() -> dict:
-    """Where and with what a part was measured."""
+    """Machine and versions with which a part was measured."""
     from importlib.metadata import version
 
     from common.plumbing.machine import describe_machine
@@ -119,7 +119,7 @@ def compare_speed(config: Config) -> dict[str, dict]:
 
 
 def summarise(runs: dict[str, list[dict]], clock: str) -> dict:
-    """Medians and ranges of one setting, by processor (`cpu`) or wall-clock (`wall`) seconds."""
+    """Medians and ranges of one setting, in CPU (`cpu`) or wall-clock (`wall`) seconds."""
     result: dict = {"clock": clock}
     for trainer, repetitions in runs.items():
         rates, peaks = [], [repetition["peak_bytes"] for repetition in repetitions]
@@ -162,17 +162,17 @@ def print_table(settings: dict[str, dict]) -> None:
 
 
 def compare_accuracy(config: Config) -> dict:
-    """Held-out accuracy against processor seconds, for several seeds, and how much sooner ours is where TRL ends."""
+    """Held-out accuracy against CPU seconds for several seeds, and when ours reaches TRL's final accuracy."""
     curves: dict[str, list[list[dict]]] = {"trl": [], "ours": []}
     for seed in config.seeds:
         for trainer in curves:
-            seconds = config.seconds if trainer == "trl" else 0.4 * config.seconds  # ours needs less to get there
+            seconds = config.seconds if trainer == "trl" else 0.4 * config.seconds  # ours needs less to reach it
             run = start(Job(trainer, seed=seed, seconds=seconds, steps=100_000, eval_every=4))
             curves[trainer].append(run["evaluations"])
             print(f"{trainer}, seed {seed}: {run['evaluations'][-1]}", flush=True)
     sooner = []
     for trl, ours in zip(curves["trl"], curves["ours"], strict=True):
-        target = statistics.mean(point["accuracy"] for point in trl[-3:])  # one evaluation alone is noisy
+        target = statistics.mean(point["accuracy"] for point in trl[-3:])  # a single evaluation is noisy
         reached = next((point["cpu"] for point in ours if point["accuracy"] >= target), None)
         sooner.append({"target": target, "trl_cpu": trl[-1]["cpu"], "ours_cpu": reached})
     return {"seeds": config.seeds, "curves": curves, "sooner": sooner} | describe()
@@ -203,7 +203,7 @@ def draw(accuracy: dict) -> None:
 
 
 def start(job: Job) -> dict:
-    """Run a job in a process of its own, and return what it has measured."""
+    """Run a job in a process of its own, and return its measurements."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, "--job", json.dumps(asdict(job))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -213,7 +213,7 @@ def start(job: Job) -> dict:
 
 
 def work(job: Job) -> None:
-    """Do the job in this process; the last line on stdout is what was measured."""
+    """Do the job in this process; the last line on stdout holds its measurements."""
     import torch
 
     torch.set_num_threads(job.threads)
@@ -230,11 +230,11 @@ def work(job: Job) -> None:
 
 
 class JobDoneError(Exception):
-    """The job's time is over."""
+    """The job has reached its number of steps or seconds."""
 
 
 class Clock:
-    """Times the steps of a run and their parts, and stands still while the policy is examined."""
+    """Times the steps of a run and their parts; it is stopped during evaluations."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -244,7 +244,7 @@ class Clock:
         self._begin_step()
 
     def timed(self, part: str, function: Callable) -> Callable:
-        """The function as it is, its time added to a part of the step."""
+        """The same function; its time is added to a part of the step."""
 
         @wraps(function)
         def call(*arguments, **settings):
@@ -258,14 +258,14 @@ class Clock:
         return call
 
     def end_step(self, tokens: int, evaluate: Callable[[], float]) -> None:
-        """Note a step of so many sampled tokens; now and then evaluate; raise JobDoneError at the end of the job."""
+        """Record a step with `tokens` sampled tokens; evaluate if due; raise JobDoneError at the end of the job."""
         now = self._now()
         step = {f"{name}/step": now[name] - self._start[name] for name in now}
         for name in now:
             self._total[name] += step[f"{name}/step"]
             update = step[f"{name}/step"] - self._parts[f"{name}/sampling"] - self._parts[f"{name}/log_probs"]
             step |= {f"{name}/{part}": self._parts[f"{name}/{part}"] for part in ("sampling", "log_probs")}
-            step[f"{name}/update"] = update  # and all that is neither sampling nor log-probs
+            step[f"{name}/update"] = update  # everything that is neither sampling nor log-probs
         self.steps.append({"tokens": tokens} | step)
         over = len(self.steps) == self.job.steps
         over |= self.job.seconds is not None and self._total["cpu"] >= self.job.seconds
@@ -297,7 +297,7 @@ def examine(policy, seed: int) -> float:
 
 
 def checkpoint_of(job: Job, directory: str) -> str:
-    """Where the policy lies that both trainers load."""
+    """The directory of the policy that both trainers load."""
     from common.tasks.arithmetic import TRAIN_DATA
 
     from common.plumbing.config import TINY_POLICY
@@ -324,7 +324,7 @@ def checkpoint_of(job: Job, directory: str) -> str:
 
 
 def train_ours(job: Job, clock: Clock, directory: str) -> None:
-    """Run experiment_base/train.py as it is, with a clock around the functions that its loop calls."""
+    """Run experiment_base/train.py unchanged, with a clock around the functions that its loop calls."""
     spec = spec_from_file_location("train", ROOT / "experiment_base" / "train.py")
     train = sys.modules["train"] = module_from_spec(spec)
     spec.loader.exec_module(train)
@@ -336,7 +336,7 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
         log(run, step, metrics)
 
     def end_step(run, step, policy, optimizer):
-        """Instead of the checkpoint, which is the last thing that a step does."""
+        """Replaces the checkpoint, which is the last part of a step."""
         clock.end_step(round(lengths[-1] * job.prompts * job.group_size), lambda: examine(policies[0], job.seed))
 
     def keep(function: Callable) -> Callable:
@@ -365,17 +365,17 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
 
 
 def train_trl(job: Job, clock: Clock, directory: str) -> None:
-    """TRL's GRPOTrainer with the settings of experiment_base; what it would spend on other things is switched off."""
+    """TRL's GRPOTrainer with the settings of experiment_base; saving, reporting and progress bars are switched off."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from common.chat import find_end_of_turn_ids
     from common.policy import Policy
     from common.tasks import arithmetic
 
     from common.plumbing.data import prompts_of_step, read_rows
+    from common.plumbing.loading import find_end_of_turn_ids
 
     rows = read_rows(str(arithmetic.TRAIN_DATA), arithmetic.FIELDS)
     num_steps = min(job.steps, 2000)
@@ -388,7 +388,7 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     checkpoint = checkpoint_of(job, directory)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    # for the evaluations only, and without what make_policy does for speed: TRL's model stays as it is
+    # for the evaluations only; without make_policy's optimizations, so that TRL's model is unchanged
     end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
     policy = Policy(model, tokenizer, end_of_turn_ids, tokenizer.pad_token_id)
     sampled: list[int] = []
@@ -410,7 +410,7 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     in_update = GRPOTrainer._compute_loss
 
     def compute_loss(self, *arguments, **settings):
-        """Log-probs of the update itself are part of the update."""
+        """The log-probs that the update computes are part of the update."""
         self._get_per_token_logps_and_entropies = log_probs.__get__(self)
         try:
             return in_update(self, *arguments, **settings)

@@ -10,10 +10,9 @@ def group_advantages(returns: torch.Tensor) -> torch.Tensor:
 
         A_qg = R_qg - mean_g R_q
 
-    A return is a completion's total reward: the weighted sum of its components. What it is compared with is called the
-    baseline; other methods train a second network, the critic, to predict it. Here the group's mean is the baseline.
-    Dr. GRPO (arXiv 2503.20783, section 3.2) uses A as it is; GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2)
-    divides it by `group_std`.
+    A return is a completion's total reward, the weighted sum of its components. The mean is the baseline that it is
+    compared with; other methods train a second network, the critic, to predict one. Dr. GRPO (arXiv 2503.20783, section
+    3.2) uses A as it is; GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2) divides it by `group_std`.
 
     A group with zero reward variance has advantages of exactly 0: float noise in the mean, divided by a tiny standard
     deviation, would otherwise be trained on. "Zero" forgives float noise in the returns themselves, as it is left by

@@ -66,20 +66,6 @@ def decode(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
-    """Every id that ends an assistant turn: the tokenizer's and the generation config's (Llama 3 has several).
-
-    Raises:
-        ValueError: there is none, so that no completion could ever end.
-    """
-    configured = getattr(generation_config, "eos_token_id", None)
-    configured = configured if isinstance(configured, list) else [configured]
-    ids = sorted({i for i in [tokenizer.eos_token_id, *configured] if i is not None})
-    if not ids:
-        raise ValueError("neither the tokenizer nor the generation config names an end-of-turn (eos) token")
-    return ids
-
-
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
     import jinja2
 

@@ -42,47 +42,37 @@ def evaluate(
     """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
     Args:
-        task: with the functions of a task: `messages`, `reward` and `describe`.
+        task: has the functions of a task: `messages`, `reward` and `describe`.
         num_samples: k of mean@k and pass@k; 0: greedy only.
         prefix: what every completion is made to begin with, e.g. "<think>".
-        generation_batch_size: see `sample`.
 
     Returns:
-        Means over all completions, by name: `greedy/...` and `sampled/...` with length (tokens), stopped (share that
-        ended their turn), accuracy (the mean of the reward component `correct`; for "sampled" it is mean@k), the other
-        components as reward_<name>, and what the task describes; for what it describes as 0 or 1 also the accuracy
-        where it is 1, as accuracy_<name>. And `sampled/pass@k`.
+        Among others means over all completions, as `greedy/...` and `sampled/...`: accuracy (of the reward component
+        `correct`; for "sampled" it is mean@k), reward_<name> of the other components, and what the task describes, with
+        accuracy_<name> among the completions that it describes as 1; docs/metrics.md lists all of them.
     """
     forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
     prompts = [encode_prompt(policy.tokenizer, task.messages(row, system_prompt)) + forced for row in rows]
+    settings = {"max_new_tokens": max_new_tokens, "generation_batch_size": generation_batch_size}
 
-    def ask(mode: str, group_size: int) -> tuple[list[Trajectory], dict[str, float]]:
-        completions = sample(
-            policy,
-            prompts,
-            group_size,
-            max_new_tokens=max_new_tokens,
-            key=(seed, EVALUATION),
-            greedy=mode == "greedy",
-            generation_batch_size=generation_batch_size,
-        )
+    def ask(group_size: int, greedy: bool) -> list[Trajectory]:
+        completions = sample(policy, prompts, group_size, key=(seed, EVALUATION), greedy=greedy, **settings)
         for completion in completions:
             row = rows[completion.prompt_index]
             completion.text = prefix + decode(policy.tokenizer, completion.completion_ids)
             completion.rewards = task.reward(row, completion.text)
             completion.description = task.describe(row, completion.text)
-        return completions, {f"{mode}/{name}": value for name, value in _means(completions).items()}
+        return completions
 
-    greedy, metrics = ask("greedy", 1)
+    greedy = ask(1, greedy=True)
+    metrics = {f"greedy/{name}": value for name, value in _means(greedy).items()}
     answers: list[Answer] = []
     if num_samples:
-        sampled, sampled_metrics = ask("sampled", num_samples)
-        metrics |= sampled_metrics
-        answers = [
-            Answer(x.prompt_index, x.rewards["correct"], x.description) for x in sampled if "correct" in x.rewards
-        ]
-        groups = [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
-        if groups:
+        sampled = ask(num_samples, greedy=False)
+        metrics |= {f"sampled/{name}": value for name, value in _means(sampled).items()}
+        if "correct" in sampled[0].rewards:
+            answers = [Answer(x.prompt_index, x.rewards["correct"], x.description) for x in sampled]
+            groups = [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
             num_right = [sum(answer.correct == 1 for answer in group) for group in groups]
             pass_rates = [pass_at_k(num_samples, c, num_samples) for c in num_right]
             metrics[f"sampled/pass@{num_samples}"] = _mean(pass_rates)

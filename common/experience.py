@@ -4,7 +4,7 @@ Shapes: Q prompts, G completions per prompt, B = Q*G rows with a group's rows ad
 (B, T-1) tensor is about token t+1: the one that the logits at position t predict.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -20,8 +20,7 @@ class Experience:
     """B rows, right-padded to T tokens. A field that is None has not been computed yet, or is not needed."""
 
     sequences: torch.Tensor  # (B, T) long
-    attention_mask: torch.Tensor  # (B, T) long; 1 on every real token, known from its length, never from its id;
-    # the model itself needs none, as attention is causal and all padding is on the right
+    attention_mask: torch.Tensor  # (B, T) long; 1 on every real token, known from its length, never from its id
     action_mask: torch.Tensor  # (B, T-1) long; 1 where token t+1 was sampled by the policy
     sampler_log_probs: torch.Tensor  # (B, T-1) as the sampler recorded them
     prompt_index: torch.Tensor  # (B,) long
@@ -38,12 +37,12 @@ class Experience:
         """The given rows, in the given order, padded no wider than the longest of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max())
 
-        def take(name: str, x: torch.Tensor) -> torch.Tensor:
-            if x.dim() == 1:
-                return x[rows]
+        def take(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
+            if x is None or x.dim() == 1:
+                return None if x is None else x[rows]
             return x[rows, : width if name in _ABOUT_TOKEN_T else width - 1]
 
-        return self._map(take)
+        return Experience(**{field.name: take(field.name, getattr(self, field.name)) for field in fields(self)})
 
     def minibatches(self, minibatch_size: int | None, group_size: int, key: tuple[int, ...]) -> Iterator["Experience"]:
         """Every row once, in shuffled minibatches of whole groups, so that a group's prompt can be encoded once.
@@ -70,11 +69,8 @@ class Experience:
         """Micro-batches of at most `micro_batch_size` rows.
 
         Rows of one prompt are adjacent, so that it need not be encoded twice, and so are prompts whose longest rows
-        have similar lengths, to save padding.
-
-        Args:
-            skip_zero_advantages: leave out rows whose advantages are all 0. Without a KL penalty they have no gradient.
-                One row is kept in any case, so that every parameter has a gradient, even if it is 0.
+        have similar lengths, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0, which
+        have no gradient without a KL penalty; one row is kept in any case, so that every parameter has a gradient.
         """
         experience = self
         if skip_zero_advantages:
@@ -92,10 +88,6 @@ class Experience:
         for key in (group, longest):  # the last key is the primary one
             order = order[key[order].argsort(stable=True)]
         return order.split(micro_batch_size)
-
-    def _map(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> "Experience":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Experience(**{name: None if x is None else function(name, x) for name, x in values.items()})
 
 
 def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.device = "cpu") -> Experience:

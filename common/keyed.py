@@ -11,11 +11,7 @@ import numpy as np
 
 
 def keyed_generator(name: str, *key: int) -> np.random.Generator:
-    """A generator that depends on `name` and `key` alone.
-
-    Args:
-        name: what the numbers are for; two uses with equal keys and different names are independent.
-        key: non-negative integers, e.g. (seed, step, prompt, completion).
+    """A generator that depends only on `name` (what the numbers are for) and `key`, non-negative integers.
 
     >>> keyed_generator("tokens", 0, 7).random() == keyed_generator("tokens", 0, 7).random()
     True

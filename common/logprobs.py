@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of given tokens, in bounded memory.
 
-Shapes: B rows, T tokens, a vocabulary of V tokens, hidden states H wide, N action tokens of the batch; entry `[:, t]`
-of a (B, T-1) tensor is about token t+1.
+Shapes: B rows, T tokens, N action tokens, hidden size H, vocabulary size V; entry `[:, t]` of a (B, T-1) tensor is
+about token t+1.
 """
 
 from typing import TYPE_CHECKING
@@ -37,13 +37,8 @@ def log_probs_and_entropy(
 
         log p(token) = z[token] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,   z = logits / temperature
 
-    The logits are computed in chunks, and once more in the backward pass, so that the (N, V) tensor never exists.
-
-    Args:
-        hidden: (N, H).
-        targets: (N,) the tokens.
-        head: the LM head.
-        max_logits: how many logits a chunk may have.
+    The logits are computed in chunks of at most `max_logits`, and once more in the backward pass, so that the (N, V)
+    tensor never exists. `hidden` is (N, H), `targets` are the (N,) tokens.
 
     Returns:
         (N,) log-probs in nats, and (N,) entropies in nats, without gradient.

@@ -1,7 +1,6 @@
 """The policy: a language model with everything that sampling and training must agree on.
 
-Shapes: B rows, T tokens, hidden states H wide, N action tokens of the batch; entry `[:, t]` of a (B, T-1) tensor is
-about token t+1.
+Shapes: B rows, T tokens, N action tokens, hidden size H; entry `[:, t]` of a (B, T-1) tensor is about token t+1.
 """
 
 from typing import NamedTuple
@@ -25,14 +24,12 @@ class Policy(nn.Module):
     synchronises its gradients; calling `policy.model` in training would skip that, without an error.
 
     Args:
-        model: a Hugging Face causal language model.
-        tokenizer: its tokenizer.
+        model, tokenizer: of Hugging Face; a causal language model.
         end_of_turn_ids: every id that ends an assistant turn; some models have several.
         pad_id: fills the batch; it may equal an end-of-turn id, because no mask is ever made from ids.
         temperature: of the sampling distribution; log-probabilities are those of logits / temperature.
-        compute_dtype: torch.float32, or torch.bfloat16 for autocast. The weights are in float32 either way: a step of
-            1e-6 would be rounded away in a bfloat16 weight, and training would silently do nothing.
-        gradient_checkpointing: whether it is enabled in the model.
+        compute_dtype: torch.float32, or torch.bfloat16 for autocast. Trained weights are in float32 either way: a step
+            of 1e-6 would be rounded away in a bfloat16 weight, and training would silently do nothing.
     """
 
     def __init__(

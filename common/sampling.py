@@ -1,9 +1,7 @@
-"""Sampling: Q prompts in, G completions of each out, in one batched call.
+"""Sampling: Q prompts in, G completions of each out. An inference engine is another function with this signature.
 
 A prompt is encoded once and its cache repeated for the group; a row that has ended its turn leaves the batch; every
 token is drawn with a random number that belongs to its row alone, so that none of this can change a sample.
-
-To sample with an inference engine instead, write another function with the signature of `sample`.
 """
 
 from typing import TYPE_CHECKING
@@ -39,14 +37,13 @@ def sample(
         prompts: Q lists of ids, of any lengths.
         group_size: G.
         max_new_tokens: the completion budget; a row that reaches it has finish_reason "length".
-        key: (seed, step). A row's random numbers depend on it, on the prompt's index and on the completion's, and on
-            nothing else.
+        key: (seed, step). A row's random numbers depend on it, on its prompt's index and on its completion's, only.
         prompt_index: names the prompts, one for each; by default 0..Q-1.
-        top_p: draw from the smallest set of tokens that holds at least this probability. The recorded log-probs stay
-            those of the whole distribution.
+        top_p: draw from the smallest set of tokens with at least this probability. The recorded log-probs remain those
+            of the full distribution.
         greedy: take the most probable token instead of drawing one.
-        generation_batch_size: completions that are sampled at the same time, rounded to whole groups. It bounds the
-            memory of the cache and changes no sample. None: all.
+        generation_batch_size: completions sampled at the same time, in complete groups. It bounds the memory of the
+            cache and changes no sample. None: all.
 
     Returns:
         B = Q*G trajectories, a group's rows adjacent, in the order of `prompts`.
@@ -71,28 +68,27 @@ def sample(
         ]
         uniforms = None if greedy else _uniforms(rows, max_new_tokens, key).to(policy.device)
         with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
-            _complete(policy, prompts[chunk], rows, group_size, max_new_tokens, top_p, uniforms)
+            _complete(policy, rows, group_size, max_new_tokens, top_p, uniforms)
         trajectories += rows
     return trajectories
 
 
 def _complete(
     policy: Policy,
-    prompts: list[list[int]],
     rows: list[Trajectory],
     group_size: int,
     max_new_tokens: int,
     top_p: float,
     uniforms: torch.Tensor | None,
 ) -> None:
-    """Append to every row of one chunk the tokens that the policy gives it."""
+    """Append sampled tokens to every row of one chunk."""
     from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
 
     cache = RowCache()
+    prompts = [row.ids for row in rows[::group_size]]
     sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
     logits = _next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
-    # the prompt was run once; what attention keeps of it, its keys and values, is repeated for the group
-    cache.batch_repeat_interleave(group_size)
+    cache.batch_repeat_interleave(group_size)  # the prompt was run once; its keys and values serve the group
     logits = logits.repeat_interleave(group_size, dim=0)  # (B, V)
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
@@ -132,12 +128,10 @@ def _next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor
 def _draw(
     logits: torch.Tensor, temperature: float, top_p: float, uniforms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row by inverse CDF, or the most probable one where `uniforms` is None.
+    """Draw one token per row by inverse CDF, or the most probable one if `uniforms` is None.
 
     Lay the tokens' probabilities end to end on [0, 1) and take the token whose interval the uniform number falls into.
-
-    Returns:
-        (rows,) tokens and (rows,) their log-probabilities in nats, under logits / temperature in float32.
+    Returns (rows,) tokens and (rows,) their log-probabilities in nats, under logits / temperature in float32.
 
     >>> logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(3, 3)
     >>> _draw(logits, 1.0, 1.0, torch.tensor([0.2, 0.3, 0.9]))[0]

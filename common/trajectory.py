@@ -10,8 +10,7 @@ class Trajectory:
     `action_mask` and `sampler_log_probs` have one entry for every id and are written where the token is made: 1 and its
     log-probability on exactly the tokens that the policy sampled, including its end-of-turn token; 0 on the prompt.
 
-    >>> row = Trajectory(ids=[5, 6, 7, 2], prompt_length=2, action_mask=[0, 0, 1, 1],
-    ...                  sampler_log_probs=[0.0, 0.0, -0.7, -0.1], finish_reason="stop")
+    >>> row = Trajectory([5, 6, 7, 2], 2, action_mask=[0, 0, 1, 1], sampler_log_probs=[0.0, 0.0, -0.7, -0.1])
     >>> row.completion_ids, row.num_action_tokens
     ([7, 2], 2)
     """

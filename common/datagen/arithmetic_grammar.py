@@ -1,13 +1,13 @@
-"""The grammar of the bundled arithmetic questions, for those who make data: nothing in training reads it.
+"""The grammar of the bundled arithmetic questions. It is used to make data; reinforcement learning does not read it.
 
-`data/make_math_tasks.py` draws the questions of the task from it, `experiment_sft` those of the warm start.
+`data/make_math_tasks.py` draws the questions of the task from it, and `experiment_sft` those of the warm start.
 """
 
 import hashlib
 import random
 from dataclasses import dataclass
 
-MAX_TOTAL = 199  # every running total of a bundled question lies in 0..MAX_TOTAL
+MAX_TOTAL = 199  # every running total of a bundled question is in 0..MAX_TOTAL
 
 # (num_terms, num_digits, has_product): weight among the bundled questions
 KINDS: dict[tuple[int, int, bool], float] = {
@@ -25,7 +25,7 @@ KINDS: dict[tuple[int, int, bool], float] = {
 
 @dataclass(frozen=True)
 class Term:
-    """One summand: a sign, and one number or a product of two single digits."""
+    """One summand: a sign, and a number or a product of two single digits."""
 
     sign: int  # +1 or -1
     factors: tuple[int, ...]
@@ -48,7 +48,7 @@ class Question:
 
     @property
     def num_terms(self) -> int:
-        """How many numbers the question holds: 3 for `7 * 8 + 23`."""
+        """How many numbers the question contains: 3 for `7 * 8 + 23`."""
         return sum(len(term.factors) for term in self.terms)
 
     @property
@@ -71,14 +71,14 @@ class Question:
 def pool(question: Question) -> str:
     """Which of three disjoint sets a question belongs to: "heldout", "train" or "warm_start".
 
-    A hash of `key` decides, so that the same sum in another order or wording never stands in two sets.
+    A hash of `key` decides, so the same sum in another order or wording is never in two sets.
     """
     bucket = hashlib.sha256(question.key.encode()).digest()[0]
     return "heldout" if bucket < 26 else "train" if bucket < 90 else "warm_start"
 
 
 def draw_question(rng: random.Random, kind: tuple[int, int, bool], only_pool: str) -> Question:
-    """Draw a question of a kind from one pool, every running total within 0..MAX_TOTAL."""
+    """Draw a question of the given kind from one pool, with every running total in 0..MAX_TOTAL."""
     num_terms, num_digits, has_product = kind
     while True:
         terms = [Term(1, _draw_number(rng, num_digits)) for _ in range(num_terms - 2 * has_product)]
@@ -93,12 +93,12 @@ def draw_question(rng: random.Random, kind: tuple[int, int, bool], only_pool: st
 
 
 def _draw_number(rng: random.Random, num_digits: int) -> tuple[int]:
-    """One digit if `num_digits` is 1, else two digits four times in five."""
+    """A number of one digit if `num_digits` is 1; otherwise of two digits with probability 0.8, else of one."""
     return (rng.randint(1, 9) if num_digits == 1 or rng.random() < 0.2 else rng.randint(10, 99),)
 
 
 def render(question: Question) -> str:
-    """The question in words: one of 24 wordings, and more for two numbers, chosen by `question.wording`.
+    """The question as text: one of 24 wordings (30 for two numbers), chosen by `question.wording`.
 
     >>> render(Question((Term(1, (47,)), Term(-1, (18,)))))
     'What is 47 - 18?'
@@ -134,7 +134,7 @@ def _expression(question: Question, signs: dict[int, str], times: str) -> str:
 
 
 def to_row(question: Question) -> dict:
-    """The row of a question as it stands in the bundled files."""
+    """A question as a row of the bundled files."""
     return {
         "question": render(question),
         "answer": str(question.answer),

@@ -1,14 +1,14 @@
-"""A key-value cache for sampling, in which a token costs the writing of a token, and a row that ends next to nothing.
+"""A preallocated key-value cache for sampling: appending a token writes one token, and dropping a row costs little.
 
-transformers' DynamicCache copies all keys and values for every token that is appended, and once more whenever rows are
-dropped. Here tokens are written into room that is there already, and the last rows move into the places of those that
-have ended.
+transformers' DynamicCache copies all keys and values for every token that is appended, and again whenever rows are
+dropped. Here tokens are written into memory that is already allocated, and the last rows move into the positions of
+those that have ended.
 """
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-GROW_BY = 32  # tokens: so many are written before the room is made anew, with that much more
+GROW_BY = 32  # tokens that are written before larger tensors are allocated, with room for as many more
 
 
 class RowCache(Cache):
@@ -21,7 +21,7 @@ class RowCache(Cache):
         """Drop the rows where `ended` (rows,) is true.
 
         Returns:
-            (remaining,) the former numbers of the rows that remain, in their new order.
+            (remaining,) the former indices of the remaining rows, in their new order.
         """
         num_remaining = int((~ended).sum())
         gaps = ended[:num_remaining].nonzero()[:, 0]
@@ -34,7 +34,7 @@ class RowCache(Cache):
 
 
 class _Layer(DynamicLayer):
-    """`keys` and `values` are the beginnings of larger tensors, `_room`."""
+    """`keys` and `values` are views of the first rows and tokens of larger tensors, `_room`."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Append tokens: (rows, heads, new tokens, head size) each; returns all keys and values."""
@@ -56,7 +56,7 @@ class _Layer(DynamicLayer):
         self._show(rows * repeats, tokens)
 
     def move_rows(self, movers: torch.Tensor, gaps: torch.Tensor, num_remaining: int) -> None:
-        """Move the rows `movers` to the places `gaps`, and let go what stands behind `num_remaining` rows."""
+        """Move the rows `movers` to the positions `gaps`, and keep only the first `num_remaining` rows."""
         tokens = self.get_seq_length()
         for room in self._room:
             room[gaps, :, :tokens] = room[movers, :, :tokens]
@@ -68,7 +68,7 @@ class _Layer(DynamicLayer):
 
 
 def _make_room(states: torch.Tensor, tokens: int, repeats: int = 1) -> torch.Tensor:
-    """Room for so many tokens that begins with the states (rows, heads, ., size), each row of them `repeats` times."""
+    """A tensor with room for `tokens` tokens. It starts with the states (rows, heads, ., size), each row repeated."""
     rows, heads, start, size = states.shape
     room = states.new_empty(rows, repeats, heads, tokens, size)
     room[:, :, :, :start] = states[:, None]

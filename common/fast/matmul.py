@@ -1,8 +1,8 @@
-"""Float32 matrix products at the full rate of AMD's processors.
+"""Float32 matrix products at full speed on AMD CPUs.
 
-On a CPU, PyTorch multiplies float32 matrices with MKL, which uses the widest vector instructions (AVX-512) on Intel's
-processors only. oneDNN, which PyTorch carries too, uses them everywhere, and is no less exact; benchmarks/README.md has
-what it saves on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
+On a CPU, PyTorch multiplies float32 matrices with MKL, which uses the widest vector instructions (AVX-512) on Intel
+CPUs only. oneDNN, which PyTorch also contains, uses them on all CPUs and is equally exact. benchmarks/README.md shows
+what this saves on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
 """
 
 from pathlib import Path
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-MIN_ROWS = 48  # fewer are as fast with MKL
+MIN_ROWS = 48  # with fewer rows MKL is as fast
 
 
 def use_fast_products(model: nn.Module) -> None:
-    """Let all linear layers of `model` multiply with oneDNN, where that is faster than MKL."""
+    """Let all linear layers of `model` multiply with oneDNN, if it is faster than MKL on this machine."""
     if not is_faster():
         return
     for module in model.modules():
@@ -23,8 +23,8 @@ def use_fast_products(model: nn.Module) -> None:
 
 
 def is_faster() -> bool:
-    """Whether this machine has AVX-512 that MKL leaves unused, and PyTorch the product of oneDNN."""
-    cpu_info = Path("/proc/cpuinfo")  # of Linux; elsewhere MKL stays
+    """Whether this CPU has AVX-512 that MKL does not use, and PyTorch offers oneDNN's product."""
+    cpu_info = Path("/proc/cpuinfo")  # exists on Linux only; other systems keep MKL
     return (
         torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkldnn.is_available()
@@ -35,7 +35,7 @@ def is_faster() -> bool:
 
 
 class _OneDNNLinear(nn.Linear):
-    """nn.Linear with the same weights, saved and adapted like one."""
+    """nn.Linear with oneDNN's product; saved, and adapted by LoRA, like any nn.Linear."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
@@ -52,7 +52,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(context, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        context.save_for_backward(x, w)  # unpadded: layers with the same input share it
+        context.save_for_backward(x, w)  # without padding: layers with the same input share it
         return _multiply_padded(x, w)
 
     @staticmethod
@@ -66,7 +66,7 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x w^T by oneDNN, for x (m, k) and w (n, k); either may be transposed."""
+    """x w^T by oneDNN, for x (m, k) and w (n, k); either may be a transposed view."""
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 
@@ -75,13 +75,13 @@ def _multiply_padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _pad(x: torch.Tensor) -> torch.Tensor:
-    """Zero rows up to one of few sizes: oneDNN compiles a kernel for each shape that it meets, and keeps it.
+    """Append zero rows, up to one of a few sizes: oneDNN compiles and keeps a kernel for every shape that it sees.
 
     >>> [len(_pad(torch.ones(rows, 1))) for rows in (64, 65, 257, 500, 1000, 1025)]
     [64, 80, 320, 512, 1024, 1152]
     """
     rows = len(x)
-    step = max(16 if rows < 256 else 64, 2 ** (rows.bit_length() - 4))  # at most an eighth is added to many rows
+    step = max(16 if rows < 256 else 64, 2 ** (rows.bit_length() - 4))  # large inputs grow by an eighth at most
     if rows % step == 0:
         return x
     padded = x.new_empty(rows + -rows % step, x.shape[1])

@@ -1,9 +1,9 @@
 """Rows that begin with the same prompt: the prompt is encoded once, and every completion continues from there.
 
-In a group of G completions the prompt stands G times. Attention is causal, so that what the model keeps of it (its keys
-and values) does not depend on what follows: it is computed once, repeated for the rows of the group, and only the
-completions are run against it, those of similar length together. Values and gradients are those of whole rows, up to
-rounding; the work is that of each prompt once and of each completion token once.
+The G completions of a group begin with the same prompt. Attention is causal, so the prompt's keys and values do not
+depend on what follows: they are computed once and repeated for the rows of the group. Only the completions are then run
+against them, in batches of similar length. Values and gradients equal those of complete rows up to rounding, and each
+prompt and each completion token is processed once.
 
 Shapes: B rows, T tokens, U different prompts of at most P tokens, C completion tokens of a batch, N action tokens.
 """
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-# So many completion tokens, padding included, are run at once. On a CPU more would no longer fit its caches (batches of
-# 16 rows were measured twice as fast as of 64); a GPU wants many.
+# How many completion tokens, including padding, are run at once. More would no longer fit a CPU's caches (batches of 16
+# rows were measured twice as fast as batches of 64). A GPU needs many; its number was not measured.
 TOKENS_AT_ONCE = {"cpu": 512, "cuda": 16_384}
 
 
 class _Row(NamedTuple):
-    prompt: tuple[int, ...]  # all tokens before the one at which the first action token is predicted
-    ids: list[int]  # the tokens at which the others are predicted: from the prompt's last one on
+    prompt: tuple[int, ...]  # all tokens before the position that predicts the first action token
+    ids: list[int]  # the tokens from that position (the prompt's last token) to the one that predicts the last action
 
 
 def hidden_states(
     decoder: nn.Module, sequences: torch.Tensor, action_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The hidden states at which action tokens are predicted, where prompts can be shared; else None.
+    """The hidden states that predict the action tokens, if enough prompts are shared; else None.
 
     Args:
         decoder: the model without its LM head.
@@ -34,8 +34,8 @@ def hidden_states(
         action_mask: (B, T-1), 1 where token t+1 counts.
 
     Returns:
-        (N, H) hidden states, and (N,) the place of each in the flattened (B, T-1); None where there are not at least
-        two rows a prompt on average, and running whole rows is as good.
+        (N, H) hidden states, and (N,) the position of each in the flattened (B, T-1). None if there are fewer than two
+        rows per prompt on average: running complete rows is then as fast.
     """
     rows = _split_rows(sequences, action_mask)
     prompts = list(dict.fromkeys(row.prompt for row in rows.values()))
@@ -59,7 +59,7 @@ def hidden_states(
 
 
 def _split_rows(sequences: torch.Tensor, action_mask: torch.Tensor) -> dict[int, _Row]:
-    """Prompt and continuation of every row that has an action token, by the row's number."""
+    """Prompt and continuation of every row that has an action token, by the row's index."""
     width = action_mask.shape[1]
     first = action_mask.argmax(dim=1).tolist()
     last = (width - 1 - action_mask.flip(1).argmax(dim=1)).tolist()
@@ -73,7 +73,7 @@ def _split_rows(sequences: torch.Tensor, action_mask: torch.Tensor) -> dict[int,
 
 
 def _batches(rows: dict[int, _Row], tokens_at_once: int) -> list[list[int]]:
-    """The rows' numbers in batches of similar length, each of at most `tokens_at_once` tokens or of one row."""
+    """The rows' indices, in batches of similar length: at most `tokens_at_once` tokens each, or a single row."""
     batches: list[list[int]] = [[]]
     for index in sorted(rows, key=lambda index: len(rows[index].ids)):
         if batches[-1] and (len(batches[-1]) + 1) * len(rows[index].ids) > tokens_at_once:
@@ -83,8 +83,8 @@ def _batches(rows: dict[int, _Row], tokens_at_once: int) -> list[list[int]]:
 
 
 def _encode(decoder: nn.Module, prompts: list[tuple[int, ...]], device: torch.device):
-    """The keys and values of all prompts, flush right, and the mask (U, P) of what is no padding."""
-    from transformers import DynamicCache  # not at the top: it takes seconds, which `--help` need not wait for
+    """The keys and values of all left-padded prompts, and the mask (U, P), which is 0 on padding."""
+    from transformers import DynamicCache  # imported late: it takes seconds, and `--help` should not wait for it
 
     ids, mask = left_pad(prompts, 0, device)
     cache = DynamicCache()
@@ -95,7 +95,7 @@ def _encode(decoder: nn.Module, prompts: list[tuple[int, ...]], device: torch.de
 def _continue(
     decoder: nn.Module, cache, prompt_mask: torch.Tensor, owner: torch.Tensor, ids: list[list[int]]
 ) -> torch.Tensor:
-    """Run each row's ids behind the prompt that it belongs to: hidden states (b, C, H)."""
+    """Run each row's ids after the prompt that it belongs to: hidden states (b, C, H)."""
     from transformers import DynamicCache
 
     prompt_mask = prompt_mask[owner]
@@ -107,7 +107,7 @@ def _continue(
         own.update(*(x[:, :, start:].index_select(0, owner) for x in (layer.keys, layer.values)), number)
     longest = max(map(len, ids))
     padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=owner.device)
-    mask = torch.cat([prompt_mask, torch.ones_like(padded)], dim=1)  # causal, so that padding behind needs no mask
+    mask = torch.cat([prompt_mask, torch.ones_like(padded)], dim=1)  # padding at the end: attention is causal
     return decoder(
         input_ids=padded,
         attention_mask=mask,
@@ -118,14 +118,14 @@ def _continue(
 
 
 def _positions(mask: torch.Tensor) -> torch.Tensor:
-    """Each token's place in its own row: padding on the left does not count."""
+    """The position of each token in its own row: padding on the left does not count."""
     return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def left_pad(
     prompts: list[list[int]] | list[tuple[int, ...]], pad_id: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(U, P) ids and mask with the prompts flush right, so that every row's next token has the same place."""
+    """Ids and mask (U, P) of the prompts, padded on the left: every row's next token is at the same position."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)

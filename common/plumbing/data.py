@@ -8,7 +8,8 @@ from common.keyed import keyed_generator
 
 from common.plumbing.config import RunConfig
 from common.plumbing.hub import must_be_cached
-from common.plumbing.task import Row, Task, import_task, parse_numbers
+from common.plumbing.task import Row, Task, parse_numbers
+from common.plumbing.task_file import import_task
 
 
 def load_task(config: RunConfig) -> Task:

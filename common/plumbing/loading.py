@@ -7,7 +7,6 @@ import warnings
 
 import torch
 
-from common.chat import find_end_of_turn_ids
 from common.errors import UserError
 from common.fast.matmul import use_fast_products
 from common.policy import Policy, PolicyOutput
@@ -98,6 +97,20 @@ class _WithoutAdapter(Policy):
     def forward(self, *arguments, **options) -> PolicyOutput:
         with self.model.disable_adapter():
             return super().forward(*arguments, **options)
+
+
+def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
+    """Every id that ends an assistant turn: the tokenizer's and the generation config's (Llama 3 has several).
+
+    Raises:
+        ValueError: there is none, so that no completion could ever end.
+    """
+    configured = getattr(generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    ids = sorted({i for i in [tokenizer.eos_token_id, *configured] if i is not None})
+    if not ids:
+        raise ValueError("neither the tokenizer nor the generation config names an end-of-turn (eos) token")
+    return ids
 
 
 def _quantization(config: PolicyConfig):

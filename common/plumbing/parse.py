@@ -9,7 +9,7 @@ from common.errors import UserError
 from common.plumbing.checks import check_combinations, check_device, check_model, check_name, check_ranges, flag
 from common.plumbing.config import RESOLVED, ConfigT, RunConfig, resolve
 from common.plumbing.settings import NOT_FLAGS, read_settings
-from common.plumbing.task import import_task
+from common.plumbing.task_file import import_task
 
 
 def parse_config(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from common.experience import Experience
-from common.loss import approx_kl_divergence, is_clipped, masked_mean, probability_ratio
+from common.loss import approx_kl_divergence, masked_mean, probability_ratio
 
 
 class RowUpdate(NamedTuple):
@@ -81,6 +81,16 @@ class UpdateStatistics:
             "policy/ratio_min": self._ratio_min,
             "policy/ratio_max": self._ratio_max,
         }
+
+
+def is_clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
+    """Which tokens have no gradient in `clipped_surrogate`.
+
+    >>> is_clipped(torch.tensor([[1.3, 0.7], [1.3, 0.7]]), torch.tensor([[1.0], [-1.0]]), clip_eps=0.2)
+    tensor([[ True, False],
+            [False,  True]])
+    """
+    return ((ratio > 1 + clip_eps) & (advantages > 0)) | ((ratio < 1 - clip_eps) & (advantages < 0))
 
 
 class _TokenMeans:

@@ -3,9 +3,6 @@
 The README's section "Your own task" lists what such a file defines.
 """
 
-import functools
-import importlib
-import importlib.util
 import math
 import numbers
 import signal
@@ -19,9 +16,6 @@ from types import ModuleType
 
 from common.errors import UserError
 
-from common.plumbing.config import RunConfig
-
-BUNDLED = Path(__file__).resolve().parents[1] / "tasks"
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
 
 
@@ -126,7 +120,7 @@ class Task:
             with _watch(lambda: self._error(function, row, f"has been running for {PATIENCE} s; Ctrl-C twice ends it")):
                 return getattr(self._module, function)(row, argument)
         except Exception as error:  # whatever the user's code raises
-            raise self._error(function, row, f"raised {_describe(error, self._module)}") from error
+            raise self._error(function, row, f"raised {describe_error(error, self._module)}") from error
 
     def _number(self, function: str, row: dict, name: str, value) -> float:
         if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
@@ -158,20 +152,6 @@ class Task:
         return str(path if path.is_absolute() else Path(self._module.__file__).resolve().parent / path)
 
 
-def import_task(config: RunConfig) -> Task:
-    """The task that `--task` names, without its rows.
-
-    Raises:
-        UserError: there is no such task, or its file cannot be used.
-    """
-    return _import_once(config.task, config.reward_weight)
-
-
-@functools.cache
-def _import_once(name: str, weights: tuple[str, ...]) -> Task:
-    return Task(_import_file(name), name, weights)
-
-
 def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
     """
     >>> parse_numbers("--reward-weight", ("format=0.1",))
@@ -192,26 +172,7 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
     return values
 
 
-def _import_file(name: str) -> ModuleType:
-    bundled = sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
-    if name in bundled:
-        return importlib.import_module(f"common.tasks.{name}")
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")
-    spec = importlib.util.spec_from_loader(
-        f"task_{path.stem}", importlib.machinery.SourceFileLoader(f"task_{path.stem}", str(path.resolve()))
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise UserError(f"--task {name}: the file cannot be imported: {_describe(error, module)}") from error
-    return module
-
-
-def _describe(error: BaseException, module: ModuleType) -> str:
+def describe_error(error: BaseException, module: ModuleType) -> str:
     """An error in one line, with the line of the task's file that it comes from."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
     if isinstance(error, SyntaxError) and error.lineno:

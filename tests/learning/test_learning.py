@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from common.chat import encode_prompt
-from common.config import HELDOUT_DATA, PolicyConfig
 from common.evaluate import evaluate
 from common.tasks import arithmetic as task
 
+from common.plumbing.config import PolicyConfig
 from common.plumbing.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +63,7 @@ def test_final_loads_with_plain_transformers_and_has_the_reported_accuracy(run_d
 
     model = AutoModelForCausalLM.from_pretrained(run_directory / "final", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(run_directory / "final", padding_side="left")
-    rows = [json.loads(line) for line in HELDOUT_DATA.read_text().splitlines()][:EVAL_PROMPTS]
+    rows = [json.loads(line) for line in task.EVAL_DATA.read_text().splitlines()][:EVAL_PROMPTS]
     prompts = [{"input_ids": encode_prompt(tokenizer, task.messages(row))} for row in rows]
     batch = tokenizer.pad(prompts, return_tensors="pt")
     output = model.generate(**batch, max_new_tokens=96, do_sample=False)
@@ -76,7 +76,7 @@ def test_final_loads_with_plain_transformers_and_has_the_reported_accuracy(run_d
 def test_the_bundled_policy_can_work_things_out_and_mostly_does_not():
     """The gate before any reinforcement learning: there is something to find, and room to find it."""
     policy = load_policy(PolicyConfig(device="cpu"))
-    rows = [json.loads(line) for line in HELDOUT_DATA.read_text().splitlines()][:256]
+    rows = [json.loads(line) for line in task.EVAL_DATA.read_text().splitlines()][:256]
     forced = evaluate(policy, rows, task, max_new_tokens=96, prefix="<think>").metrics
     assert forced["greedy/accuracy"] >= 0.96
     own = evaluate(policy, rows, task, max_new_tokens=96, num_samples=4).metrics

@@ -12,12 +12,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import common.policy
-from common.config import RESOLVED, TINY_POLICY, RunConfig, parse_config
 from common.policy import Policy
 from common.sampling import sample
 
+import common.plumbing.loading
+from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
 from common.plumbing.loading import load_policy, make_reference
+from common.plumbing.parse import parse_config
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
 A_RUN = (
@@ -291,7 +292,7 @@ def test_a_rollout_leaves_the_gradients_over_4_bit_weights_as_they_were(monkeypa
     """On CPUs with AVX512-BF16 bitsandbytes packs the weights anew in the first forward pass without gradient."""
     pytest.importorskip("bitsandbytes")
     with monkeypatch.context() as patch:
-        patch.setattr(common.policy, "_check_head", lambda policy: None)  # it would be that first pass
+        patch.setattr(common.plumbing.loading, "_check_head", lambda policy: None)  # it would be that first pass
         policy = fill_adapters(load(load_in="4bit", lora_rank=4, dtype=dtype))
     before = gradients(policy)
     assert all(gradient.abs().max() > 0 for gradient in before.values())

@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.config import UserError, parse_config, run_main
+from common.errors import UserError
 
 from common.plumbing.checkpoints import newest_checkpoint, write_checkpoint
 from common.plumbing.loading import load_policy
-from common.plumbing.start import start_run
+from common.plumbing.parse import parse_config
+from common.plumbing.start import run_main, start_run
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
 
@@ -44,7 +45,7 @@ SHELL = {
 # The program as it is, on a disk that takes for ever over the second checkpoint.
 ON_A_SLOW_DISK = """
 import runpy, sys, time
-from common import checkpoints
+from common.plumbing import checkpoints
 flush_to_disk = checkpoints.flush_to_disk
 def flush_slowly(path):
     if "step_4.partial" in str(path):
@@ -218,7 +219,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, tr
         end(process)
     assert checkpoints_of(directory) == ["step_2", "step_4.partial"]
     output = train("--resume", str(directory))
-    assert "step_4.partial was not finished when the run was stopped; it is passed over" in output
+    assert "step_4.partial was not finished when the run was stopped; it is ignored" in output
     assert "after step 2\n" in output
     assert_equal_runs(directory, left_alone)
     assert checkpoints_of(directory) == ["step_4", "step_6"]
@@ -251,15 +252,15 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, capsys, left_alone, name, da
     damage(directory / "step_6" / name)
     assert newest_checkpoint(directory) == (4, directory / "step_4")
     output = capsys.readouterr().out
-    assert f"step_6 is torn ({sentence}" in output
-    assert "it is passed over" in output
+    assert f"step_6 is corrupt ({sentence}" in output
+    assert "it is ignored" in output
 
 
 def test_a_run_goes_on_from_before_a_torn_checkpoint(tmp_path, train, left_alone):
     directory = copy_of(left_alone, tmp_path)
     flip_a_byte(directory / "checkpoints" / "step_6" / "model.safetensors")
     output = train("--resume", str(directory))
-    assert "step_6 is torn" in output
+    assert "step_6 is corrupt" in output
     assert "after step 4\n" in output
     assert_equal_runs(directory, left_alone)
     assert newest_checkpoint(directory / "checkpoints")[0] == 6
@@ -304,7 +305,7 @@ def test_signals_end_a_run_with_the_command_that_goes_on_with_it(tmp_path, train
             assert newest_checkpoint(directory / "checkpoints")[0] == last_step(directory)
         else:
             assert not (directory / "metrics.jsonl").exists()
-        command = shlex.split(re.search("^interrupted; go on with: (.*)$", errors, re.MULTILINE)[1])
+        command = shlex.split(re.search("^interrupted; resume with: (.*)$", errors, re.MULTILINE)[1])
         assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
     train("--resume", str(directory))
     assert_equal_runs(directory, left_alone)
@@ -321,7 +322,7 @@ def test_an_interruption_that_comes_out_as_another_error_is_still_one(tmp_path, 
             except KeyboardInterrupt as interrupt:
                 raise RuntimeError("Error calling __set_name__") from interrupt
 
-    with pytest.raises(KeyboardInterrupt, match=r"^interrupted; go on with: python .* --resume "):
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted; resume with: python .* --resume "):
         run()
 
 
@@ -354,8 +355,8 @@ def test_whatever_there_is_no_room_for_a_run_says_so_and_goes_on_when_there_is(t
         assert ended.value.code == 2
         return errors.getvalue()
 
-    no_room = f"error: {directory} could not be written .*; when there is room, go on with: python .* --resume "
-    no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last whole one is that of step 4$"
+    no_room = f"error: {directory} could not be written .*; when there is space, resume with: python .* --resume "
+    no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last complete one is that of step 4$"
     elsewhere = samples.rename(tmp_path / "samples.jsonl")  # it is longer than metrics.jsonl
     assert re.match(no_room, refusal(metrics.stat().st_size))  # TensorBoard's events are longer
     assert re.match(no_room, refusal(size_until_step_4(metrics) + 100))

@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import common.sampling
-from common.config import TINY_POLICY, TRAIN_DATA, UserError
+from common.errors import UserError
 from common.policy import Policy
+from common.tasks.arithmetic import TRAIN_DATA
+
+from common.plumbing.config import TINY_POLICY
 
 # Small, with a learning rate and two epochs that make every update visible in the next one.
 BASE = (
@@ -23,6 +26,14 @@ BASE = (
     *("--lr", "1e-4", "--epochs-per-step", "2", "--checkpoint-every", "0", "--seed", "5", "--device", "cpu"),
     *("--name", "x"),
 )
+A_TASK = f"""
+TRAIN_DATA = EVAL_DATA = {str(TRAIN_DATA)!r}
+REWARD_WEIGHTS = {{"even": 1.0}}
+def messages(row, system_prompt):
+    return [{{"role": "user", "content": row["question"] + " Please."}}]
+def reward(row, text):
+    return {{"even": len(text) % 2}}
+"""
 GENTLE = ("--lr", "1e-5")  # where two runs are to agree: a large one would enlarge rounding, too
 LORA = ("--lora-rank", "2")
 
@@ -135,9 +146,9 @@ def watched(train: ModuleType, argv: tuple[str, ...], directory: Path, patch: py
         (seen.training if torch.is_grad_enabled() else seen.scoring).append(len(sequences))
         return forward(policy, sequences, *arguments, **options)
 
-    def complete_and_count(policy, prompts, rows, *arguments):
+    def complete_and_count(policy, rows, *arguments):
         seen.sampling.append(len(rows))
-        return complete(policy, prompts, rows, *arguments)
+        return complete(policy, rows, *arguments)
 
     def set_threads_and_go_on_with_one(number):  # two on busy cores were measured ten times slower
         set_num_threads(number)
@@ -176,6 +187,7 @@ def files(tmp_path_factory) -> Path:
     for name, word in (("mine", "plus"), ("held", "and")):
         rows = [{"question": f"What is {n} {word} {n}?", "answer": str(2 * n)} for n in range(8)]
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "task.py").write_text(A_TASK)
     shutil.copytree(TINY_POLICY, place / "model")
     weights = load_file(place / "model" / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * 0.5
@@ -331,6 +343,14 @@ def wandb(new, old):
 # Data and evaluation
 
 
+@changes("--task", "files/task.py")
+def task(new, old):
+    assert {*new.samples[0]["rewards"]} == {"even"}
+    assert new.last("reward/total") == new.last("reward/even")
+    assert "eval/greedy/accuracy" not in new.metrics[0]
+    assert new.samples[0]["question"] == f"{old.samples[0]['question']} Please."
+
+
 @changes("--data", "files/mine.jsonl")
 def data(new, old):
     assert all("plus" in entry["question"] for entry in new.samples)
@@ -342,13 +362,9 @@ def eval_data(new, old):
     assert "0 and 0" not in old.output
 
 
-@changes("--max-terms", "2")
-def max_terms(new, old):
+@changes("--at-most", "num_terms=2", "num_digits=1")
+def at_most(new, old):
     assert max(new.asked("num_terms")) == 2 < max(old.asked("num_terms"))
-
-
-@changes("--max-digits", "1")
-def max_digits(new, old):
     assert max(new.asked("num_digits")) == 1 < max(old.asked("num_digits"))
 
 
@@ -406,8 +422,8 @@ def top_p(new, old):
     assert new.least_probable() > math.log(0.08) > old.least_probable()
 
 
-@changes("--sampling-rows", "4", also=GENTLE)
-def sampling_rows(new, old):
+@changes("--generation-batch-size", "4", also=GENTLE)
+def generation_batch_size(new, old):
     evaluation = [2, 8, 8]  # greedily, then eight answers to a question, which are never divided
     assert new.sampling_rows == [*evaluation, 4, 4, 4, 4, *evaluation]
     assert old.sampling_rows == [2, 16, 8, 8, 2, 16]
@@ -469,8 +485,8 @@ def max_grad_norm(new, old):
     assert new.first("policy/ratio_max") - 1 < 0.5 * (old.first("policy/ratio_max") - 1)
 
 
-@changes("--format-weight", "0.5")
-def format_weight(new, old):
+@changes("--reward-weight", "format=0.5")
+def reward_weight(new, old):
     expected = new.first("reward/correct") + 0.5 * new.first("reward/format")
     assert new.first("reward/total") == pytest.approx(expected)
     assert old.first("reward/total") == pytest.approx(old.first("reward/correct"))

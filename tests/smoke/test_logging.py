@@ -11,10 +11,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.chat import encode_prompt
-from common.config import TRAIN_DATA, RunConfig
 from common.policy import Policy
 from common.tasks import arithmetic
+from common.tasks.arithmetic import TRAIN_DATA
 
+from common.plumbing.config import RunConfig
 from common.plumbing.loading import load_policy
 
 LISTS_OF_A_ROW = ("action_mask", "sampler_log_probs", "old_log_probs", "log_probs_ref", "entropy")

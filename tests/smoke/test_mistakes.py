@@ -15,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.config import TINY_POLICY, UserError
+from common.errors import UserError
+from common.tasks import arithmetic
 
 from common.plumbing.checkpoints import newest_checkpoint
+from common.plumbing.config import TINY_POLICY
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"
@@ -51,12 +53,12 @@ def read_lines(path: Path) -> list[dict]:
 
 POSITIVE = (
     *("steps", "prompts-per-step", "max-new-tokens", "epochs-per-step", "minibatch-size", "micro-batch-size"),
-    *("threads", "eval-prompts", "max-terms", "max-digits", "max-question-length", "keep-checkpoints"),
-    "sampling-rows",
+    *("threads", "eval-prompts", "max-question-length", "keep-checkpoints"),
+    "generation-batch-size",
 )
 NOT_NEGATIVE = ("seed", "eval-every", "checkpoint-every", "samples-every", "lora-rank")
 POSITIVE_REAL = ("temperature", "lr", "clip-eps", "max-grad-norm", "lora-alpha")
-NOT_NEGATIVE_REAL = ("weight-decay", "kl-weight", "format-weight")
+NOT_NEGATIVE_REAL = ("weight-decay", "kl-weight")
 OUT_OF_RANGE = [
     *((name, value, "must be more than 0") for name in POSITIVE for value in ("0", "-1")),
     *((name, "-1", "must be 0 or more") for name in NOT_NEGATIVE),
@@ -81,7 +83,7 @@ def test_a_value_out_of_range_is_refused(train, name, value, sentence):
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--minibatch-size 12", "--minibatch-size 12 is not whole groups of --group-size 8"),
+        ("--minibatch-size 12", "--minibatch-size 12 is not a multiple of --group-size 8"),
         ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
         ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 4096 training rows"),
         ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
@@ -90,7 +92,9 @@ def test_a_value_out_of_range_is_refused(train, name, value, sentence):
         ("--load-in 8bit --lora-rank 2 --dtype float32", "--load-in 8bit computes in half precision"),
         ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
         ("--attn-implementation flash_attention_2 --device cpu", "flash_attention_2 computes in half precision"),
-        ("--max-terms 1", "none of the 4096 rows of .* passes the filters"),
+        ("--at-most num_terms=1", "none of the 4096 rows of .* passes the filters"),
+        ("--at-most num_terms", "--at-most num_terms: this is not NAME=NUMBER"),
+        ("--at-most size=3", "--at-most size: .*:1 has no number in a field 'size'"),
         ("--model ./nowhere", "--model ./nowhere: there is no such directory"),
         ("--model gpt2", "a hub id is owner/name"),
         ("--data nowhere.jsonl", "nowhere.jsonl: there is no such file"),
@@ -145,8 +149,8 @@ def test_rows_that_all_fall_to_the_filters_are_refused(train):
     Path("d.jsonl").write_text(GOOD_ROW * 3)
     with pytest.raises(UserError, match=r"none of the 3 rows of d\.jsonl passes the filters"):
         train("--data", "d.jsonl", "--max-question-length", "3")
-    with pytest.raises(UserError, match=r"--max-terms needs 'num_terms' in every row"):
-        train("--data", "d.jsonl", "--max-terms", "3")
+    with pytest.raises(UserError, match=r"--at-most num_terms: d\.jsonl:1 has no number in a field 'num_terms'"):
+        train("--data", "d.jsonl", "--at-most", "num_terms=3")
 
 
 def test_a_file_that_cannot_be_read_is_refused(train):
@@ -349,12 +353,12 @@ def test_what_the_hub_refuses_is_told_in_one_sentence(train, hub, what, status, 
 @contextmanager
 def broken_reward(train_script, monkeypatch, steps: set[int], value: float) -> Iterator[None]:
     """In the given steps the user's reward function gives one completion `value`."""
-    sample, reward = train_script.sample_completions, train_script.task.reward
+    sample, reward = train_script.sample_completions, arithmetic.reward
     broken = []
 
-    def sample_and_see_the_step(config, policy, rows, step):
+    def sample_and_see_the_step(config, task, policy, step):
         broken[:] = [step in steps]
-        return sample(config, policy, rows, step)
+        return sample(config, task, policy, step)
 
     def maybe_broken(row, text):
         rewards = reward(row, text)
@@ -365,7 +369,7 @@ def broken_reward(train_script, monkeypatch, steps: set[int], value: float) -> I
 
     with monkeypatch.context() as patch:
         patch.setattr(train_script, "sample_completions", sample_and_see_the_step)
-        patch.setattr(train_script.task, "reward", maybe_broken)
+        patch.setattr(arithmetic, "reward", maybe_broken)
         yield
 
 
@@ -406,9 +410,9 @@ def test_three_steps_with_a_broken_reward_end_the_run_and_keep_what_was_learned(
     assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # as they were before step 3
 
 
-def test_a_reward_that_is_never_a_number_ends_the_run_in_one_sentence(train, load_script, monkeypatch):
+def test_a_reward_that_is_never_a_number_ends_the_run(train, monkeypatch):
     never = {"correct": float("nan"), "format": float("nan")}
-    monkeypatch.setattr(load_script(TRAIN).task, "reward", lambda row, text: dict(never))
+    monkeypatch.setattr(arithmetic, "reward", lambda row, text: dict(never))
     with pytest.raises(UserError, match="the gradients of steps 1 to 3 were not finite") as caught:
         train("--steps", "9", *SMALL)
     assert "checkpoint" not in str(caught.value)  # there is none to start from

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RESOLVED
+from common.plumbing.config import RESOLVED
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
@@ -74,7 +74,7 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
 
 
 def test_experiment_sft_makes_a_policy_that_experiment_base_trains(tmp_path, load_script):
-    lessons = ("--num-copying", "60", "--num-working", "30", "--num-answering", "30")
+    lessons = ("--num-copying", "60", "--num-reasoning", "30", "--num-answering", "30")
     result = run(
         str(ROOT / "experiment_sft" / "train.py"),
         *(*lessons, "--eval-prompts", "1", "--name", "smoke", "--save-dtype", "bfloat16"),

@@ -55,7 +55,7 @@ def make_experience() -> Callable[..., Experience]:
             sampler_log_probs=torch.zeros(action_mask.shape),
             prompt_index=torch.arange(rows),
             prompt_lengths=torch.ones(rows, dtype=torch.long),
-            **values,
+            **({"completion_index": torch.zeros(rows, dtype=torch.long)} | values),
         )
 
     return make

@@ -12,13 +12,12 @@ from collections import Counter
 
 import pytest
 
+from common.datagen import arithmetic_grammar as grammar
 from common.tasks import arithmetic as task
-from common.tasks.arithmetic import EVAL_DATA as HELDOUT_DATA
-from common.tasks.arithmetic import TRAIN_DATA
 
 SHA256 = {
-    TRAIN_DATA: "77c4426450807ab07891a64fcc64b22543ceb8807bc8e6e6570bf7bc40164a0e",
-    HELDOUT_DATA: "c00d58637a58bf41aab71d2dea7903a52de9534fa43410322ec2a3ad650fc9d8",
+    task.TRAIN_DATA: "77c4426450807ab07891a64fcc64b22543ceb8807bc8e6e6570bf7bc40164a0e",
+    task.EVAL_DATA: "c00d58637a58bf41aab71d2dea7903a52de9534fa43410322ec2a3ad650fc9d8",
 }
 
 # What a question may ask in words, as an expression in symbols
@@ -77,7 +76,7 @@ def rows() -> dict[str, list[dict]]:
 @pytest.fixture(scope="module")
 def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
     """Question and target of 21,000 conversations of the warm start, by lesson."""
-    counts = {"copying": 4000, "working": 3000, "answering": 14000}
+    counts = {"copying": 4000, "reasoning": 3000, "answering": 14000}
     warm_start = load_script("experiment_sft/warm_start.py")
     turns = [
         tuple(message["content"] for message in row["messages"])
@@ -169,7 +168,7 @@ def test_every_bundled_gold_answer_is_recognised_and_its_neighbour_is_not(rows):
 
 
 @pytest.mark.parametrize(
-    ("text", "worked"),
+    ("text", "is_reasoned"),
     [
         ("<think>20+38=58</think><answer>58</answer>", True),
         ("<answer>58</answer>", False),
@@ -179,8 +178,9 @@ def test_every_bundled_gold_answer_is_recognised_and_its_neighbour_is_not(rows):
         ("", False),
     ],
 )
-def test_a_completion_is_worked_if_it_closes_a_thought_that_holds_something(text, worked):
-    assert task.is_worked(text) is worked
+def test_an_answer_is_reasoned_after_a_closed_thought(text, is_reasoned):
+    """One that is not empty; every other answer is direct."""
+    assert task.describe({}, text) == {"reasoned": float(is_reasoned), "direct": float(not is_reasoned)}
 
 
 def test_messages_pose_the_question_behind_an_optional_system_prompt():
@@ -195,7 +195,7 @@ def test_messages_pose_the_question_behind_an_optional_system_prompt():
 
 def test_the_bundled_files_are_those_that_their_script_writes(load_script):
     make_rows = load_script("data/make_math_tasks.py").make_rows
-    for path, only_pool, num_rows in ((TRAIN_DATA, "train", 4096), (HELDOUT_DATA, "heldout", 512)):
+    for path, only_pool, num_rows in ((task.TRAIN_DATA, "train", 4096), (task.EVAL_DATA, "heldout", 512)):
         stored = path.read_bytes()
         assert stored == "".join(json.dumps(row) + "\n" for row in make_rows(only_pool, num_rows)).encode()
         assert stored.count(b"\n") == num_rows
@@ -212,17 +212,17 @@ def test_every_bundled_answer_is_right(rows):
         assert min(numbers) > 0
         totals = [value(terms[: k + 1]) for k in range(len(terms))]
         assert min(totals) >= 0
-        assert max(totals) <= task.MAX_TOTAL
+        assert max(totals) <= grammar.MAX_TOTAL
 
 
 def test_every_wording_asks_for_the_sum_that_it_was_made_from():
     rng = random.Random(0)
     wordings = set()
-    for kind in task.KINDS:
+    for kind in grammar.KINDS:
         for wording in range(60):
-            drawn = task.draw_question(rng, kind, "warm_start")
-            question = task.Question(drawn.terms, wording)
-            text = task.render(question)
+            drawn = grammar.draw_question(rng, kind, "warm_start")
+            question = grammar.Question(drawn.terms, wording)
+            text = grammar.render(question)
             assert parse(text) == [(term.sign, term.factors) for term in question.terms]
             assert value(parse(text)) == question.answer
             wordings.add(re.sub(r"\d+( ?([+\-*]|plus|minus|times) ?\d+)+|\d+", "N", text))
@@ -271,7 +271,7 @@ def test_every_copied_sum_is_the_sum_in_question(conversations):
         assert parse(target) == parse(question)
 
 
-@pytest.mark.parametrize("lesson", ["working", "answering"])
+@pytest.mark.parametrize("lesson", ["reasoning", "answering"])
 def test_every_answer_and_every_equation_of_the_warm_start_is_right(conversations, lesson):
     styles = Counter()
     for question, target in conversations[lesson]:
@@ -282,12 +282,12 @@ def test_every_answer_and_every_equation_of_the_warm_start_is_right(conversation
         assert task.reward({"answer": str(value(terms))}, target) == {"correct": 1, "format": 1}
         if match.group(1):
             check_working(match.group(1), terms)
-        styles["worked" if match.group(1) else "at once"] += 1
+        styles["reasoned" if match.group(1) else "direct"] += 1
         styles["checked"] += "check" in target
-    if lesson == "working":
-        assert styles["at once"] == 0
-    else:  # the policy is to know every style, and to prefer answering at once
-        assert 0.15 < styles["worked"] / len(conversations[lesson]) < 0.25
+    if lesson == "reasoning":
+        assert styles["direct"] == 0
+    else:  # the policy is to know every style, and to prefer direct answers
+        assert 0.15 < styles["reasoned"] / len(conversations[lesson]) < 0.25
         assert styles["checked"] > 100
 
 

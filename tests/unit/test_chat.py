@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.chat import TEMPLATE_DATE, encode_chat, encode_prompt, find_end_of_turn_ids
+from common.chat import TEMPLATE_DATE, encode_chat, encode_prompt
+
+from common.plumbing.loading import find_end_of_turn_ids
 
 SYSTEM = {"role": "system", "content": "Answer."}
 QUESTION = {"role": "user", "content": "2+3"}
@@ -127,7 +129,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(with_template):
     end_of_turn_ids = [tokenizer.eos_token_id]
     ids, mask = encode_chat(tokenizer, [QUESTION, SECOND_ANSWER], end_of_turn_ids)  # one turn is safe
     assert spoken(tokenizer, ids, mask) == [SECOND_ANSWER["content"] + "<|im_end|>"]
-    with pytest.raises(ValueError, match=r"rewrites what stands before message 3 \(assistant"):
+    with pytest.raises(ValueError, match=r"rewrites what precedes message 3 \(assistant"):
         encode_chat(tokenizer, [QUESTION, SECOND_ANSWER, SECOND_QUESTION, ANSWER], end_of_turn_ids)
 
 

@@ -4,7 +4,10 @@ import shutil
 
 import pytest
 
-from common.config import RESOLVED, TINY_POLICY, RunConfig, UserError, parse_config
+from common.errors import UserError
+
+from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
+from common.plumbing.parse import parse_config
 
 
 def parse(load_script, *argv: str) -> RunConfig:

@@ -1,14 +1,15 @@
 """Rows: errors name file and line, filters and splits lose nothing silently, the order is keyed."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 
-from common.config import RunConfig, UserError
+from common.errors import UserError
+from common.tasks.arithmetic import FIELDS as REQUIRED
 
+from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task, prompts_of_step, read_rows
-
-REQUIRED = ("question", "answer")
 
 
 @pytest.fixture
@@ -19,6 +20,17 @@ def write(tmp_path):
         return str(path)
 
     return to_file
+
+
+def load_rows(**settings) -> tuple[list[dict], list[dict]]:
+    """The rows of a run with these settings."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(RunConfig):
+        prompts_per_step: int = 1
+
+    task = load_task(Config(**settings))
+    return task.train_rows, task.eval_rows
 
 
 def row(number: int, **fields) -> dict:
@@ -66,16 +78,15 @@ def test_a_file_that_is_not_utf8_is_told_to_the_user(tmp_path):
 
 
 def test_the_bundled_task_is_evaluated_on_its_heldout_file():
-    train_rows, eval_rows = load_task(RunConfig(eval_prompts=100))
+    train_rows, eval_rows = load_rows(eval_prompts=100)
     assert (len(train_rows), len(eval_rows)) == (4096, 100)
     assert not questions(train_rows) & questions(eval_rows)
-    assert eval_rows == load_task(RunConfig(eval_prompts=100, seed=1))[1]  # the same questions for every seed
+    assert eval_rows == load_rows(eval_prompts=100, seed=1)[1]  # the same questions for every seed
 
 
 def test_filters_hold_for_training_and_evaluation_alike():
-    config = RunConfig(max_terms=3, max_digits=1, max_question_length=20, eval_prompts=512)
-    every_train_row, every_eval_row = load_task(RunConfig(eval_prompts=512))
-    for kept, every in zip(load_task(config), (every_train_row, every_eval_row), strict=True):
+    filters = {"at_most": ("num_terms=3", "num_digits=1"), "max_question_length": 20}
+    for kept, every in zip(load_rows(**filters, eval_prompts=512), load_rows(eval_prompts=512), strict=True):
         expected = [
             row for row in every if row["num_terms"] <= 3 and row["num_digits"] == 1 and len(row["question"]) <= 20
         ]
@@ -84,17 +95,17 @@ def test_filters_hold_for_training_and_evaluation_alike():
 
 
 def test_filters_that_leave_nothing_or_need_missing_fields_are_refused(write):
-    with pytest.raises(UserError, match=r"none of the 4096 rows of .* passes the filters \(--max-terms"):
-        load_task(RunConfig(max_question_length=3))
-    with pytest.raises(UserError, match="--max-digits needs 'num_digits' in every row"):
-        load_task(RunConfig(data=write(row(1, num_digits=1), row(2)), max_digits=1, eval_prompts=1))
+    with pytest.raises(UserError, match=r"none of the 4096 rows of .* passes the filters \(--at-most"):
+        load_rows(max_question_length=3)
+    with pytest.raises(UserError, match=r"--at-most num_digits: .*rows\.jsonl:2 has no number"):
+        load_rows(data=write(row(1, num_digits=1), row(2)), at_most=("num_digits=1",), eval_prompts=1)
 
 
 def test_a_users_file_gives_up_rows_for_evaluation_which_are_not_trained_on(write):
     path = write(*map(row, range(50)))
 
     def split(seed: int) -> tuple[list[dict], list[dict]]:
-        return load_task(RunConfig(data=path, eval_prompts=20, seed=seed))
+        return load_rows(data=path, eval_prompts=20, seed=seed)
 
     train_rows, eval_rows = split(seed=0)
     assert (len(train_rows), len(eval_rows)) == (30, 20)
@@ -105,14 +116,14 @@ def test_a_users_file_gives_up_rows_for_evaluation_which_are_not_trained_on(writ
 
 def test_a_users_evaluation_file_costs_no_training_rows(write):
     path, eval_path = write(*map(row, range(5))), write(*map(row, range(10, 20)), name="eval.jsonl")
-    train_rows, eval_rows = load_task(RunConfig(data=path, eval_data=eval_path, eval_prompts=4))
+    train_rows, eval_rows = load_rows(data=path, eval_data=eval_path, eval_prompts=4)
     assert train_rows == [row(number) for number in range(5)]
     assert eval_rows == [row(number) for number in range(10, 14)]
 
 
 def test_a_users_file_that_evaluation_would_use_up_is_refused(write):
     with pytest.raises(UserError, match="has 5 rows, of which --eval-prompts takes 5"):
-        load_task(RunConfig(data=write(*map(row, range(5))), eval_prompts=5))
+        load_rows(data=write(*map(row, range(5))), eval_prompts=5)
 
 
 @pytest.mark.parametrize(("num_rows", "prompts_per_step"), [(12, 4), (14, 4), (8, 8), (7, 1)])

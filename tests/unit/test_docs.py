@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import RunConfig, flag
+from common.plumbing.checks import flag
+from common.plumbing.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in ROOT.glob("**/*.md") if "runs" not in path.parts and ".venv" not in path.parts)

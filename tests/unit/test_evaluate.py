@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.chat import encode_prompt
-from common.evaluate import EVALUATION, Outcome, decode, divide_gain, evaluate, pass_at_k
+from common.chat import decode, encode_prompt
+from common.evaluate import EVALUATION, Answer, evaluate, pass_at_k
 from common.sampling import sample
 from common.tasks import arithmetic
+
+from common.plumbing.summary import divide_gain
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -39,13 +41,13 @@ def test_more_tries_than_samples_are_refused():
 
 
 ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 11)]
-FIGURES = {"accuracy", "worked", "length", "stopped"}
+FIGURES = {"accuracy", "even", "odd", "length", "stopped", "reward_brief"}
 
 # A random policy never answers right; this task finds something to tell apart in what it babbles.
 BABBLE = SimpleNamespace(
     messages=arithmetic.messages,
-    reward=lambda row, text: {"correct": float(len(text) % 3 == int(row["answer"]) % 3)},
-    is_worked=lambda text: len(text) % 2 == 0,
+    reward=lambda row, text: {"correct": float(len(text) % 3 == int(row["answer"]) % 3), "brief": 1 / (1 + len(text))},
+    describe=lambda row, text: {"even": float(len(text) % 2 == 0), "odd": float(len(text) % 2), "size": len(text)},
 )
 
 
@@ -58,7 +60,7 @@ def policy(make_policy, tokenizer):
 
 def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
     num_samples, budget = 4, 150
-    metrics, greedy_texts, sampled_outcomes = evaluate(
+    metrics, greedy_texts, sampled_answers = evaluate(
         policy, ROWS, BABBLE, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
     )
     assert {name for name in metrics if name.startswith("greedy/")} >= {f"greedy/{figure}" for figure in FIGURES}
@@ -68,34 +70,39 @@ def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
         trajectories = sample(
             policy, prompts, group_size, max_new_tokens=budget, key=(3, EVALUATION), greedy=mode == "greedy"
         )
-        texts = [decode(policy, row.completion_ids) for row in trajectories]
+        texts = [decode(policy.tokenizer, row.completion_ids) for row in trajectories]
         if mode == "greedy":
             assert greedy_texts == texts
         right = [
             BABBLE.reward(ROWS[row.prompt_index], text)["correct"]
             for row, text in zip(trajectories, texts, strict=True)
         ]
-        worked = [BABBLE.is_worked(text) for text in texts]
-        among_worked = [c for c, w in zip(right, worked, strict=True) if w]
-        among_blurted = [c for c, w in zip(right, worked, strict=True) if not w]
+        even = [len(text) % 2 == 0 for text in texts]
+        among_even = [c for c, e in zip(right, even, strict=True) if e]
+        among_odd = [c for c, e in zip(right, even, strict=True) if not e]
         expected = {
             "accuracy": sum(right) / len(right),
-            "worked": sum(worked) / len(worked),
+            "even": sum(even) / len(even),
+            "odd": 1 - sum(even) / len(even),
+            "size": sum(map(len, texts)) / len(texts),
+            "reward_brief": sum(1 / (1 + len(text)) for text in texts) / len(texts),
             "length": sum(len(row.completion_ids) for row in trajectories) / len(trajectories),
             "stopped": sum(row.finish_reason == "stop" for row in trajectories) / len(trajectories),
         }
-        if among_worked:
-            expected["accuracy_worked"] = sum(among_worked) / len(among_worked)
-        if among_blurted:
-            expected["accuracy_blurted"] = sum(among_blurted) / len(among_blurted)
+        if among_even:
+            expected["accuracy_even"] = sum(among_even) / len(among_even)
+        if among_odd:
+            expected["accuracy_odd"] = sum(among_odd) / len(among_odd)
         if mode == "sampled":
             groups = [right[i : i + group_size] for i in range(0, len(right), group_size)]
             expected[f"pass@{group_size}"] = sum(any(group) for group in groups) / len(groups)
-            assert among_worked  # the babble is varied enough
-            assert among_blurted
+            assert among_even  # the babble is varied enough
+            assert among_odd
             assert 0 < expected["accuracy"] < expected["pass@4"] < 1
             assert 0 < expected["stopped"] < 1
-            assert sampled_outcomes == [Outcome((None, None), w, c) for w, c in zip(worked, right, strict=True)]
+            described = [BABBLE.describe({}, text) for text in texts]
+            questions = [row.prompt_index for row in trajectories]
+            assert sampled_answers == list(map(Answer, questions, right, described))
         found = {name: value for name, value in metrics.items() if name.startswith(f"{mode}/")}
         assert found == {f"{mode}/{name}": pytest.approx(value) for name, value in expected.items()}
 
@@ -124,33 +131,59 @@ def test_a_prefix_is_what_every_completion_begins_with_and_not_counted_as_sample
     forced = policy.tokenizer.encode("<think>", add_special_tokens=False)
     prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row)) + forced for row in ROWS[:3]]
     rows = sample(policy, prompts, 1, max_new_tokens=10, key=(0,), greedy=True)
-    assert texts == ["<think>" + decode(policy, row.completion_ids) for row in rows]
+    assert texts == ["<think>" + decode(policy.tokenizer, row.completion_ids) for row in rows]
 
 
-def outcomes(kind: tuple, worked: tuple[int, int], blurted: tuple[int, int]) -> list[Outcome]:
-    """Outcomes of one kind of question: (right, of how many) among those that were worked out, and among the others."""
+def test_a_task_without_correct_has_rewards_and_no_accuracy(policy):
+    task = SimpleNamespace(
+        messages=arithmetic.messages, reward=lambda row, text: {"brief": 1.0}, describe=lambda *_: {}
+    )
+    metrics, _, answers = evaluate(policy, ROWS[:2], task, max_new_tokens=4, num_samples=2)
+    assert {name.partition("/")[2] for name in metrics} == {"reward_brief", "length", "stopped"}
+    assert answers == []
+
+
+# The gain, divided --------------------------------------------------------------------------------------------------
+
+STYLES = {True: {"reasoned": 1.0, "direct": 0.0, "steps": 3.0}, False: {"reasoned": 0.0, "direct": 1.0, "steps": 0.0}}
+
+
+def answers(question: int, reasoned: tuple[int, int], direct: tuple[int, int]) -> list[Answer]:
+    """Answers to a question: (right, of how many) among the reasoned ones, and among the direct ones."""
     return [
-        Outcome(kind, how, float(index < right))
-        for how, (right, total) in ((True, worked), (False, blurted))
+        Answer(question, float(index < right), STYLES[how])
+        for how, (right, total) in ((True, reasoned), (False, direct))
         for index in range(total)
     ]
 
 
-@pytest.mark.parametrize("worked", [(2, 9), (0, 7), (3, 10), (0, 10), (10, 0), (0, 0)])
-def test_the_parts_of_a_gain_add_up_to_it_also_where_nothing_or_everything_was_worked_out(worked):
+KINDS = [(2, 1), (4, 2)]  # of questions 0 and 1
+
+
+@pytest.mark.parametrize("reasoned", [(2, 9), (0, 7), (3, 10), (0, 10), (10, 0), (0, 0)])
+def test_the_parts_of_a_gain_add_up_to_it(reasoned):
+    """Also if no answer, or every answer, was reasoned."""
     before, after = (
-        outcomes((2, 1), (share // 2, share), ((10 - share) // 3, 10 - share)) + outcomes((4, 2), (1, 4), (1, 6))
-        for share in worked
+        answers(0, (share // 2, share), ((10 - share) // 3, 10 - share)) + answers(1, (1, 4), (1, 6))
+        for share in reasoned
     )
-    gain = sum(outcome.correct for outcome in after) / 20 - sum(outcome.correct for outcome in before) / 20
-    assert sum(divide_gain(before, after).values()) == pytest.approx(gain)
+    gain = sum(answer.correct for answer in after) / 20 - sum(answer.correct for answer in before) / 20
+    parts = divide_gain(before, after, KINDS)
+    assert list(parts) == ["choice of style", "better if reasoned", "better if direct"]
+    assert sum(parts.values()) == pytest.approx(gain)
 
 
-def test_working_out_more_of_the_hard_questions_does_not_pass_for_skill():
-    """Within each kind nothing is right more often; over both together working would look worse afterwards."""
-    easy, hard = (2, 1), (4, 2)
-    before = outcomes(easy, (10, 10), (0, 0)) + outcomes(hard, (1, 2), (0, 8))
-    after = outcomes(easy, (10, 10), (0, 0)) + outcomes(hard, (5, 10), (0, 0))
-    assert divide_gain(before, after) == pytest.approx(
-        {"choosing to work": 0.2, "working better": 0.0, "answering at once better": 0.0}
+def test_reasoning_about_hard_questions_is_not_mistaken_for_skill():
+    """Within each kind nothing is right more often; over both together reasoning would look worse afterwards."""
+    before = answers(0, (10, 10), (0, 0)) + answers(1, (1, 2), (0, 8))
+    after = answers(0, (10, 10), (0, 0)) + answers(1, (5, 10), (0, 0))
+    assert divide_gain(before, after, KINDS) == pytest.approx(
+        {"choice of style": 0.2, "better if reasoned": 0.0, "better if direct": 0.0}
     )
+
+
+@pytest.mark.parametrize("description", [{}, {"reasoned": 1.0, "checked": 1.0}, {"steps": 3.0}])
+def test_a_gain_without_styles_is_not_divided(description):
+    some = [Answer(0, 1.0, description)]
+    assert divide_gain(some, some, KINDS) == {}
+    assert divide_gain([], [], KINDS) == {}

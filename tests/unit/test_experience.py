@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from common.experience import Experience, ReplayBuffer, collate
+from common.experience import Experience, collate
 from common.trajectory import Trajectory
 
 PAD = 99
@@ -25,10 +25,10 @@ def trajectory(
     )
 
 
-def rollout(num_prompts: int, group_size: int, first_prompt: int = 0, longest: int = 6) -> Experience:
+def rollout(num_prompts: int, group_size: int, longest: int = 6) -> Experience:
     """Rows of different lengths, every token of which is unique; all per-token fields are filled."""
-    rows, token = [], 1000 * first_prompt
-    for prompt in range(first_prompt, first_prompt + num_prompts):
+    rows, token = [], 0
+    for prompt in range(num_prompts):
         for completion in range(group_size):
             length = 1 + (5 * prompt + 3 * completion) % longest
             ids = list(range(token, token + 2 + length))
@@ -37,8 +37,7 @@ def rollout(num_prompts: int, group_size: int, first_prompt: int = 0, longest: i
     experience = collate(rows, PAD)
     experience.old_log_probs = experience.sampler_log_probs * 2
     experience.log_probs_ref = experience.sampler_log_probs * 3
-    experience.returns = torch.arange(len(rows), dtype=torch.float32)[:, None] + 100 * first_prompt
-    experience.advantages = -experience.returns
+    experience.advantages = -torch.arange(len(rows), dtype=torch.float32)[:, None]
     return experience
 
 
@@ -55,7 +54,6 @@ def rows_of(experience: Experience) -> list[tuple]:
             experience.sampler_log_probs,
             experience.old_log_probs,
             experience.log_probs_ref,
-            experience.returns,
             experience.advantages,
         )
         rows.append(
@@ -113,7 +111,6 @@ def test_selected_rows_keep_all_their_tokens_and_no_needless_padding():
         assert part.sequences.shape[1] == part.attention_mask.sum(dim=1).max()
         assert part.action_mask.shape[1] == part.sequences.shape[1] - 1
         assert part.advantages.shape == (len(rows), 1)
-        assert part.kl is None
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 5, 12, 100])
@@ -137,34 +134,27 @@ def test_rows_without_advantage_can_be_left_out_of_micro_batches_but_never_all()
     assert len(only) == 1
 
 
-@pytest.mark.parametrize("minibatch_size", [3, 6, 9, 300])
-@pytest.mark.parametrize("advantages_by", ["row", "token"])
-def test_minibatches_hold_every_group_once_and_whole_across_experiences_of_different_widths(
-    minibatch_size, advantages_by
-):
-    parts = [rollout(4, 3), rollout(1, 3, first_prompt=4, longest=2), rollout(2, 3, first_prompt=5, longest=9)]
-    assert len({part.sequences.shape[1] for part in parts}) == 3
-    buffer = ReplayBuffer(group_size=3)
-    for part in parts:
-        if advantages_by == "token":
-            part.advantages = part.old_log_probs * 5
-        buffer.append(part)
+@pytest.mark.parametrize("minibatch_size", [3, 6, 9, 300, None])
+@pytest.mark.parametrize("advantages_per", ["row", "token"])
+def test_minibatches_hold_every_group_once_and_complete(minibatch_size, advantages_per):
+    experience = rollout(7, 3)
+    if advantages_per == "token":
+        experience.advantages = experience.old_log_probs * 5
 
-    minibatches = list(buffer.minibatches(minibatch_size, key=(0, 1, 0)))
-    assert all(len(minibatch) == minibatch_size for minibatch in minibatches[:-1])
+    minibatches = list(experience.minibatches(minibatch_size, group_size=3, key=(0, 1, 0)))
+    size = len(experience) if minibatch_size is None else minibatch_size
+    assert all(len(minibatch) == size for minibatch in minibatches[:-1])
     for minibatch in minibatches:
         assert minibatch.sequences.shape[1] == minibatch.attention_mask.sum(dim=1).max()
         groups = minibatch.prompt_index.view(-1, 3)
         assert (groups == groups[:, :1]).all()
     seen = [row for minibatch in minibatches for row in rows_of(minibatch)]
-    assert sorted(seen) == sorted(row for part in parts for row in rows_of(part))
+    assert sorted(seen) == sorted(rows_of(experience))
 
 
 def test_the_shuffle_is_fixed_by_its_key_and_by_nothing_else():
     def order(key) -> list[int]:
-        buffer = ReplayBuffer(group_size=2)
-        buffer.append(rollout(16, 2))
-        return torch.cat([minibatch.prompt_index for minibatch in buffer.minibatches(8, key)]).tolist()
+        return torch.cat([minibatch.prompt_index for minibatch in rollout(16, 2).minibatches(8, 2, key)]).tolist()
 
     first = order((0, 1, 0))
     torch.manual_seed(1)
@@ -174,10 +164,8 @@ def test_the_shuffle_is_fixed_by_its_key_and_by_nothing_else():
     assert len({tuple(rows) for rows in (first, *others)}) == 4
 
 
-def test_what_is_not_whole_groups_is_refused():
-    buffer = ReplayBuffer(group_size=4)
+def test_what_is_not_complete_groups_is_refused():
     with pytest.raises(ValueError, match="6 rows are not whole groups of 4"):
-        buffer.append(rollout(2, 3))
-    buffer.append(rollout(2, 4))
-    with pytest.raises(ValueError, match="6 rows does not hold whole groups of 4"):
-        next(buffer.minibatches(6, key=(0,)))
+        next(rollout(2, 3).minibatches(None, 4, key=(0,)))
+    with pytest.raises(ValueError, match="6 rows are not whole groups of 4"):
+        next(rollout(2, 4).minibatches(6, 4, key=(0,)))

@@ -12,12 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.experience import collate
-from common.logprobs import score
-from common.loss import GRPOLoss
+from common.logprobs import token_log_probs
 from common.sampling import sample
 from common.trajectory import Trajectory
 
 VOCAB = 24
+
+
+@pytest.fixture(scope="module")
+def train(load_script):
+    return load_script("experiment_base/train.py")
 
 
 def random_batch(rows: int = 4, width: int = 11, vocab_size: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +193,7 @@ def test_prompt_tokens_that_equal_the_pad_id_keep_their_attention(make_policy):
     assert (seen - blinded).abs().max() > 0.1  # the trap is real here
 
 
-def test_the_end_of_turn_token_is_trained_also_where_it_equals_the_pad_id(make_policy):
+def test_the_end_of_turn_token_is_trained_even_as_pad_id(train, make_policy):
     end = 2
     policy = make_policy(VOCAB, end_of_turn_ids=(end,), pad_id=end)
     ended = Trajectory([4, 5, 6, end], 2, [0, 0, 1, 1], [0.0] * 4)
@@ -201,32 +205,27 @@ def test_the_end_of_turn_token_is_trained_also_where_it_equals_the_pad_id(make_p
     logits = []
     policy.model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output))
     log_probs = policy(batch.sequences, batch.action_mask).log_probs
-    loss, _ = GRPOLoss(clip_eps=0.2, kl_weight=0.0)(log_probs=log_probs, experience=batch)
+    loss = train.policy_loss(train.Config(kl_weight=0.0), log_probs, batch, num_rows=2)
     by_logits, by_log_probs = torch.autograd.grad(loss, [logits[0], log_probs])  # (N, V), (B, T-1)
-    assert (
-        by_logits[1, end] < 0
-    )  # token 1 of the 7 action tokens ends the better row: raising its logit lowers the loss
-    assert by_logits[6, end] > 0  # and the last one ends the worse row
+    # token 1 of the 7 action tokens ends the better row: raising its logit lowers the loss; the last ends the worse row
+    assert by_logits[1, end] < 0 < by_logits[6, end]
     assert (by_log_probs[0] != 0).tolist() == [False, True, True, False, False, False]
 
 
-def test_scoring_in_micro_batches_gives_the_log_probs_of_the_whole_without_gradient(make_policy):
+def test_token_log_probs_in_micro_batches_are_those_of_all_rows(make_policy):
     policy = make_policy(VOCAB, temperature=0.7)
     experience = collate(sample(policy, [[3, 4], [5, 6, 7], [8]], 3, max_new_tokens=12, key=(0,)), policy.pad_id)
     whole = policy(experience.sequences, experience.action_mask)
     for micro_batch_size in (1, 4, 9, 100):
-        scores = score(policy, experience, micro_batch_size)
-        assert not scores.log_probs.requires_grad
-        torch.testing.assert_close(scores.log_probs, whole.log_probs.detach(), atol=1e-5, rtol=0)
-        torch.testing.assert_close(scores.entropy, whole.entropy, atol=1e-5, rtol=0)
+        log_probs = token_log_probs(policy, experience, micro_batch_size)
+        assert not log_probs.requires_grad
+        torch.testing.assert_close(log_probs, whole.log_probs.detach(), atol=1e-5, rtol=0)
 
 
-@pytest.fixture(scope="module")
-def train(load_script):
-    return load_script("experiment_base/train.py")
+EXPERIMENTS = [("experiment_base", {}), ("experiment_drgrpo", {}), ("experiment_drgrpo", {"critic_type": "grpo"})]
 
 
-def updated_policy(train, make_policy, micro_batch_size: int, critic_type: str, optimizer_class, lr: float, **settings):
+def updated_policy(train, make_policy, micro_batch_size: int, optimizer_class, lr: float, **settings):
     """What `update` makes of a fresh policy on the same 8 rows of very different lengths."""
     policy = make_policy(VOCAB)
     trajectories = sample(policy, [[3, 4], [5, 6, 7, 8, 9], [10], [11, 12]], 2, max_new_tokens=30, key=(0, 0))
@@ -238,29 +237,32 @@ def updated_policy(train, make_policy, micro_batch_size: int, critic_type: str, 
     experience.log_probs_ref = experience.sampler_log_probs + torch.randn(
         experience.action_mask.shape, generator=generator
     )
-    config = train.Config(group_size=2, micro_batch_size=micro_batch_size, max_grad_norm=1e9, **settings)
-    objective = GRPOLoss(0.2, kl_weight=0.1, critic_type=critic_type, generate_max_length=30)
+    sizes = {"group_size": 2, "micro_batch_size": micro_batch_size, "max_new_tokens": 30}
+    config = train.Config(kl_weight=0.1, max_grad_norm=1e9, **sizes, **settings)
     optimizer = optimizer_class(policy.parameters(), lr=lr)
-    return policy, train.update(config, policy, objective, optimizer, experience, step=1).metrics()
+    return policy, train.update(config, policy, optimizer, experience, step=1).metrics()
 
 
-@pytest.mark.parametrize("critic_type", ["grpo", "drgrpo"])
+@pytest.mark.parametrize(("experiment", "flags"), EXPERIMENTS, ids=str)
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
-def test_micro_batches_change_neither_gradient_nor_update(train, make_policy, micro_batch_size, critic_type):
+def test_micro_batches_change_neither_gradient_nor_update(
+    load_script, make_policy, micro_batch_size, experiment, flags
+):
+    train = load_script(f"{experiment}/train.py")
+
     def both(*arguments, **settings):
         return [
-            updated_policy(train, make_policy, size, critic_type, *arguments, **settings)
-            for size in (micro_batch_size, 8)
+            updated_policy(train, make_policy, size, *arguments, **settings, **flags) for size in (micro_batch_size, 8)
         ]
 
-    (split, split_metrics), (whole, whole_metrics) = both(torch.optim.SGD, 0.1)
-    gradient, expected = (torch.cat([p.grad.flatten() for p in policy.parameters()]) for policy in (split, whole))
+    (split, split_metrics), (complete, metrics) = both(torch.optim.SGD, 0.1)
+    gradient, expected = (torch.cat([p.grad.flatten() for p in policy.parameters()]) for policy in (split, complete))
     assert (gradient - expected).norm() <= 2e-6 * expected.norm()  # one row alone shares no prompt: other roundings
-    for a, b in zip(split.parameters(), whole.parameters(), strict=True):
+    for a, b in zip(split.parameters(), complete.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
-    assert split_metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-6)
+    assert split_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
 
     # Adam turns the noise of a gradient near zero into a step of size lr, hence the wider tolerance.
-    (split, _), (whole, _) = both(torch.optim.AdamW, 1e-4, epochs_per_step=3)
-    for a, b in zip(split.parameters(), whole.parameters(), strict=True):
+    (split, _), (complete, _) = both(torch.optim.AdamW, 1e-4, epochs_per_step=3)
+    for a, b in zip(split.parameters(), complete.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)

@@ -76,9 +76,9 @@ def test_few_rows_and_other_arithmetic_stay_with_pytorch(calls):
 
 
 def test_a_policy_uses_it_and_is_saved_as_ever(calls, tmp_path):
-    from common.config import RunConfig
+    from common.plumbing.config import RunConfig
     from common.plumbing.loading import load_policy
-from common.plumbing.saving import save_policy
+    from common.plumbing.saving import save_policy
 
     policy = load_policy(RunConfig(device="cpu"))
     policy.model(torch.arange(300)[None])

@@ -82,8 +82,11 @@ def test_neither_neighbours_nor_chunks_nor_order_change_a_sample(make_policy):
     policy = make_policy(VOCAB)
     settings = {"max_new_tokens": 15, "key": (0, 1)}
     reference = tokens_by_row(sample(policy, PROMPTS, 4, **settings))
-    for rows_at_once in (1, 12, 400):
-        assert tokens_by_row(sample(policy, PROMPTS, 4, rows_at_once=rows_at_once, **settings)) == reference
+    for generation_batch_size in (1, 12, 400):
+        assert (
+            tokens_by_row(sample(policy, PROMPTS, 4, generation_batch_size=generation_batch_size, **settings))
+            == reference
+        )
     order = [2, 0, 3, 1]
     shuffled = sample(policy, [PROMPTS[i] for i in order], 4, prompt_index=order, **settings)
     assert tokens_by_row(shuffled) == reference
@@ -125,7 +128,7 @@ def test_greedy_completions_are_those_of_a_loop_without_cache_in_batches_of_any_
     expected = [greedy_by_hand(policy, prompt, 20) for prompt in prompts]
     assert len({len(completion) for completion in expected}) > 1  # some end, some do not
     for at_once in (1, 3, 8):
-        rows = sample(policy, prompts, 1, max_new_tokens=20, key=(0,), greedy=True, rows_at_once=at_once)
+        rows = sample(policy, prompts, 1, max_new_tokens=20, key=(0,), greedy=True, generation_batch_size=at_once)
         assert [row.completion_ids for row in rows] == expected
 
 

@@ -1,0 +1,47 @@
+"""Importing the file of a task: a bundled one by its name, a user's own by its path."""
+
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from common.errors import UserError
+
+from common.plumbing.config import RunConfig
+from common.plumbing.task import Task, describe_error
+
+BUNDLED = Path(__file__).resolve().parents[1] / "tasks"
+
+
+def import_task(config: RunConfig) -> Task:
+    """The task that `--task` names, without its rows.
+
+    Raises:
+        UserError: there is no such task, or its file cannot be used.
+    """
+    return Task(_import_module(config.task), config.task, config.reward_weight)
+
+
+def _import_module(name: str) -> ModuleType:
+    bundled = sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
+    if name in bundled:
+        return importlib.import_module(f"common.tasks.{name}")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")
+    return _import_file(path.resolve(), path.stat().st_mtime_ns, name)
+
+
+@functools.cache  # the command line and the run ask for the same file
+def _import_file(path: Path, _changed_at: int, name: str) -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader(f"task_{path.stem}", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    sys.modules[loader.name] = module  # dataclasses and pickle look their module up there
+    try:
+        loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise UserError(f"--task {name}: the file cannot be imported: {describe_error(error, module)}") from error
+    return module

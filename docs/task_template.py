@@ -1,0 +1,29 @@
+"""A task of your own: copy this file, change it, and train on it. The README's section "Your own task" explains it.
+
+python experiment_base/train.py --task my_task.py --data my_rows.jsonl
+"""
+
+import re
+
+# TRAIN_DATA, EVAL_DATA = "train.jsonl", "held_out.jsonl"  # optional: what --data and --eval-data are by default
+FIELDS = {"question": str, "answer": str}  # optional: the fields that every row must have
+SYSTEM_PROMPT = "End with the final answer inside <answer> and </answer>."  # optional; the bundled policy gets none
+REWARD_WEIGHTS = {"correct": 1.0, "short": 0.1}  # of each component; with weight 0 it is only logged
+
+
+def messages(row: dict, system_prompt: str) -> list[dict]:
+    """The conversation that asks the question of a row."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": row["question"]}]
+
+
+def reward(row: dict, text: str) -> dict[str, float]:
+    """The components of a completion's reward, whatever its text is. The mean of `correct` is logged as accuracy."""
+    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    is_correct = len(answers) == 1 and answers[0].strip() == row["answer"]
+    return {"correct": float(is_correct), "short": float(len(text) <= 60)}
+
+
+def describe(row: dict, text: str) -> dict[str, float]:
+    """Optional: what else to log of a completion."""
+    return {"thinks": float("<think>" in text)}

@@ -1,0 +1,111 @@
+"""The house: what may import what, what a reader has to read, and how long it is."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST_SHELF = [
+    path for folder in ("common", "common/tasks", "common/fast") for path in sorted((ROOT / folder).glob("*.py"))
+]
+PLUMBING = sorted((ROOT / "common/plumbing").glob("*.py"))
+MOST_LINES_TO_READ = 935
+MOST_LINES_OF_TRAIN = {"experiment_sft": 220}  # 200 for others
+
+
+def imports_of(path: Path) -> set[str]:
+    """The full names of all modules, and of all names from modules, that a file imports, at any depth."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def violations(paths: list[Path], *forbidden: str) -> list[tuple[str, str]]:
+    """Every import of a module that begins with one of the forbidden names."""
+    found = [(path, name) for path in paths for name in sorted(imports_of(path))]
+    return [
+        (str(path.relative_to(ROOT)), name)
+        for path, name in found
+        if any(f"{name}.".startswith(f"{start}.") for start in forbidden)
+    ]
+
+
+def reading_list() -> list[Path]:
+    """The files of the main README's table, in its order."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("| file | what it does |") :].partition("\n\n")[0]
+    return [ROOT / name for name in re.findall(r"\]\((common/\S+?\.py)\)", table)]
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_algorithm_files_never_import_plumbing():
+    assert len(FIRST_SHELF) > 12
+    assert violations(FIRST_SHELF, "common.plumbing", "common.datagen", "viewer") == []
+
+
+def test_plumbing_imports_no_particular_task():
+    assert len(PLUMBING) > 15
+    assert violations(PLUMBING, "common.tasks", "common.datagen") == []
+
+
+def test_viewer_imports_nothing_of_common():
+    assert violations(sorted((ROOT / "viewer").glob("*.py")), "common") == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import common.plumbing.run",
+        "from common import plumbing",
+        "def f():\n    from common.plumbing.run import Run",
+    ],
+)
+def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "file.py"
+    path.write_text(line + "\n")
+    assert violations([path], "common.plumbing")
+
+
+def test_reading_list_is_the_first_shelf_and_short_enough():
+    """Without its fast folder, and without what has no content."""
+    shelf = {path for path in FIRST_SHELF if path.parent.name != "fast" and path.name != "__init__.py"}
+    assert len(reading_list()) == len(set(reading_list()))
+    assert set(reading_list()) == shelf
+    assert sum(map(num_lines, shelf)) <= MOST_LINES_TO_READ
+
+
+def test_plumbing_files_are_short():
+    assert {path.name: num_lines(path) for path in PLUMBING if num_lines(path) > 210} == {}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
+def test_train_files_are_short(path):
+    assert num_lines(path) <= MOST_LINES_OF_TRAIN.get(path.parent.name, 200)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
+def test_imports_of_train_files_are_two_blocks(path):
+    """First what a reader opens, then, after a blank line, what a reader may skip."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    common = [line.startswith("from common.plumbing.") for line in lines if line.startswith("from common.")]
+    assert common == sorted(common)
+    assert any(common)
+    assert lines[lines.index(next(line for line in lines if line.startswith("from common.plumbing."))) - 1] == ""
+
+
+def test_no_helper_beside_a_train_file_has_the_name_of_another():
+    """All of them can be on sys.path at once in a test run."""
+    names = [path.name for path in ROOT.glob("experiment_*/*.py") if path.name != "train.py"]
+    assert len(names) == len(set(names))
+    assert "common.py" not in names

@@ -1,0 +1,189 @@
+"""Tasks: what a user's file gets wrong is told in one sentence that names file, row and component."""
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.tasks import arithmetic
+
+from common.plumbing import task as task_module
+from common.plumbing.config import RunConfig
+from common.plumbing.data import load_task
+from common.plumbing.task import Task
+from common.plumbing.task_file import _import_file, import_task
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """
+REWARD_WEIGHTS = {"correct": 1.0, "short": 0.5}
+def messages(row, system_prompt):
+    return [{"role": "user", "content": row["question"]}]
+def reward(row, text):
+    return {"correct": 1.0, "short": 0.0}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    prompts_per_step: int = 1
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Load a task from the text of its file, with five rows of data."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(5)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def load(text: str, **settings) -> Task:
+        Path("my_task.py").write_text(text)
+        _import_file.cache_clear()  # two versions can be written within one tick of the clock
+        defaults = {"task": "my_task.py", "data": "rows.jsonl", "eval_data": "rows.jsonl", "eval_prompts": 2}
+        return load_task(Config(**(defaults | settings)))
+
+    return load
+
+
+def with_reward(body: str) -> str:
+    return GOOD.replace('return {"correct": 1.0, "short": 0.0}', body)
+
+
+def with_messages(body: str) -> str:
+    return GOOD.replace('return [{"role": "user", "content": row["question"]}]', body)
+
+
+def test_a_good_file_is_a_task(load):
+    task = load(GOOD)
+    assert task.weights == {"correct": 1.0, "short": 0.5}
+    assert task.total_reward(task.reward(task.train_rows[0], "x")) == 1.0
+    assert task.describe(task.train_rows[0], "x") == {}
+    assert (len(task.train_rows), len(task.eval_rows)) == (5, 2)
+    assert task.question(task.train_rows[3]) == "What is 3+3?"
+
+
+def test_weights_can_be_changed(load):
+    task = load(GOOD, reward_weight=("short=-0.25", "correct=2"))
+    assert task.weights == {"correct": 2.0, "short": -0.25}
+    assert task.total_reward({"correct": 1.0, "short": 1.0}) == 1.75
+
+
+FILE = r"^--task my_task\.py"
+ROW = rf"{FILE}: reward of rows\.jsonl:1"
+MESSAGES = rf"{FILE}: messages of rows\.jsonl:1"
+NO_NUMBER = "which is not a number$"
+LINE = r"\(line {} of my_task\.py\)$"
+BROKEN = {
+    # the file
+    "x = = 1": rf"{FILE}: the file cannot be imported: SyntaxError: .*{LINE.format(1)}",
+    "\nimport nothing_of_that_name": rf"{FILE}: .*nothing_of_that_name.*{LINE.format(2)}",
+    "raise SystemExit(3)": rf"{FILE}: the file cannot be imported: SystemExit: 3",
+    "": rf"{FILE}: it defines no function messages\(row, system_prompt\)$",
+    GOOD.replace("def reward", "def rewards"): rf"{FILE}: it defines no function reward\(row, text\)$",
+    GOOD.replace("REWARD_WEIGHTS", "WEIGHTS"): rf"{FILE}: REWARD_WEIGHTS must be a dict .* not None$",
+    GOOD.replace("1.0, ", '"much", ', 1): rf"{FILE}: REWARD_WEIGHTS must be a dict of a number for each component",
+    GOOD + "SYSTEM_PROMPT = 3": rf"{FILE}: SYSTEM_PROMPT must be a str, not 3$",
+    GOOD + "TRAIN_DATA = 3": rf"{FILE}: TRAIN_DATA must be a path, not 3$",
+    # the reward
+    with_reward("return None"): rf"{ROW} must return a dict of components, not None$",
+    with_reward("return 1.0"): rf"{ROW} must return a dict of components, not 1\.0$",
+    with_reward('return {"correct": 1.0}'): rf"{ROW} lacks the component 'short' of REWARD_WEIGHTS$",
+    with_reward('return {"correct": 1.0, "short": 0, "x": 1}'): rf"{ROW} has a component 'x' without a weight",
+    with_reward('return {"correct": "yes", "short": 0}'): rf"{ROW} gives 'correct' the value 'yes', {NO_NUMBER}",
+    with_reward('return {"correct": None, "short": 0}'): rf"{ROW} gives 'correct' the value None, {NO_NUMBER}",
+    with_reward('return {"correct": 1j, "short": 0}'): rf"{ROW} gives 'correct' the value 1j, {NO_NUMBER}",
+    with_reward("return row['gold']"): rf"{ROW} raised KeyError: 'gold' {LINE.format(6)}",
+    with_reward('import re; re.match("(", text)'): rf"{ROW} raised .*{LINE.format(6)}",
+    # the rest
+    with_messages("return row['question']"): rf"{MESSAGES} must return a list of role and content, not",
+    with_messages("return []"): rf"{MESSAGES} must return a list of role and content, not \[\]$",
+    with_messages("return [{}]"): rf"{MESSAGES} must return a list of role and content, not",
+    with_messages("return 1 / 0"): rf"{MESSAGES} raised ZeroDivisionError: .*{LINE.format(4)}",
+    GOOD + "def describe(row, text): return 3": rf"{FILE}: describe of .*:1 must return a dict of numbers, not 3$",
+    GOOD + "FIELDS = {'gold': str}": r"^rows\.jsonl:1: the field 'gold' is missing \(there are: question, answer\)$",
+    GOOD + "FIELDS = {'answer': int}": r"^rows\.jsonl:1: the field 'answer' cannot be \"0\"$",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_what_a_file_gets_wrong_is_told_before_anything_loads(load, text):
+    with pytest.raises(UserError, match=BROKEN[text]) as caught:
+        load(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_reward_that_fails_later_names_its_row(load):
+    task = load(with_reward('return {"correct": 1 / (len(text) - 3), "short": 0}'))
+    assert task.reward(task.train_rows[2], "12345")["correct"] == 0.5
+    with pytest.raises(UserError, match=rf"{FILE}: reward of rows\.jsonl:3 raised ZeroDivisionError"):
+        task.reward(task.train_rows[2], "123")
+
+
+def test_descriptions_must_have_the_same_names(load):
+    task = load(GOOD + "def describe(row, text): return {'long' if text else 'short': 1}")
+    with pytest.raises(UserError, match=r"describe of rows\.jsonl:1 must return the same names .* long, short$"):
+        task.describe(task.train_rows[0], "x")
+
+
+def test_numbers_of_other_libraries_are_numbers(load):
+    task = load(
+        "import torch, numpy\n" + with_reward('return {"correct": torch.tensor(1.), "short": numpy.float32(0.5)}')
+    )
+    assert task.reward(task.train_rows[0], "x") == {"correct": 1.0, "short": 0.5}
+
+
+def test_a_reward_that_takes_long_is_told_while_it_runs(load, monkeypatch, capsys):
+    monkeypatch.setattr(task_module, "PATIENCE", 0.05)
+    before = signal.getsignal(signal.SIGALRM)
+    task = load("import time\n" + with_reward('time.sleep(0.2 if text else 0)\n    return {"correct": 1, "short": 0}'))
+    assert capsys.readouterr().err == ""
+    assert task.reward(task.train_rows[1], "x")["correct"] == 1
+    assert "reward of rows.jsonl:2 has been running for 0.05 s" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"task": "nowhere.py"}, r"^--task nowhere\.py: there is no such file, and the bundled tasks are: arithmetic$"),
+        ({"task": "."}, r"^--task \.: there is no such file"),
+        ({"reward_weight": ("long=1",)}, r"^--reward-weight long: --task my_task\.py has .* correct, short$"),
+        ({"reward_weight": ("short",)}, r"^--reward-weight short: this is not NAME=NUMBER$"),
+        ({"reward_weight": ("short=much",)}, r"^--reward-weight short=much: this is not NAME=NUMBER$"),
+        ({"reward_weight": ("short=nan",)}, r"^--reward-weight short=nan: this is not NAME=NUMBER$"),
+        ({"data": None, "eval_data": None}, r"^--task my_task\.py has no data of its own: give --data$"),
+    ],
+)  # fmt: skip
+def test_flags_that_name_nothing_are_refused(load, settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load(GOOD, **settings)
+
+
+def test_data_of_a_task_lie_beside_its_file(load, tmp_path, monkeypatch):
+    monkeypatch.chdir("/")
+    (tmp_path / "here.py").write_text(GOOD + 'TRAIN_DATA = EVAL_DATA = "rows.jsonl"')
+    task = load_task(Config(task=str(tmp_path / "here.py"), eval_prompts=2))
+    assert len(task.train_rows) == 5
+
+
+def test_the_bundled_task_is_what_its_file_says():
+    task = import_task(RunConfig())
+    row = {"question": "What is 1+1?", "answer": "2"}
+    text = "<think>1+1=2</think><answer>2</answer>"
+    assert task.messages(row, "Think.") == arithmetic.messages(row, "Think.")
+    assert task.reward(row, text) == arithmetic.reward(row, text)
+    assert task.describe(row, text) == arithmetic.describe(row, text)
+    assert task.weights == {"correct": 1.0, "format": 0.0}
+
+
+def test_the_template_is_thirty_lines_and_a_task():
+    path = ROOT / "docs" / "task_template.py"
+    assert len(path.read_text().splitlines()) <= 32
+    task = import_task(RunConfig(task=str(path)))
+    row = {"question": "What is 1+1?", "answer": "2"}
+    assert task.reward(row, "<answer>2</answer>") == {"correct": 1.0, "short": 1.0}
+    assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
+    assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}
