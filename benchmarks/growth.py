@@ -163,7 +163,7 @@ def draw(measured: dict[str, list[dict]]) -> None:
         shared, whole = ([p for p in points if p["whole_rows"] == wanted] for wanted in (False, True))
         x = [p[axis] for p in shared]
         lines = (
-            ("update, whole rows", "update", whole, "C1"),
+            ("update, complete rows", "update", whole, "C1"),
             ("update, shared prompts", "update", shared, "C0"),
             ("sampling", "sampling", shared, "C2"),
         )
@@ -172,7 +172,7 @@ def draw(measured: dict[str, list[dict]]) -> None:
             middle = entries[len(entries) // 2]
             rate = middle["operations"][part] / middle[part]
             above.plot(x, [p["operations"][part] / rate for p in entries], ":", color=color)
-        for label, entries, color in (("whole rows", whole, "C1"), ("shared prompts", shared, "C0")):
+        for label, entries, color in (("complete rows", whole, "C1"), ("shared prompts", shared, "C0")):
             below.plot(x, [p["added_bytes"] / 1e9 for p in entries], "o-", color=color, label=label, markersize=4)
         below.set_xlabel(headings[axis])
         for axes in (above, below):
@@ -180,7 +180,7 @@ def draw(measured: dict[str, list[dict]]) -> None:
             axes.set_yscale("log")
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-    places[0, 0].set_ylabel("processor seconds")
+    places[0, 0].set_ylabel("CPU seconds")
     places[1, 0].set_ylabel("GB added by the step")
     places[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()

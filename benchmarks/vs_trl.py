@@ -185,7 +185,7 @@ def draw(accuracy: dict) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for place, clock, unit in ((axes[0], "cpu", "processor seconds"), (axes[1], "wall", "wall-clock seconds")):
+    for place, clock, unit in ((axes[0], "cpu", "CPU seconds"), (axes[1], "wall", "wall-clock seconds")):
         for color, (trainer, label) in enumerate((("ours", "experiment_base"), ("trl", "TRL"))):
             for number, curve in enumerate(accuracy["curves"][trainer]):
                 points = [(point[clock], point["accuracy"]) for point in curve]

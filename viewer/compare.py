@@ -50,8 +50,8 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path, panels: Sequence[
     places = [grid[:, :3], *(grid[row, 3:] for row in range(len(panels) - 1))]
     for key, place in zip(panels, places, strict=True):
         described = key.startswith("completion/")  # by the task
-        default = f"{key.removeprefix('completion/')} (mean over completions)" if described else key
-        heading, limits = HEADINGS.get(key, (default, (None, None)))
+        default = (f"{key.removeprefix('completion/')} (mean over completions)", (0, None))
+        heading, limits = HEADINGS.get(key, default if described else (key, (None, None)))
         axes = figure.add_subplot(place)
         for color, (label, directories) in enumerate(groups.items()):
             _draw_band(axes, [_read_curve(directory, key) for directory in directories], label, f"C{color}")

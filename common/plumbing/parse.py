@@ -1,6 +1,7 @@
 """The command line: read, resolved and checked, before anything is loaded."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def parse_config(
     import tyro
 
     description = description.partition("\nLeft out:")[0]  # what follows is for readers of the file
+    _check_pairs(config_class, sys.argv[1:] if argv is None else argv)
     config = tyro.cli(config_class, args=argv, description=description)
     if config.resume is not None:
         config = _resumed(config, lambda stored: tyro.cli(config_class, args=argv, default=stored))
@@ -42,6 +44,20 @@ def parse_config(
     config = resolve(config, defaults)
     check_combinations(config)
     return config
+
+
+def _check_pairs(config_class: type[ConfigT], argv: Sequence[str]) -> None:
+    """Refuse a flag of several values that is given twice (the first would be dropped), or without a value."""
+    for field in dataclasses.fields(config_class):
+        if field.type != tuple[str, ...]:
+            continue
+        uses = [
+            index for index, word in enumerate(argv) if word.partition("=")[0].replace("_", "-") == flag(field.name)
+        ]
+        if len(uses) > 1:
+            raise UserError(f"{flag(field.name)} is given {len(uses)} times: give all of its values after one")
+        if uses and "=" not in argv[uses[0]] and (argv[uses[0] + 1 :] or ["--"])[0].startswith("--"):
+            raise UserError(f"{flag(field.name)} needs at least one NAME=NUMBER")
 
 
 def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:

@@ -3,7 +3,6 @@
 import json
 import math
 from pathlib import Path
-from textwrap import shorten
 
 import torch
 
@@ -12,6 +11,7 @@ from common.trajectory import Trajectory
 
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.task import Task
+from common.plumbing.terminal import printable
 
 
 def write_samples(
@@ -40,8 +40,8 @@ def describe_best(task: Task, trajectories: list[Trajectory]) -> str:
     """The best completion of the first group, in two lines."""
     group = trajectories[: _group_size(trajectories)]
     best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
-    question = shorten(task.question(task.train_rows[best.prompt_index]), 120)
-    return f"{question}\n  -> {shorten(best.text, 240)} (reward {task.total_reward(best.rewards):g})"
+    question = printable(task.question(task.train_rows[best.prompt_index]), 120)
+    return f"{question}\n  -> {printable(best.text, 240)} (reward {task.total_reward(best.rewards):g})"
 
 
 def _group_size(trajectories: list[Trajectory]) -> int:

@@ -18,7 +18,7 @@ from common.plumbing.resume import open_resumed_run
 from common.plumbing.run import Run
 from common.plumbing.settings import describe_settings, wandb_settings, write_settings
 from common.plumbing.signals import signals_to
-from common.plumbing.task import Task
+from common.plumbing.task import Task, TaskError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -60,9 +60,11 @@ def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -
                 raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; resume with: {run.resume_command}") from None
-        except UserError:
+        except UserError as error:
             if not config.resume and not (run.directory / "metrics.jsonl").exists():
                 shutil.rmtree(run.directory)
+            elif isinstance(error, TaskError):
+                raise UserError(f"{error}. When it is corrected, resume with: {run.resume_command}") from error
             raise
         except (OSError, SafetensorError) as error:  # what safetensors raises has no errno; it comes from save_final
             if isinstance(error, OSError) and error.errno not in NO_SPACE:

@@ -1,11 +1,11 @@
 """What a run has gained: the figures of summary.json, and the tables at the end of a run."""
 
 from pathlib import Path
-from textwrap import shorten
 
 from common.evaluate import Answer, Evaluation
 
 from common.plumbing.task import Task
+from common.plumbing.terminal import printable
 
 SHOWN = {  # of evaluate(): what the closing table shows first, and under which label
     "greedy/accuracy": "greedy accuracy",
@@ -123,7 +123,7 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
         table.add_column(heading, overflow="fold")
     for row, *texts in list(zip(task.eval_rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
         cells = (task.question(row), str(row.get("answer", "")), *texts)
-        table.add_row(*(escape(shorten(text, 160)) for text in cells))
+        table.add_row(*(escape(printable(text, 160)) for text in cells))
     console.print(table)
     print(f"run:          {directory}")
     print(f"curve:        {directory / 'curve.png'}")

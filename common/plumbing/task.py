@@ -16,7 +16,14 @@ from types import ModuleType
 
 from common.errors import UserError
 
+from common.plumbing.terminal import printable
+
+TAKEN = ("length", "stopped", "truncated", "length_right", "length_wrong", "accuracy")  # names of our own metrics
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
+
+
+class TaskError(UserError):
+    """A fault of a task's functions; a run that it ends can be resumed once it is corrected."""
 
 
 class Row(dict):
@@ -43,8 +50,12 @@ class Task:
             if not callable(getattr(module, function, None)):
                 raise UserError(f"{self}: it defines no function {function}({arguments})")
         own = getattr(module, "REWARD_WEIGHTS", None)
-        if not isinstance(own, dict) or not own or not all(map(_is_finite, own.values())):
-            raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {own!r}")
+        if (
+            not isinstance(own, dict)
+            or not own
+            or not all(isinstance(k, str) and _is_finite(v) for k, v in own.items())
+        ):
+            raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {_short(own)}")
         self.weights: dict[str, float] = {component: float(weight) for component, weight in own.items()}
         for component, weight in parse_numbers("--reward-weight", weights).items():
             if component not in own:
@@ -101,6 +112,8 @@ class Task:
             raise self._error(
                 "describe", row, f"must return the same names for every completion; it differs in {names}"
             )
+        if wrong := [name for name in found if not isinstance(name, str) or name in TAKEN]:
+            raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
     def total_reward(self, rewards: dict[str, float]) -> float:
@@ -132,8 +145,8 @@ class Task:
                 function, row, f"gives {name!r} a value that is not one number: {_short(value)}"
             ) from None
 
-    def _error(self, function: str, row: dict, problem: str) -> UserError:
-        return UserError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
+    def _error(self, function: str, row: dict, problem: str) -> TaskError:
+        return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
 
     def _constant(self, name: str, wanted: type, default):
         value = getattr(self._module, name, default)
@@ -178,7 +191,7 @@ def describe_error(error: BaseException, module: ModuleType) -> str:
     if isinstance(error, SyntaxError) and error.lineno:
         lines = [error.lineno]
     place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
-    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+    text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
@@ -187,12 +200,11 @@ def _is_finite(value: object) -> bool:
 
 
 def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return printable(repr(value), 80)
 
 
 @contextmanager
-def _watch(sentence: Callable[[], UserError]) -> Iterator[None]:
+def _watch(sentence: Callable[[], TaskError]) -> Iterator[None]:
     """Print a sentence if the block takes longer than PATIENCE, where that is possible: in the main thread, on Unix."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
