@@ -45,7 +45,7 @@ class Experience:
         return Experience(**{field.name: take(field.name, getattr(self, field.name)) for field in fields(self)})
 
     def minibatches(self, minibatch_size: int | None, group_size: int, key: tuple[int, ...]) -> Iterator["Experience"]:
-        """Every row once, in shuffled minibatches of whole groups, so that a group's prompt can be encoded once.
+        """Every row once, in shuffled minibatches of complete groups, so that a group's prompt can be encoded once.
 
         Args:
             minibatch_size: rows per minibatch (the last one may be smaller); None: all rows in one.
@@ -53,12 +53,12 @@ class Experience:
             key: fixes the shuffle, e.g. (seed, step, epoch).
 
         Raises:
-            ValueError: the rows, or those of a minibatch, are not whole groups.
+            ValueError: the rows, or those of a minibatch, are not complete groups.
         """
         minibatch_size = len(self) if minibatch_size is None else minibatch_size
         for rows in (len(self), minibatch_size):
             if rows % group_size:
-                raise ValueError(f"{rows} rows are not whole groups of {group_size}")
+                raise ValueError(f"{rows} rows are not complete groups of {group_size}")
         device = self.sequences.device
         order = keyed_generator("minibatches", *key).permutation(len(self) // group_size)
         for groups in torch.from_numpy(order).to(device).split(minibatch_size // group_size):

@@ -170,7 +170,7 @@ def _uniforms(rows: list[Trajectory], max_new_tokens: int, key: tuple[int, ...])
 def _record(rows: list[Trajectory], tokens: torch.Tensor, log_probs: torch.Tensor, end_of_turn_ids: list[int]) -> None:
     """Write each row's tokens (B, C) up to its end of turn, with mask and log-probs: masks are made nowhere else."""
     for row, ids, values in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
-        end = next((place for place, token in enumerate(ids) if token in end_of_turn_ids), None)
+        end = next((position for position, token in enumerate(ids) if token in end_of_turn_ids), None)
         if end is not None:
             ids, row.finish_reason = ids[: end + 1], "stop"
         row.ids += ids

@@ -60,7 +60,7 @@ class Config(RunConfig):
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
     top_p: float = 1.0
     epochs_per_step: int = 1  # passes over a rollout; more reuse it, and the clipped ratio bounds how far
-    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the whole rollout
+    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
     # rows per forward and backward pass: memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: int | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank

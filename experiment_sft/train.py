@@ -149,7 +149,7 @@ def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> N
 def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, batch: Experience) -> dict[str, float]:
     """One optimizer step: minus the mean log-probability of the batch's assistant tokens."""
     optimizer.zero_grad()
-    num_tokens = batch.action_mask.sum()  # of the whole batch, so that micro-batches add up to its mean
+    num_tokens = batch.action_mask.sum()  # of the full batch, so that micro-batches add up to its mean
     total = 0.0
     for micro in batch.split(config.micro_batch_size):
         log_probs = policy(micro.sequences, micro.action_mask).log_probs  # (b, T-1)

@@ -100,7 +100,7 @@ ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
 
 def resolve(config: ConfigT, defaults: dict) -> ConfigT:
-    """The settings with those filled in that were left open: from the machine, the model, and `defaults`."""
+    """The settings, with every None and "auto" resolved from the machine, the model, and `defaults`."""
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

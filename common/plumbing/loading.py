@@ -17,9 +17,9 @@ from common.plumbing.saving import is_lora
 
 
 def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
-    """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter where one is asked for.
+    """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter if one is requested.
 
-    Weights that are trained are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
+    Trained weights are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
 
     Raises:
         UserError: there is no such model, or it cannot be used here; the sentence says what to do.
@@ -30,7 +30,7 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     disable_progress_bar()  # one progress line is enough
     for name in ("backends.cpu.ops", "autograd._functions"):  # notes on speed and on casts, in every layer
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
-    config = resolve(config, {})  # what the command line has resolved stays; a config made in code may leave it open
+    config = resolve(config, {})  # only for a config that was made in code: the command line has resolved its own
     source = str(config.model_path or config.model)
     settings = {"local_files_only": config.model_path is not None or must_be_cached("model", source)}
     try:
@@ -57,7 +57,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
         raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")
     _disable_dropout(model)
     use_fast_products(model)
-    if config.device == "cpu":  # where sdpa takes grouped keys as they are, transformers need not repeat them
+    if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
         end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)

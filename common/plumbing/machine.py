@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def describe_machine() -> dict:
-    """Versions, machine and commit: what a figure needs beside it."""
+    """Versions, machine and commit, which every figure needs."""
     return {
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread(s)",

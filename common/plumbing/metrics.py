@@ -1,11 +1,11 @@
-"""Where a run's numbers go: metrics.jsonl always, TensorBoard, and W&B where it is asked for."""
+"""Where a run's numbers go: metrics.jsonl, TensorBoard, and W&B if it is requested."""
 
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
-PROGRESS = {  # what the progress line shows, as far as it is logged
+PROGRESS = {  # what the progress line shows, if it is logged
     "reward/total": "reward {:.2f}",
     "reward/correct": "correct {:.2f}",
     "completion/length": "length {:.1f}",
@@ -16,12 +16,12 @@ PROGRESS = {  # what the progress line shows, as far as it is logged
 
 
 class MetricsLog:
-    """One line of metrics.jsonl a step, and the same numbers in TensorBoard and W&B.
+    """One line of metrics.jsonl per step, and the same numbers in TensorBoard and W&B.
 
     Args:
         directory: of the run.
         history: the lines that a resumed run's metrics.jsonl holds already. TensorBoard and W&B get them once more, so
-            that they hold just what metrics.jsonl holds.
+            that they hold exactly what metrics.jsonl holds.
         wandb_settings: keyword arguments of `wandb.init`, or None for no W&B.
         tell: prints a sentence.
     """
@@ -56,7 +56,7 @@ class MetricsLog:
             try:
                 self._wandb.log(metrics, step=step)
             except Exception as error:  # whatever it is, it must not end the run
-                self._tell(f"--wandb: {error}; logging goes on without it")
+                self._tell(f"--wandb: {error}; logging continues without it")
                 self._wandb = None
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def progress_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a JSONL file of a run, up to a line that was cut off by a kill; none where there is no file."""
+    """The rows of a JSONL file of a run, up to a line that was cut off by a kill; none if there is no file."""
     rows = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
@@ -91,9 +91,9 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def keep_until(path: Path, step: int) -> list[dict]:
-    """Cut a JSONL file of a run back to what it held when `step` had been logged, and return its rows.
+    """Truncate a JSONL file of a run to what it held when `step` had been logged, and return its rows.
 
-    The evaluation after the last step is logged as a second line of that step; it is cut off as well.
+    The evaluation after the last step is logged as a second line of that step; it is removed as well.
     """
     rows = read_lines(path)
     is_metrics = path.name == "metrics.jsonl"
@@ -110,11 +110,11 @@ def keep_until(path: Path, step: int) -> list[dict]:
 
 
 def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
-    """A W&B run: online, else offline, else None; each step down with a sentence."""
+    """A W&B run: online, otherwise offline, otherwise None; each fallback with a sentence."""
     try:
         import wandb
     except ImportError:
-        tell("--wandb: the package is not installed (pip install wandb); logging goes on without it")
+        tell("--wandb: the package is not installed (pip install wandb); logging continues without it")
         return None
     settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
     for mode in ({}, {"mode": "offline"}):
@@ -123,6 +123,6 @@ def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
                 raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
             return wandb.init(**(settings | mode))
         except Exception as error:  # a wrong key, no network, a full disk: none of them may stop the run
-            next_step = "going on without" if mode else "logging offline, to be sent later with `wandb sync`"
+            next_step = "continuing without it" if mode else "logging offline, to be sent later with `wandb sync`"
             tell(f"--wandb: {' '.join(str(error).split())}; {next_step}")
     return None

@@ -5,17 +5,14 @@ The README's section "Your own task" lists what such a file defines.
 
 import math
 import numbers
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 from common.errors import UserError
 
+from common.plumbing.signals import call_after
 from common.plumbing.terminal import printable
 
 TAKEN = ("length", "stopped", "truncated", "length_right", "length_wrong", "accuracy")  # names of our own metrics
@@ -130,10 +127,13 @@ class Task:
 
     def _call(self, function: str, row: dict, argument: str):
         try:
-            with _watch(lambda: self._error(function, row, f"has been running for {PATIENCE} s; Ctrl-C twice ends it")):
+            with call_after(PATIENCE, lambda: print(self._too_slow(function, row), file=sys.stderr)):
                 return getattr(self._module, function)(row, argument)
         except Exception as error:  # whatever the user's code raises
             raise self._error(function, row, f"raised {describe_error(error, self._module)}") from error
+
+    def _too_slow(self, function: str, row: dict) -> TaskError:
+        return self._error(function, row, f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
 
     def _number(self, function: str, row: dict, name: str, value) -> float:
         if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
@@ -201,18 +201,3 @@ def _is_finite(value: object) -> bool:
 
 def _short(value: object) -> str:
     return printable(repr(value), 80)
-
-
-@contextmanager
-def _watch(sentence: Callable[[], TaskError]) -> Iterator[None]:
-    """Print a sentence if the block takes longer than PATIENCE, where that is possible: in the main thread, on Unix."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGALRM, lambda *_: print(sentence(), file=sys.stderr))
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)

@@ -52,13 +52,15 @@ def test_the_reward_rises_beyond_noise(run_directory):
     assert statistics.mean(last) - statistics.mean(first) > max(0.1, 3 * noise)
 
 
-def test_the_policy_learns_to_work_things_out(run_directory):
+def test_the_policy_learns_to_reason_before_it_answers(run_directory):
+    """The share of reasoned answers rises, and with it accuracy."""
     summary = json.loads((run_directory / "summary.json").read_text())
     assert summary["after"]["sampled/reasoned"] > summary["before"]["sampled/reasoned"] + 0.1
     assert summary["after"]["sampled/accuracy"] > summary["before"]["sampled/accuracy"] + 0.1
 
 
-def test_final_loads_with_plain_transformers_and_has_the_reported_accuracy(run_directory):
+def test_final_loads_in_transformers_with_the_same_accuracy(run_directory):
+    """Greedy decoding by `generate` gives the accuracy that summary.json reports."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(run_directory / "final", dtype=torch.float32)
@@ -73,8 +75,8 @@ def test_final_loads_with_plain_transformers_and_has_the_reported_accuracy(run_d
     assert statistics.mean(correct) == summary["accuracy_after"]
 
 
-def test_the_bundled_policy_can_work_things_out_and_mostly_does_not():
-    """The gate before any reinforcement learning: there is something to find, and room to find it."""
+def test_the_bundled_policy_can_reason_and_mostly_does_not():
+    """Before any training: a forced thought leads to the right answer, but the policy seldom starts one."""
     policy = load_policy(PolicyConfig(device="cpu"))
     rows = [json.loads(line) for line in task.EVAL_DATA.read_text().splitlines()][:256]
     forced = evaluate(policy, rows, task, max_new_tokens=96, prefix="<think>").metrics

@@ -1,4 +1,4 @@
-"""What the smoke tests share: small checkpoints of other architectures, tokenizers and chat templates, freshly made."""
+"""Shared by the tests of models: small checkpoints of other architectures, tokenizers and chat templates."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +29,7 @@ QWEN_2_TEMPLATE = (
 
 
 def byte_tokenizer(specials: list[str], **settings) -> PreTrainedTokenizerFast:
-    """A tokenizer without merges: one token a byte, and the given special tokens behind them."""
+    """A tokenizer without merges: one token per byte, followed by the given special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +54,7 @@ def save_llama(path: Path, **settings) -> None:
 
 
 def save_qwen2(path: Path, **settings) -> None:
-    """Like Qwen2: biases in attention, tied head, a system turn that the template adds, pad and end apart."""
+    """Like Qwen2: biases in attention, tied head, a system turn that the template adds, separate pad and end tokens."""
     tokenizer = byte_tokenizer(
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         eos_token="<|im_end|>",

@@ -59,7 +59,7 @@ def read_plain(path, **settings) -> torch.nn.Module:
 
 @torch.no_grad()
 def fill_adapters(policy: Policy) -> Policy:
-    """Give every B, which starts at 0, random weights: else the policy would be its base, and A have no gradient."""
+    """Give the policy's B, which start at 0, random weights: otherwise it equals its base, and A has no gradient."""
     generator = torch.Generator().manual_seed(1)
     for name, weight in policy.named_parameters():
         if "lora_B" in name:
@@ -76,7 +76,7 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The cosine of two sets of gradients, each laid end to end."""
+    """The cosine of two sets of gradients, each concatenated."""
     assert a.keys() == b.keys()
     flat = [torch.cat([grads[name].flatten().double() for name in a]) for grads in (a, b)]
     return torch.nn.functional.cosine_similarity(*flat, dim=0).item()
@@ -103,7 +103,7 @@ def read_steps(directory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def trained(load_script, tmp_path_factory) -> SimpleNamespace:
-    """Two steps of experiment_base with an adapter on the bundled policy: the policy, and where its run lies."""
+    """Two steps of experiment_base with an adapter on the bundled policy: the policy, and the run's directory."""
     runs = tmp_path_factory.mktemp("runs")
     script = load_script("experiment_base/train.py")
     policy = run_and_catch(script, "--runs-dir", str(runs), "--lora-rank", "4", "--lr", "1e-2", "--save-merged")
@@ -120,7 +120,8 @@ def test_the_kl_is_0_before_the_first_update_and_not_after_it(trained):
     assert second["loss/kl"] > 1e-4
 
 
-def test_training_moves_every_adapter_and_leaves_the_base_bit_for_bit(trained):
+def test_training_changes_all_adapters_and_never_the_base(trained):
+    """The base stays equal bit for bit."""
     start = dict(load(lora_rank=4).named_parameters())
     moved = {name for name, weight in trained.policy.named_parameters() if not torch.equal(weight, start[name])}
     assert moved == {name for name in start if "lora_" in name}
@@ -132,14 +133,14 @@ def test_training_moves_every_adapter_and_leaves_the_base_bit_for_bit(trained):
         assert torch.equal(now, weight.float()), name
 
 
-def test_adapters_stand_on_every_linear_layer_but_the_head(trained):
+def test_all_linear_layers_but_the_head_have_adapters(trained):
     model = trained.policy.model.get_base_model()
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     assert len(adapted) == 7 * model.config.num_hidden_layers  # q, k, v, o; gate, up, down
     assert not any("head" in name or "embed" in name for name in adapted)
 
 
-def test_the_reference_of_a_trained_adapter_is_the_untouched_model(trained):
+def test_the_reference_of_an_adapter_is_the_unchanged_model(trained):
     reference = make_reference(trained.policy)
     assert torch.equal(log_probs_of(reference), log_probs_of(load()))
     torch.testing.assert_close(log_probs_of(reference), plain_log_probs(read_plain(TINY_POLICY)), atol=1e-5, rtol=0)
@@ -153,7 +154,7 @@ def test_scoring_with_the_reference_leaves_the_adapter_on(trained):
 
 
 def test_training_mode_changes_no_log_prob(trained, monkeypatch):
-    """It would with dropout, in the model or in its adapter."""
+    """It would change them with dropout, in the model or in its adapter."""
     policy = trained.policy
     monkeypatch.setattr(policy, "gradient_checkpointing", True)  # which is what enters training mode
     with_gradient = policy(*random_rows(policy.model.config.vocab_size)).log_probs
@@ -169,7 +170,8 @@ def test_peft_loads_the_saved_adapter(trained):
     torch.testing.assert_close(plain_log_probs(loaded), expected, atol=1e-5, rtol=0)
 
 
-def test_the_merged_model_is_a_plain_one_that_agrees_with_the_adapter(trained):
+def test_the_merged_model_agrees_with_the_adapter(trained):
+    """It is a plain model, which loads without peft."""
     path = trained.directory / "final_merged"
     assert not (path / "adapter_config.json").exists()
     torch.testing.assert_close(plain_log_probs(read_plain(path)), log_probs_of(trained.policy), atol=1e-5, rtol=0)
@@ -198,9 +200,8 @@ def test_an_adapter_adds_alpha_over_rank_times_b_a_x(settings, scale):
     torch.testing.assert_close(layer(x), layer.get_base_layer()(x) + scale * x @ a.T @ b.T)
 
 
-def test_the_learning_rate_is_ten_times_as_high_with_an_adapter_unless_it_is_given(
-    load_script, save_checkpoint, tmp_path
-):
+def test_the_default_lr_is_ten_times_as_high_with_an_adapter(load_script, save_checkpoint, tmp_path):
+    """A learning rate that is given is used as it is."""
     config_class = load_script("experiment_base/train.py").Config
     save_checkpoint("llama", tmp_path / "model")
 
@@ -237,9 +238,9 @@ def test_eager_attention_and_sdpa_give_the_same_log_probs(save_checkpoint, tmp_p
 
 @pytest.fixture
 def widths(monkeypatch) -> list[int]:
-    """How many tokens a row every Llama layer is given, in the order of the calls.
+    """The number of tokens per row that every Llama layer is given, in the order of the calls.
 
-    The MLP in it tells: a layer whose own `forward` is replaced is no longer checkpointed.
+    Counted in the MLP: a layer whose own `forward` is replaced is no longer checkpointed.
     """
     calls, real = [], LlamaMLP.forward
 
@@ -255,7 +256,8 @@ WAYS = {"all weights": {}, "adapter": {"lora_rank": 4}, "adapter on 4 bits": {"l
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradient_checkpointing_computes_every_layer_twice_and_the_same_gradients(widths, way):
+def test_gradient_checkpointing_gives_the_same_gradients(widths, way):
+    """It computes every layer twice."""
     if "load_in" in WAYS[way]:
         pytest.importorskip("bitsandbytes")
     plain = fill_adapters(load(**WAYS[way]))
@@ -272,14 +274,15 @@ def test_gradient_checkpointing_computes_every_layer_twice_and_the_same_gradient
         torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=0)
 
 
-def test_gradient_checkpointing_changes_no_sample_and_leaves_the_cache_on(widths):
+def test_gradient_checkpointing_changes_no_sample(widths):
+    """The cache stays on while sampling."""
     rows = {}
     for checkpointing in (False, True):
         policy = load(gradient_checkpointing=checkpointing)
         gradients(policy)  # enters training mode, in which checkpointing would switch the cache off
         widths.clear()
         rows[checkpointing] = sample(policy, PROMPTS, 3, max_new_tokens=8, key=(0,))
-        assert set(widths[4:]) == {1}  # behind the prompts one token at a time
+        assert set(widths[4:]) == {1}  # after the prompts one token at a time
         assert len(widths) == 4 * 8
     assert rows[True] == rows[False]
 
@@ -288,8 +291,8 @@ def test_gradient_checkpointing_changes_no_sample_and_leaves_the_cache_on(widths
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rollout_leaves_the_gradients_over_4_bit_weights_as_they_were(monkeypatch, dtype):
-    """On CPUs with AVX512-BF16 bitsandbytes packs the weights anew in the first forward pass without gradient."""
+def test_a_rollout_does_not_change_gradients_over_4_bit_weights(monkeypatch, dtype):
+    """On CPUs with AVX512-BF16 bitsandbytes repacks the weights in the first forward pass without gradient."""
     pytest.importorskip("bitsandbytes")
     with monkeypatch.context() as patch:
         patch.setattr(common.plumbing.loading, "_check_head", lambda policy: None)  # it would be that first pass
@@ -300,7 +303,8 @@ def test_a_rollout_leaves_the_gradients_over_4_bit_weights_as_they_were(monkeypa
     assert cosine(gradients(policy), before) > 0.9999
 
 
-def test_gradients_over_4_bit_weights_are_those_over_the_numbers_that_they_stand_for():
+def test_gradients_over_4_bit_weights_equal_dequantised_ones():
+    """The same adapter over weights that were quantised and dequantised has the same gradients."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     quantised = fill_adapters(load(load_in="4bit", lora_rank=4))
     sample(quantised, PROMPTS, 3, max_new_tokens=4, key=(0,))
@@ -313,17 +317,17 @@ def test_gradients_over_4_bit_weights_are_those_over_the_numbers_that_they_stand
             weight.copy_(bitsandbytes.functional.dequantize_4bit(packed, state))
     torch.testing.assert_close(log_probs_of(quantised), log_probs_of(rounded), atol=1e-3, rtol=0)
     assert cosine(gradients(quantised), gradients(rounded)) > 0.999
-    assert cosine(gradients(quantised), gradients(exact)) < 0.999  # it is the rounding that was compared
+    assert cosine(gradients(quantised), gradients(exact)) < 0.999  # the agreement is due to the same rounding
 
 
 @pytest.mark.parametrize(("load_in", "dtype"), [("8bit", "bfloat16"), ("4bit", "float32")])
-def test_a_run_over_quantised_weights_leaves_an_adapter_that_peft_loads(load_script, tmp_path, load_in, dtype):
+def test_peft_loads_the_adapter_of_a_run_over_quantised_weights(load_script, tmp_path, load_in, dtype):
     pytest.importorskip("bitsandbytes")
     flags = ("--runs-dir", str(tmp_path), "--load-in", load_in, "--lora-rank", "4", "--lr", "1e-2", "--save-merged")
     policy = run_and_catch(load_script("experiment_base/train.py"), *flags)
     directory = tmp_path / "experiment_base" / "adapter"
     first, second = read_steps(directory)
-    assert json.loads((directory / "config.json").read_text())["dtype"] == dtype  # as it resolves
+    assert json.loads((directory / "config.json").read_text())["dtype"] == dtype  # as resolved
     assert abs(first["loss/kl"]) < 1e-2
     assert first["loss/grad_norm"] > 0
     assert second["loss/kl"] > first["loss/kl"]

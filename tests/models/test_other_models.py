@@ -6,7 +6,7 @@ import pytest
 
 from common.tasks import arithmetic
 
-WAYS = {  # of training: the flags, and how far sampling and training may lie apart
+WAYS = {  # of training: the flags, and how much sampling and training log-probs may differ
     "float32, eager": (("--dtype", "float32", "--attn-implementation", "eager"), 1e-4),
     "bfloat16": (("--dtype", "bfloat16"), 0.1),
     "bfloat16, adapter": (("--dtype", "bfloat16", "--lora-rank", "4"), 0.1),
@@ -16,14 +16,14 @@ WAYS = {  # of training: the flags, and how far sampling and training may lie ap
 
 
 def reward_of_any_text(row: dict, text: str) -> dict[str, float]:
-    """A random policy never answers; this tells what it babbles apart, so that there is something to learn."""
+    """A random policy never answers; this reward depends on the length of its text, so that it can be learned."""
     return {"correct": float(len(text) % 2), "format": 0.0}
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 @pytest.mark.parametrize("way", WAYS)
 def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script, save_checkpoint, model, way):
-    flags, max_gap = WAYS[way]
+    flags, max_difference = WAYS[way]
     script = load_script("experiment_base/train.py")
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script,
     first, second = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:3]
     assert first["policy/first_ratio"] == pytest.approx(1.0, abs=1e-4)
     assert first["loss/kl"] == pytest.approx(0.0, abs=1e-4)
-    assert first["policy/sampling_log_prob_difference"] < max_gap
+    assert first["policy/sampling_log_prob_difference"] < max_difference
     assert first["loss/grad_norm"] > 0
     assert second["step"] == 2
     assert second["loss/kl"] > first["loss/kl"]  # what was learned is in the weights that are trained on

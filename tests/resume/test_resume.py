@@ -1,4 +1,4 @@
-"""A run that was killed, interrupted or out of room goes on to what one that was left alone has come to."""
+"""A run that was killed, interrupted or out of disk space resumes to the result of an uninterrupted one."""
 
 import hashlib
 import io
@@ -35,14 +35,14 @@ FLAGS = (
 )
 SIX_STEPS = (*FLAGS, "--steps", "6")
 CHECKPOINTS = ("--checkpoint-every", "2")
-PATIENCE = 600  # seconds, after which a program counts as hung; a start alone takes minutes where the cores are taken
+PATIENCE = 600  # seconds after which a program counts as hung; on busy cores a start alone takes minutes
 SHELL = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# The program as it is, on a disk that takes for ever over the second checkpoint.
+# The unchanged program, on a disk that hangs at the second checkpoint.
 ON_A_SLOW_DISK = """
 import runpy, sys, time
 from common.plumbing import checkpoints
@@ -59,7 +59,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture(scope="module", autouse=True)
 def without_curves() -> Iterator[None]:
-    """Drawing would be half of the time of runs as small as these."""
+    """Drawing would take half of the time of such small runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("viewer.curve.draw_curve", lambda _: None)
         yield
@@ -72,11 +72,11 @@ def train(load_script) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="module")
-def left_alone(train, tmp_path_factory) -> Path:
-    """The directory of a run that nothing befell."""
+def uninterrupted(train, tmp_path_factory) -> Path:
+    """The directory of a run without interruption."""
     runs = tmp_path_factory.mktemp("runs")
-    train(*SIX_STEPS, *CHECKPOINTS, "--runs-dir", str(runs), "--name", "left_alone")
-    return runs / "experiment_base" / "left_alone"
+    train(*SIX_STEPS, *CHECKPOINTS, "--runs-dir", str(runs), "--name", "uninterrupted")
+    return runs / "experiment_base" / "uninterrupted"
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def killed(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(killed, train) -> tuple[Path, str]:
-    """The same after it went on to its end, and what it printed then."""
+    """The same run after it was resumed to its end, and what it printed then."""
     return killed, train("--resume", str(killed))
 
 
@@ -112,7 +112,7 @@ def printed_by(main: Callable[[list[str]], None], *arguments: str) -> str:
 
 @contextmanager
 def started(*command: str | Path, cwd: Path) -> Iterator[subprocess.Popen]:
-    """A program that was started as from a user's shell; it does not outlive the block."""
+    """A program started as from a user's shell; it ends with the block."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([str(part) for part in command], cwd=cwd, env=SHELL, **pipes)
     try:
@@ -155,20 +155,20 @@ def checkpoints_of(directory: Path) -> list[str]:
 
 
 def last_step(directory: Path) -> int:
-    """The last step that metrics.jsonl holds a whole line of; 0: none."""
+    """The last step with a complete line in metrics.jsonl; 0 if there is none."""
     path = directory / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
 
 
 def read_metrics(directory: Path) -> list[dict]:
-    """The lines of metrics.jsonl, without what was measured."""
+    """The lines of metrics.jsonl, without time and memory."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{name: row[name] for name in row if not name.startswith(("time/", "memory/"))} for row in rows]
 
 
 def read_results(directory: Path) -> dict:
-    """summary.json, without what was measured and without the machine."""
+    """summary.json, without time, memory and machine."""
     summary = json.loads((directory / "summary.json").read_text())
     measured = ("seconds", "tokens_per_second", "peak_memory_bytes", "versions", "machine", "gpu", "commit")
     return {name: value for name, value in summary.items() if name not in measured}
@@ -197,10 +197,10 @@ def assert_equal_runs(directory: Path, expected: Path) -> None:
         assert digest(directory / name) == digest(expected / name), name
 
 
-def test_a_kill_at_a_random_moment_changes_nothing_in_the_end(killed_and_resumed, left_alone):
+def test_a_kill_at_a_random_moment_does_not_change_the_result(killed_and_resumed, uninterrupted):
     directory, output = killed_and_resumed
     assert re.search("after step [24]\n", output)
-    assert_equal_runs(directory, left_alone)
+    assert_equal_runs(directory, uninterrupted)
 
 
 def test_tensorboard_shows_every_step_once_after_a_kill(killed_and_resumed):
@@ -210,7 +210,8 @@ def test_tensorboard_shows_every_step_once_after_a_kill(killed_and_resumed):
     assert read_events(directory, "reward/total") == expected
 
 
-def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, train, left_alone):
+def test_a_kill_during_a_checkpoint_keeps_the_previous_one(tmp_path, train, uninterrupted):
+    """The unfinished checkpoint is ignored, and the run resumes from the one before it."""
     directory = tmp_path / "runs" / "experiment_base" / "killed"
     program = (sys.executable, "-c", ON_A_SLOW_DISK, TRAIN)
     with started(*program, *SIX_STEPS, *CHECKPOINTS, "--name", "killed", cwd=tmp_path) as process:
@@ -221,7 +222,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, tr
     output = train("--resume", str(directory))
     assert "step_4.partial was not finished when the run was stopped; it is ignored" in output
     assert "after step 2\n" in output
-    assert_equal_runs(directory, left_alone)
+    assert_equal_runs(directory, uninterrupted)
     assert checkpoints_of(directory) == ["step_4", "step_6"]
 
 
@@ -245,8 +246,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("name", "damage", "sentence"), FAULTS)
-def test_a_torn_checkpoint_is_passed_over(tmp_path, capsys, left_alone, name, damage, sentence):
-    directory = copy_of(left_alone, tmp_path) / "checkpoints"
+def test_a_corrupt_checkpoint_is_ignored(tmp_path, capsys, uninterrupted, name, damage, sentence):
+    directory = copy_of(uninterrupted, tmp_path) / "checkpoints"
     assert newest_checkpoint(directory) == (6, directory / "step_6")
     assert not capsys.readouterr().out
     damage(directory / "step_6" / name)
@@ -256,18 +257,19 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path, capsys, left_alone, name, da
     assert "it is ignored" in output
 
 
-def test_a_run_goes_on_from_before_a_torn_checkpoint(tmp_path, train, left_alone):
-    directory = copy_of(left_alone, tmp_path)
+def test_a_run_resumes_from_before_a_corrupt_checkpoint(tmp_path, train, uninterrupted):
+    directory = copy_of(uninterrupted, tmp_path)
     flip_a_byte(directory / "checkpoints" / "step_6" / "model.safetensors")
     output = train("--resume", str(directory))
     assert "step_6 is corrupt" in output
     assert "after step 4\n" in output
-    assert_equal_runs(directory, left_alone)
+    assert_equal_runs(directory, uninterrupted)
     assert newest_checkpoint(directory / "checkpoints")[0] == 6
 
 
-def test_a_torn_checkpoint_does_not_push_out_a_whole_one(tmp_path, load_script, left_alone):
-    directory = copy_of(left_alone, tmp_path) / "checkpoints"
+def test_a_corrupt_checkpoint_never_displaces_a_complete_one(tmp_path, load_script, uninterrupted):
+    """Corrupt checkpoints of later steps do not count among those that are kept."""
+    directory = copy_of(uninterrupted, tmp_path) / "checkpoints"
     for step in ("step_4", "step_6"):
         (directory / step / "optimizer.pt").unlink()
     policy = load_policy(parse_config(load_script("experiment_base/train.py").Config, FLAGS, description=""))
@@ -276,16 +278,16 @@ def test_a_torn_checkpoint_does_not_push_out_a_whole_one(tmp_path, load_script, 
     assert newest_checkpoint(directory) == (2, directory / "step_2")
 
 
-def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, left_alone):
-    directory = copy_of(left_alone, tmp_path, until=0)
+def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, uninterrupted):
+    directory = copy_of(uninterrupted, tmp_path, until=0)
     assert "from the start: it has no checkpoint" in train("--resume", str(directory))
-    assert_equal_runs(directory, left_alone)
+    assert_equal_runs(directory, uninterrupted)
     for tag in ("reward/total", "eval/sampled/accuracy"):
-        assert read_events(directory, tag) == read_events(left_alone, tag)
+        assert read_events(directory, tag) == read_events(uninterrupted, tag)
 
 
-def test_signals_end_a_run_with_the_command_that_goes_on_with_it(tmp_path, train, left_alone):
-    """SIGTERM while the policy is loaded, then Ctrl-C in a step; each time the command told is run."""
+def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uninterrupted):
+    """SIGTERM while the policy is loaded, then Ctrl-C in a step; each time the printed command is run."""
     directory = tmp_path / "runs" / "experiment_base" / "my run"
     command = ["python", str(TRAIN), *SIX_STEPS, "--checkpoint-every", "0", "--name", "my run"]
     for number, is_in_a_step in ((signal.SIGTERM, False), (signal.SIGINT, True)):
@@ -308,11 +310,11 @@ def test_signals_end_a_run_with_the_command_that_goes_on_with_it(tmp_path, train
         command = shlex.split(re.search("^interrupted; resume with: (.*)$", errors, re.MULTILINE)[1])
         assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
     train("--resume", str(directory))
-    assert_equal_runs(directory, left_alone)
+    assert_equal_runs(directory, uninterrupted)
 
 
-def test_an_interruption_that_comes_out_as_another_error_is_still_one(tmp_path, load_script):
-    """As in the midst of an import: Python 3.11 turns whatever `__set_name__` raises into a RuntimeError."""
+def test_an_interrupt_raised_as_another_error_is_recognised(tmp_path, load_script):
+    """For example during an import: Python 3.11 turns whatever `__set_name__` raises into a RuntimeError."""
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine")
 
     def run() -> None:
@@ -328,7 +330,7 @@ def test_an_interruption_that_comes_out_as_another_error_is_still_one(tmp_path, 
 
 @contextmanager
 def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """Within the block no file can become longer than that, as if the disk were full."""
+    """Within the block no file can become longer than `num_bytes`, as if the disk were full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -342,13 +344,14 @@ def size_until_step_4(path: Path) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
-def test_whatever_there_is_no_room_for_a_run_says_so_and_goes_on_when_there_is(tmp_path, train, left_alone):
-    directory = copy_of(left_alone, tmp_path, until=4)
+def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, uninterrupted):
+    """Whichever file there is no space for; it resumes when there is space."""
+    directory = copy_of(uninterrupted, tmp_path, until=4)
     metrics, samples = directory / "metrics.jsonl", directory / "samples.jsonl"
-    size_of_weights = (left_alone / "final" / "model.safetensors").stat().st_size
+    size_of_weights = (uninterrupted / "final" / "model.safetensors").stat().st_size
 
     def refusal(num_bytes: int) -> str:
-        """How the resumed run ends, as a program does, where files can be so long."""
+        """The error message of the resumed run where files can be `num_bytes` long."""
         errors = io.StringIO()
         with files_limited_to(num_bytes), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
             run_main(lambda: train("--resume", str(directory)))
@@ -367,7 +370,7 @@ def test_whatever_there_is_no_room_for_a_run_says_so_and_goes_on_when_there_is(t
     assert checkpoints_of(directory) == ["step_4"]
 
     train("--resume", str(directory))
-    assert_equal_runs(directory, left_alone)
+    assert_equal_runs(directory, uninterrupted)
     assert re.match(no_room, refusal(size_of_weights - 1))  # only final/ was left to write
 
 
@@ -377,13 +380,13 @@ def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
     assert not list((tmp_path / "experiment_base").iterdir())
 
 
-def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, left_alone):
+def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, uninterrupted):
     train(*FLAGS, "--steps", "4", *CHECKPOINTS, "--runs-dir", str(tmp_path), "--name", "mine")
     directory = tmp_path / "experiment_base" / "mine"
     assert len(read_metrics(directory)) == 6
     output = train("--resume", str(directory), *SIX_STEPS, *CHECKPOINTS, "--seed", "0", "--name", "mine")
     assert "after step 4\n" in output
-    assert_equal_runs(directory, left_alone)
+    assert_equal_runs(directory, uninterrupted)
     assert json.loads((directory / "config.json").read_text())["steps"] == 6
 
 
@@ -398,26 +401,26 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize("arguments", DIFFERENCES, ids=lambda arguments: arguments[0])
-def test_a_resumed_run_keeps_its_settings(tmp_path, train, left_alone, arguments):
-    shutil.copy(left_alone / "config.json", tmp_path)
+def test_a_resumed_run_keeps_its_settings(tmp_path, train, uninterrupted, arguments):
+    shutil.copy(uninterrupted / "config.json", tmp_path)
     with pytest.raises(UserError, match=f"^{arguments[0]} .* differs from the run's"):
         train("--resume", str(tmp_path), *arguments)
 
 
-def test_what_is_not_a_run_of_this_experiment_is_not_resumed(tmp_path, train, left_alone):
+def test_what_is_not_a_run_of_this_experiment_is_not_resumed(tmp_path, train, uninterrupted):
     with pytest.raises(UserError, match=r"no config\.json of a run"):
         train("--resume", str(tmp_path))
-    settings = json.loads((left_alone / "config.json").read_text())
+    settings = json.loads((uninterrupted / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"experiment": "experiment_other"}))
     with pytest.raises(UserError, match="is a run of experiment_other, not of experiment_base"):
         train("--resume", str(tmp_path))
 
 
-def test_a_finished_run_that_is_resumed_comes_to_the_same(tmp_path, train, left_alone):
-    directory = copy_of(left_alone, tmp_path)
+def test_resuming_a_finished_run_gives_the_same_result(tmp_path, train, uninterrupted):
+    directory = copy_of(uninterrupted, tmp_path)
     assert "after step 6\n" in train("--resume", str(directory))
-    assert_equal_runs(directory, left_alone)
-    assert read_events(directory, "reward/total") == read_events(left_alone, "reward/total")
+    assert_equal_runs(directory, uninterrupted)
+    assert read_events(directory, "reward/total") == read_events(uninterrupted, "reward/total")
 
 
 def test_an_adapter_is_resumed(tmp_path, train):

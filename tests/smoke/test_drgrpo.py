@@ -1,4 +1,4 @@
-"""experiment_drgrpo is experiment_base with `--critic-type grpo`, and without it lacks the two divisions."""
+"""With `--critic-type grpo` experiment_drgrpo equals experiment_base; without it, two divisions are left out."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
 
 
 def read_metrics(directory: Path) -> list[dict]:
-    """The metrics without what is never twice the same."""
+    """The metrics without time and memory, which differ from run to run."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{name: row[name] for name in row if not name.startswith(("time/", "memory/"))} for row in rows]
 
@@ -54,7 +54,7 @@ def test_the_advantage_is_the_return_minus_the_groups_mean(run):
 
     grpo, drgrpo = first_step("grpo"), first_step("drgrpo")
     assert [row["ids"] for row in grpo] == [row["ids"] for row in drgrpo]
-    returns = torch.tensor([row["rewards"]["correct"] for row in grpo]).view(-1, 4)  # whole groups are kept
+    returns = torch.tensor([row["rewards"]["correct"] for row in grpo]).view(-1, 4)  # complete groups are kept
     centered = returns - returns.mean(dim=1, keepdim=True)
     std = returns.std(dim=1, keepdim=True)
     assert (std > 0).any()

@@ -34,13 +34,13 @@ def messages(row, system_prompt):
 def reward(row, text):
     return {{"even": len(text) % 2}}
 """
-GENTLE = ("--lr", "1e-5")  # where two runs are to agree: a large one would enlarge rounding, too
+GENTLE = ("--lr", "1e-5")  # where two runs should agree: a large rate would also amplify rounding
 LORA = ("--lora-rank", "2")
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run leaves behind, and what its code was seen doing."""
+    """What a run leaves behind, and what was observed while it ran."""
 
     directory: Path
     output: str  # what it printed
@@ -96,7 +96,7 @@ class Outcome:
         return min(min(entry["sampler_log_probs"]) for entry in self.samples)
 
     def rows_of_steps(self) -> list[int]:
-        """How many completions each step has sampled: its tokens by their mean number in a completion."""
+        """How many completions each step has sampled: its tokens divided by the mean length of a completion."""
         return [
             round(entry["time/tokens_per_second"] * entry["time/step"] / entry["completion/length"])
             for entry in self.metrics
@@ -109,7 +109,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def reproducible(run: Outcome) -> list[dict]:
-    """The metrics without what is never twice the same."""
+    """The metrics without time and memory, which differ from run to run."""
     return [
         {name: value for name, value in entry.items() if not name.startswith(("time/", "memory/"))}
         for entry in run.metrics
@@ -117,7 +117,7 @@ def reproducible(run: Outcome) -> list[dict]:
 
 
 def assert_agree(new: Outcome, old: Outcome) -> None:
-    """The flag has changed memory or time, and no figure."""
+    """The flag has changed memory or time, and no other metric."""
     for entry, expected in zip(reproducible(new), reproducible(old), strict=True):
         assert entry == pytest.approx(expected, abs=1e-4)
 
@@ -128,7 +128,7 @@ def assert_differ(new: Outcome, old: Outcome, name: str) -> None:
 
 
 def watched(train: ModuleType, argv: tuple[str, ...], directory: Path, patch: pytest.MonkeyPatch, capture) -> Outcome:
-    """Run train.py in `directory`, and look over the shoulder of what it calls."""
+    """Run train.py in `directory`, and record its calls."""
     seen = SimpleNamespace(policy=None, training=[], scoring=[], sampling=[], mlp_passes=0, num_threads=0)
     set_num_threads = torch.set_num_threads
     load_policy, forward, complete = train.load_policy, Policy.forward, common.sampling._complete
@@ -150,16 +150,16 @@ def watched(train: ModuleType, argv: tuple[str, ...], directory: Path, patch: py
         seen.sampling.append(len(rows))
         return complete(policy, rows, *arguments)
 
-    def set_threads_and_go_on_with_one(number):  # two on busy cores were measured ten times slower
+    def set_threads_and_continue_with_one(number):  # two on busy cores were measured ten times slower
         set_num_threads(number)
         seen.num_threads = torch.get_num_threads()
         set_num_threads(1)
 
-    patch.setattr(torch, "set_num_threads", set_threads_and_go_on_with_one)
+    patch.setattr(torch, "set_num_threads", set_threads_and_continue_with_one)
     patch.setattr(train, "load_policy", load_and_keep)
     patch.setattr(Policy, "forward", forward_and_count)
     patch.setattr(common.sampling, "_complete", complete_and_count)
-    patch.setattr("viewer.curve.draw_curve", lambda _: None)  # half of such a run's time, and no flag is about it
+    patch.setattr("viewer.curve.draw_curve", lambda _: None)  # half of such a run's time, and no flag changes it
     patch.setenv("WANDB_MODE", "offline")
     patch.chdir(directory)
     try:
@@ -182,7 +182,7 @@ def watched(train: ModuleType, argv: tuple[str, ...], directory: Path, patch: py
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """What flags name: data, a model whose head is not the bundled one's."""
+    """Files that flags name: data, a task, and a model that differs from the bundled one."""
     place = tmp_path_factory.mktemp("files")
     for name, word in (("mine", "plus"), ("held", "and")):
         rows = [{"question": f"What is {n} {word} {n}?", "answer": str(2 * n)} for n in range(8)]
@@ -197,13 +197,13 @@ def files(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def known() -> dict[tuple[str, ...], Outcome]:
-    """The runs that there have been, by their flags."""
+    """The runs so far, by their flags."""
     return {}
 
 
 @pytest.fixture
 def run(known, load_script, files, tmp_path_factory, capsys) -> Iterator[Callable[..., Outcome]]:
-    """Run train.py with the given flags behind those of BASE; `files/` stands for the directory of that fixture."""
+    """Run train.py with the given flags after those of BASE; `files/` is the directory of that fixture."""
 
     def with_flags(*argv: str) -> Outcome:
         if argv not in known:
@@ -219,7 +219,7 @@ def run(known, load_script, files, tmp_path_factory, capsys) -> Iterator[Callabl
 
 @dataclasses.dataclass
 class Change:
-    """What a flag is to change."""
+    """What a flag should change."""
 
     given: tuple[str, ...]
     also: tuple[str, ...]  # flags of both runs
@@ -231,7 +231,7 @@ CHANGES: dict[str, Change] = {}  # by the flag's name in Config
 
 
 def changes(*given: str, also: tuple[str, ...] = (), needs: str | None = None) -> Callable:
-    """The check below is of a run with the flags `given`, against one without; both have those in `also`."""
+    """Register a check of a run with the flags `given` against one without; both have those in `also`."""
 
     def enter(check: Callable[[Outcome, Outcome], None]) -> Callable:
         CHANGES[check.__name__] = Change(given, also, needs, check)
@@ -275,7 +275,7 @@ def attn_implementation(new, old):
     assert_agree(new, old)
 
 
-@changes("--gradient-checkpointing", also=(*GENTLE, "--micro-batch-size", "1"))  # a row alone shares no prompt
+@changes("--gradient-checkpointing", also=(*GENTLE, "--micro-batch-size", "1"))  # a single row shares no prompt
 def gradient_checkpointing(new, old):
     assert new.mlp_passes == 2 * old.mlp_passes > 0
     assert_agree(new, old)
@@ -424,7 +424,7 @@ def top_p(new, old):
 
 @changes("--generation-batch-size", "4", also=GENTLE)
 def generation_batch_size(new, old):
-    evaluation = [2, 8, 8]  # greedily, then eight answers to a question, which are never divided
+    evaluation = [2, 8, 8]  # greedy, then eight answers per question, which are never split
     assert new.sampling_rows == [*evaluation, 4, 4, 4, 4, *evaluation]
     assert old.sampling_rows == [2, 16, 8, 8, 2, 16]
     assert_agree(new, old)
@@ -471,16 +471,16 @@ def weight_decay(new, old):
 @changes("--clip-eps", "0.001")
 def clip_eps(new, old):
     assert new.first("policy/clipped") > old.first("policy/clipped")
-    assert_differ(new, old, "loss/grad_norm")  # in the update, too, and not only in what is counted
+    assert_differ(new, old, "loss/grad_norm")  # in the update too, not only in what is counted
 
 
 @changes("--kl-weight", "1")
 def kl_weight(new, old):
-    assert new.first("loss/grad_norm") > 10 * old.first("loss/grad_norm")  # in its second epoch it has left the start
+    assert new.first("loss/grad_norm") > 10 * old.first("loss/grad_norm")  # in the second epoch the policy has changed
     assert_differ(new, old, "loss/total")
 
 
-@changes("--max-grad-norm", "1e-9")  # below AdamW's epsilon, so that the update becomes shorter
+@changes("--max-grad-norm", "1e-9")  # below AdamW's epsilon, so that the update becomes smaller
 def max_grad_norm(new, old):
     assert new.first("policy/ratio_max") - 1 < 0.5 * (old.first("policy/ratio_max") - 1)
 
@@ -493,7 +493,7 @@ def reward_weight(new, old):
     assert_differ(new, old, "policy/ratio_max")
 
 
-# Flags that are about what exists already.
+# Flags that name what must exist already.
 REFUSED = {
     "resume": (("--resume", "nowhere"), "no config.json of a run can be read there"),
     "model": (("--model", "./nowhere"), "there is no such directory"),
@@ -506,7 +506,7 @@ def test_every_flag_has_an_entry(load_script):
     assert CHANGES.keys() | REFUSED.keys() == flags
 
 
-def test_the_same_flags_give_the_same_figures(run):
+def test_the_same_flags_give_the_same_metrics(run):
     """Without this no difference would mean anything."""
     again = run("--runs-dir", "elsewhere")
     assert reproducible(again) == reproducible(run())

@@ -1,4 +1,4 @@
-"""What a run logs: the schema of samples.jsonl, the same figures everywhere, and W&B, whose faults end no run."""
+"""What a run logs: the schema of samples.jsonl, the same values everywhere, and W&B, whose faults end no run."""
 
 import json
 import math
@@ -75,7 +75,8 @@ def log_probs_of(policy: Policy, entry: dict) -> list[float]:
     return [0.0, *scored[0].tolist()]
 
 
-def test_a_sample_has_every_field_and_one_entry_for_each_of_its_ids(samples):
+def test_a_sample_has_all_fields_and_one_entry_per_token(samples):
+    """Every list of a row is as long as its ids."""
     for entry in samples:
         assert {name: type(value) for name, value in entry.items()} == SCHEMA
         assert len(entry["updates"]) == 2
@@ -84,7 +85,7 @@ def test_a_sample_has_every_field_and_one_entry_for_each_of_its_ids(samples):
         assert {len(values) for values in lists} == {len(entry["ids"])}
 
 
-def test_what_was_not_sampled_is_zero_and_what_was_is_not(samples):
+def test_only_sampled_tokens_have_nonzero_entries(samples):
     for entry in samples:
         prompt_length, mask = entry["prompt_length"], entry["action_mask"]
         assert mask == [0] * prompt_length + [1] * (len(mask) - prompt_length)
@@ -97,7 +98,8 @@ def test_what_was_not_sampled_is_zero_and_what_was_is_not(samples):
         assert all(value >= 0 for value in entry["entropy"])
 
 
-def test_ids_text_question_rewards_and_finish_reason_belong_together(samples, start_policy):
+def test_the_fields_of_a_sample_agree(samples, start_policy):
+    """Ids, text, question, rewards and finish reason."""
     rows = read_lines(TRAIN_DATA)
     for entry in samples:
         row, tokenizer = rows[entry["prompt_index"]], start_policy.tokenizer
@@ -137,7 +139,7 @@ def test_every_row_is_in_one_update_of_each_epoch(samples):
         assert [update["epoch"] for update in entry["updates"]] == [0, 1]
         assert {update["minibatch"] for update in entry["updates"]} <= set(range(GROUPS))
     places = {tuple(update["minibatch"] for update in entry["updates"]) for entry in samples}
-    assert any(first != second for first, second in places)  # each epoch shuffles anew
+    assert any(first != second for first, second in places)  # each epoch has its own order
 
 
 def test_the_first_update_of_a_step_sees_the_policy_that_sampled(samples):
@@ -148,7 +150,7 @@ def test_the_first_update_of_a_step_sees_the_policy_that_sampled(samples):
         assert entry["old_log_probs"] == pytest.approx(entry["sampler_log_probs"], abs=1e-4)
 
 
-def test_later_updates_see_a_policy_that_has_moved(samples):
+def test_later_updates_see_a_policy_that_has_changed(samples):
     distances = [
         abs(new - old)
         for entry in samples
@@ -157,18 +159,19 @@ def test_later_updates_see_a_policy_that_has_moved(samples):
     assert max(distances) > 1e-3
 
 
-def test_log_probs_can_be_recomputed_from_the_policy_that_the_run_began_with(samples, start_policy):
+def test_log_probs_can_be_recomputed_from_the_initial_policy(samples, start_policy):
+    """All of the first row, and those of the reference in the last row."""
     first, last = samples[0], samples[-1]
     assert (first["step"], last["step"]) == (1, 10)
     expected = log_probs_of(start_policy, first)
     for name in ("sampler_log_probs", "old_log_probs", "log_probs_ref"):
         assert first[name] == pytest.approx(expected, abs=1e-4)
     expected = log_probs_of(start_policy, last)
-    assert last["log_probs_ref"] == pytest.approx(expected, abs=1e-4)  # the reference never moves
+    assert last["log_probs_ref"] == pytest.approx(expected, abs=1e-4)  # the reference never changes
     assert last["sampler_log_probs"] != pytest.approx(expected, abs=1e-3)  # the policy does
 
 
-def test_tensorboard_holds_the_figures_of_metrics_jsonl(ten_steps):
+def test_tensorboard_holds_the_values_of_metrics_jsonl(ten_steps):
     events = EventAccumulator(str(ten_steps), size_guidance={"scalars": 0}).Reload()
     shown = {(name, event.step, event.value) for name in events.Tags()["scalars"] for event in events.Scalars(name)}
     written = {
@@ -190,7 +193,7 @@ SHORT = (
 
 @pytest.fixture
 def log_to_wandb(load_script, tmp_path, monkeypatch, capsys):
-    """Run with --wandb on a machine where nobody has logged in; what it printed, and the run's directory."""
+    """Run with --wandb on a machine without a login, and return the output and the run's directory."""
 
     def log(**environment: str) -> tuple[str, Path]:
         monkeypatch.chdir(tmp_path)
@@ -211,14 +214,14 @@ def log_to_wandb(load_script, tmp_path, monkeypatch, capsys):
         sys.modules["wandb"].teardown()  # its service would keep the settings and the directory of this test
 
 
-def test_wandb_keeps_the_figures_offline(log_to_wandb):
+def test_wandb_keeps_the_values_offline(log_to_wandb):
     pytest.importorskip("wandb")
     output, directory = log_to_wandb(WANDB_MODE="offline")
     assert "--wandb" not in output  # nothing to complain about
     (path,) = directory.glob("wandb/offline-run-*/*.wandb")
-    sys.modules["wandb"].teardown()  # ends the process that writes the file, which may take its time over it
+    sys.modules["wandb"].teardown()  # ends the process that writes the file, which can take a while
     wanted = {
-        # W&B writes whole numbers without a point, and exponents in its own way
+        # W&B writes integers without a point, and formats exponents differently
         text
         for entry in read_lines(directory / "metrics.jsonl")
         for name, value in entry.items()
@@ -231,30 +234,29 @@ def test_wandb_keeps_the_figures_offline(log_to_wandb):
         time.sleep(0.1)
 
 
-def test_wandb_without_a_key_is_told_and_logs_offline(log_to_wandb):
+def test_wandb_without_a_key_is_reported_and_logs_offline(log_to_wandb):
     pytest.importorskip("wandb")
     output, directory = log_to_wandb()
     assert output.count("--wandb: no key is set") == 1
     assert list(directory.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_a_key_that_wandb_refuses_is_told_and_ends_nothing(log_to_wandb):
+def test_a_key_that_wandb_refuses_is_reported_and_logs_offline(log_to_wandb):
     pytest.importorskip("wandb")
     output, directory = log_to_wandb(WANDB_API_KEY="short")
     assert output.count("--wandb: WANDB_API_KEY invalid") == 1
     assert list(directory.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_wandb_without_its_package_is_told_and_goes_on(log_to_wandb, monkeypatch):
+def test_a_missing_wandb_package_is_reported_and_ignored(log_to_wandb, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # so that `import wandb` fails
     output, directory = log_to_wandb()
     assert output.count("--wandb: the package is not installed") == 1
     assert not (directory / "wandb").exists()
 
 
-def test_a_question_with_a_completion_is_printed_at_the_first_and_every_tenth_step(
-    load_script, tmp_path, monkeypatch, capsys
-):
+def test_a_completion_is_printed_at_step_1_and_every_tenth_step(load_script, tmp_path, monkeypatch, capsys):
+    """With its question and reward."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
     load_script("experiment_base/train.py").main(["--steps", "11", *SHORT[2:-3], *SHORT[-2:]])

@@ -1,7 +1,8 @@
-"""What a user can get wrong is told in one sentence, without a traceback, and costs nothing that was there before."""
+"""A user's mistake is reported in one sentence, without a traceback, and destroys nothing that existed before."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ GOOD_ROW = '{"question": "What is 1+1?", "answer": "2"}\n'
 
 @pytest.fixture
 def train(load_script, tmp_path, monkeypatch) -> Callable[..., None]:
-    """Call main() of train.py in an empty directory; what is not refused, as it should be, is over soon."""
+    """Call main() of train.py in an empty directory, with flags that make it short if nothing is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)  # half of a small run's time
     return lambda *argv: load_script(TRAIN).main([*QUICK, *argv])
@@ -41,7 +42,7 @@ def run_directories() -> list[Path]:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a JSONL file, by a parser that knows no NaN."""
+    """The rows of a JSONL file, by a parser that refuses NaN."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{path} holds {constant}, which is not JSON")
@@ -94,6 +95,10 @@ def test_a_value_out_of_range_is_refused(train, name, value, sentence):
         ("--attn-implementation flash_attention_2 --device cpu", "flash_attention_2 computes in half precision"),
         ("--at-most num_terms=1", "none of the 4096 rows of .* passes the filters"),
         ("--at-most num_terms", "--at-most num_terms: this is not NAME=NUMBER"),
+        ("--reward-weight", "--reward-weight needs at least one NAME=NUMBER"),
+        ("--reward-weight --steps 1", "--reward-weight needs at least one NAME=NUMBER"),
+        ("--reward-weight format=1 --reward_weight correct=2", "--reward-weight is given 2 times"),
+        ("--task nowhere.py", "--task nowhere.py: there is no such file"),
         ("--at-most size=3", "--at-most size: .*:1 has no number in a field 'size'"),
         ("--model ./nowhere", "--model ./nowhere: there is no such directory"),
         ("--model gpt2", "a hub id is owner/name"),
@@ -103,7 +108,8 @@ def test_a_value_out_of_range_is_refused(train, name, value, sentence):
         ("--data .", "there is no such file"),
     ],
 )
-def test_flags_that_cannot_be_or_contradict_each_other_are_refused(train, argv, sentence):
+def test_impossible_or_contradictory_flags_are_refused(train, argv, sentence):
+    """No run directory is created."""
     with pytest.raises(UserError, match=sentence):
         train(*argv.split())
     assert not list(Path().iterdir())
@@ -145,7 +151,7 @@ def test_a_file_that_evaluation_would_use_up_is_refused(train):
         train("--data", "d.jsonl")
 
 
-def test_rows_that_all_fall_to_the_filters_are_refused(train):
+def test_filters_that_leave_no_rows_are_refused(train):
     Path("d.jsonl").write_text(GOOD_ROW * 3)
     with pytest.raises(UserError, match=r"none of the 3 rows of d\.jsonl passes the filters"):
         train("--data", "d.jsonl", "--max-question-length", "3")
@@ -154,7 +160,7 @@ def test_rows_that_all_fall_to_the_filters_are_refused(train):
 
 
 def test_a_file_that_cannot_be_read_is_refused(train):
-    unreadable = Path("/proc/self/mem")  # its first byte is never there, not for root either
+    unreadable = Path("/proc/self/mem")  # it exists, but nobody can read its first byte
     if not unreadable.exists():
         pytest.skip("this system has no such file")
     with pytest.raises(UserError, match="cannot be read"):
@@ -216,7 +222,8 @@ def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sente
         assert not run_directories()
 
 
-def test_a_template_without_a_system_turn_is_told_how_to_do_without(train):
+def test_a_template_without_system_turn_gets_a_suggestion(train):
+    """The sentence says how to run without a system prompt."""
     shutil.copytree(TINY_POLICY, "model")
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     Path("model/chat_template.jinja").write_text(template + (TINY_POLICY / "chat_template.jinja").read_text())
@@ -237,7 +244,7 @@ def test_a_runs_directory_that_cannot_be_made_is_refused(train, place):
     assert Path("file").read_text() == "mine"
 
 
-def test_a_file_in_the_place_of_a_run_is_refused(train):
+def test_a_file_at_the_path_of_a_run_is_refused(train):
     Path("runs/experiment_base").mkdir(parents=True)
     Path("runs/experiment_base/x").write_text("mine")
     with pytest.raises(UserError, match="a file is in the way"):
@@ -253,6 +260,38 @@ def test_a_name_is_not_used_twice_and_the_run_is_left_as_it_was(train):
         train(*SMALL)
     assert [path.name for path in old.iterdir()] == ["metrics.jsonl"]
     assert (old / "metrics.jsonl").read_text() == "mine"
+
+
+# Tasks ---------------------------------------------------------------------------------------------------------------
+
+FAILS_LATER = """
+from common.tasks.arithmetic import FIELDS, REWARD_WEIGHTS, TRAIN_DATA, EVAL_DATA, messages
+from common.tasks import arithmetic
+calls = 0
+def reward(row, text):
+    global calls
+    calls += 1
+    if calls > 100 and FAILS:
+        raise RuntimeError(f"\\x1b[31m{text}")
+    return arithmetic.reward(row, text)
+"""
+
+
+def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script):
+    """With the file and row, without control characters, and nothing that was learned is lost."""
+    Path("my_task.py").write_text("FAILS = True\n" + FAILS_LATER)
+    sizes = ("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6", "--name", "x")
+    with pytest.raises(UserError) as caught:
+        train("--task", "my_task.py", "--steps", "9", "--checkpoint-every", "1", *sizes)
+    place = r"--task my_task\.py: reward of .*math_tasks\.jsonl:\d+ raised RuntimeError: \ufffd\[31m"
+    remedy = r"\(line 10 of my_task\.py\)\. When it is corrected, resume with: python .*/x$"
+    assert re.match(f"{place}.*{remedy}", str(caught.value)), caught.value
+    last = read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"]
+    assert newest_checkpoint(Path("runs/experiment_base/x/checkpoints"))[0] == last > 0
+
+    Path("my_task.py").write_text("FAILS = False\n" + FAILS_LATER)
+    load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
+    assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 9
 
 
 # As a program --------------------------------------------------------------------------------------------------------
@@ -304,7 +343,7 @@ def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch) -> Iterator[dict]:
-    """A hub on this machine that answers every question with `status` and `headers` of the dictionary."""
+    """A hub on this machine that answers every request with `status` and `headers` of the dictionary."""
     import huggingface_hub.constants
 
     answer = {"status": 404, "headers": {}}
@@ -339,7 +378,7 @@ def hub(monkeypatch) -> Iterator[dict]:
         (500, "", "owner/name: the hub does not answer .*500"),
     ],
 )
-def test_what_the_hub_refuses_is_told_in_one_sentence(train, hub, what, status, code, sentence):
+def test_refusals_of_the_hub_are_reported_in_one_sentence(train, hub, what, status, code, sentence):
     hub |= {"status": status, "headers": {"X-Error-Code": code, "X-Error-Message": "no"}}
     with pytest.raises(UserError, match=sentence) as caught:
         train(f"--{what}", "owner/name", *SMALL)
@@ -387,9 +426,8 @@ def weights(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_three_steps_with_a_broken_reward_end_the_run_and_keep_what_was_learned(
-    train, load_script, monkeypatch, capsys, policies, value
-):
+def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkeypatch, capsys, policies, value):
+    """The weights and the newest checkpoint are those before the first broken step."""
     with (
         broken_reward(load_script(TRAIN), monkeypatch, {3, 4, 5}, value),
         pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"),
@@ -407,7 +445,7 @@ def test_three_steps_with_a_broken_reward_end_the_run_and_keep_what_was_learned(
     assert None in [entry["advantage"] for entry in samples if entry["step"] == 3]
     step, path = newest_checkpoint(directory / "checkpoints")
     assert step == 2
-    assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # as they were before step 3
+    assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # those before step 3
 
 
 def test_a_reward_that_is_never_a_number_ends_the_run(train, monkeypatch):
@@ -419,7 +457,7 @@ def test_a_reward_that_is_never_a_number_ends_the_run(train, monkeypatch):
     assert len(read_lines(Path("runs/experiment_base/x/metrics.jsonl"))) == 4
 
 
-def test_a_run_goes_on_after_two_steps_with_a_broken_reward(train, load_script, monkeypatch, capsys):
+def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script, monkeypatch, capsys):
     with broken_reward(load_script(TRAIN), monkeypatch, {2, 3, 5, 6}, float("nan")):
         train("--steps", "7", *SMALL, "--lr", "1e-3", "--kl-weight", "0.1")
     assert capsys.readouterr().out.count("its update was skipped") == 1
@@ -429,7 +467,8 @@ def test_a_run_goes_on_after_two_steps_with_a_broken_reward(train, load_script, 
     assert newest_checkpoint(directory / "checkpoints")[0] == 7
 
 
-def test_an_absurd_learning_rate_ends_the_run_with_its_first_checkpoint(train):
+def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
+    """The newest checkpoint is that of the last finite step."""
     with pytest.raises(UserError, match=r"were not finite, and were skipped\. Start again with a lower --lr"):
         train("--steps", "9", "--lr", "1e30", "--checkpoint-every", "1", *SMALL, "--group-size", "8")
     directory = Path("runs/experiment_base/x")

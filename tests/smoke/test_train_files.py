@@ -1,14 +1,17 @@
-"""Every train.py as users run it: a process of its own, two steps, on a CPU."""
+"""Every train.py as users run it: in its own process, for two steps, on a CPU."""
 
 import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from common.tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 
 from common.plumbing.config import RESOLVED
 
@@ -51,7 +54,7 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
         str(path),
         *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4", "--name", "smoke"),
         *("--epochs-per-step", "2", "--minibatch-size", "8", "--checkpoint-every", "1"),
-        cwd=tmp_path,  # not the repository: nothing may depend on where it is started
+        cwd=tmp_path,  # not the repository: nothing may depend on the working directory
     )
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs" / path.parent.name / "smoke"
@@ -73,7 +76,50 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
     assert "tensorboard --logdir" in result.stdout
 
 
-def test_experiment_sft_makes_a_policy_that_experiment_base_trains(tmp_path, load_script):
+@pytest.mark.parametrize("path", WITH_REWARDS, ids=lambda path: path.parent.name)
+def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, path):
+    """As the README's section "Your own task" says, with a changed weight."""
+    shutil.copy(ROOT / "docs" / "task_template.py", tmp_path / "my_task.py")
+    monkeypatch.chdir(tmp_path)
+    load_script(f"{path.parent.name}/train.py").main(
+        [
+            *("--task", "my_task.py", "--data", str(TRAIN_DATA), "--eval-data", str(EVAL_DATA)),
+            *("--reward-weight", "short=0.3", "--steps", "2", "--prompts-per-step", "2", "--group-size", "4"),
+            *("--max-new-tokens", "24", "--eval-prompts", "4", "--name", "mine"),
+        ]
+    )
+    directory = tmp_path / "runs" / path.parent.name / "mine"
+    before, *steps, after = read_metrics(directory)
+    for entry in (before, after):
+        assert {"eval/sampled/accuracy", "eval/sampled/reward_short", "eval/sampled/thinks"} <= entry.keys()
+    for entry in steps:
+        expected = entry["reward/correct"] + 0.3 * entry["reward/short"]
+        assert entry["reward/total"] == pytest.approx(expected)
+        assert 0 <= entry["completion/thinks"] <= 1
+    assert json.loads((directory / "summary.json").read_text())["gain"] == {}  # it describes no two styles
+    assert (directory / "curve.png").stat().st_size > 1000
+
+
+def test_a_task_without_correct_is_trained_and_drawn(tmp_path, monkeypatch, load_script):
+    text = (ROOT / "docs" / "task_template.py").read_text()
+    text = text.replace('"correct": 1.0, ', "").replace('"correct": float(is_correct), ', "")
+    (tmp_path / "my_task.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    load_script("experiment_base/train.py").main(
+        [
+            *("--task", "my_task.py", "--data", str(TRAIN_DATA), "--steps", "1", "--prompts-per-step", "2"),
+            *("--group-size", "2", "--max-new-tokens", "8", "--eval-prompts", "2", "--name", "mine"),
+        ]
+    )
+    directory = tmp_path / "runs" / "experiment_base" / "mine"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, None)
+    assert "sampled/reward_short" in summary["after"]
+    assert (directory / "curve.png").stat().st_size > 1000
+
+
+def test_experiment_base_trains_a_policy_of_experiment_sft(tmp_path, load_script):
+    """The policy is loaded from the directory final/."""
     lessons = ("--num-copying", "60", "--num-reasoning", "30", "--num-answering", "30")
     result = run(
         str(ROOT / "experiment_sft" / "train.py"),
@@ -91,7 +137,7 @@ def test_experiment_sft_makes_a_policy_that_experiment_base_trains(tmp_path, loa
     assert (tmp_path / "experiment_base" / "smoke" / "summary.json").exists()
 
 
-def test_experiment_sft_lowers_the_loss_on_a_users_own_conversations(tmp_path, monkeypatch, load_script):
+def test_experiment_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, load_script):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}
         for n in range(200)

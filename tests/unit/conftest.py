@@ -44,7 +44,7 @@ def make_policy() -> Callable[..., Policy]:
 
 @pytest.fixture(scope="session")
 def make_experience() -> Callable[..., Experience]:
-    """Make an `Experience` for a loss: a mask (B, T-1), and whatever fields the test is about."""
+    """Make an `Experience` for a loss: a mask (B, T-1), and the fields that the test needs."""
 
     def make(action_mask: torch.Tensor, **values: torch.Tensor) -> Experience:
         rows, width = action_mask.shape[0], action_mask.shape[1] + 1

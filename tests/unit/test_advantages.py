@@ -37,7 +37,7 @@ def test_advantages_equal_a_slow_loop(formula, is_scaled, group_size):
 
 @pytest.mark.parametrize(("experiment", "is_scaled"), [("experiment_base", True), ("experiment_drgrpo", False)])
 def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, monkeypatch, experiment, is_scaled):
-    """What reaches the update is what the paper says of the returns."""
+    """The advantages that reach the update are those of the paper."""
     train = load_script(f"{experiment}/train.py")
     seen = []
     monkeypatch.setattr(train, "update", lambda config, policy, optimizer, experience, step: seen.append(experience))
@@ -57,8 +57,8 @@ def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, mon
     if is_scaled:
         torch.testing.assert_close(stds[varied], torch.ones(int(varied.sum())), atol=1e-3, rtol=0)
     else:
-        gaps = (advantages[:, :, None] - advantages[:, None, :]).abs().flatten()  # differences of returns
-        assert all(min(abs(gap - known) for known in (0.0, 0.3, 0.7, 1.0, 1.3)) < 1e-6 for gap in gaps.tolist())
+        differences = (advantages[:, :, None] - advantages[:, None, :]).abs().flatten()  # of returns
+        assert all(min(abs(x - known) for known in (0.0, 0.3, 0.7, 1.0, 1.3)) < 1e-6 for x in differences.tolist())
 
 
 def test_gradient_through_the_advantages_is_that_of_the_formula():
@@ -86,7 +86,7 @@ def test_standard_deviation_is_the_unbiased_one():
 @pytest.mark.parametrize("formula", [group_advantages, lambda returns: scaled_advantages(returns, eps=1e-8)])
 @pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1.0, 1.01, -3.3, 1e-8, 12345.678])
 def test_equal_returns_give_exactly_zero_for_every_group_size(formula, value):
-    """Twelve times 0.7 in float32, divided by a standard deviation of pure noise, was once an advantage of 0.886."""
+    """Twelve returns of 0.7 in float32, divided by a std of pure noise, would give an advantage of 0.886."""
     for group_size in range(2, 17):
         for dtype in (torch.float32, torch.float64):
             returns = torch.full((2, group_size), value, dtype=dtype)
@@ -96,7 +96,7 @@ def test_equal_returns_give_exactly_zero_for_every_group_size(formula, value):
 
 @pytest.mark.parametrize("weighted_rewards", [(0.5, -0.4, 1.1, 0.33, -0.9), (0.1, 0.2, -0.3, 0.7, -0.7)])
 def test_returns_that_differ_by_float_noise_give_exactly_zero(weighted_rewards):
-    """The same weighted rewards, added up in every order, are equal to a reader and not to the machine."""
+    """The same weighted rewards, summed in every order, are equal in exact arithmetic but not in floating point."""
     orders = itertools.permutations(torch.tensor(weighted_rewards))
     returns = torch.stack([sum(order) for order in orders])[None]  # (1, 120)
     assert returns.unique().numel() > 1  # there is noise
@@ -111,7 +111,7 @@ def test_a_small_but_real_difference_is_trained_on(difference):
 
 
 def test_float32_returns_on_a_large_offset_lose_nothing():
-    """Beyond their own rounding."""
+    """No precision is lost beyond the rounding of the returns themselves."""
     returns = 1000.7 + 0.01 * torch.rand(4, 16, generator=torch.Generator().manual_seed(0))
     expected = advantages_by_hand(returns.tolist(), is_scaled=True)
     torch.testing.assert_close(scaled_advantages(returns), expected, atol=1e-6, rtol=0)
@@ -131,7 +131,7 @@ def test_integer_returns_do_not_truncate_the_advantages():
     assert torch.equal(scaled_advantages(returns), scaled_advantages(returns.float()))
 
 
-def test_a_return_that_is_not_finite_is_seen():
+def test_a_return_that_is_not_finite_gives_nan():
     returns = torch.tensor([[1.0, float("nan")], [float("inf"), float("inf")]])
     assert scaled_advantages(returns).isnan().all()
 

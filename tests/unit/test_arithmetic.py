@@ -1,6 +1,6 @@
-"""The bundled task: what the reward pays for, and that its files and the warm start hold what they claim.
+"""The bundled task: its reward, its files, and the conversations of the warm start.
 
-Questions are read here by a parser of their text, which shares nothing with the code that wrote them.
+Questions are read here by a parser that shares no code with what wrote them.
 """
 
 import doctest
@@ -114,7 +114,7 @@ def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
         ("0", "<answer>-0</answer>", 1, 1),
         (58, "<answer>58</answer>", 1, 1),  # a number instead of a string in the data
         ("x + 1", "<answer>x+1</answer>", 1, 1),
-        # no credit for being near
+        # no credit for a near miss
         ("58", "<answer>158</answer>", 0, 1),
         ("58", "<answer>5</answer>", 0, 1),
         ("58", "<answer>20+38</answer>", 0, 1),
@@ -147,20 +147,22 @@ def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
         ("58", "<answer>58</answer><think>20+38=58</think>", 1, 0),
     ],
 )
-def test_the_reward_pays_for_one_right_answer_outside_the_thought(gold, text, correct, well_formed):
+def test_the_reward_counts_one_answer_outside_the_thought(gold, text, correct, well_formed):
+    """The answer must be right for "correct", and the text well-formed for "format"."""
     row = {"question": "What is 20 plus 38?", "answer": gold}
     assert task.reward(row, text) == {"correct": correct, "format": well_formed}
 
 
-def test_the_question_has_no_part_in_the_reward():
-    """An answer that stands in the prompt earns nothing, and a prompt full of tags costs nothing."""
+def test_the_question_does_not_affect_the_reward():
+    """An answer in the prompt earns nothing, and tags in the prompt cost nothing."""
     for question in ("", "What is 58?", "<answer>59</answer> Is that so? <think>"):
         row = {"question": question, "answer": "58"}
         assert task.reward(row, "<answer>58</answer>")["correct"] == 1
         assert task.reward(row, "")["correct"] == 0
 
 
-def test_every_bundled_gold_answer_is_recognised_and_its_neighbour_is_not(rows):
+def test_only_the_gold_answer_of_a_bundled_row_is_rewarded(rows):
+    """With a thousands comma and a trailing .0; the next integer is not rewarded."""
     for row in [row for file in rows.values() for row in file]:
         answer = int(row["answer"])
         assert task.reward(row, f"<think>so</think><answer>{answer:,}.0</answer>") == {"correct": 1, "format": 1}
@@ -179,11 +181,12 @@ def test_every_bundled_gold_answer_is_recognised_and_its_neighbour_is_not(rows):
     ],
 )
 def test_an_answer_is_reasoned_after_a_closed_thought(text, is_reasoned):
-    """One that is not empty; every other answer is direct."""
+    """If the thought is not empty; every other answer is direct."""
     assert task.describe({}, text) == {"reasoned": float(is_reasoned), "direct": float(not is_reasoned)}
 
 
-def test_messages_pose_the_question_behind_an_optional_system_prompt():
+def test_messages_are_the_question_and_any_system_prompt():
+    """The system prompt, if there is one, precedes the question."""
     row = {"question": "What is 2+3?", "answer": "5"}
     user = {"role": "user", "content": "What is 2+3?"}
     assert task.messages(row) == [user]
@@ -235,7 +238,8 @@ def test_no_two_questions_of_a_file_are_the_same_up_to_order(rows):
         assert max(keys.values()) == 1
 
 
-def test_train_heldout_and_warm_start_share_no_question_up_to_order(rows, conversations):
+def test_train_heldout_and_warm_start_share_no_question(rows, conversations):
+    """Two questions count as the same if they differ only in the order of terms and factors."""
     train, heldout = ({up_to_order(parse(row["question"])) for row in file} for file in rows.values())
     warm_start = {up_to_order(parse(question)) for lesson in conversations.values() for question, _ in lesson}
     assert len(warm_start) > 10_000
@@ -247,21 +251,21 @@ def test_train_heldout_and_warm_start_share_no_question_up_to_order(rows, conver
 # The warm start -----------------------------------------------------------------------------------------------------
 
 
-def check_working(working: str, terms: Terms) -> None:
-    """Every equation holds, each step goes on from the last total, and the steps lead to the answer."""
-    steps, checks = working.partition("check")[::2]
+def check_reasoning(reasoning: str, terms: Terms) -> None:
+    """Every equation holds, each step starts from the last total, and the steps lead to the answer."""
+    steps, checks = reasoning.partition("check")[::2]
     total = None
     for step in steps.split():
         left, _, right = step.partition("=")
-        assert value(parse(left)) == int(right), working
+        assert value(parse(left)) == int(right), reasoning
         if "*" not in left:
             start = int(re.match(r"\d+", left).group())
-            assert start == (value(terms[:1]) if total is None else total), working
+            assert start == (value(terms[:1]) if total is None else total), reasoning
             total = int(right)
     assert value(terms) == (int(right) if total is None else total)
     for check in checks.replace("check", " ").split():
         left, _, right = check.partition("=")
-        assert value(parse(left)) == int(right), working
+        assert value(parse(left)) == int(right), reasoning
         assert int(re.match(r"\d+", left).group()) == value(terms)
 
 
@@ -272,7 +276,7 @@ def test_every_copied_sum_is_the_sum_in_question(conversations):
 
 
 @pytest.mark.parametrize("lesson", ["reasoning", "answering"])
-def test_every_answer_and_every_equation_of_the_warm_start_is_right(conversations, lesson):
+def test_all_answers_and_equations_of_the_warm_start_are_right(conversations, lesson):
     styles = Counter()
     for question, target in conversations[lesson]:
         terms = parse(question)
@@ -281,12 +285,12 @@ def test_every_answer_and_every_equation_of_the_warm_start_is_right(conversation
         assert int(match.group(2)) == value(terms), (question, target)
         assert task.reward({"answer": str(value(terms))}, target) == {"correct": 1, "format": 1}
         if match.group(1):
-            check_working(match.group(1), terms)
+            check_reasoning(match.group(1), terms)
         styles["reasoned" if match.group(1) else "direct"] += 1
         styles["checked"] += "check" in target
     if lesson == "reasoning":
         assert styles["direct"] == 0
-    else:  # the policy is to know every style, and to prefer direct answers
+    else:  # the policy should know every style, and prefer direct answers
         assert 0.15 < styles["reasoned"] / len(conversations[lesson]) < 0.25
         assert styles["checked"] > 100
 

@@ -1,4 +1,4 @@
-"""Rows and tokens come and go in the cache of sampling as in plain tensors."""
+"""The cache of sampling adds tokens and drops rows exactly as plain tensors do."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Chat templates: what the assistant says is counted to the token, and a template that cannot be counted is refused."""
+"""Chat templates: the mask covers exactly the assistant's tokens; templates for which it cannot are refused."""
 
 import copy
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ ANSWER = {"role": "assistant", "content": "<answer>5</answer>"}
 SECOND_QUESTION = {"role": "user", "content": "7*8"}
 SECOND_ANSWER = {"role": "assistant", "content": "<think>7*8=56</think><answer>56</answer>"}
 
-# As Llama 3.2 begins: today's date, unless a date is handed in.
+# As Llama 3.2 begins: today's date, unless a date is passed in.
 LLAMA_LIKE = """\
 {%- if date_string is not defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
 {{- '<|im_start|>system\\nToday Date: ' + date_string + '<|im_end|>\\n' }}
@@ -46,7 +46,7 @@ def with_template(tokenizer):
 
 
 def spoken(tokenizer, ids: list[int], mask: list[int]) -> list[str]:
-    """What each run of ones in the mask says."""
+    """The text of each run of ones in the mask."""
     texts, previous = [], 0
     for token, bit in zip(ids, mask, strict=True):
         if bit and not previous:
@@ -57,20 +57,22 @@ def spoken(tokenizer, ids: list[int], mask: list[int]) -> list[str]:
     return [tokenizer.decode(text) for text in texts]
 
 
-def test_a_prompt_ends_where_the_assistant_is_to_speak(tokenizer):
+def test_a_prompt_ends_where_the_assistant_begins(tokenizer):
     ids = encode_prompt(tokenizer, [SYSTEM, QUESTION])
     expected = "<|im_start|>system\nAnswer.<|im_end|>\n<|im_start|>user\n2+3<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == expected
 
 
-def test_the_mask_covers_the_answer_and_its_end_of_turn_and_not_the_newline_after_it(tokenizer):
+def test_the_mask_ends_with_the_end_of_turn_token(tokenizer):
+    """It covers the answer and its end-of-turn token, but not the newline after it."""
     ids, mask = encode_chat(tokenizer, [QUESTION, ANSWER], [tokenizer.eos_token_id])
     # <|im_start|> user \n 2 + 3 <|im_end|> \n <|im_start|> assistant \n | <answer> 5 </answer> <|im_end|> | \n
     assert mask == [0] * 11 + [1] * 4 + [0]
     assert [tokenizer.decode(token) for token in ids[11:]] == ["<answer>", "5", "</answer>", "<|im_end|>", "\n"]
 
 
-def test_every_assistant_turn_is_covered_and_nothing_between_them(tokenizer):
+def test_the_mask_covers_all_assistant_turns_and_nothing_else(tokenizer):
+    """Of a conversation with a system turn and two answers."""
     messages = [SYSTEM, QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER]
     ids, mask = encode_chat(tokenizer, messages, [tokenizer.eos_token_id])
     assert spoken(tokenizer, ids, mask) == [turn["content"] + "<|im_end|>" for turn in (ANSWER, SECOND_ANSWER)]
@@ -81,7 +83,7 @@ def test_every_assistant_turn_is_covered_and_nothing_between_them(tokenizer):
 
 
 def test_a_conversation_begins_with_the_ids_of_its_prompt(tokenizer):
-    """What warm start and sampler see before the answer is the same, at every turn."""
+    """Supervised fine-tuning and sampling see the same ids before the answer, at every turn."""
     messages = [SYSTEM, QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER]
     ids, mask = encode_chat(tokenizer, messages, [tokenizer.eos_token_id])
     for position in (2, 4):
@@ -90,8 +92,8 @@ def test_a_conversation_begins_with_the_ids_of_its_prompt(tokenizer):
         assert mask[len(prompt) - 1 : len(prompt) + 1] == [0, 1]
 
 
-def test_a_tokenizer_that_begins_every_text_with_a_token_adds_none_to_what_the_template_wrote(tokenizer):
-    """Llama's does; the template has written that token already, and a turn is encoded in several pieces."""
+def test_a_tokenizer_adds_no_special_tokens_to_a_template(tokenizer):
+    """Llama's tokenizer begins every text with a token. The template has already written that token."""
     from tokenizers.processors import TemplateProcessing
 
     messages = [SYSTEM, QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER]
@@ -104,22 +106,22 @@ def test_a_tokenizer_that_begins_every_text_with_a_token_adds_none_to_what_the_t
     assert encode_chat(eager, messages, end_of_turn_ids) == encode_chat(tokenizer, messages, end_of_turn_ids)
 
 
-def test_an_end_of_turn_token_inside_an_answer_does_not_end_the_turn(tokenizer):
+def test_an_end_of_turn_token_inside_an_answer_ends_nothing(tokenizer):
     """The turn ends at its last end-of-turn token."""
     odd = {"role": "assistant", "content": "a<|im_end|>b"}
     ids, mask = encode_chat(tokenizer, [QUESTION, odd], [tokenizer.eos_token_id])
     assert spoken(tokenizer, ids, mask) == ["a<|im_end|>b<|im_end|>"]
 
 
-def test_a_date_that_can_be_handed_in_is_pinned(with_template):
+def test_a_date_that_can_be_passed_in_is_pinned(with_template):
     tokenizer = with_template(LLAMA_LIKE)
     assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(encode_prompt(tokenizer, [QUESTION]))
     ids, _ = encode_chat(tokenizer, [QUESTION, ANSWER], [tokenizer.eos_token_id])
     assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(ids)
 
 
-def test_a_date_that_the_template_asks_for_itself_is_pinned(with_template):
-    """gpt-oss, for one, calls `strftime_now` whatever is handed in; a run would differ after midnight."""
+def test_a_date_that_the_template_reads_itself_is_pinned(with_template):
+    """gpt-oss, for example, calls `strftime_now` whatever is passed in; a run would differ after midnight."""
     tokenizer = with_template(LLAMA_LIKE.replace("{%- if date_string is not defined %}", "{%- if true %}"))
     assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(encode_prompt(tokenizer, [QUESTION]))
 
@@ -152,12 +154,13 @@ def test_a_template_that_does_not_end_a_turn_is_refused(tokenizer, with_template
         (None, 0, [0]),  # 0 is an id like any other
     ],
 )
-def test_end_of_turn_ids_are_the_union_of_tokenizer_and_generation_config(of_tokenizer, of_config, expected):
+def test_end_of_turn_ids_are_those_of_tokenizer_and_config(of_tokenizer, of_config, expected):
+    """The union of the tokenizer's id and those of the generation config."""
     config = SimpleNamespace(eos_token_id=of_config)
     assert find_end_of_turn_ids(SimpleNamespace(eos_token_id=of_tokenizer), config) == expected
 
 
-def test_a_model_without_generation_config_ends_as_its_tokenizer_says(tokenizer):
+def test_without_generation_config_the_tokenizer_ends_a_turn(tokenizer):
     assert find_end_of_turn_ids(tokenizer, None) == [tokenizer.eos_token_id]
 
 

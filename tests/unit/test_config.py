@@ -1,4 +1,4 @@
-"""The command line: defaults are resolved from the model, and what cannot be is refused before a run begins."""
+"""The command line: defaults are resolved from the model, and impossible settings are refused before a run begins."""
 
 import shutil
 
@@ -14,7 +14,8 @@ def parse(load_script, *argv: str) -> RunConfig:
     return parse_config(load_script("experiment_base/train.py").Config, argv, description="")
 
 
-def test_the_bundled_policy_and_a_copy_of_it_resolve_alike_and_other_models_do_not(load_script, tmp_path):
+def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
+    """The bundled policy and a copy of it have the same defaults; other models have their own."""
     shutil.copytree(TINY_POLICY, tmp_path / "copy")
     for model in ("tiny", str(TINY_POLICY), str(tmp_path / "copy")):
         config = parse(load_script, "--model", model)
@@ -23,7 +24,7 @@ def test_the_bundled_policy_and_a_copy_of_it_resolve_alike_and_other_models_do_n
     assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"]
 
 
-def test_what_the_user_gives_is_not_resolved_away(load_script):
+def test_explicit_settings_are_not_overridden(load_script):
     config = parse(load_script, "--lr", "0.5", "--system-prompt", "Be brief.", "--device", "cpu")
     assert (config.lr, config.system_prompt, config.device) == (0.5, "Be brief.", "cpu")
     assert config.max_new_tokens == RESOLVED["tiny"]["max_new_tokens"]
@@ -44,6 +45,6 @@ def test_what_the_user_gives_is_not_resolved_away(load_script):
         (("--threads", "0"), "--threads must be more than 0"),
     ],
 )
-def test_what_cannot_be_is_refused(load_script, argv, sentence):
+def test_impossible_settings_are_refused(load_script, argv, sentence):
     with pytest.raises(UserError, match=sentence):
         parse(load_script, *argv)

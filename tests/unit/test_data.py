@@ -41,7 +41,8 @@ def questions(rows: list[dict]) -> set[str]:
     return {row["question"] for row in rows}
 
 
-def test_rows_are_read_in_order_with_all_their_fields_and_without_blank_lines(write):
+def test_rows_are_read_in_order_with_all_their_fields(write):
+    """Blank lines are skipped."""
     rows = [row(1, note="é"), row(2)]
     assert read_rows(write(rows[0], "", "   ", rows[1]), REQUIRED) == rows
 
@@ -70,7 +71,7 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
         read_rows(str(tmp_path), REQUIRED)
 
 
-def test_a_file_that_is_not_utf8_is_told_to_the_user(tmp_path):
+def test_a_file_that_is_not_utf8_is_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(json.dumps(row(1, note="é"), ensure_ascii=False).encode("latin-1"))
     with pytest.raises(UserError, match=r"rows\.jsonl"):
@@ -84,7 +85,7 @@ def test_the_bundled_task_is_evaluated_on_its_heldout_file():
     assert eval_rows == load_rows(eval_prompts=100, seed=1)[1]  # the same questions for every seed
 
 
-def test_filters_hold_for_training_and_evaluation_alike():
+def test_filters_apply_to_training_and_evaluation():
     filters = {"at_most": ("num_terms=3", "num_digits=1"), "max_question_length": 20}
     for kept, every in zip(load_rows(**filters, eval_prompts=512), load_rows(eval_prompts=512), strict=True):
         expected = [
@@ -94,14 +95,14 @@ def test_filters_hold_for_training_and_evaluation_alike():
         assert 0 < len(kept) < len(every)
 
 
-def test_filters_that_leave_nothing_or_need_missing_fields_are_refused(write):
+def test_filters_that_leave_nothing_or_lack_a_field_are_refused(write):
     with pytest.raises(UserError, match=r"none of the 4096 rows of .* passes the filters \(--at-most"):
         load_rows(max_question_length=3)
     with pytest.raises(UserError, match=r"--at-most num_digits: .*rows\.jsonl:2 has no number"):
         load_rows(data=write(row(1, num_digits=1), row(2)), at_most=("num_digits=1",), eval_prompts=1)
 
 
-def test_a_users_file_gives_up_rows_for_evaluation_which_are_not_trained_on(write):
+def test_rows_held_out_of_a_users_file_are_not_trained_on(write):
     path = write(*map(row, range(50)))
 
     def split(seed: int) -> tuple[list[dict], list[dict]]:
@@ -127,7 +128,8 @@ def test_a_users_file_that_evaluation_would_use_up_is_refused(write):
 
 
 @pytest.mark.parametrize(("num_rows", "prompts_per_step"), [(12, 4), (14, 4), (8, 8), (7, 1)])
-def test_an_epoch_shows_every_row_at_most_once_and_every_epoch_has_its_own_order(num_rows, prompts_per_step):
+def test_an_epoch_has_its_own_order_and_repeats_no_row(num_rows, prompts_per_step):
+    """Every step has the full number of prompts."""
     steps_per_epoch = num_rows // prompts_per_step
     epochs = []
     for epoch in range(3):

@@ -1,4 +1,4 @@
-"""A run that is made to go wrong is told so, once and with what to try; a healthy one is not; the figures are right."""
+"""Diagnosis: a fault of a run is reported once, with what to try; a healthy run reports none; the metrics are right."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from common.plumbing.statistics import UpdateStatistics
 
 ROOT = Path(__file__).resolve().parents[2]
 
-RULES = {  # what only its sentence says, and a flag that it names
+RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "skipped": ("was not finite", "--lr"),
     "sampling difference": ("disagree about the policy", "--attn-implementation"),
     "zero variance": ("have earned the same", "--group-size"),
@@ -36,7 +36,7 @@ RULES = {  # what only its sentence says, and a flag that it names
 
 
 def the_sentence(rule: str, said: list[str]) -> str:
-    """The only one of `said` that is the rule's."""
+    """The rule's sentence, of which `said` must hold exactly one."""
     marker, flag = RULES[rule]
     found = [sentence for sentence in said if marker in sentence]
     assert len(found) == 1, said
@@ -49,14 +49,14 @@ def is_silent(rule: str, said: list[str]) -> bool:
 
 
 def reward_of_any_text(row: dict, text: str) -> dict[str, float]:
-    """A random policy never answers; this tells what it babbles apart, so that there is something to learn."""
+    """A random policy never answers; this reward depends on the length of its text, so that it can be learned."""
     return {"correct": float(len(text) % 2), "format": 0.0}
 
 
 @pytest.fixture(scope="module")
-def babbler(make_policy, tokenizer, tmp_path_factory) -> Path:
+def random_policy(make_policy, tokenizer, tmp_path_factory) -> Path:
     """The directory of a small random policy."""
-    path = tmp_path_factory.mktemp("babbler")
+    path = tmp_path_factory.mktemp("random_policy")
     ends, pad_id = (tokenizer.eos_token_id,), tokenizer.pad_token_id
     save_policy(make_policy(1024, end_of_turn_ids=ends, pad_id=pad_id, tokenizer=tokenizer), path)
     return path
@@ -64,18 +64,18 @@ def babbler(make_policy, tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(load_script, tmp_path, capsys, monkeypatch):
-    """Run experiment_base on two prompts a step, and return what it said, and the lines of metrics.jsonl."""
+    """Run experiment_base with two prompts per step, and return its reports and the lines of metrics.jsonl."""
     monkeypatch.setattr("viewer.curve.draw_curve", lambda directory: None)  # it would take as long as the run
 
     def run(*flags: str) -> tuple[list[str], list[dict]]:
         load_script("experiment_base/train.py").main(
             [
                 *("--prompts-per-step", "2", "--eval-prompts", "1", "--eval-every", "0", "--samples-every", "0"),
-                *("--checkpoint-every", "0", "--runs-dir", str(tmp_path), "--name", "sick", *flags),
+                *("--checkpoint-every", "0", "--runs-dir", str(tmp_path), "--name", "faulty", *flags),
             ]
         )
         said = re.findall(r"^step \d+: .*", capsys.readouterr().out, flags=re.MULTILINE)
-        lines = (tmp_path / "experiment_base" / "sick" / "metrics.jsonl").read_text().splitlines()
+        lines = (tmp_path / "experiment_base" / "faulty" / "metrics.jsonl").read_text().splitlines()
         return said, [json.loads(line) for line in lines]
 
     return run
@@ -90,7 +90,7 @@ def of_steps(rows: list[dict], name: str) -> list[float]:
 
 @pytest.fixture
 def update(load_script):
-    """Sample with a policy, change something if asked to, and return the metrics of two epochs of real updates."""
+    """Sample with a policy, apply `change`, and return the metrics of two epochs of updates."""
     script = load_script("experiment_base/train.py")
 
     def update(policy, change=lambda policy, experience: None) -> dict[str, float]:
@@ -110,12 +110,14 @@ def update(load_script):
 
 
 def diagnose(metrics: dict[str, float], dtype: str = "float32") -> list[str]:
-    """What is said of three steps that show the same."""
+    """The reports on three steps with the same metrics."""
     diagnosis = Diagnosis(SimpleNamespace(dtype=dtype, max_grad_norm=1.0))
     return [sentence for _ in range(3) for sentence in diagnosis.check(metrics)]
 
 
-def test_a_gradient_that_is_not_finite_is_told_and_its_updates_change_no_weight(make_policy, update):
+def test_a_gradient_that_is_not_finite_is_reported_and_skipped(make_policy, update):
+    """The skipped updates change no weight."""
+
     def spoil_all(_, experience: Experience) -> None:
         experience.advantages[:] = math.nan
 
@@ -145,7 +147,7 @@ def shift_the_mask(_, experience: Experience) -> None:
 
 
 @pytest.mark.parametrize("change", [score_at_another_temperature, shift_the_mask])
-def test_a_sampler_that_disagrees_with_training_is_told(make_policy, update, change):
+def test_disagreement_of_sampling_and_training_is_reported(make_policy, update, change):
     assert diagnose(update(make_policy(temperature=0.7))) == []
     metrics = update(make_policy(temperature=0.7), change)
     said = diagnose(metrics)
@@ -156,14 +158,16 @@ def test_a_sampler_that_disagrees_with_training_is_told(make_policy, update, cha
     assert "first ratio" not in said[0]
 
 
-def test_a_first_ratio_that_is_not_1_is_told_even_where_the_sampler_agrees(make_policy, update):
+def test_a_first_ratio_other_than_1_is_reported_on_its_own(make_policy, update):
+    """Also where sampling and training log-probs agree."""
+
     def age(_, experience: Experience) -> None:
         experience.old_log_probs = experience.sampler_log_probs - 0.01
 
     metrics = update(make_policy(), age)
     assert metrics["policy/sampling_log_prob_difference"] < 1e-4
     assert "the first ratio differs from 1 by 0.01 (" in the_sentence("sampling difference", diagnose(metrics))
-    assert diagnose(metrics, dtype="bfloat16") == []  # which rounds as much
+    assert diagnose(metrics, dtype="bfloat16") == []  # bfloat16 rounds by as much
 
 
 def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
@@ -177,7 +181,7 @@ def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
 
 
 @pytest.mark.parametrize(("budget", "none_ended"), [(3, True), (5, False)])
-def test_completions_that_are_cut_off_are_told(run, budget, none_ended):
+def test_truncated_completions_are_reported(run, budget, none_ended):
     said, rows = run("--max-new-tokens", str(budget), "--steps", "7", "--group-size", "4")
     assert (of_steps(rows, "completion/stopped") == [0.0] * 7) == none_ended
     sentence = the_sentence("cut off", said)
@@ -196,7 +200,7 @@ def write_data(path: Path, questions: dict[str, str]) -> str:
     return str(path)
 
 
-def test_questions_that_nobody_can_answer_are_told(run, tmp_path):
+def test_questions_that_cannot_be_answered_are_reported(run, tmp_path):
     data = write_data(tmp_path / "data.jsonl", {f"What is {n}+1?": "unknowable" for n in range(5)})
     said, rows = run("--data", data, "--steps", "12", "--group-size", "2", "--max-new-tokens", "24")
     assert of_steps(rows, "reward/total") == [0.0] * 12
@@ -206,10 +210,11 @@ def test_questions_that_nobody_can_answer_are_told(run, tmp_path):
     assert "harder" not in sentence
 
 
-def test_questions_that_are_solved_are_told_as_such_and_are_no_flat_reward(run, tmp_path):
+def test_solved_questions_are_reported_and_not_as_flat_reward(run, tmp_path):
+    """The sentence suggests harder questions."""
     policy = load_policy(RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
     answers = {}
-    for n in range(1, 8):  # what it answers greedily is made the right answer
+    for n in range(1, 8):  # its greedy answer is made the right one
         question = f"What is {n} + 1?"
         prompt = policy.tokenizer.apply_chat_template(
             arithmetic.messages({"question": question}), add_generation_prompt=True, return_dict=False
@@ -232,28 +237,28 @@ def test_questions_that_are_solved_are_told_as_such_and_are_no_flat_reward(run, 
         assert is_silent("flat", diagnosis.check(row))
 
 
-def test_an_entropy_that_collapses_is_told(run, babbler, monkeypatch):
+def test_a_collapse_of_entropy_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     flags = ("--steps", "24", "--lr", "1e-1", "--kl-weight", "0", "--group-size", "4", "--max-new-tokens", "8")
-    said, rows = run("--model", str(babbler), *flags)
+    said, rows = run("--model", str(random_policy), *flags)
     entropies = of_steps(rows, "policy/entropy")
     assert min(max(entropies[i : i + 5]) for i in range(20)) < 0.05 * entropies[0]  # five steps in a row
     assert f"from {sum(entropies[:4]) / 4:.3f} to" in the_sentence("entropy", said)  # line 0 is the evaluation before
 
 
-def test_a_kl_that_runs_away_is_told(run, babbler, monkeypatch):
+def test_a_runaway_kl_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     flags = ("--steps", "8", "--lr", "3e-2", "--group-size", "4", "--max-new-tokens", "8")
-    said, rows = run("--model", str(babbler), *flags, "--minibatch-size", "4")
+    said, rows = run("--model", str(random_policy), *flags, "--minibatch-size", "4")
     assert min(of_steps(rows, "loss/kl")[-3:]) > 1
     the_sentence("KL", said)
     assert is_silent("clip", said)
 
 
-def test_a_clip_that_silences_many_tokens_is_told(run, babbler, monkeypatch):
+def test_a_clip_that_affects_many_tokens_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     flags = ("--steps", "7", "--lr", "3e-3", "--group-size", "4", "--max-new-tokens", "8", "--kl-weight", "0")
-    said, rows = run("--model", str(babbler), *flags, "--epochs-per-step", "4", "--minibatch-size", "4")
+    said, rows = run("--model", str(random_policy), *flags, "--epochs-per-step", "4", "--minibatch-size", "4")
     shares = of_steps(rows, "policy/clipped")
     assert min(shares) > 0.3
     sentence = the_sentence("clip", said)
@@ -261,15 +266,15 @@ def test_a_clip_that_silences_many_tokens_is_told(run, babbler, monkeypatch):
     assert f"{sum(shares[:5]) / 5:.0%} of the action tokens" in sentence
 
 
-@pytest.mark.parametrize(("longest", "is_told"), [("1e-3", True), ("2.5", False)])
-def test_a_gradient_that_is_always_clipped_and_by_much_is_told(run, babbler, monkeypatch, longest, is_told):
+@pytest.mark.parametrize(("longest", "is_reported"), [("1e-3", True), ("2.5", False)])
+def test_a_gradient_that_is_always_clipped_hard_is_reported(run, random_policy, monkeypatch, longest, is_reported):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     flags = ("--steps", "21", "--max-grad-norm", longest, "--group-size", "4", "--max-new-tokens", "3")
-    said, rows = run("--model", str(babbler), *flags)
+    said, rows = run("--model", str(random_policy), *flags)
     norms = of_steps(rows, "loss/grad_norm")
     assert min(norms) > float(longest)
     assert of_steps(rows, "loss/grad_clipped") == [1.0] * 21
-    if not is_told:
+    if not is_reported:
         assert is_silent("gradient", said)
         return
     sentence = the_sentence("gradient", said)
@@ -277,10 +282,10 @@ def test_a_gradient_that_is_always_clipped_and_by_much_is_told(run, babbler, mon
     assert f"from {sum(norms[:20]) / 20:.1f} to --max-grad-norm 0.001" in sentence
 
 
-def test_a_reward_that_stays_flat_is_told(run, babbler, monkeypatch):
+def test_a_reward_that_stays_flat_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     flags = ("--steps", "61", "--lr", "1e-12", "--group-size", "2", "--max-new-tokens", "4")
-    said, rows = run("--model", str(babbler), *flags)
+    said, rows = run("--model", str(random_policy), *flags)
     rewards = of_steps(rows, "reward/total")
     sentence = the_sentence("flat", said)
     assert sentence.startswith("step 60: ")
@@ -289,21 +294,22 @@ def test_a_reward_that_stays_flat_is_told(run, babbler, monkeypatch):
     assert is_silent("zero variance", said)
 
 
-SAID_OF_RESULTS = {"broken_mask": ["sampling difference", "flat"], "max_new_tokens_16": ["cut off", "flat"]}
+REPORTS_OF_RESULTS = {"broken_mask": ["sampling difference", "flat"], "max_new_tokens_16": ["cut off", "flat"]}
 RESULTS = sorted(
     path.parent for path in ROOT.glob("experiment_*/results/*/config.json") if "group_size" in path.read_text()
 )
 
 
 @pytest.mark.parametrize("directory", RESULTS, ids=lambda directory: "/".join(directory.parts[-3::2]))
-def test_of_the_runs_that_the_textbook_shows_only_the_broken_ones_are_told(directory):
+def test_of_the_published_runs_only_broken_ones_are_reported(directory):
+    """The runs under experiment_*/results; the broken ones are reported with the sentences listed above."""
     settings = SimpleNamespace(**json.loads((directory / "config.json").read_text()))
     diagnosis = Diagnosis(settings)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) > 60
     said = []
     for row in rows:
-        if "loss/grad_norm" in row:  # of one update a step; older runs did not log what follows from the rest
+        if "loss/grad_norm" in row:  # one update per step; older runs did not log what can be derived
             derived = {
                 "loss/grad_clipped": float(row["loss/grad_norm"] > settings.max_grad_norm),
                 "completion/truncated": 1 - row["completion/stopped"],
@@ -311,12 +317,12 @@ def test_of_the_runs_that_the_textbook_shows_only_the_broken_ones_are_told(direc
             }
             row = derived | row
         said += diagnosis.check(row)
-    expected = SAID_OF_RESULTS.get(directory.name, [])
+    expected = REPORTS_OF_RESULTS.get(directory.name, [])
     assert said == [the_sentence(rule, said) for rule in expected]
 
 
-def test_a_reward_that_is_not_a_number_stops_no_rule():
-    """Between two good steps it stands in the history, where means and deviations are taken."""
+def test_a_reward_that_is_not_a_number_disables_no_rule():
+    """Between good steps it is in the history from which means and deviations are computed."""
     rows = [
         json.loads(line) for line in (ROOT / "experiment_base/results/seed0/metrics.jsonl").read_text().splitlines()
     ]
@@ -331,7 +337,7 @@ def test_a_reward_that_is_not_a_number_stops_no_rule():
 # UpdateStatistics ---------------------------------------------------------------------------------------------------
 
 CLIP_EPS, KL_WEIGHT, MAX_GRAD_NORM = 0.2, 0.1, 1.0
-B, W = 6, 9  # rows, and entries of each
+B, W = 6, 9  # rows, and entries per row
 
 
 @pytest.fixture
@@ -361,7 +367,7 @@ def updates_of(experience: Experience) -> list[tuple[torch.Tensor, torch.Tensor,
 
 
 def gather(train, experience: Experience, updates: list, micro_batch_size: int) -> UpdateStatistics:
-    """Feed the updates in as experiment_base does, so many rows at a time."""
+    """Add the updates as experiment_base does, `micro_batch_size` rows at a time."""
     statistics = UpdateStatistics(CLIP_EPS, MAX_GRAD_NORM)
     config = SimpleNamespace(clip_eps=CLIP_EPS, kl_weight=KL_WEIGHT)
     for epoch, (log_probs, entropy, norm) in enumerate(updates):
@@ -375,8 +381,8 @@ def gather(train, experience: Experience, updates: list, micro_batch_size: int) 
 
 
 def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
-    """The same figures, one token after the other."""
-    entropies, ratios, clipped, gaps, losses, kls = ([] for _ in range(6))
+    """The same metrics, one token at a time."""
+    entropies, ratios, clipped, differences, losses, kls = ([] for _ in range(6))
     for log_probs, entropy, _ in updates:
         losses.append(0.0), kls.append(0.0)
         for row in range(B):
@@ -392,7 +398,7 @@ def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
                 entropies.append(float(entropy[row, t]))
                 ratios.append(ratio)
                 clipped.append((ratio > 1 + CLIP_EPS and advantage > 0) or (ratio < 1 - CLIP_EPS and advantage < 0))
-                gaps.append(abs(float(log_probs[row, t] - experience.sampler_log_probs[row, t])))
+                differences.append(abs(float(log_probs[row, t] - experience.sampler_log_probs[row, t])))
     first = len(ratios) // len(updates)
     norms = [norm for *_, norm in updates]
     return {
@@ -405,14 +411,15 @@ def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
         "policy/ratio": sum(ratios) / len(ratios),
         "policy/clipped": sum(clipped) / len(clipped),
         "policy/first_ratio": sum(ratios[:first]) / first,
-        "policy/sampling_log_prob_difference": sum(gaps[:first]) / first,
+        "policy/sampling_log_prob_difference": sum(differences[:first]) / first,
         "policy/ratio_min": min(ratios),
         "policy/ratio_max": max(ratios),
     }
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4, B])
-def test_the_figures_of_a_step_are_those_of_a_slow_loop_however_it_is_split(load_script, experience, micro_batch_size):
+def test_metrics_of_a_step_equal_a_slow_loop(load_script, experience, micro_batch_size):
+    """For every micro-batch size."""
     updates = updates_of(experience)
     expected = slow_metrics(experience, updates)
     assert 0 < expected["policy/clipped"] < 1
@@ -420,7 +427,7 @@ def test_the_figures_of_a_step_are_those_of_a_slow_loop_however_it_is_split(load
     assert gather(train, experience, updates, micro_batch_size).metrics() == pytest.approx(expected, rel=1e-5)
 
 
-def test_without_a_reference_no_kl_is_given(experience):
+def test_without_a_reference_no_kl_is_reported(experience):
     experience.log_probs_ref = None
     statistics = UpdateStatistics(CLIP_EPS, MAX_GRAD_NORM)
     log_probs, entropy, norm = updates_of(experience)[0]
@@ -431,7 +438,8 @@ def test_without_a_reference_no_kl_is_given(experience):
     assert metrics["loss/total"] == 2.0
 
 
-def test_an_update_that_was_skipped_is_counted_and_not_as_one_scaled_down(load_script, experience):
+def test_a_skipped_update_is_not_counted_as_clipped(load_script, experience):
+    """It is counted as skipped."""
     (log_probs, entropy, _), *_ = updates_of(experience)
     updates = [(log_probs, entropy, norm) for norm in (0.5, math.nan, math.inf, 3.0)]
     metrics = gather(load_script("experiment_base/train.py"), experience, updates, 2).metrics()

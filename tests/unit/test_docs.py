@@ -1,4 +1,4 @@
-"""What the documentation says of files, lines, keys and flags is so."""
+"""The files, lines, keys, flags and tests that the documentation names exist."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def test_links_lead_to_files_that_exist(page):
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("experiment_*/README.md")), ids=lambda page: page.parent.name)
 def test_numbered_steps_point_at_the_numbered_comments(page):
-    """All of them in the README of an experiment without a parent; a sibling's names those that it changes."""
+    """The README of an experiment without a parent links all of them, a sibling's README those that it changes."""
     lines = (page.parent / "train.py").read_text(encoding="utf-8").splitlines()
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"^(\d)\. .*\[line (\d+)\]\(train\.py#L(\d+)\)", text, re.MULTILINE)
@@ -68,6 +68,24 @@ def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
     compile((tmp_path / script).read_bytes(), script, "exec")
 
 
-def test_the_table_of_hyperparameters_is_that_of_the_committed_data(load_script):
+def test_the_table_of_hyperparameters_matches_its_data(load_script):
+    """The table in docs/hyperparameters.md is the one made from the committed results."""
     benchmark = load_script("benchmarks/hyperparameters.py")
     assert benchmark.table(*benchmark.read_results()) in (ROOT / "docs" / "hyperparameters.md").read_text("utf-8")
+
+
+def test_the_index_of_tests_names_tests_that_exist():
+    """And every test file, and no test's name is longer than 60 characters."""
+    tests = {
+        path.relative_to(ROOT).as_posix(): re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
+        for path in ROOT.glob("tests/**/test_*.py")
+    }
+    index = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    mentioned = set()
+    for file, name in re.findall(r"((?:\w+/)*test_\w+\.py)(?:::(\w+))?", index):
+        found = [path for path in tests if f"/{path}".endswith(f"/{file}")]
+        assert len(found) == 1, file
+        assert not name or name in tests[found[0]], f"{file}::{name}"
+        mentioned |= {found[0]}
+    assert mentioned == tests.keys()
+    assert [name for names in tests.values() for name in names if len(name) > 60] == []

@@ -1,4 +1,4 @@
-"""Evaluation: pass@k is unbiased, and every figure is what its name says of the completions that were sampled."""
+"""Evaluation: pass@k is unbiased, and every metric is that of the completions that were sampled."""
 
 import itertools
 from math import comb
@@ -15,7 +15,8 @@ from common.plumbing.summary import divide_gain
 
 
 @pytest.mark.parametrize("n", range(1, 8))
-def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_right_one(n):
+def test_pass_at_k_equals_an_enumeration_of_all_choices(n):
+    """It is the share of all choices of k samples that contain a right one."""
     for c in range(n + 1):
         samples = [True] * c + [False] * (n - c)
         for k in range(1, n + 1):
@@ -26,7 +27,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_right_on
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.2, 0.9, 1.0])
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_pass_at_k_is_unbiased_where_the_plug_in_estimate_is_not(p, k):
-    """Over every number of right answers among 8, with its probability: p = 0.2 and k = 4 give 0.590, not 0.517."""
+    """The expectation over the number of right answers among 8: p = 0.2 and k = 4 give 0.590, not 0.517."""
     chances = [comb(8, c) * p**c * (1 - p) ** (8 - c) for c in range(9)]
     mean = sum(chance * pass_at_k(8, c, k) for c, chance in enumerate(chances))
     assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
@@ -41,10 +42,10 @@ def test_more_tries_than_samples_are_refused():
 
 
 ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 11)]
-FIGURES = {"accuracy", "even", "odd", "length", "stopped", "reward_brief"}
+METRICS = {"accuracy", "even", "odd", "length", "stopped", "reward_brief"}
 
-# A random policy never answers right; this task finds something to tell apart in what it babbles.
-BABBLE = SimpleNamespace(
+# A random policy never answers right; the rewards of this task depend on the length of its text.
+LENGTH_TASK = SimpleNamespace(
     messages=arithmetic.messages,
     reward=lambda row, text: {"correct": float(len(text) % 3 == int(row["answer"]) % 3), "brief": 1 / (1 + len(text))},
     describe=lambda row, text: {"even": float(len(text) % 2 == 0), "odd": float(len(text) % 2), "size": len(text)},
@@ -58,12 +59,13 @@ def policy(make_policy, tokenizer):
     )
 
 
-def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
+def test_all_metrics_are_those_of_the_sampled_completions(policy):
+    """Each metric is computed again from the same completions."""
     num_samples, budget = 4, 150
     metrics, greedy_texts, sampled_answers = evaluate(
-        policy, ROWS, BABBLE, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
+        policy, ROWS, LENGTH_TASK, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
     )
-    assert {name for name in metrics if name.startswith("greedy/")} >= {f"greedy/{figure}" for figure in FIGURES}
+    assert {name for name in metrics if name.startswith("greedy/")} >= {f"greedy/{name}" for name in METRICS}
 
     prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row, "Think.")) for row in ROWS]
     for mode, group_size in (("greedy", 1), ("sampled", num_samples)):
@@ -74,7 +76,7 @@ def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
         if mode == "greedy":
             assert greedy_texts == texts
         right = [
-            BABBLE.reward(ROWS[row.prompt_index], text)["correct"]
+            LENGTH_TASK.reward(ROWS[row.prompt_index], text)["correct"]
             for row, text in zip(trajectories, texts, strict=True)
         ]
         even = [len(text) % 2 == 0 for text in texts]
@@ -96,27 +98,28 @@ def test_every_figure_is_that_of_the_completions_that_were_sampled(policy):
         if mode == "sampled":
             groups = [right[i : i + group_size] for i in range(0, len(right), group_size)]
             expected[f"pass@{group_size}"] = sum(any(group) for group in groups) / len(groups)
-            assert among_even  # the babble is varied enough
+            assert among_even  # the texts are varied enough
             assert among_odd
             assert 0 < expected["accuracy"] < expected["pass@4"] < 1
             assert 0 < expected["stopped"] < 1
-            described = [BABBLE.describe({}, text) for text in texts]
+            described = [LENGTH_TASK.describe({}, text) for text in texts]
             questions = [row.prompt_index for row in trajectories]
             assert sampled_answers == list(map(Answer, questions, right, described))
         found = {name: value for name, value in metrics.items() if name.startswith(f"{mode}/")}
         assert found == {f"{mode}/{name}": pytest.approx(value) for name, value in expected.items()}
 
 
-def test_two_evaluations_of_one_policy_are_equal_and_another_seed_is_other_luck(policy):
+def test_evaluation_is_reproducible_and_depends_on_its_seed(policy):
+    """Two evaluations of one policy are equal; another seed gives other samples and the same greedy answers."""
     first, again, other = (
-        evaluate(policy, ROWS, BABBLE, max_new_tokens=40, num_samples=2, seed=seed) for seed in (0, 0, 1)
+        evaluate(policy, ROWS, LENGTH_TASK, max_new_tokens=40, num_samples=2, seed=seed) for seed in (0, 0, 1)
     )
     assert first == again
     assert first[0] != other[0]
-    assert first[1] == other[1]  # greedy needs no luck
+    assert first[1] == other[1]  # greedy decoding draws nothing
 
 
-def test_without_samples_there_are_greedy_figures_alone(policy):
+def test_without_samples_there_are_only_greedy_metrics(policy):
     metrics, texts, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10)
     assert all(name.startswith("greedy/") for name in metrics)
     assert metrics["greedy/accuracy"] == 0.0
@@ -124,7 +127,8 @@ def test_without_samples_there_are_greedy_figures_alone(policy):
     assert len(texts) == 3
 
 
-def test_a_prefix_is_what_every_completion_begins_with_and_not_counted_as_sampled(policy):
+def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
+    """The length counts sampled tokens only."""
     metrics, texts, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10, prefix="<think>")
     assert all(text.startswith("<think>") for text in texts)
     assert metrics["greedy/length"] <= 10
@@ -173,8 +177,8 @@ def test_the_parts_of_a_gain_add_up_to_it(reasoned):
     assert sum(parts.values()) == pytest.approx(gain)
 
 
-def test_reasoning_about_hard_questions_is_not_mistaken_for_skill():
-    """Within each kind nothing is right more often; over both together reasoning would look worse afterwards."""
+def test_reasoning_on_hard_questions_is_not_mistaken_for_skill():
+    """Within each kind accuracy is constant; over both kinds together reasoning would look worse afterwards."""
     before = answers(0, (10, 10), (0, 0)) + answers(1, (1, 2), (0, 8))
     after = answers(0, (10, 10), (0, 0)) + answers(1, (5, 10), (0, 0))
     assert divide_gain(before, after, KINDS) == pytest.approx(

@@ -14,7 +14,7 @@ PAD = 99
 def trajectory(
     prompt: list[int], completion: list[int], prompt_index: int = 0, completion_index: int = 0
 ) -> Trajectory:
-    """A row whose log-probs name their tokens: token 21 has -21."""
+    """A row whose log-probs encode their tokens: token 21 has -21."""
     return Trajectory(
         ids=prompt + completion,
         prompt_length=len(prompt),
@@ -67,8 +67,8 @@ def rows_of(experience: Experience) -> list[tuple]:
     return rows
 
 
-def test_collate_shifts_masks_and_log_probs_to_the_token_that_they_predict():
-    """The first completion token counts, the first padding does not."""
+def test_collate_shifts_masks_and_log_probs_to_their_targets():
+    """The first completion token counts, the first padding token does not."""
     first = trajectory([11, 12, 13], [21, 22, 23], prompt_index=7)
     second = trajectory([31], [41, 42], prompt_index=8)
     experience = collate([first, second], PAD)
@@ -83,7 +83,7 @@ def test_collate_shifts_masks_and_log_probs_to_the_token_that_they_predict():
 
 
 def test_masks_are_carried_over_and_never_rebuilt_from_ids():
-    """A tool's tokens in the middle, and ids that equal the padding."""
+    """Also with tool tokens in the middle, and ids equal to the pad id."""
     row = Trajectory([PAD, 5, PAD, 6, 7, PAD], 2, [0, 0, 1, 0, 0, 1], [0.0, 0.0, -1.0, 0.0, 0.0, -2.0])
     experience = collate([row, trajectory([1, 2], [3] * 6)], PAD)
     assert experience.action_mask[0].tolist() == [0, 1, 0, 0, 1, 0, 0]
@@ -101,7 +101,8 @@ def test_collate_refuses_lists_of_different_lengths_by_their_row():
         collate([], PAD)
 
 
-def test_selected_rows_keep_all_their_tokens_and_no_needless_padding():
+def test_selected_rows_keep_all_tokens_and_no_extra_padding():
+    """The width of a selection is the length of its longest row."""
     experience = rollout(4, 3)
     everything = rows_of(experience)
     shortest = experience.attention_mask.sum(dim=1).argsort()
@@ -122,11 +123,12 @@ def test_micro_batches_hold_every_row_once(micro_batch_size):
     assert sum(part.sequences.numel() for part in parts) <= experience.sequences.numel()
 
 
-def test_rows_without_advantage_can_be_left_out_of_micro_batches_but_never_all():
+def test_micro_batches_can_leave_out_rows_without_advantage():
+    """But never all rows: one remains if no row has an advantage."""
     experience = rollout(num_prompts=4, group_size=2)
     experience.advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0])[:, None]
-    whole = [row for micro in experience.split(2) for row in rows_of(micro)]
-    assert sorted(whole) == sorted(rows_of(experience))
+    everything = [row for micro in experience.split(2) for row in rows_of(micro)]
+    assert sorted(everything) == sorted(rows_of(experience))
     kept = [row for micro in experience.split(2, skip_zero_advantages=True) for row in rows_of(micro)]
     assert sorted(kept) == sorted(rows_of(experience.select(torch.tensor([0, 1, 6]))))
     experience.advantages.zero_()
@@ -164,8 +166,8 @@ def test_the_shuffle_is_fixed_by_its_key_and_by_nothing_else():
     assert len({tuple(rows) for rows in (first, *others)}) == 4
 
 
-def test_what_is_not_complete_groups_is_refused():
-    with pytest.raises(ValueError, match="6 rows are not whole groups of 4"):
+def test_incomplete_groups_are_refused():
+    with pytest.raises(ValueError, match="6 rows are not complete groups of 4"):
         next(rollout(2, 3).minibatches(None, 4, key=(0,)))
-    with pytest.raises(ValueError, match="6 rows are not whole groups of 4"):
+    with pytest.raises(ValueError, match="6 rows are not complete groups of 4"):
         next(rollout(2, 4).minibatches(6, 4, key=(0,)))

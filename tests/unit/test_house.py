@@ -1,4 +1,4 @@
-"""The house: what may import what, what a reader has to read, and how long it is."""
+"""The structure of the repository: import rules, the reading list and the length of files."""
 
 import ast
 import re
@@ -78,7 +78,7 @@ def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
 
 
 def test_reading_list_is_the_first_shelf_and_short_enough():
-    """Without its fast folder, and without what has no content."""
+    """The first shelf without its fast folder and without `__init__.py`."""
     shelf = {path for path in FIRST_SHELF if path.parent.name != "fast" and path.name != "__init__.py"}
     assert len(reading_list()) == len(set(reading_list()))
     assert set(reading_list()) == shelf
@@ -104,7 +104,7 @@ def test_imports_of_train_files_are_two_blocks(path):
     assert lines[lines.index(next(line for line in lines if line.startswith("from common.plumbing."))) - 1] == ""
 
 
-def test_no_helper_beside_a_train_file_has_the_name_of_another():
+def test_helpers_beside_train_files_have_unique_names():
     """All of them can be on sys.path at once in a test run."""
     names = [path.name for path in ROOT.glob("experiment_*/*.py") if path.name != "train.py"]
     assert len(names) == len(set(names))

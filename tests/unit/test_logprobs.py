@@ -34,7 +34,7 @@ def random_batch(rows: int = 4, width: int = 11, vocab_size: int = VOCAB) -> tup
 
 
 def full_log_probs(policy, sequences: torch.Tensor, **model_arguments) -> torch.Tensor:
-    """(B, T-1, V) log-probabilities of every word at every position, the obvious and expensive way."""
+    """(B, T-1, V) log-probabilities of the complete vocabulary at every position, computed directly."""
     logits = policy.model(sequences, use_cache=False, **model_arguments).logits[:, :-1].float()
     return (logits / policy.temperature).log_softmax(dim=-1)
 
@@ -51,7 +51,8 @@ def assert_equal_gradients(actual: list[torch.Tensor], expected: list[torch.Tens
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("max_logits", [2**25, 3 * VOCAB, 1])
-def test_log_probs_and_entropy_are_those_of_a_full_log_softmax_also_in_chunks(make_policy, temperature, max_logits):
+def test_chunked_log_probs_and_entropy_equal_a_full_log_softmax(make_policy, temperature, max_logits):
+    """In value and gradient, for chunks of several sizes."""
     policy = make_policy(VOCAB, temperature=temperature)
     sequences, mask = random_batch()
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1))
@@ -70,7 +71,7 @@ def test_log_probs_and_entropy_are_those_of_a_full_log_softmax_also_in_chunks(ma
 
 
 def test_bfloat16_arithmetic_still_ends_in_a_float32_softmax(make_policy):
-    """A log-softmax in bfloat16 would be off by some 0.02 nats a token on average."""
+    """A log-softmax in bfloat16 would be wrong by about 0.02 nats per token on average."""
     policy = make_policy(VOCAB, temperature=0.7, compute_dtype=torch.bfloat16)
     sequences, mask = random_batch()
     scores = policy(sequences, mask)
@@ -82,7 +83,8 @@ def test_bfloat16_arithmetic_still_ends_in_a_float32_softmax(make_policy):
     torch.testing.assert_close(scores.log_probs, expected, atol=1e-5, rtol=0)
 
 
-def test_a_batch_without_action_tokens_has_log_probs_and_gradients_of_zero(make_policy):
+def test_a_batch_without_action_tokens_has_zero_gradients(make_policy):
+    """Its log-probs are zero too."""
     policy = make_policy(VOCAB)
     sequences, mask = random_batch()
     scores = policy(sequences, torch.zeros_like(mask))
@@ -105,7 +107,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def large_vocabulary_policy(vocab_size: int):
-    """Llama 3's vocabulary on a network so narrow that nothing but logits is large."""
+    """Llama 3's vocabulary on a network so narrow that only the logits are large."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from common.policy import Policy
@@ -114,7 +116,8 @@ def large_vocabulary_policy(vocab_size: int):
     return Policy(LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **sizes)), None, [2], pad_id=0)
 
 
-def test_no_tensor_of_forward_or_backward_holds_the_logits_of_all_tokens():
+def test_no_tensor_holds_the_logits_of_all_tokens():
+    """Neither in the forward nor in the backward pass."""
     vocab_size, num_tokens = 128_256, 60
     policy = large_vocabulary_policy(vocab_size)
     sequences = torch.arange(2 * 31).view(2, 31)
@@ -128,7 +131,7 @@ def test_no_tensor_of_forward_or_backward_holds_the_logits_of_all_tokens():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_memory_of_a_process_stays_far_below_that_of_all_logits():
+def test_peak_memory_stays_far_below_that_of_all_logits():
     """All logits of 192 tokens are 98 MB, and a softmax with its gradient holds them several times."""
     script = """
         import re
@@ -151,14 +154,14 @@ def test_the_memory_of_a_process_stays_far_below_that_of_all_logits():
     given_back = os.environ | {"MALLOC_MMAP_THRESHOLD_": "100000"}  # freed memory is not kept in glibc's own heap
     here = Path(__file__).parent  # where the script finds this module
     output = subprocess.run(command, cwd=here, env=given_back, capture_output=True, text=True, check=True).stdout
-    start, chunked, whole = map(int, output.split())
+    start, chunked, unchunked = map(int, output.split())
     all_logits = 192 * 128_256 * 4
     assert chunked - start < 0.5 * all_logits
-    assert whole - start > 1.5 * all_logits
+    assert unchunked - start > 1.5 * all_logits
 
 
 @pytest.mark.parametrize("max_logits", [2**25, 3 * VOCAB])
-def test_a_rows_log_probs_depend_neither_on_padding_nor_on_neighbours(make_policy, max_logits):
+def test_log_probs_do_not_depend_on_padding_or_neighbours(make_policy, max_logits):
     policy = make_policy(VOCAB)
     sequences, _ = random_batch(rows=3, width=20)
     rows = [sequences[0, :20].tolist(), sequences[1, :9].tolist(), sequences[2, :4].tolist()]
@@ -174,8 +177,8 @@ def test_a_rows_log_probs_depend_neither_on_padding_nor_on_neighbours(make_polic
                 assert (x[index, len(row.ids) - 1 :] == 0).all()
 
 
-def test_prompt_tokens_that_equal_the_pad_id_keep_their_attention(make_policy):
-    """Llama 3 writes its end-of-turn token into every prompt; a mask made of `ids != pad` would blind the policy."""
+def test_prompt_tokens_equal_to_pad_keep_their_attention(make_policy):
+    """Llama 3 writes its end-of-turn token into every prompt; a mask `ids != pad` would hide those tokens."""
     pad = 2
     policy = make_policy(VOCAB, end_of_turn_ids=(pad,), pad_id=pad)
     prompt, completion = [5, pad, 6, pad, 7], [8, 9, pad]
@@ -185,12 +188,12 @@ def test_prompt_tokens_that_equal_the_pad_id_keep_their_attention(make_policy):
 
     log_probs = policy(batch.sequences, batch.action_mask).log_probs[0, 4:7]
     ids = torch.tensor([row.ids])
-    seen, blinded = (
+    seen, hidden = (
         full_log_probs(policy, ids, attention_mask=mask).gather(-1, ids[:, 1:, None])[0, 4:7, 0]
         for mask in (torch.ones_like(ids), (ids != pad).long())
     )
     torch.testing.assert_close(log_probs, seen, atol=1e-5, rtol=0)
-    assert (seen - blinded).abs().max() > 0.1  # the trap is real here
+    assert (seen - hidden).abs().max() > 0.1  # such a mask would matter here
 
 
 def test_the_end_of_turn_token_is_trained_even_as_pad_id(train, make_policy):
@@ -215,18 +218,18 @@ def test_the_end_of_turn_token_is_trained_even_as_pad_id(train, make_policy):
 def test_token_log_probs_in_micro_batches_are_those_of_all_rows(make_policy):
     policy = make_policy(VOCAB, temperature=0.7)
     experience = collate(sample(policy, [[3, 4], [5, 6, 7], [8]], 3, max_new_tokens=12, key=(0,)), policy.pad_id)
-    whole = policy(experience.sequences, experience.action_mask)
+    complete = policy(experience.sequences, experience.action_mask)
     for micro_batch_size in (1, 4, 9, 100):
         log_probs = token_log_probs(policy, experience, micro_batch_size)
         assert not log_probs.requires_grad
-        torch.testing.assert_close(log_probs, whole.log_probs.detach(), atol=1e-5, rtol=0)
+        torch.testing.assert_close(log_probs, complete.log_probs.detach(), atol=1e-5, rtol=0)
 
 
 EXPERIMENTS = [("experiment_base", {}), ("experiment_drgrpo", {}), ("experiment_drgrpo", {"critic_type": "grpo"})]
 
 
 def updated_policy(train, make_policy, micro_batch_size: int, optimizer_class, lr: float, **settings):
-    """What `update` makes of a fresh policy on the same 8 rows of very different lengths."""
+    """A fresh policy after `update` on the same 8 rows of very different lengths, and its metrics."""
     policy = make_policy(VOCAB)
     trajectories = sample(policy, [[3, 4], [5, 6, 7, 8, 9], [10], [11, 12]], 2, max_new_tokens=30, key=(0, 0))
     assert len({len(row.ids) for row in trajectories}) > 4
@@ -257,7 +260,7 @@ def test_micro_batches_change_neither_gradient_nor_update(
 
     (split, split_metrics), (complete, metrics) = both(torch.optim.SGD, 0.1)
     gradient, expected = (torch.cat([p.grad.flatten() for p in policy.parameters()]) for policy in (split, complete))
-    assert (gradient - expected).norm() <= 2e-6 * expected.norm()  # one row alone shares no prompt: other roundings
+    assert (gradient - expected).norm() <= 2e-6 * expected.norm()  # a single row shares no prompt: other roundings
     for a, b in zip(split.parameters(), complete.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
     assert split_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)

@@ -25,7 +25,7 @@ MASK = torch.tensor(
         [0, 1, 0, 1, 0, 1, 0],
     ]
 )
-LOSSES = {  # the loss of which formula, and of which experiment with which flags
+LOSSES = {  # by formula: the experiments that use it, and with which flags
     "grpo": [("experiment_base", {}), ("experiment_drgrpo", {"critic_type": "grpo"})],
     "drgrpo": [("experiment_drgrpo", {})],
 }
@@ -102,14 +102,14 @@ def test_loss_equals_a_slow_loop(make_experience, formula_and_loss, kl_weight, a
 
 
 def test_on_policy_loss_has_a_gradient(make_experience, formula_and_loss):
-    """Its value is minus the mean advantage, which says nothing; its gradient is the policy gradient."""
+    """Its value is minus the mean advantage, which shows no progress; its gradient is the policy gradient."""
     formula, policy_loss = formula_and_loss
     log_probs = random_values(2, 3, seed=0).float().requires_grad_()
     advantages = torch.tensor([[2.0], [-1.0]])
     experience = make_experience(torch.ones(2, 3, dtype=torch.long), advantages=advantages)
     loss = policy_loss(log_probs, experience)
     loss.backward()
-    share = 1 / 6 if formula == "grpo" else 1 / (2 * BUDGET)  # of a token
+    share = 1 / 6 if formula == "grpo" else 1 / (2 * BUDGET)  # per token
     assert loss.item() == pytest.approx(-3 * share)
     torch.testing.assert_close(log_probs.grad, (-advantages * share).expand(2, 3))
 
@@ -124,9 +124,9 @@ def test_ignored_tokens_change_nothing(make_experience, formula_and_loss, field,
         "log_probs_ref": random_values(ROWS, TOKENS, seed=2),
         "advantages": random_values(ROWS, TOKENS, seed=3),
     }
-    soiled = clean | {field: torch.where(MASK.bool(), clean[field], garbage)}
+    altered = clean | {field: torch.where(MASK.bool(), clean[field], garbage)}
     results = []
-    for values in (clean, soiled):
+    for values in (clean, altered):
         log_probs = values["log_probs"].clone().requires_grad_()
         experience = make_experience(MASK, **{name: x for name, x in values.items() if name != "log_probs"})
         loss = policy_loss(log_probs, experience, kl_weight=0.3)
@@ -150,7 +150,7 @@ def test_an_empty_row_adds_nothing_and_counts_as_a_row(make_experience, formula_
 
 
 def test_padding_does_not_change_the_loss(make_experience, formula_and_loss):
-    """Dr. GRPO divides by a constant: not by the padded width, and not by what other rows happen to need."""
+    """Dr. GRPO divides by a constant: neither by the padded width nor by the lengths of other rows."""
     _, policy_loss = formula_and_loss
     log_probs, ref = random_values(ROWS, TOKENS, seed=0), random_values(ROWS, TOKENS, seed=1)
     advantages = random_values(ROWS, 1, seed=2)
@@ -162,7 +162,7 @@ def test_padding_does_not_change_the_loss(make_experience, formula_and_loss):
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 4])
 def test_losses_of_micro_batches_add_up(make_experience, formula_and_loss, micro_batch_size):
-    """Without a further factor. So a row's share does not depend on the lengths of the rows beside it."""
+    """Without a further factor, so a row's share does not depend on the lengths of the other rows."""
     _, policy_loss = formula_and_loss
     log_probs, ref = random_values(ROWS, TOKENS, seed=0), random_values(ROWS, TOKENS, seed=1)
     advantages = random_values(ROWS, 1, seed=2)
@@ -175,7 +175,7 @@ def test_losses_of_micro_batches_add_up(make_experience, formula_and_loss, micro
     torch.testing.assert_close(sum(parts), loss_of(torch.arange(ROWS)), atol=1e-12, rtol=0)
 
 
-def test_grpo_weighs_rows_alike_and_dr_grpo_tokens(make_experience, formula_and_loss):
+def test_grpo_weights_rows_equally_and_dr_grpo_tokens(make_experience, formula_and_loss):
     formula, policy_loss = formula_and_loss
     experience = make_experience(torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]), advantages=torch.ones(2, 1))
 
@@ -193,7 +193,7 @@ def test_grpo_weighs_rows_alike_and_dr_grpo_tokens(make_experience, formula_and_
 
 @pytest.mark.parametrize("factor", [0.25, 3.0, 64.0])
 def test_the_budget_only_scales_the_loss_of_dr_grpo(make_experience, formula_and_loss, factor):
-    """So under Adam, which divides by the gradient's size, it is no second learning rate."""
+    """So under Adam, which normalises the gradient, it does not act as a second learning rate."""
     formula, policy_loss = formula_and_loss
 
     def loss_and_gradient(budget: int) -> list[torch.Tensor]:
@@ -253,8 +253,8 @@ def test_kl_estimate_is_unbiased_and_never_negative():
     assert torch.equal(same, torch.zeros(9, dtype=torch.float64))
 
 
-def test_kl_penalty_pulls_nearly_where_the_divergence_does():
-    """The expected gradient of k3 is that of KL(reference || policy), which is close where the two policies are."""
+def test_kl_penalty_has_nearly_the_gradient_of_the_divergence():
+    """The expected gradient of k3 is that of KL(reference || policy), close to it where the two policies are close."""
     logits = random_values(9, seed=0).requires_grad_()
     log_probs = logits.log_softmax(dim=-1)
     log_probs_ref = (logits.detach() + random_values(9, seed=1, scale=0.3)).log_softmax(dim=-1)

@@ -1,4 +1,4 @@
-"""Products with oneDNN: values and gradients are those of nn.Linear, and only float32 on the CPU goes that way."""
+"""Products with oneDNN: values and gradients are those of nn.Linear, and only float32 on the CPU uses them."""
 
 import copy
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not matmul.is_faster(), reason="MKL is as fast o
 
 
 def both(bias: bool) -> tuple[nn.Linear, nn.Linear]:
-    """The same layer twice: as PyTorch has it, and with oneDNN."""
+    """The same layer twice: unchanged, and with oneDNN."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         plain = nn.Linear(24, 40, bias=bias)
@@ -23,7 +23,7 @@ def both(bias: bool) -> tuple[nn.Linear, nn.Linear]:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many rows each product with oneDNN had."""
+    """The number of rows of each product with oneDNN."""
     counts = []
     multiply = matmul.multiply
     monkeypatch.setattr(matmul, "multiply", lambda x, w: counts.append(len(x)) or multiply(x, w))
@@ -65,7 +65,7 @@ def test_frozen_weights_get_no_gradient_and_pass_it_on(calls):
     assert len(calls) == 2
 
 
-def test_few_rows_and_other_arithmetic_stay_with_pytorch(calls):
+def test_few_rows_and_other_dtypes_stay_with_pytorch(calls):
     plain, fast = both(bias=False)
     x = torch.randn(300, 24)
     assert torch.equal(fast(x[:40]), plain(x[:40]))
@@ -75,7 +75,7 @@ def test_few_rows_and_other_arithmetic_stay_with_pytorch(calls):
     assert not calls
 
 
-def test_a_policy_uses_it_and_is_saved_as_ever(calls, tmp_path):
+def test_a_policy_uses_onednn_and_is_saved_unchanged(calls, tmp_path):
     from common.plumbing.config import RunConfig
     from common.plumbing.loading import load_policy
     from common.plumbing.saving import save_policy

@@ -1,4 +1,4 @@
-"""`sample`: what is recorded is what was drawn, and nothing but a row's own key and prompt decides what that is."""
+"""`sample`: what is recorded is what was drawn, and a row depends on its own key and prompt alone."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def tokens_by_row(trajectories: list[Trajectory]) -> dict[tuple[int, int], list[
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 def test_recorded_log_probs_are_those_that_training_computes(make_policy, temperature, top_p):
-    """The prompts hold the pad id, which is also the end-of-turn id: neither may cost them attention."""
+    """The prompts contain the pad id, which is also the end-of-turn id: those tokens must keep their attention."""
     policy = make_policy(VOCAB, temperature=temperature, end_of_turn_ids=(END,), pad_id=END)
     prompts = [*PROMPTS, [END, 5, END, 6, END]]
     trajectories = sample(policy, prompts, 4, max_new_tokens=20, key=(0, 1), top_p=top_p)
@@ -31,7 +31,8 @@ def test_recorded_log_probs_are_those_that_training_computes(make_policy, temper
     assert (recomputed[experience.action_mask == 1] < 0).all()
 
 
-def test_everything_about_a_row_is_written_where_its_tokens_are_made(make_policy):
+def test_sampling_records_all_fields_of_a_row(make_policy):
+    """Prompt, completion, mask, log-probs, indices and finish reason."""
     policy = make_policy(VOCAB)
     trajectories = sample(policy, PROMPTS, 4, max_new_tokens=12, key=(0, 1), prompt_index=[40, 30, 20, 10])
     assert {row.finish_reason for row in trajectories} == {"stop", "length"}
@@ -49,7 +50,8 @@ def test_everything_about_a_row_is_written_where_its_tokens_are_made(make_policy
             assert len(completion) == 12
 
 
-def test_a_row_that_ends_with_its_last_token_of_budget_has_stopped(make_policy):
+def test_ending_with_the_last_token_of_the_budget_is_stop(make_policy):
+    """An end-of-turn token as the last token of the budget: the finish reason is "stop", not "length"."""
     policy = make_policy(VOCAB)
     long = sample(policy, PROMPTS, 4, max_new_tokens=12, key=(0, 1))
     length = next(len(row.completion_ids) for row in long if row.finish_reason == "stop")
@@ -70,7 +72,7 @@ def test_every_end_of_turn_id_ends_a_turn(make_policy):
 
 def test_rows_that_leave_the_batch_change_no_sample(make_policy):
     leaving = make_policy(VOCAB)
-    staying = make_policy(VOCAB, end_of_turn_ids=(10_000,))  # a word that cannot be drawn
+    staying = make_policy(VOCAB, end_of_turn_ids=(10_000,))  # a token that cannot be drawn
     rows = sample(leaving, PROMPTS, 4, max_new_tokens=15, key=(0, 1))
     full_rows = sample(staying, PROMPTS, 4, max_new_tokens=15, key=(0, 1))
     assert len({len(row.ids) for row in rows}) > 4
@@ -121,7 +123,8 @@ def greedy_by_hand(policy, prompt: list[int], max_new_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("pad_id", [0, END])
-def test_greedy_completions_are_those_of_a_loop_without_cache_in_batches_of_any_size(make_policy, pad_id):
+def test_greedy_completions_equal_a_loop_without_cache(make_policy, pad_id):
+    """In batches of several sizes, also if the end-of-turn token is the pad token."""
     policy = make_policy(VOCAB, pad_id=pad_id, seed=4)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in range(1, 9)]
@@ -132,8 +135,8 @@ def test_greedy_completions_are_those_of_a_loop_without_cache_in_batches_of_any_
         assert [row.completion_ids for row in rows] == expected
 
 
-def test_left_padding_is_harmless_also_to_absolute_positions():
-    """Rotary positions forgive a shift, GPT-2's do not: without `position_ids` a padded prompt is another prompt."""
+def test_left_padding_is_harmless_with_absolute_positions():
+    """Rotary positions tolerate a shift; GPT-2's absolute positions do not, so `position_ids` must be given."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from common.policy import Policy
@@ -155,7 +158,7 @@ def test_left_padding_is_harmless_also_to_absolute_positions():
 
 
 def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
-    """Pearson's statistic over the words with probability, after asserting that no other word was drawn."""
+    """Pearson's statistic over the tokens with probability, after asserting that no other token was drawn."""
     counts, expected = torch.bincount(tokens, minlength=len(probs)), probs * len(tokens)
     assert counts[expected == 0].sum() == 0
     counts, expected = counts[expected > 0], expected[expected > 0]
@@ -164,7 +167,7 @@ def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8), (0.7, 0.6)])
 def test_tokens_are_drawn_as_often_as_the_softmax_says(make_policy, temperature, top_p):
-    """Fixed keys, so nothing here is left to chance: 49.7 is exceeded once in a thousand by 23 degrees of freedom."""
+    """The keys are fixed, so the result is too. 49.7 is the 0.999 quantile of chi-square with 23 degrees of freedom."""
     policy = make_policy(VOCAB, temperature=temperature)
     prompt = [3, 4, 5]
     rows = sample(policy, [prompt], 4000, max_new_tokens=1, key=(0, 1), top_p=top_p)
@@ -174,19 +177,19 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(make_policy, temperature,
         logits = policy.model(torch.tensor([prompt])).logits[0, -1].double()
     probs = (logits / temperature).softmax(dim=-1)
     kept, held = torch.zeros_like(probs), 0.0
-    for word in probs.argsort(descending=True).tolist():
+    for token in probs.argsort(descending=True).tolist():
         if held < top_p:
-            kept[word] = probs[word]
-        held += probs[word].item()
+            kept[token] = probs[token]
+        held += probs[token].item()
     assert chi_square(tokens, kept / kept.sum()) < 49.7
     if top_p == 1:
-        assert chi_square(tokens, (logits / (1.3 * temperature)).softmax(dim=-1)) > 100  # another temperature shows
+        assert chi_square(tokens, (logits / (1.3 * temperature)).softmax(dim=-1)) > 100  # another one would fail
     recorded = torch.tensor([row.sampler_log_probs[-1] for row in rows])
     torch.testing.assert_close(recorded, probs.log()[tokens].float(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_a_word_without_probability_is_never_drawn(top_p):
+def test_a_token_without_probability_is_never_drawn(top_p):
     minus = float("-inf")
     logits = torch.tensor([[minus, 0.0, minus, 1.0, minus, minus], [-1e4, 3.0, -1e4, 3.0, -1e4, -1e4]])
     edges = torch.tensor([0.0, 5e-324, 0.25, 0.5, 0.75, NEARLY_ONE], dtype=torch.float64)
@@ -199,14 +202,14 @@ def test_a_word_without_probability_is_never_drawn(top_p):
     assert _draw(logits[:1], 1.0, 1.0, edges[-1:])[0].item() == 3
 
 
-def test_a_word_of_a_large_vocabulary_owns_exactly_its_share_of_the_unit_interval():
-    """In float32 the borders between 128,256 words would be off by some percent of a word's share."""
+def test_draws_from_a_large_vocabulary_are_exact():
+    """In float32 the boundaries between 128,256 tokens would be wrong by some percent of a token's share."""
     logits = torch.randn(128_256, generator=torch.Generator().manual_seed(0))
     logits[:5000] = logits[-5000:] = float("-inf")
     cdf = logits.log_softmax(dim=-1).double().exp().cumsum(dim=-1)
-    words = torch.linspace(5001, 128_255 - 5000, 12).long()
-    for uniforms in (cdf[words - 1] / cdf[-1] + 1e-10, cdf[words] / cdf[-1] - 1e-10):
-        assert torch.equal(_draw(logits.expand(12, -1), 1.0, 1.0, uniforms)[0], words)
+    picked = torch.linspace(5001, 128_255 - 5000, 12).long()
+    for uniforms in (cdf[picked - 1] / cdf[-1] + 1e-10, cdf[picked] / cdf[-1] - 1e-10):
+        assert torch.equal(_draw(logits.expand(12, -1), 1.0, 1.0, uniforms)[0], picked)
     edges = torch.tensor([0.0, NEARLY_ONE], dtype=torch.float64)
     assert _draw(logits.expand(2, -1), 1.0, 1.0, edges)[0].tolist() == [5000, 128_255 - 5000]
 
@@ -214,9 +217,9 @@ def test_a_word_of_a_large_vocabulary_owns_exactly_its_share_of_the_unit_interva
 def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
     logits = torch.tensor([[0.15, 0.4, 0.05, 0.3, 0.1]]).log()
     uniforms = torch.linspace(0, NEARLY_ONE, 201, dtype=torch.float64)
-    for top_p, words in ((0.01, {1}), (0.39, {1}), (0.5, {1, 3}), (0.8, {0, 1, 3}), (0.99, {0, 1, 2, 3, 4})):
+    for top_p, nucleus in ((0.01, {1}), (0.39, {1}), (0.5, {1, 3}), (0.8, {0, 1, 3}), (0.99, {0, 1, 2, 3, 4})):
         tokens, _ = _draw(logits.expand(201, -1), 1.0, top_p, uniforms)
-        assert set(tokens.tolist()) == words
+        assert set(tokens.tolist()) == nucleus
 
 
 def test_no_prompts_give_no_trajectories(make_policy):
@@ -228,6 +231,6 @@ def test_an_empty_prompt_is_refused_by_its_index(make_policy):
         sample(make_policy(VOCAB), [[3], []], 2, max_new_tokens=3, key=(0,), prompt_index=[16, 17])
 
 
-def test_one_index_a_prompt_is_required(make_policy):
+def test_one_index_per_prompt_is_required(make_policy):
     with pytest.raises(ValueError, match="2 prompts, but 1 entries"):
         sample(make_policy(VOCAB), [[3], [4]], 2, max_new_tokens=3, key=(0,), prompt_index=[16])

@@ -1,4 +1,4 @@
-"""A prompt that several rows share is encoded once, and nothing else changes: values, gradients, independence."""
+"""A prompt that several rows share is encoded once; values, gradients and independence of rows stay the same."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def policy(make_policy):
 
 @pytest.fixture
 def batch(policy):
-    """Rows of very different lengths; in one a tool spoke in between, and one has no action token."""
+    """Rows of very different lengths; one has tool tokens in the middle, and one has no action token."""
     trajectories = sample(policy, list(PROMPTS), GROUP_SIZE, max_new_tokens=20, key=(0, 0))
     experience = collate(trajectories, policy.pad_id)
     longest = int(experience.action_mask.sum(dim=1).argmax())
@@ -30,7 +30,7 @@ def batch(policy):
 
 
 def plain_scores(policy, experience) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropy from whole rows, the obvious way."""
+    """Log-probs and entropy from complete rows, computed directly."""
     logits = policy.model(experience.sequences, use_cache=False).logits[:, :-1].float()
     everything = (logits / policy.temperature).log_softmax(dim=-1)
     log_probs = everything.gather(-1, experience.sequences[:, 1:, None])[..., 0] * experience.action_mask
@@ -45,7 +45,9 @@ def gradient(policy, log_probs: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("tokens_at_once", [1, 20, 10_000])
-def test_values_and_gradients_are_those_of_whole_rows(policy, batch, monkeypatch, tokens_at_once, attn_implementation):
+def test_values_and_gradients_are_those_of_complete_rows(
+    policy, batch, monkeypatch, tokens_at_once, attn_implementation
+):
     policy.model.set_attn_implementation(attn_implementation)
     monkeypatch.setitem(shared_prompts.TOKENS_AT_ONCE, "cpu", tokens_at_once)
     assert shared_prompts.hidden_states(policy.model.get_decoder(), batch.sequences, batch.action_mask) is not None
@@ -57,7 +59,7 @@ def test_values_and_gradients_are_those_of_whole_rows(policy, batch, monkeypatch
     assert (actual - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_every_prompt_is_run_once_and_every_completion_token_once(policy, batch, monkeypatch):
+def test_every_prompt_and_completion_token_is_run_once(policy, batch, monkeypatch):
     monkeypatch.setitem(shared_prompts.TOKENS_AT_ONCE, "cpu", 1)  # a row at a time: no padding
     seen = []
     policy.model.get_input_embeddings().register_forward_hook(lambda _, args, output: seen.append(args[0].shape))
@@ -81,7 +83,7 @@ def test_a_row_does_not_depend_on_its_neighbours(policy, batch):
     assert not torch.allclose(after[0], before[0])
 
 
-def test_rows_without_a_common_prompt_are_run_whole(policy, batch):
+def test_rows_without_a_common_prompt_are_run_in_full(policy, batch):
     rows = torch.arange(0, len(batch), GROUP_SIZE)
     alone = batch.select(rows)
     assert shared_prompts.hidden_states(policy.model.get_decoder(), alone.sequences, alone.action_mask) is None
@@ -97,7 +99,7 @@ def test_gradient_checkpointing_gives_the_same_without_sharing(policy, batch):
 
 
 def test_micro_batches_keep_the_rows_of_a_prompt_together(batch):
-    """Else it would be encoded in each of them."""
+    """Otherwise the prompt would be encoded in each of them."""
     shuffled = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
     for micro in shuffled.split(GROUP_SIZE):
         assert len(micro.prompt_index.unique()) == 1

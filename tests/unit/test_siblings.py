@@ -1,4 +1,4 @@
-"""Siblings: what one experiment changes of its parent is small, named, and what its README says that it is."""
+"""Siblings: an experiment differs little from its parent, and its README states and shows the difference."""
 
 import ast
 import difflib
@@ -33,14 +33,14 @@ def code_of(experiment: Path) -> list[str]:
 
 
 def hunks(experiment: Path) -> list[tuple[list[str], list[str]]]:
-    """What the sibling removes from its parent's train.py and adds to it, place by place; the docstring aside."""
+    """What the sibling removes from its parent's train.py and adds to it, hunk by hunk, without the docstring."""
     old, new = code_of(parent_of(experiment)), code_of(experiment)
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     return [(old[a:b], new[c:d]) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal"]
 
 
 def num_changed_lines(experiment: Path) -> int:
-    """A changed line counts once: the larger of removed and added, place by place."""
+    """A changed line counts once: the larger number of removed and added lines, hunk by hunk."""
     return sum(max(len(removed), len(added)) for removed, added in hunks(experiment))
 
 
@@ -65,7 +65,7 @@ def test_the_diff_is_within_the_budget_that_the_readme_states(experiment, capsys
 
 
 @pytest.mark.parametrize("experiment", SIBLINGS, ids=lambda path: path.name)
-def test_the_readme_shows_the_whole_diff(experiment):
+def test_the_readme_shows_the_complete_diff(experiment):
     """The lines after + and - in its diff blocks are those of the diff, in order, shown without indentation."""
     blocks = re.findall(r"^```diff\n(.*?)^```$", text_of(experiment), re.MULTILINE | re.DOTALL)
     shown = [line[0] + line[1:].strip() for block in blocks for line in block.splitlines() if line[0] in "+-"]
@@ -85,7 +85,7 @@ def test_code_that_a_readme_quotes_is_code_of_the_project(experiment):
 
 
 def test_the_curriculum_table_is_true():
-    """Every experiment has its row, with the parent that its docstring names and the size that its diff has."""
+    """Every experiment has a row with its parent and the size of its diff."""
     rows = table_rows()
     assert sorted(rows) == [path.name for path in EXPERIMENTS]
     for experiment in EXPERIMENTS:
@@ -102,7 +102,7 @@ def test_a_run_is_kept_under_the_name_of_its_experiment(experiment):
 
 
 def test_no_two_python_files_are_equal():
-    """Symbolic links and empty files excepted: what two experiments share stands in common/."""
+    """Except symbolic links and empty files: what two experiments share belongs in common/."""
     if not (ROOT / ".git").exists():
         pytest.skip("this is not a git checkout, which knows the project's files")
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)

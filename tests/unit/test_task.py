@@ -1,4 +1,4 @@
-"""Tasks: what a user's file gets wrong is told in one sentence that names file, row and component."""
+"""Tasks: a mistake in a user's file is reported in one sentence that names file, row and component."""
 
 import json
 import signal
@@ -108,7 +108,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
-def test_what_a_file_gets_wrong_is_told_before_anything_loads(load, text):
+def test_a_faulty_task_file_is_refused_before_anything_loads(load, text):
     with pytest.raises(UserError, match=BROKEN[text]) as caught:
         load(text)
     assert "\n" not in str(caught.value)
@@ -134,7 +134,7 @@ def test_numbers_of_other_libraries_are_numbers(load):
     assert task.reward(task.train_rows[0], "x") == {"correct": 1.0, "short": 0.5}
 
 
-def test_a_reward_that_takes_long_is_told_while_it_runs(load, monkeypatch, capsys):
+def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
     monkeypatch.setattr(task_module, "PATIENCE", 0.05)
     before = signal.getsignal(signal.SIGALRM)
     task = load("import time\n" + with_reward('time.sleep(0.2 if text else 0)\n    return {"correct": 1, "short": 0}'))
@@ -162,7 +162,7 @@ def test_flags_that_name_nothing_are_refused(load, settings, sentence):
         load(GOOD, **settings)
 
 
-def test_data_of_a_task_lie_beside_its_file(load, tmp_path, monkeypatch):
+def test_data_paths_of_a_task_are_relative_to_its_file(load, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     (tmp_path / "here.py").write_text(GOOD + 'TRAIN_DATA = EVAL_DATA = "rows.jsonl"')
     task = load_task(Config(task=str(tmp_path / "here.py"), eval_prompts=2))
@@ -179,7 +179,7 @@ def test_the_bundled_task_is_what_its_file_says():
     assert task.weights == {"correct": 1.0, "format": 0.0}
 
 
-def test_the_template_is_thirty_lines_and_a_task():
+def test_the_task_template_is_short_and_valid():
     path = ROOT / "docs" / "task_template.py"
     assert len(path.read_text().splitlines()) <= 32
     task = import_task(RunConfig(task=str(path)))

@@ -1,4 +1,4 @@
-"""The update of every experiment: what is left out of it to save time changes nothing."""
+"""The update of every experiment: leaving out rows to save time changes no gradient."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ GROUP_SIZE = 2
 
 @pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
 @pytest.mark.parametrize("advantages", [[1.0, -1.0, 0.0, 0.0, 2.0, -2.0], [0.0] * 6])
-def test_skipping_groups_without_signal_changes_no_gradient(load_script, monkeypatch, experiment, advantages):
+def test_skipping_zero_variance_groups_changes_no_gradient(load_script, monkeypatch, experiment, advantages):
     train = load_script(f"{experiment}/train.py")
     config = train.Config(kl_weight=0.0, group_size=GROUP_SIZE, micro_batch_size=2, max_grad_norm=1e9, max_new_tokens=6)
     policy = load_policy(RunConfig(device="cpu"))

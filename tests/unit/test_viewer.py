@@ -1,4 +1,4 @@
-"""`viewer.compare` draws committed runs, with the panels that it is asked for."""
+"""`viewer.compare` draws committed runs, with the requested panels."""
 
 from pathlib import Path
 
@@ -21,6 +21,6 @@ def test_runs_are_compared_in_the_panels_asked_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["x=nowhere/*"]])
-def test_what_cannot_be_drawn_is_told_in_a_sentence(tmp_path, arguments):
+def test_what_cannot_be_drawn_is_reported_in_a_sentence(tmp_path, arguments):
     with pytest.raises(SystemExit, match=r"^error: .*LABEL=RUN_DIRECTORIES"):
         main([str(tmp_path / "a.png"), *arguments])
