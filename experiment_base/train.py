@@ -97,8 +97,8 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
             question = task.train_rows[row.prompt_index]
             row.text = decode(policy.tokenizer, row.completion_ids)
             row.rewards, row.description = task.reward(question, row.text), task.describe(question, row.text)
-        returns = torch.tensor([task.total_reward(row.rewards) for row in trajectories])  # (B,)
-        returns = returns.view(-1, config.group_size)  # (Q, G)
+        totals = [task.total_reward(row.rewards) for row in trajectories]
+        returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)
 
         # 3 advantage: better or worse than the group, in units of the group's standard deviation
         advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)

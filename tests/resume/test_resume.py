@@ -416,6 +416,13 @@ def test_what_is_not_a_run_of_this_experiment_is_not_resumed(tmp_path, train, un
         train("--resume", str(tmp_path))
 
 
+def test_settings_that_no_longer_exist_are_not_dropped(tmp_path, train, uninterrupted):
+    settings = json.loads((uninterrupted / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"format_weight": 0.5}))
+    with pytest.raises(UserError, match=r"its config\.json holds unknown settings: format_weight$"):
+        train("--resume", str(tmp_path))
+
+
 def test_resuming_a_finished_run_gives_the_same_result(tmp_path, train, uninterrupted):
     directory = copy_of(uninterrupted, tmp_path)
     assert "after step 6\n" in train("--resume", str(directory))
