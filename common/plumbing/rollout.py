@@ -21,7 +21,7 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
     }
     metrics["completion/length"] = _mean(lengths)
     if "correct" in first.rewards:
-        is_right = [bool(row.rewards["correct"]) for row in trajectories]
+        is_right = [row.rewards["correct"] == 1 for row in trajectories]  # partly right is not right, as in pass@k
         for name, wanted in (("right", True), ("wrong", False)):
             among = [length for length, right in zip(lengths, is_right, strict=True) if right == wanted]
             metrics |= {f"completion/length_{name}": _mean(among)} if among else {}

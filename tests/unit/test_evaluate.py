@@ -138,6 +138,12 @@ def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
     assert texts == ["<think>" + decode(policy.tokenizer, row.completion_ids) for row in rows]
 
 
+def test_an_answer_that_is_partly_right_counts_for_accuracy_only(policy):
+    functions = {"messages": arithmetic.messages, "reward": lambda *_: {"correct": 0.5}, "describe": lambda *_: {}}
+    metrics, *_ = evaluate(policy, ROWS[:2], SimpleNamespace(**functions), max_new_tokens=4, num_samples=2)
+    assert (metrics["sampled/accuracy"], metrics["sampled/pass@2"]) == (0.5, 0.0)
+
+
 def test_a_task_without_correct_has_rewards_and_no_accuracy(policy):
     task = SimpleNamespace(
         messages=arithmetic.messages, reward=lambda row, text: {"brief": 1.0}, describe=lambda *_: {}

@@ -45,7 +45,7 @@ def test_right_and_wrong_completions_are_not_confused():
     assert (metrics["completion/length_right"], metrics["completion/length_wrong"]) == (3.0, 5.0)
 
 
-@pytest.mark.parametrize(("correct", "absent"), [(1.0, "wrong"), (0.0, "right")])
+@pytest.mark.parametrize(("correct", "absent"), [(1.0, "wrong"), (0.0, "right"), (0.5, "right")])
 def test_lengths_of_no_completions_are_absent(correct, absent):
     metrics = rollout_metrics([completion(3, {"correct": correct})] * 2, RETURNS[:1])
     assert f"completion/length_{absent}" not in metrics
