@@ -65,6 +65,7 @@ class Task:
         self.eval_data = self._data("EVAL_DATA")
         self.train_rows: list[Row] = []  # filled by `load_task`
         self.eval_rows: list[Row] = []
+        self._has_warned = False  # of a number that is not finite
         self._described: set[str] | None = None  # the names that `describe` gave the first time
 
     def __str__(self) -> str:
@@ -126,24 +127,29 @@ class Task:
         return tuple(row.get(field) for field in self.kind_fields)
 
     def _call(self, function: str, row: dict, argument: str):
+        slow = f"has been running for {PATIENCE} s; Ctrl-C twice ends it"
         try:
-            with call_after(PATIENCE, lambda: print(self._too_slow(function, row), file=sys.stderr)):
+            with call_after(PATIENCE, lambda: self._tell(function, row, slow)):
                 return getattr(self._module, function)(row, argument)
         except Exception as error:  # whatever the user's code raises
             raise self._error(function, row, f"raised {describe_error(error, self._module)}") from error
-
-    def _too_slow(self, function: str, row: dict) -> TaskError:
-        return self._error(function, row, f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
 
     def _number(self, function: str, row: dict, name: str, value) -> float:
         if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
             raise self._error(function, row, f"gives {name!r} the value {_short(value)}, which is not a number")
         try:
-            return float(value)
+            number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise self._error(
                 function, row, f"gives {name!r} a value that is not one number: {_short(value)}"
             ) from None
+        if not math.isfinite(number) and not self._has_warned:
+            self._has_warned = True  # one sentence is enough; the run counts the updates that it skips
+            self._tell(function, row, f"gives {name!r} the value {number}: the update is skipped")
+        return number
+
+    def _tell(self, function: str, row: dict, problem: str) -> None:
+        print(self._error(function, row, problem), file=sys.stderr)
 
     def _error(self, function: str, row: dict, problem: str) -> TaskError:
         return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")

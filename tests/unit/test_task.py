@@ -1,6 +1,7 @@
 """Tasks: a mistake in a user's file is reported in one sentence that names file, row and component."""
 
 import json
+import math
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,14 @@ def test_descriptions_must_have_the_same_names(load):
     task = load(GOOD + "def describe(row, text): return {'long' if text else 'short': 1}")
     with pytest.raises(UserError, match=r"describe of rows\.jsonl:1 must return the same names .* long, short$"):
         task.describe(task.train_rows[0], "x")
+
+
+def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
+    task = load(with_reward('return {"correct": 1, "short": float("nan" if text else 0)}'))
+    for row in (task.train_rows[3], task.train_rows[4]):
+        assert math.isnan(task.reward(row, "x")["short"])
+    sentence = "--task my_task.py: reward of rows.jsonl:4 gives 'short' the value nan: the update is skipped\n"
+    assert capsys.readouterr().err == sentence
 
 
 def test_numbers_of_other_libraries_are_numbers(load):
