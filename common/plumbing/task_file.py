@@ -2,8 +2,6 @@
 
 import functools
 import importlib
-import importlib.machinery
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -37,11 +35,12 @@ def _import_module(name: str) -> ModuleType:
 
 @functools.cache  # the command line and the run ask for the same file
 def _import_file(path: Path, _changed_at: int, name: str) -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader(f"task_{path.stem}", str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    sys.modules[loader.name] = module  # dataclasses and pickle look their module up there
+    module = ModuleType(f"task_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look their module up there
     try:
-        loader.exec_module(module)
+        # not by an import loader: it would take bytecode of an older version that was written in the same second
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise UserError(f"--task {name}: the file cannot be imported: {describe_error(error, module)}") from error
     return module

@@ -65,6 +65,13 @@ def test_a_good_file_is_a_task(load):
     assert task.question(task.train_rows[3]) == "What is 3+3?"
 
 
+def test_a_file_can_use_dataclasses_and_is_never_stale(load, tmp_path):
+    text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n" + GOOD
+    assert load(text).weights["short"] == 0.5
+    assert load(text.replace("0.5", "0.7")).weights["short"] == 0.7  # of equal size, within the same second
+    assert not list(tmp_path.glob("__pycache__"))
+
+
 def test_weights_can_be_changed(load):
     task = load(GOOD, reward_weight=("short=-0.25", "correct=2"))
     assert task.weights == {"correct": 2.0, "short": -0.25}
