@@ -143,6 +143,12 @@ def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
     assert capsys.readouterr().err == sentence
 
 
+@pytest.mark.parametrize("name", ["'length'", "'accuracy'", "3"])
+def test_descriptions_cannot_use_names_of_other_metrics(load, name):
+    with pytest.raises(UserError, match=rf"describe of rows\.jsonl:1 cannot use the name {name}$"):
+        load(GOOD + f"def describe(row, text): return {{{name}: 1.0}}")
+
+
 def test_numbers_of_other_libraries_are_numbers(load):
     task = load(
         "import torch, numpy\n" + with_reward('return {"correct": torch.tensor(1.), "short": numpy.float32(0.5)}')
