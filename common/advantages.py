@@ -15,8 +15,8 @@ def group_advantages(returns: torch.Tensor) -> torch.Tensor:
     3.2) uses A as it is; GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2) divides it by `group_std`.
 
     A group with zero reward variance has advantages of exactly 0: float noise in the mean, divided by a tiny standard
-    deviation, would otherwise be trained on. "Zero" forgives float noise in the returns themselves, as it is left by
-    adding up weighted rewards.
+    deviation, would otherwise be trained on. Returns that differ by rounding only, as after adding up weighted rewards,
+    count as equal.
 
     Args:
         returns: (Q, G), in units of reward; a row is a group, the G completions of one prompt.
@@ -40,7 +40,7 @@ def group_advantages(returns: torch.Tensor) -> torch.Tensor:
 def group_std(returns: torch.Tensor) -> torch.Tensor:
     """The standard deviation of each group's returns: (Q, G) in, (Q, 1) in float64 out.
 
-    It is the unbiased one: the sum of squares is divided by G - 1, as in `torch.std` and TRL.
+    The sum of squares is divided by G - 1, as in `torch.std` and TRL.
 
     >>> group_std(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
     tensor([[0.5000]], dtype=torch.float64)

@@ -14,7 +14,7 @@ from common.logprobs import MAX_LOGITS, log_probs_and_entropy
 
 class PolicyOutput(NamedTuple):
     log_probs: torch.Tensor  # (B, T-1) nats, with gradient; 0 where the mask is 0
-    entropy: torch.Tensor  # (B, T-1) nats, of the distribution that the token was drawn from; no gradient
+    entropy: torch.Tensor  # (B, T-1) nats, of softmax(logits / temperature), before top-p; no gradient
 
 
 class Policy(nn.Module):

@@ -1,7 +1,8 @@
 """Sampling: Q prompts in, G completions of each out. An inference engine is another function with this signature.
 
 A prompt is encoded once and its cache repeated for the group; a row that has ended its turn leaves the batch; every
-token is drawn with a random number that belongs to its row alone, so that none of this can change a sample.
+token is drawn with a random number that belongs to its row alone. So batching changes no sample, except where rounding
+in the logits moves a token across a boundary.
 """
 
 from typing import TYPE_CHECKING

@@ -18,11 +18,11 @@ class Trajectory:
     ids: list[int]
     prompt_length: int
     action_mask: list[int]
-    sampler_log_probs: list[float]  # nats, under the distribution that was sampled from (temperature included)
+    sampler_log_probs: list[float]  # nats, under softmax(logits / temperature), before top-p
     prompt_index: int = 0  # the prompt's row in its data file
     completion_index: int = 0  # 0..G-1 within the group
     finish_reason: str = "length"  # "stop": ended with an end-of-turn token; "length": cut off by the budget
-    text: str = ""  # the completion as text, for rewards and for people; it is never tokenised again
+    text: str = ""  # the completion as text, for rewards and for people
     rewards: dict[str, float] = field(default_factory=dict)  # by component, unweighted
     description: dict[str, float] = field(default_factory=dict)  # what else the task measures; only logged
 

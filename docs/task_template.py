@@ -26,4 +26,5 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 def describe(row: dict, text: str) -> dict[str, float]:
     """Optional: what else to log of a completion."""
-    return {"thinks": float("<think>" in text)}
+    thinks = "<think>" in text
+    return {"thinks": float(thinks), "answers_directly": float(not thinks)}

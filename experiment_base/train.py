@@ -19,8 +19,8 @@ critic. The reference is the policy as it was before training. Source: DeepSeekM
 Left out: several devices, learning rate schedules, reward models, tools. Read next: the README beside this file, then
 the files of common/ in the order of the main README's table. What is in common/plumbing you can skip.
 
-Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens; entry
-`[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
+per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
 from collections.abc import Sequence
@@ -58,14 +58,14 @@ class Config(RunConfig):
     temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
     top_p: float = 1.0
-    epochs_per_step: int = 1  # passes over a rollout; more reuse it, and the clipped ratio bounds how far
+    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
     minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
     # rows per forward and backward pass: memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: int | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: float | None = None
     weight_decay: float = 0.0  # of AdamW
-    # a token is no longer pushed once its probability has changed by this share, in the direction of the push
+    # a token has no gradient once its ratio has moved by this much in the direction of its advantage
     clip_eps: float = 0.2
     kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
     task = load_task(config)  # what is asked and rewarded, with its rows of data
     with start_run("experiment_base", config, task) as run:
-        policy = load_policy(config, config.temperature)  # which scales the logits of sampling and of training
+        policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
         if not run.resumed_at:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
@@ -93,11 +93,12 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         trajectories = sample_completions(config, task, policy, step)
 
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
-        for row in trajectories:
-            question = task.train_rows[row.prompt_index]
-            row.text = decode(policy.tokenizer, row.completion_ids)
-            row.rewards, row.description = task.reward(question, row.text), task.describe(question, row.text)
-        totals = [task.total_reward(row.rewards) for row in trajectories]
+        for completion in trajectories:
+            row = task.train_rows[completion.prompt_index]
+            completion.text = decode(policy.tokenizer, completion.completion_ids)
+            completion.rewards = task.reward(row, completion.text)
+            completion.description = task.describe(row, completion.text)  # only logged
+        totals = [task.total_reward(completion.rewards) for completion in trajectories]
         returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)
 
         # 3 advantage: better or worse than the group, in units of the group's standard deviation
@@ -115,7 +116,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
 
         # 6 log, evaluate, checkpoint
         metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
-        metrics |= run.costs(num_tokens=sum(row.num_action_tokens for row in trajectories))
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
@@ -127,10 +128,10 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
 def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
     """G completions of each of the step's Q questions: B trajectories."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-    questions = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
+    conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return sample(
         policy,
-        [encode_prompt(policy.tokenizer, question) for question in questions],
+        [encode_prompt(policy.tokenizer, messages) for messages in conversations],
         config.group_size,
         max_new_tokens=config.max_new_tokens,
         key=(config.seed, step),  # names the random numbers of this step

@@ -10,10 +10,12 @@ import pytest
 
 from common.errors import UserError
 from common.tasks import arithmetic
+from common.trajectory import Trajectory
 
 from common.plumbing import task as task_module
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
+from common.plumbing.samples import describe_best
 from common.plumbing.task import Task
 from common.plumbing.task_file import _import_file, import_task
 
@@ -141,6 +143,16 @@ def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
         assert math.isnan(task.reward(row, "x")["short"])
     sentence = "--task my_task.py: reward of rows.jsonl:4 gives 'short' the value nan: the update is skipped\n"
     assert capsys.readouterr().err == sentence
+
+
+def test_the_best_completion_of_the_first_group_is_shown(load):
+    task = load(GOOD)
+    texts_and_rewards = (("worse", 0.0, 1), ("best", 1.0, 1), ("other group", 2.0, 2))
+    rows = [
+        Trajectory([], 0, [], [], prompt_index=index, text=text, rewards={"correct": correct, "short": 0.0})
+        for text, correct, index in texts_and_rewards
+    ]
+    assert describe_best(task, rows) == "What is 1+1?\n  -> best (reward 1)"
 
 
 @pytest.mark.parametrize("name", ["'length'", "'accuracy'", "3"])
