@@ -50,7 +50,7 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path, panels: Sequence[
     places = [grid[:, :3], *(grid[row, 3:] for row in range(len(panels) - 1))]
     for key, place in zip(panels, places, strict=True):
         described = key.startswith("completion/")  # by the task
-        default = (f"{key.removeprefix('completion/')} (mean over completions)", (0, None))
+        default = (f"{key.removeprefix('completion/')} (mean over completions)", (None, None))
         heading, limits = HEADINGS.get(key, default if described else (key, (None, None)))
         axes = figure.add_subplot(place)
         for color, (label, directories) in enumerate(groups.items()):
@@ -61,6 +61,8 @@ def draw_comparison(groups: dict[str, list[Path]], path: Path, panels: Sequence[
             heading += ", log scale"
         axes.set_title(heading, fontsize=10)
         axes.set_ylim(*limits)
+        if described and axes.dataLim.ymin >= 0:
+            axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     main_axes, last_axes = figure.axes[0], figure.axes[-1]

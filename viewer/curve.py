@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 # Of every task; what else a run logs of its completions is what its own task describes.
-KNOWN = ("completion/length", "completion/stopped", "completion/truncated")
+KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
 
 
 def draw_curve(directory: Path) -> Path:
@@ -53,11 +53,12 @@ def _draw_rewards(plt, entries: list[dict]):
     _line(length, entries, "completion/length")
     length.set(title="completion length (tokens)")
     length.set_ylim(bottom=0)
-    keys = [key for key in _keys(entries) if key.startswith("completion/") and not key.startswith(KNOWN)]
+    keys = [key for key in _keys(entries) if key.startswith("completion/") and key not in KNOWN]
     for key in keys or ["group/zero_reward_variance"]:
         _line(described, entries, key, label=key.partition("/")[2].replace("_", " "))
     described.set(title="completions, as the task describes them" if keys else "groups", xlabel="step")
-    described.set_ylim(bottom=0)
+    if described.dataLim.ymin >= 0:
+        described.set_ylim(bottom=0)
     described.legend(fontsize=8, loc="best")
     _line(kl, entries, "loss/kl")
     kl.set(title="KL to the policy at the start (nats per token)", xlabel="step")

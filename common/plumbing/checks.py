@@ -30,6 +30,28 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
+    """
+    >>> parse_numbers("--reward-weight", ("format=0.1",))
+    {'format': 0.1}
+
+    Raises:
+        UserError: a pair is not NAME=NUMBER.
+    """
+    values = {}
+    for pair in pairs:
+        name, _, number = pair.partition("=")
+        if name in values:
+            raise UserError(f"{flag} {pair}: {name} is given twice")
+        try:
+            values[name] = float(number)
+        except ValueError:
+            values[name] = math.nan
+        if not name or not math.isfinite(values[name]):
+            raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
+    return values
+
+
 def check_ranges(config: PolicyConfig) -> None:
     """Refuse numbers out of range.
 

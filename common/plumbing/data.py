@@ -6,9 +6,10 @@ from pathlib import Path
 from common.errors import UserError
 from common.keyed import keyed_generator
 
+from common.plumbing.checks import parse_numbers
 from common.plumbing.config import RunConfig
 from common.plumbing.hub import must_be_cached
-from common.plumbing.task import Row, Task, parse_numbers
+from common.plumbing.task import Row, Task
 from common.plumbing.task_file import import_task
 
 
@@ -38,10 +39,10 @@ def load_task(config: RunConfig) -> Task:
         order = keyed_generator("split", config.seed).permutation(len(train_rows))
         rows = [train_rows[index] for index in order]
         train_rows, eval_rows = rows[config.eval_prompts :], rows[: config.eval_prompts]
-    if len(train_rows) < config.prompts_per_step:
-        raise UserError(f"--prompts-per-step {config.prompts_per_step} exceeds the {len(train_rows)} training rows")
-    task.reward(train_rows[0], "")  # a task that cannot work is refused before a model is loaded
-    task.describe(train_rows[0], "")
+    prompts_per_step = getattr(config, "prompts_per_step", 1)
+    if len(train_rows) < prompts_per_step:
+        raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
+    task.try_out(train_rows[0])  # before a model is loaded
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task
 
@@ -72,11 +73,14 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
 
 def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
     """Whether a value is of a wanted type, and neither NaN nor text with half a surrogate pair, which has no UTF-8."""
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     try:
         str(value).encode()
     except UnicodeEncodeError:
         return False
-    return isinstance(value, wanted) and not isinstance(value, bool) and value == value
+    if isinstance(value, bool):  # which Python counts among the integers
+        return bool in wanted
+    return value == value and (isinstance(value, wanted) or (isinstance(value, int) and float in wanted))
 
 
 def _read_jsonl(path: Path) -> list[Row]:

@@ -69,6 +69,15 @@ class MetricsLog:
             self._wandb.finish()
 
 
+def finite(value: object) -> object:
+    """`value` with None instead of every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def progress_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
     """
     >>> progress_line(3, 80, {"reward/total": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5})

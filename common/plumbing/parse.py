@@ -74,7 +74,8 @@ def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     if unknown := stored.keys() - {*names, *NOT_FLAGS}:
         raise UserError(
-            f"--resume {config.resume}: its config.json holds unknown settings: {', '.join(sorted(unknown))}"
+            f"--resume {config.resume} is a run of {stored.get('experiment')}, with settings that do not exist here: "
+            + ", ".join(sorted(unknown))
         )
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
@@ -83,7 +84,11 @@ def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:
         old, new = getattr(before, name), getattr(config, name)
         if name != "resume" and new != old and not (name == "steps" and new > old):
             raise UserError(
-                f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, and only --steps "
-                "may be raised"
+                f"{flag(name)} {_shown(new)} differs from the run's {_shown(old)}: a resumed run keeps its settings, "
+                "and only --steps may be raised"
             )
     return config
+
+
+def _shown(value: object) -> str:
+    return " ".join(value) or "none" if isinstance(value, tuple) else str(value)

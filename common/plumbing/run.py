@@ -23,7 +23,7 @@ from common.plumbing.checkpoints import flush_to_disk, read_checkpoint, write_ch
 from common.plumbing.config import PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
 from common.plumbing.machine import peak_memory_bytes
-from common.plumbing.metrics import MetricsLog, progress_line, read_lines
+from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
 from common.plumbing.samples import describe_best, write_samples
 from common.plumbing.saving import save_merged, save_policy
 from common.plumbing.statistics import UpdateStatistics
@@ -184,7 +184,7 @@ class Run:
         """Write summary.json, with `results` first, and curve.png."""
         summary = results | summarise_steps(read_lines(self.directory / "metrics.jsonl"))
         summary |= {"peak_memory_bytes": peak_memory_bytes(self.config.device)} | self._machine
-        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
         from viewer.curve import draw_curve
 
         draw_curve(self.directory)

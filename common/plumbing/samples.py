@@ -1,7 +1,6 @@
 """samples.jsonl: what was sampled, with everything that the loss sees of it; docs/metrics.md lists its fields."""
 
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from common.experience import Experience
 from common.trajectory import Trajectory
 
+from common.plumbing.metrics import finite
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable
@@ -33,7 +33,7 @@ def write_samples(
             row = task.train_rows[trajectory.prompt_index]
             entry = {"step": step, "question": task.question(row), "answer": row.get("answer"), "text": trajectory.text}
             entry |= _describe_row(trajectory, index, experience, statistics)
-            samples.write(json.dumps(_finite(entry), default=str) + "\n")
+            samples.write(json.dumps(finite(entry), default=str) + "\n")
 
 
 def describe_best(task: Task, trajectories: list[Trajectory]) -> str:
@@ -78,12 +78,3 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
             for update in updates
         ],
     }
-
-
-def _finite(value: object) -> object:
-    """`value` with None instead of every number in it that is not finite."""
-    if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

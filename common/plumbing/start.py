@@ -1,5 +1,6 @@
 """Starting a program and its run: a new directory or a resumed one, and what the user is told when it ends early."""
 
+import dataclasses
 import errno
 import shutil
 import sys
@@ -96,8 +97,8 @@ def _make_run(experiment: str, config: PolicyConfig, task: Task | None, machine:
         ) from None
     except OSError as error:
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    flags = {name: value for name, value in settings.items() if hasattr(config, name)}
-    print("settings: " + "  ".join(f"{k}={v}" for k, v in flags.items() if v not in (None, "", False, ())))
+    flags = dataclasses.asdict(config).items()
+    print("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
     return Run(directory, config, task, machine, 0, [], wandb_settings(experiment, directory, config))
 
 

@@ -69,11 +69,9 @@ class UpdateStatistics:
         """Means over the step's updates; docs/metrics.md explains each."""
         num_updates = len(self._grad_norms)
         means = self._all_updates.means() | self._first_update.means()
-        return {
+        known_kl = {"loss/kl": sum(self._kl_of_rows) / len(self._kl_of_rows)} if self._kl_of_rows else {}
+        return known_kl | {
             "loss/total": sum(self._losses) / num_updates,
-            **(
-                {"loss/kl": sum(self._kl_of_rows) / len(self._kl_of_rows)} if self._kl_of_rows else {}
-            ),  # unknown without a reference
             "loss/grad_norm": sum(self._grad_norms) / num_updates,
             "loss/grad_clipped": sum(self._max_grad_norm < norm < math.inf for norm in self._grad_norms) / num_updates,
             "loss/skipped": sum(not math.isfinite(norm) for norm in self._grad_norms),

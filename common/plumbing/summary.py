@@ -63,7 +63,7 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
     >>> divide_gain(before, after=[Answer(0, 1.0, styles[0]), Answer(0, 1.0, styles[0])], kinds=[(3, 2)])
     {'choice of style': 0.5, 'better if reasoned': 0.0, 'better if direct': 0.0}
     """
-    styles = _styles(before + after)
+    styles = _styles(before + after) if before and after else []
     parts = {"choice of style": 0.0, **{f"better if {style}": 0.0 for style in styles}} if styles else {}
     for kind in {kinds[answer.question] for answer in before}:
         old, new = ([answer for answer in side if kinds[answer.question] == kind] for side in (before, after))
@@ -77,8 +77,9 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
 
 
 def _styles(answers: list[Answer]) -> list[str]:
-    names = list(answers[0].description) if answers else []
-    flags = [name for name in names if {answer.description[name] for answer in answers} <= {0.0, 1.0}]
+    if any(answer.description.keys() != answers[0].description.keys() for answer in answers):
+        return []  # the task was changed between two parts of a run
+    flags = [name for name in answers[0].description if {answer.description[name] for answer in answers} <= {0.0, 1.0}]
     is_partition = all(sum(answer.description[name] for name in flags) == 1 for answer in answers)
     return flags if is_partition else []
 

@@ -12,10 +12,11 @@ from types import ModuleType
 
 from common.errors import UserError
 
+from common.plumbing.checks import parse_numbers
 from common.plumbing.signals import call_after
 from common.plumbing.terminal import printable
 
-TAKEN = ("length", "stopped", "truncated", "length_right", "length_wrong", "accuracy")  # names of our own metrics
+TAKEN = ("length", "stopped", "truncated", "accuracy", "reward_", "pass@")  # beginnings of names of other metrics
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
 
 
@@ -53,6 +54,8 @@ class Task:
             or not all(isinstance(k, str) and _is_finite(v) for k, v in own.items())
         ):
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {_short(own)}")
+        if "total" in own:
+            raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
         self.weights: dict[str, float] = {component: float(weight) for component, weight in own.items()}
         for component, weight in parse_numbers("--reward-weight", weights).items():
             if component not in own:
@@ -60,6 +63,9 @@ class Task:
             self.weights[component] = weight
         self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
         self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
+        for field, wanted in self.fields.items():
+            if not all(isinstance(kind, type) for kind in (wanted if isinstance(wanted, tuple) else (wanted,))):
+                raise UserError(f"{self}: FIELDS must name a type, or a tuple of types, for {field!r}")
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         self.train_data = self._data("TRAIN_DATA")
         self.eval_data = self._data("EVAL_DATA")
@@ -110,13 +116,19 @@ class Task:
             raise self._error(
                 "describe", row, f"must return the same names for every completion; it differs in {names}"
             )
-        if wrong := [name for name in found if not isinstance(name, str) or name in TAKEN]:
+        if wrong := [name for name in found if not isinstance(name, str) or name.startswith(TAKEN)]:
             raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""
-        return sum(weight * rewards[component] for component, weight in self.weights.items())
+        return sum(weight * rewards[component] for component, weight in self.weights.items() if weight)
+
+    def try_out(self, row: dict) -> None:
+        """Reward and describe an empty completion, so that a task that cannot work is refused early."""
+        self.reward(row, "")
+        self.describe(row, "")
+        self._has_warned = False
 
     def question(self, row: dict) -> str:
         """What a row asks, for people: the last turn of its conversation."""
@@ -124,7 +136,7 @@ class Task:
 
     def kind(self, row: dict) -> tuple:
         """What kind of question a row asks."""
-        return tuple(row.get(field) for field in self.kind_fields)
+        return tuple(repr(row.get(field)) for field in self.kind_fields)
 
     def _call(self, function: str, row: dict, argument: str):
         slow = f"has been running for {PATIENCE} s; Ctrl-C twice ends it"
@@ -143,9 +155,9 @@ class Task:
             raise self._error(
                 function, row, f"gives {name!r} a value that is not one number: {_short(value)}"
             ) from None
-        if not math.isfinite(number) and not self._has_warned:
+        if function == "reward" and not math.isfinite(number) and not self._has_warned:
             self._has_warned = True  # one sentence is enough; the run counts the updates that it skips
-            self._tell(function, row, f"gives {name!r} the value {number}: the update is skipped")
+            self._tell(function, row, f"gives {name!r} the value {number}; an update with it is skipped")
         return number
 
     def _tell(self, function: str, row: dict, problem: str) -> None:
@@ -169,26 +181,6 @@ class Task:
             raise UserError(f"{self}: {name} must be a path, not {_short(value)}")
         path = Path(value).expanduser()
         return str(path if path.is_absolute() else Path(self._module.__file__).resolve().parent / path)
-
-
-def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
-    """
-    >>> parse_numbers("--reward-weight", ("format=0.1",))
-    {'format': 0.1}
-
-    Raises:
-        UserError: a pair is not NAME=NUMBER.
-    """
-    values = {}
-    for pair in pairs:
-        name, _, number = pair.partition("=")
-        try:
-            values[name] = float(number)
-        except ValueError:
-            values[name] = math.nan
-        if not name or not math.isfinite(values[name]):
-            raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
-    return values
 
 
 def describe_error(error: BaseException, module: ModuleType) -> str:

@@ -96,7 +96,10 @@ def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, 
         expected = entry["reward/correct"] + 0.3 * entry["reward/short"]
         assert entry["reward/total"] == pytest.approx(expected)
         assert 0 <= entry["completion/thinks"] <= 1
-    assert json.loads((directory / "summary.json").read_text())["gain"] == {}  # it describes no two styles
+    summary = json.loads((directory / "summary.json").read_text())
+    assert list(summary["gain"]) == ["choice of style", "better if thinks", "better if answers_directly"]
+    gain = summary["after"]["sampled/accuracy"] - summary["before"]["sampled/accuracy"]
+    assert sum(summary["gain"].values()) == pytest.approx(gain)
     assert (directory / "curve.png").stat().st_size > 1000
 
 

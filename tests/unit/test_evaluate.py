@@ -197,3 +197,10 @@ def test_a_gain_without_styles_is_not_divided(description):
     some = [Answer(0, 1.0, description)]
     assert divide_gain(some, some, KINDS) == {}
     assert divide_gain([], [], KINDS) == {}
+
+
+def test_a_gain_across_a_changed_task_is_not_divided():
+    """As after a task's file was corrected, and the run resumed."""
+    reasoned = [Answer(0, 1.0, STYLES[True])]
+    assert divide_gain(reasoned, [], KINDS) == {}
+    assert divide_gain(reasoned, [Answer(0, 1.0, {"short": 1.0})], KINDS) == {}

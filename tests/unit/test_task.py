@@ -96,6 +96,8 @@ BROKEN = {
     GOOD.replace("1.0, ", '"much", ', 1): rf"{FILE}: REWARD_WEIGHTS must be a dict of a number for each component",
     GOOD + "SYSTEM_PROMPT = 3": rf"{FILE}: SYSTEM_PROMPT must be a str, not 3$",
     GOOD + "TRAIN_DATA = 3": rf"{FILE}: TRAIN_DATA must be a path, not 3$",
+    GOOD.replace('"short": 0.5', '"total": 0.5'): rf"{FILE}: no component can be called 'total'",
+    GOOD + "FIELDS = {'gold': 'str'}": rf"{FILE}: FIELDS must name a type, or a tuple of types, for 'gold'$",
     # the reward
     with_reward("return None"): rf"{ROW} must return a dict of components, not None$",
     with_reward("return 1.0"): rf"{ROW} must return a dict of components, not 1\.0$",
@@ -141,7 +143,7 @@ def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
     task = load(with_reward('return {"correct": 1, "short": float("nan" if text else 0)}'))
     for row in (task.train_rows[3], task.train_rows[4]):
         assert math.isnan(task.reward(row, "x")["short"])
-    sentence = "--task my_task.py: reward of rows.jsonl:4 gives 'short' the value nan: the update is skipped\n"
+    sentence = "--task my_task.py: reward of rows.jsonl:4 gives 'short' the value nan; an update with it is skipped\n"
     assert capsys.readouterr().err == sentence
 
 
@@ -155,7 +157,40 @@ def test_the_best_completion_of_the_first_group_is_shown(load):
     assert describe_best(task, rows) == "What is 1+1?\n  -> best (reward 1)"
 
 
-@pytest.mark.parametrize("name", ["'length'", "'accuracy'", "3"])
+def test_a_component_that_is_only_logged_never_stops_training(load):
+    task = load(GOOD.replace("0.5", "0"))
+    assert task.total_reward({"correct": 1.0, "short": math.nan}) == 1.0
+
+
+def test_nan_in_a_description_or_in_the_trial_is_no_warning(load, capsys):
+    text = with_reward('return {"correct": 1, "short": float("nan")}')
+    task = load(text + "def describe(row, text): return {'x': float('nan')}")
+    capsys.readouterr()
+    task.describe(task.train_rows[0], "x")
+    assert capsys.readouterr().err == ""
+    task.reward(task.train_rows[0], "x")
+    assert "gives 'short' the value nan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "value", "is_fine"), [
+    ("bool", True, True), ("int", True, False), ("float", 1, True), ("int", 1.5, False), ("(str, list)", [1], True),
+])  # fmt: skip
+def test_types_of_fields_are_those_of_json(load, tmp_path, kind, value, is_fine):
+    (tmp_path / "typed.jsonl").write_text(json.dumps({"question": "a", "x": value}) + "\n")
+    text = GOOD + f"FIELDS = {{'x': {kind}}}"
+    if is_fine:
+        assert load(text, data="typed.jsonl", eval_data="typed.jsonl").train_rows[0]["x"] == value
+    else:
+        with pytest.raises(UserError, match=r"^typed\.jsonl:1: the field 'x' cannot be"):
+            load(text, data="typed.jsonl", eval_data="typed.jsonl")
+
+
+def test_kinds_can_be_of_any_json_value(load):
+    task = load(GOOD + "KIND_FIELDS = ('tags', 'question')")
+    assert len({task.kind({"tags": [1], "question": "a"}), task.kind({"tags": [2], "question": "a"})}) == 2
+
+
+@pytest.mark.parametrize("name", ["'length'", "'accuracy_x'", "'reward_correct'", "3"])
 def test_descriptions_cannot_use_names_of_other_metrics(load, name):
     with pytest.raises(UserError, match=rf"describe of rows\.jsonl:1 cannot use the name {name}$"):
         load(GOOD + f"def describe(row, text): return {{{name}: 1.0}}")
@@ -185,6 +220,7 @@ def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
         ({"task": "nowhere.py"}, r"^--task nowhere\.py: there is no such file, and the bundled tasks are: arithmetic$"),
         ({"task": "."}, r"^--task \.: there is no such file"),
         ({"reward_weight": ("long=1",)}, r"^--reward-weight long: --task my_task\.py has .* correct, short$"),
+        ({"reward_weight": ("short=1", "short=2")}, r"^--reward-weight short=2: short is given twice$"),
         ({"reward_weight": ("short",)}, r"^--reward-weight short: this is not NAME=NUMBER$"),
         ({"reward_weight": ("short=much",)}, r"^--reward-weight short=much: this is not NAME=NUMBER$"),
         ({"reward_weight": ("short=nan",)}, r"^--reward-weight short=nan: this is not NAME=NUMBER$"),
