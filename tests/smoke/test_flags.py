@@ -251,6 +251,8 @@ def model(new, old):
 @changes("--seed", "1")
 def seed(new, old):
     assert new.samples[0]["question"] != old.samples[0]["question"]
+    assert new.first("eval/sampled/length") != old.first("eval/sampled/length")  # other random numbers there, too
+    assert new.first("eval/greedy/length") == old.first("eval/greedy/length")
 
 
 @changes("--threads", "2")
