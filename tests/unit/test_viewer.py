@@ -1,9 +1,11 @@
-"""`viewer.compare` draws committed runs, with the requested panels."""
+"""The viewer draws runs: one by itself, and several compared, with the panels that it is asked for."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+import viewer.curve
 from viewer.compare import main
 
 RESULTS = Path(__file__).resolve().parents[2] / "experiment_base" / "results"
@@ -24,3 +26,23 @@ def test_runs_are_compared_in_the_panels_asked_for(tmp_path, monkeypatch):
 def test_what_cannot_be_drawn_is_reported_in_a_sentence(tmp_path, arguments):
     with pytest.raises(SystemExit, match=r"^error: .*LABEL=RUN_DIRECTORIES"):
         main([str(tmp_path / "a.png"), *arguments])
+
+
+@pytest.mark.parametrize(("component", "drawn"), [("correct", "reward/correct"), ("short", "reward/total")])
+def test_a_run_is_drawn_by_accuracy_or_else_by_its_total_reward(tmp_path, monkeypatch, component, drawn):
+    """And what its task describes has a panel, also if it is called like one of our own metrics, or negative."""
+    lines = []
+    draw_line = viewer.curve._line
+    monkeypatch.setattr(
+        "viewer.curve._line",
+        lambda axes, entries, key, **style: lines.append(key) or draw_line(axes, entries, key, **style),
+    )
+    described = {"completion/length": 3, "completion/length_right": 3, "completion/length_of_proof": -1}
+    rows = [{"step": step, f"reward/{component}": 0.5, "reward/total": 0.7, **described} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert viewer.curve.draw_curve(tmp_path).stat().st_size > 1000
+    assert lines[0] == drawn
+    assert [key for key in lines if key.startswith("completion/")] == [
+        "completion/length",
+        "completion/length_of_proof",
+    ]
