@@ -75,7 +75,7 @@ def evaluate(
             groups = [answers[start : start + num_samples] for start in range(0, len(answers), num_samples)]
             num_right = [sum(answer.correct == 1 for answer in group) for group in groups]
             pass_rates = [pass_at_k(num_samples, c, num_samples) for c in num_right]
-            metrics[f"sampled/pass@{num_samples}"] = _mean(pass_rates)
+            metrics[f"sampled/pass@{num_samples}"] = mean(pass_rates)
     return Evaluation(metrics, [completion.text for completion in greedy], answers)
 
 
@@ -97,20 +97,20 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def _means(completions: list[Trajectory]) -> dict[str, float]:
     first = completions[0]
-    means = {f"reward_{name}": _mean([x.rewards[name] for x in completions]) for name in first.rewards}
+    means = {f"reward_{name}": mean([x.rewards[name] for x in completions]) for name in first.rewards}
     for name in first.description:
         values = [x.description[name] for x in completions]
-        means[name] = _mean(values)
+        means[name] = mean(values)
         among = [x.rewards["correct"] for x in completions if "correct" in x.rewards and x.description[name]]
         if among and set(values) <= {0, 1}:
-            means[f"accuracy_{name}"] = _mean(among)
+            means[f"accuracy_{name}"] = mean(among)
     if "reward_correct" in means:
         means["accuracy"] = means.pop("reward_correct")
     return means | {
-        "length": _mean([x.num_action_tokens for x in completions]),
-        "stopped": _mean([x.finish_reason == "stop" for x in completions]),
+        "length": mean([x.num_action_tokens for x in completions]),
+        "stopped": mean([x.finish_reason == "stop" for x in completions]),
     }
 
 
-def _mean(values: list) -> float:
+def mean(values: list) -> float:
     return sum(values) / len(values)

@@ -3,6 +3,7 @@
 import torch
 
 from common.advantages import has_reward_variance
+from common.evaluate import mean
 from common.trajectory import Trajectory
 
 
@@ -15,22 +16,17 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
     first = trajectories[0]
     lengths = [row.num_action_tokens for row in trajectories]
     metrics = {"reward/total": returns.mean().item()}
-    metrics |= {f"reward/{name}": _mean(row.rewards[name] for row in trajectories) for name in first.rewards}
+    metrics |= {f"reward/{name}": mean([row.rewards[name] for row in trajectories]) for name in first.rewards}
     metrics |= {
-        f"completion/{name}": _mean(row.description[name] for row in trajectories) for name in first.description
+        f"completion/{name}": mean([row.description[name] for row in trajectories]) for name in first.description
     }
-    metrics["completion/length"] = _mean(lengths)
+    metrics["completion/length"] = mean(lengths)
     if "correct" in first.rewards:
         is_right = [row.rewards["correct"] == 1 for row in trajectories]  # partly right is not right, as in pass@k
         for name, wanted in (("right", True), ("wrong", False)):
             among = [length for length, right in zip(lengths, is_right, strict=True) if right == wanted]
-            metrics |= {f"completion/length_{name}": _mean(among)} if among else {}
-    metrics["completion/stopped"] = _mean(row.finish_reason == "stop" for row in trajectories)
-    metrics["completion/truncated"] = _mean(row.finish_reason == "length" for row in trajectories)
+            metrics |= {f"completion/length_{name}": mean(among)} if among else {}
+    metrics["completion/stopped"] = mean([row.finish_reason == "stop" for row in trajectories])
+    metrics["completion/truncated"] = mean([row.finish_reason == "length" for row in trajectories])
     metrics["group/zero_reward_variance"] = 1 - has_reward_variance(returns).float().mean().item()
     return metrics
-
-
-def _mean(values) -> float:
-    values = list(values)
-    return sum(values) / len(values)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.evaluate import Answer, Evaluation
+from common.evaluate import Answer, Evaluation, mean
 
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable
@@ -68,7 +68,7 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
     for kind in {kinds[answer.question] for answer in before}:
         old, new = ([answer for answer in side if kinds[answer.question] == kind] for side in (before, after))
         for style in styles:
-            share, share_after = (_mean([answer.description[style] for answer in side]) for side in (old, new))
+            share, share_after = (mean([answer.description[style] for answer in side]) for side in (old, new))
             accuracy, accuracy_after = _accuracies(old, new, style)
             weight = len(old) / len(before)
             parts["choice of style"] += weight * (share_after - share) * accuracy
@@ -87,12 +87,8 @@ def _styles(answers: list[Answer]) -> list[str]:
 def _accuracies(before: list[Answer], after: list[Answer], style: str) -> tuple[float, float]:
     """Accuracy before and after among the answers of a style."""
     old, new = ([answer.correct for answer in side if answer.description[style]] for side in (before, after))
-    known = _mean(old or new or [0.0])
-    return known, _mean(new) if new else known
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    known = mean(old or new or [0.0])
+    return known, mean(new) if new else known
 
 
 def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation, gain: dict) -> None:

@@ -16,7 +16,11 @@ from common.plumbing.checks import parse_numbers
 from common.plumbing.signals import call_after
 from common.plumbing.terminal import printable
 
-TAKEN = ("length", "stopped", "truncated", "accuracy", "reward_", "pass@")  # beginnings of names of other metrics
+# Names of other metrics, and beginnings of such names, which a description cannot have.
+TAKEN, TAKEN_PREFIXES = (
+    ("length", "length_right", "length_wrong", "stopped", "truncated"),
+    ("accuracy", "reward_", "pass@"),
+)
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
 
 
@@ -101,7 +105,12 @@ class Task:
                 row,
                 f"has a component {component!r} without a weight: give it one in REWARD_WEIGHTS (0: log it)",
             )
-        return {component: self._number("reward", row, component, found[component]) for component in self.weights}
+        rewards = {component: self._number("reward", row, component, found[component]) for component in self.weights}
+        for component, value in rewards.items():
+            if self.weights[component] and not math.isfinite(value) and not self._has_warned:
+                self._has_warned = True  # one sentence is enough; the run counts the updates that it skips
+                self._tell("reward", row, f"gives {component!r} the value {value}; an update with it is skipped")
+        return rewards
 
     def describe(self, row: dict, text: str) -> dict[str, float]:
         """What else the task measures of a completion; empty if it defines no `describe`."""
@@ -116,7 +125,9 @@ class Task:
             raise self._error(
                 "describe", row, f"must return the same names for every completion; it differs in {names}"
             )
-        if wrong := [name for name in found if not isinstance(name, str) or name.startswith(TAKEN)]:
+        if wrong := [
+            name for name in found if not isinstance(name, str) or name in TAKEN or name.startswith(TAKEN_PREFIXES)
+        ]:
             raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
@@ -150,15 +161,11 @@ class Task:
         if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
             raise self._error(function, row, f"gives {name!r} the value {_short(value)}, which is not a number")
         try:
-            number = float(value)
+            return float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise self._error(
                 function, row, f"gives {name!r} a value that is not one number: {_short(value)}"
             ) from None
-        if function == "reward" and not math.isfinite(number) and not self._has_warned:
-            self._has_warned = True  # one sentence is enough; the run counts the updates that it skips
-            self._tell(function, row, f"gives {name!r} the value {number}; an update with it is skipped")
-        return number
 
     def _tell(self, function: str, row: dict, problem: str) -> None:
         print(self._error(function, row, problem), file=sys.stderr)

@@ -185,6 +185,11 @@ def test_types_of_fields_are_those_of_json(load, tmp_path, kind, value, is_fine)
             load(text, data="typed.jsonl", eval_data="typed.jsonl")
 
 
+def test_descriptions_can_begin_like_a_metric(load):
+    task = load(GOOD + "def describe(row, text): return {'length_of_proof': -1, 'stopped_early': 0}")
+    assert task.describe(task.train_rows[0], "x") == {"length_of_proof": -1.0, "stopped_early": 0.0}
+
+
 def test_kinds_can_be_of_any_json_value(load):
     task = load(GOOD + "KIND_FIELDS = ('tags', 'question')")
     assert len({task.kind({"tags": [1], "question": "a"}), task.kind({"tags": [2], "question": "a"})}) == 2
