@@ -1,6 +1,8 @@
 """Text that a model, a data set or a user's code wrote, made safe for a terminal."""
 
-from textwrap import shorten
+import traceback
+from pathlib import Path
+from types import ModuleType
 
 
 def printable(text: str, width: int) -> str:
@@ -9,5 +11,16 @@ def printable(text: str, width: int) -> str:
     >>> printable("red: \\x1b[31m\\n  next line", width=40)
     'red: \\ufffd[31m next line'
     """
-    line = shorten(text, width, placeholder=" ...")
+    line = " ".join(text[: 20 * width].split())  # what follows would not be shown
+    line = line if len(line) <= width else line[: width - 4] + " ..."
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
+
+
+def describe_error(error: BaseException, module: ModuleType) -> str:
+    """An error in one line, with the line of the task's file that it comes from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
+    if isinstance(error, SyntaxError) and error.lineno:
+        lines = [error.lineno]
+    place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
+    text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
