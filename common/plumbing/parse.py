@@ -1,6 +1,7 @@
 """The command line: read, resolved and checked, before anything is loaded."""
 
 import dataclasses
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -69,6 +70,7 @@ def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """The settings with the changes that the command line makes; `--help` and mistakes end the program."""
     import tyro
 
+    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # --lr, not --algorithm.lr; FLOAT, not {None}|FLOAT
     groups = tyro.cli(make_flags(config), args=argv, description="", config=markers)
     return dataclasses.replace(

@@ -41,8 +41,8 @@ def test_explicit_settings_are_not_overridden(load_script):
         (("--model", "new"), "for experiment_sft only"),
         (("--model", "gpt2"), "a hub id is owner/name"),
         (("--attn-implementation", "flash_attention_2"), "add --dtype bfloat16"),
-        (("--seed", "-1"), "--seed must be 0 or more"),
-        (("--threads", "0"), "--threads must be more than 0"),
+        (("--seed", "-1"), "--seed must be 0 to "),
+        (("--threads", "0"), "--threads must be 1 to "),
     ],
 )
 def test_impossible_settings_are_refused(load_script, argv, sentence):
