@@ -1,7 +1,7 @@
 """Ctrl-C while a program is still importing what it needs: it ends at once, without a traceback.
 
 A train.py imports this first. The imports take seconds, `run_main` can only act after them, and a KeyboardInterrupt
-within them shows a traceback, or disappears in a library that catches it.
+within them shows a traceback, or disappears in a library that catches it. `parse_config` ends this early phase.
 """
 
 import os
@@ -15,7 +15,7 @@ def end_at_once(*_) -> None:
     os._exit(130)  # nothing has been started that would have to be ended
 
 
-def imports_are_done() -> None:
+def handle_as_usual() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt, as usual."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -39,9 +39,8 @@ def parse_config(
     Raises:
         UserError: a value is out of range, or two contradict each other.
     """
-    from common.plumbing.interrupt import imports_are_done  # which a program imports before everything else
+    from common.plumbing.interrupt import handle_as_usual  # not above: a program imports this file before all others
 
-    imports_are_done()
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         what_it_is = description.partition("\nLeft out:")[0]  # what follows is for readers of the file
@@ -63,6 +62,7 @@ def parse_config(
         defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else import_task(config).system_prompt}
     config = resolve(config, defaults)
     check_combinations(config)
+    handle_as_usual()
     return config
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -480,3 +481,97 @@ def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
     assert [entry["loss/skipped"] for entry in metrics[-3:]] == [1, 1, 1]
     assert newest_checkpoint(directory / "checkpoints")[0] == metrics[-4]["step"]
     assert read_lines(directory / "samples.jsonl")
+
+
+# Text, paths and numbers that nothing can be made of -----------------------------------------------------------------
+
+PATHS = ("model", "task", "data", "eval-data", "runs-dir", "resume")
+TEXTS = (*PATHS, "device", "name", "system-prompt")
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        *(((f"--{name}", "caf\udce9"), rf"^--{name} caf\ufffd: this is not UTF-8 text") for name in TEXTS),
+        *(((f"--{name}", "a\0b"), rf"^--{name} a\ufffdb: this is not UTF-8 text") for name in TEXTS),
+        (("--at-most", "num_terms=2", "caf\udce9=1"), r"^--at-most caf\ufffd=1: this is not UTF-8 text"),
+        *(((f"--{name}", LONG), rf"^--{name} a+ \.\.\.: .*File name too long") for name in PATHS),
+        *(((f"--{name}", f"x/{LONG}"), rf"^--{name} x/a+ \.\.\.: .*too long") for name in PATHS),
+        *(((f"--{name}", "~nobody-here/x"), rf"^--{name} ~nobody-here/x: .*home") for name in PATHS),
+        (("--name", LONG), r"^--name 'a+ \.\.\. cannot be the name of a directory"),
+        (("--name", "é" * 128), r"^--name '.* cannot be the name of a directory"),  # 256 bytes
+        (("--steps", "1" * 5000), r"^1+ \.\.\.: this number has 5000 digits"),
+        (("--steps=-" + "1" * 5000,), r"^--steps=-1+ \.\.\.: this number has 5000 digits"),
+        (("--seed", "1" * 3000), r"^--seed must be 0 to 1e18, not 1+ \.\.\.$"),
+        (("--lr", "1" * 3000), "^--lr must be above 0 and at most 1000, not inf"),
+    ],
+    ids=lambda value: str(value)[:30].encode("ascii", "replace").decode().replace("\0", "0"),
+)
+def test_what_no_setting_can_be_is_refused(train, argv, sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
+        train(*argv)
+    assert len(str(caught.value)) < 300
+    assert not list(Path().iterdir())
+
+
+def test_paths_of_a_task_file_are_refused_alike(train):
+    text = Path(arithmetic.__file__).read_text()
+    Path("my_task.py").write_text(text + '\nTRAIN_DATA = "~nobody-here/x"\n')
+    with pytest.raises(UserError, match=r"^--task my_task\.py: TRAIN_DATA ~nobody-here/x: this path cannot be used"):
+        train("--task", "my_task.py")
+
+
+def test_a_place_where_one_may_not_look_is_named(train):
+    Path("closed").mkdir()
+    Path("closed/rows.jsonl").write_text(GOOD_ROW * 9)
+    Path("closed").chmod(0)
+    try:
+        if os.access("closed/rows.jsonl", os.F_OK):
+            pytest.skip("this user may look everywhere")
+        with pytest.raises(
+            UserError, match=r"^--data closed/rows\.jsonl: this path cannot be used \(Permission denied\)"
+        ):
+            train("--data", "closed/rows.jsonl")
+    finally:
+        Path("closed").chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"question": "", "answer": Infinity}', "the field 'answer' cannot be Infinity"),
+        ('{"question": "", "answer": -Infinity}', "the field 'answer' cannot be -Infinity"),
+        ('{"question": "", "answer": 1e400}', "the field 'answer' cannot be Infinity"),
+        ('{"question": "", "answer": ' + "1" * 5000 + "}", "an integer has too many digits to be read"),
+        ("[" * 100_000, "lists or objects are nested too deeply to be read"),
+        ('{"question": "", "answer": "2", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ('{"question": "' + LONG + '", "answer": ["' + LONG + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.$"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_json_that_cannot_be_used_is_refused_by_file_and_line(train, line, sentence):
+    Path("d.jsonl").write_text(GOOD_ROW + line + "\n")
+    with pytest.raises(UserError, match=rf"^d\.jsonl:2: .*{sentence}") as caught:
+        train("--data", "d.jsonl")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "module", ["common.plumbing.interrupt", "typing_extensions", "numpy", "torch.nn", "torch", "common.policy", "tyro"]
+)
+def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, module):
+    """As soon as a certain module has been imported, of which Python tells."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / TRAIN), "--steps", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip() == module:
+            process.send_signal(signal.SIGINT)
+            break
+    else:
+        pytest.fail(f"{module} was never imported")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in output + errors
+    assert not list(tmp_path.iterdir())
