@@ -26,12 +26,12 @@ def try_solutions(task: Task, rows: list[Row]) -> None:
         if text is None:
             return
         rewards = task.reward(row, text)
-        measure = "correct" if "correct" in rewards else "a total reward"
+        measure = "correct =" if "correct" in rewards else "a total reward of"
         earned = rewards["correct"] if "correct" in rewards else task.total_reward(rewards)
         is_earned = earned == 1 if "correct" in rewards else earned > 0
         if math.isfinite(earned) and not is_earned:  # others are a fault of the reward, which the run reports
             raise UserError(
                 f"{row.place}: no completion can be right, because the row's own solution {printable(repr(text), 80)} "
-                f"earns {measure} of {earned:g}: bring the gold answers to the form that reward(row, text) of {task} "
+                f"earns {measure} {earned:g}: bring the gold answers to the form that reward(row, text) of {task} "
                 "compares with (of GSM8K's answers keep what follows ####), or correct its solution(row)"
             )

@@ -12,7 +12,7 @@ def printable(text: str, width: int) -> str:
     'red: \\ufffd[31m next line'
     """
     line = " ".join(text[: 20 * width].split())  # what follows would not be shown
-    line = line if len(line) <= width else line[: width - 4] + " ..."
+    line = line if len(line) <= width else line[: width - 4].rstrip() + " ..."
     return "".join(character if character.isprintable() else "\ufffd" for character in line)
 
 
