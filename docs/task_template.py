@@ -28,3 +28,8 @@ def describe(row: dict, text: str) -> dict[str, float]:
     """Optional: what else to log of a completion."""
     thinks = "<think>" in text
     return {"thinks": float(thinks), "answers_directly": float(not thinks)}
+
+
+def solution(row: dict) -> str:
+    """Optional: a completion that is right. Tried on every row before training, it finds answers that nothing earns."""
+    return f"<answer>{row['answer']}</answer>"

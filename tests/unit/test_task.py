@@ -352,9 +352,9 @@ def test_the_bundled_task_is_what_its_file_says():
 
 def test_the_task_template_is_short_and_valid():
     path = ROOT / "docs" / "task_template.py"
-    assert len(path.read_text().splitlines()) <= 32
+    assert len(path.read_text().splitlines()) <= 36
     task = import_task(RunConfig(task=str(path)))
     row = {"question": "What is 1+1?", "answer": "2"}
-    assert task.reward(row, "<answer>2</answer>") == {"correct": 1.0, "short": 1.0}
+    assert task.reward(row, task.solution(row)) == {"correct": 1.0, "short": 1.0}
     assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
     assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}
