@@ -62,11 +62,8 @@ def _find_long_prompt(
     """A row with a prompt of more than `room` tokens, and how many they are.
 
     Only prompts that could be too long are encoded. A token covers at least one byte of UTF-8, and what the template
-    adds is found by encoding a conversation of the same roles with short texts. So the tokens of a prompt are at most
-
-        what the template adds + bytes of its texts * how often the template writes a text + one token per turn
-
-    The last is the space that some tokenizers put in front of every piece of text.
+    adds is found by encoding a conversation of the same roles with a short text in every turn. So the tokens of a
+    prompt are at most those of this conversation + bytes of the texts * how often the template writes a text.
     """
     added: dict[tuple[str, ...], tuple[int, int]] = {}  # by the roles of the turns: tokens, copies of a text
     candidates = []
@@ -79,7 +76,7 @@ def _find_long_prompt(
             added[roles] = len(ids), max(1, copies - len(turns) + 1)
         tokens, copies = added[roles]
         size = sum(num_bytes(str(value)) for turn in turns for key, value in turn.items() if key != "role")
-        if tokens + len(turns) + copies * size > room:
+        if tokens + copies * size > room:
             candidates.append((size, row, turns))
     for _, row, turns in sorted(candidates, key=lambda candidate: -candidate[0]):
         num_tokens = len(encode_prompt(policy.tokenizer, turns))

@@ -68,7 +68,8 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
             if field not in row:
                 raise UserError(f"{row.place}: the field {field!r} is missing (there are: {', '.join(row)})")
             if not _is_usable(row[field], wanted):
-                raise UserError(f"{row.place}: the field {field!r} cannot be {_shown(row[field])}")
+                shown = printable(json.dumps(row[field], default=str), 80)
+                raise UserError(f"{row.place}: the field {field!r} cannot be {shown}")
     if not rows:
         raise UserError(f"{source} has no rows")
     return rows
@@ -79,18 +80,11 @@ def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode()
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
     if isinstance(value, bool):  # which Python counts among the integers
         return bool in wanted
     return isinstance(value, wanted) or (isinstance(value, int) and float in wanted)
-
-
-def _shown(value: object) -> str:
-    try:
-        return printable(json.dumps(value, default=str), 80)
-    except RecursionError:
-        return "nested so deeply"
 
 
 def _read_jsonl(path: Path) -> list[Row]:

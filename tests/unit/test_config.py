@@ -2,11 +2,14 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError
+from common.policy import Policy
 from common.sampling import _draw
 
 from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
@@ -65,7 +68,7 @@ class OtherMachine:
     def __init__(self, monkeypatch, *kinds: str):
         first = torch.device(kinds[0]) if kinds else None
         monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in kinds)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: "cuda" in kinds)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: first)
         for kind in ("cuda", "mps", "xpu"):
             monkeypatch.setattr(torch.get_device_module(kind), "device_count", lambda kind=kind: 2 * (kind in kinds))
@@ -97,20 +100,39 @@ def test_an_accelerator_that_is_there_is_taken(load_script, monkeypatch):
             parse(load_script, "--device", name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
-def test_memory_and_autocast_work_for_every_kind_of_device(make_policy, device):
-    """Memory is that of the process where the device does not tell, and autocast knows the device."""
+@pytest.mark.parametrize("device", ["cpu", "mps", "xpu", "mtia"])
+def test_memory_and_autocast_know_every_kind_of_device(device):
+    """Without the device: where it does not tell its memory, that of the process is meant."""
     assert peak_memory_bytes(device) > 10**7
-    policy = make_policy(compute_dtype=torch.bfloat16)
-    with torch.autocast(device, policy.compute_dtype):
-        assert torch.is_autocast_enabled(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        autocast = Policy.autocast(SimpleNamespace(device=torch.device(device), compute_dtype=dtype))
+        assert autocast.device == torch.device(device).type
 
 
-def test_statistics_and_draws_need_no_float64_of_a_device():
-    """Apple's GPUs have none: a draw computes in the type of its random numbers."""
+class Dtypes(TorchDispatchMode):
+    """Note the types of all tensors that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen |= {x.dtype for x in (result if isinstance(result, tuple) else (result,)) if torch.is_tensor(x)}
+        return result
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_tokens_can_be_drawn_without_float64(top_p):
+    """Which Apple's GPUs do not have: a draw computes in the type of its random numbers."""
     logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(3, 3)
-    for dtype in (torch.float32, torch.float64):
-        assert _draw(logits, 1.0, 1.0, torch.tensor([0.2, 0.3, 0.9], dtype=dtype))[0].tolist() == [0, 1, 2]
+    uniforms = torch.tensor([0.2, 0.3, 0.9])
+    with Dtypes() as computed:
+        tokens, _ = _draw(logits, 1.0, top_p, uniforms)
+    assert torch.float64 not in computed.seen
+    assert torch.float32 in computed.seen
+    if top_p == 1:
+        assert tokens.tolist() == [0, 1, 2]
 
 
 def test_every_field_has_a_comment_that_help_shows(load_script):
