@@ -28,7 +28,8 @@ PICTURE = ROOT / "docs" / "hyperparameters.png"
 EXPERIMENT = "experiment_base"
 DEFAULTS = {
     "group-size": 8, "lr": 5e-5, "kl-weight": 0.02, "clip-eps": 0.2, "epochs-per-step": 1, "temperature": 1.0,
-    "prompts-per-step": 16,
+    "prompts-per-step": 16, "minibatch-size": 128, "top-p": 1.0, "max-new-tokens": 96, "max-grad-norm": 1.0,
+    "weight-decay": 0.0, "format-weight": 0.0,
 }  # fmt: skip
 # One panel each: heading, flag, values, and other differences from the defaults.
 PANELS: list[tuple[str, str, tuple, dict]] = [
@@ -40,6 +41,12 @@ PANELS: list[tuple[str, str, tuple, dict]] = [
     ("epochs per rollout", "epochs-per-step", (1, 2, 4), {}),
     ("temperature", "temperature", (0.6, 1.0, 1.3), {}),
     ("prompts per step", "prompts-per-step", (4, 16, 32), {}),
+    ("minibatch size, of 128 rows", "minibatch-size", (32, 64, 128), {}),
+    ("top-p", "top-p", (0.8, 0.95, 1.0), {}),
+    ("completion budget", "max-new-tokens", (24, 48, 96), {}),
+    ("maximal gradient norm", "max-grad-norm", (0.1, 1.0, 10.0), {}),
+    ("weight decay", "weight-decay", (0.0, 0.1, 10.0), {}),
+    ("weight of the format reward", "format-weight", (0.0, 0.2, 1.0), {}),
 ]
 COLUMNS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl", "policy/entropy", "loss/grad_norm",
            "policy/clipped", "group/zero_reward_variance", "time/step")  # fmt: skip
@@ -88,7 +95,10 @@ def train(config: Config, settings: dict, seed: int) -> None:
     name = f"{name_of(settings)},seed={seed}"
     if (Path(config.runs_dir) / EXPERIMENT / name / "summary.json").exists():
         return
-    flags = settings | {"steps": config.steps, "seed": seed, "name": name, "runs-dir": config.runs_dir}
+    flags = {flag: value for flag, value in settings.items() if flag != "format-weight"}
+    if "format-weight" in settings:
+        flags["reward-weight"] = f"format={settings['format-weight']:g}"
+    flags |= {"steps": config.steps, "seed": seed, "name": name, "runs-dir": config.runs_dir}
     flags |= {"eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
     command = [sys.executable, str(ROOT / EXPERIMENT / "train.py")]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
