@@ -87,6 +87,12 @@ class RunConfig(PolicyConfig):
     generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
 
 
+def shown(source: str | Path) -> str:
+    """A path as one would type it: relative to the current directory if it is inside; anything else as it is."""
+    path = Path(source)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else source)
+
+
 def _shape(model_path: Path) -> tuple[int, int] | None:
     """Vocabulary size and hidden size of a Hugging Face model directory."""
     try:

@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 
 from common.plumbing.checks import parse_numbers
-from common.plumbing.config import RunConfig
+from common.plumbing.config import RunConfig, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.task import Row, Task
 from common.plumbing.task_file import import_task
@@ -32,8 +32,8 @@ def load_task(config: RunConfig) -> Task:
         eval_rows = _filter(read_rows(eval_source, task.fields), config, task, eval_source)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
-            f"{source} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none is "
-            "left to train on: lower --eval-prompts or give --eval-data"
+            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
+            "is left to train on: lower --eval-prompts or give --eval-data"
         )
     else:
         order = keyed_generator("split", config.seed).permutation(len(train_rows))
@@ -43,6 +43,7 @@ def load_task(config: RunConfig) -> Task:
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
     task.try_out(train_rows[0])  # before a model is loaded
+    task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task
 
@@ -67,7 +68,7 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
             if not _is_usable(row[field], wanted):
                 raise UserError(f"{row.place}: the field {field!r} cannot be {json.dumps(row[field], default=str)}")
     if not rows:
-        raise UserError(f"{source} has no rows")
+        raise UserError(f"{shown(source)} has no rows")
     return rows
 
 
@@ -85,24 +86,25 @@ def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
 
 def _read_jsonl(path: Path) -> list[Row]:
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file (a hub dataset is owner/name)")
+        raise UserError(f"{shown(path)}: there is no such file (a hub dataset is owner/name)")
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+        raise UserError(f"{shown(path)} cannot be read ({error.strerror})") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        place = f"{shown(path)}:{number}"
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+            raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
+            raise UserError(f"{place}: not UTF-8 text ({error.reason})") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
-        rows.append(_placed(row, f"{path}:{number}"))
+            raise UserError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
+        rows.append(_placed(row, place))
     return rows
 
 
@@ -137,7 +139,7 @@ def _filter(rows: list[Row], config: RunConfig, task: Task, source: str) -> list
         kept = [row for row, question in pairs if len(question) <= config.max_question_length]
     if not kept:
         raise UserError(
-            f"none of the {len(rows)} rows of {source} passes the filters (--at-most, --max-question-length)"
+            f"none of the {len(rows)} rows of {shown(source)} passes the filters (--at-most, --max-question-length)"
         )
     return kept
 

@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.plumbing.checks import check_combinations, check_device, check_model, check_name, check_ranges, flag
 from common.plumbing.config import RESOLVED, ConfigT, RunConfig, resolve
 from common.plumbing.settings import NOT_FLAGS, read_settings
-from common.plumbing.task_file import import_task
+from common.plumbing.task_file import bundled_tasks, import_task
 
 
 def parse_config(
@@ -29,9 +29,9 @@ def parse_config(
 
     description = description.partition("\nLeft out:")[0]  # what follows is for readers of the file
     _check_pairs(config_class, sys.argv[1:] if argv is None else argv)
-    config = tyro.cli(config_class, args=argv, description=description)
+    config = with_absolute_paths(tyro.cli(config_class, args=argv, description=description))
     if config.resume is not None:
-        config = _resumed(config, lambda stored: tyro.cli(config_class, args=argv, default=stored))
+        config = _resumed(config, lambda stored: with_absolute_paths(tyro.cli(config_class, args=argv, default=stored)))
     check_model(config)
     check_name(config.name)
     check_device(config.device)
@@ -70,7 +70,7 @@ def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:
     Raises:
         UserError: there is no such run, or a setting other than `--steps` differs from the run's.
     """
-    stored = read_settings(Path(config.resume).expanduser())
+    stored = read_settings(Path(config.resume).expanduser(), type(config))
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     if unknown := stored.keys() - {*names, *NOT_FLAGS}:
         raise UserError(
@@ -88,6 +88,17 @@ def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:
                 "and only --steps may be raised"
             )
     return config
+
+
+def with_absolute_paths(config: ConfigT) -> ConfigT:
+    """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
+    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in ("data", "eval_data")}
+    if config.model != "tiny":
+        named["model"] = config.model_path
+    if getattr(config, "task", None) not in bundled_tasks():
+        named["task"] = getattr(config, "task", None)
+    paths = {name: Path(value).expanduser() for name, value in named.items() if value}
+    return dataclasses.replace(config, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()})
 
 
 def _shown(value: object) -> str:

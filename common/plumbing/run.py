@@ -1,7 +1,7 @@
 """A run: the directory that it writes, its progress, and when it has to stop.
 
 runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out...  checkpoints/step_N/  before.json
-                         final/  summary.json  curve.png
+                         final/  summary.json  curve.png  .lock
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from common.evaluate import Answer, Evaluation
+from common.evaluate import Evaluation
 from common.experience import Experience
 from common.policy import Policy
 from common.trajectory import Trajectory
@@ -22,6 +22,9 @@ from common.trajectory import Trajectory
 from common.plumbing.checkpoints import flush_to_disk, read_checkpoint, write_checkpoint
 from common.plumbing.config import PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
+from common.plumbing.directory import RunDirectory
+from common.plumbing.held_out import read_before
+from common.plumbing.history import BEFORE, LOGS, METRICS, SAMPLES, describe_logs, replace_file
 from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
 from common.plumbing.samples import describe_best, write_samples
@@ -37,19 +40,13 @@ class Run:
     """Where a run writes. `start_run` makes it."""
 
     def __init__(
-        self,
-        directory: Path,
-        config: PolicyConfig,
-        task: Task | None,
-        machine: dict,
-        resumed_at: int,
-        history: list[dict],
-        wandb: dict | None,
+        self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict, wandb: dict | None
     ):
-        self.directory = directory
+        self.directory = directory.path
+        self._lock = directory.lock  # held until the run is closed
         self.config = config
         self.task = task
-        self.resumed_at = resumed_at  # the step of the checkpoint that it continues from; 0: none
+        self.resumed_at = directory.step  # the step of the checkpoint that it continues from; 0: none
         self.stop_reason: str | None = None  # why training must end after this step
         self._machine = machine  # as described when the run started: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
@@ -59,9 +56,9 @@ class Run:
         self._bar = None
         self._last_step = 0
         self._step_began = 0.0
-        for row in history:
+        for row in directory.history:
             self._diagnosis.check(row)  # what it has said already
-        self._metrics = MetricsLog(directory, history, wandb, self.tell)
+        self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
 
     @property
     def resume_command(self) -> str:
@@ -143,7 +140,7 @@ class Run:
             return
         if step % 10 == 0 or step == 1:
             self.tell(f"step {step}: {describe_best(self.task, trajectories)}")
-        write_samples(self.directory / "samples.jsonl", step, self.task, trajectories, experience, statistics)
+        write_samples(self.directory / SAMPLES, step, self.task, trajectories, experience, statistics)
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
@@ -153,15 +150,22 @@ class Run:
         every = self.config.checkpoint_every
         is_due = self._stop_requested or (every and (step % every == 0 or step == self._last_step))
         if is_due and not self._num_skipped:
-            for name in ("metrics.jsonl", "samples.jsonl"):  # a checkpoint must not be newer than they are
+            for name in LOGS:  # a checkpoint must not be newer than they are
                 if (self.directory / name).exists():
                     flush_to_disk(self.directory / name)
-            write_checkpoint(self.directory / "checkpoints", step, policy, optimizer, self.config.keep_checkpoints)
+            checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
+            write_checkpoint(checkpoints, step, policy, optimizer, keep, describe_logs(self.directory))
+
+    @property
+    def has_before(self) -> bool:
+        """Whether the evaluation before training has been logged; a resumed run can have lost it."""
+        return read_before(self.directory / BEFORE) is not None
 
     def log_before(self, evaluation: Evaluation) -> None:
         """Log the evaluation before training as step 0, and keep it for a run that is resumed."""
-        (self.directory / "before.json").write_text(json.dumps(evaluation), encoding="utf-8")
-        self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+        replace_file(self.directory / BEFORE, json.dumps(evaluation).encode())
+        if not self.resumed_at:
+            self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
 
     def save_final(self, policy: Policy) -> Path:
         """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
@@ -174,23 +178,24 @@ class Run:
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print what was gained."""
         self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
-        metrics, texts, answers = json.loads((self.directory / "before.json").read_text(encoding="utf-8"))
-        before = Evaluation(metrics, texts, [Answer(*answer) for answer in answers])
+        before = read_before(self.directory / BEFORE)
         results = summarise_gain(self.task, before, after)
         self.write_summary(results)
         show_gain(self.directory, self.task, before, after, results["gain"])
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, and curve.png."""
-        summary = results | summarise_steps(read_lines(self.directory / "metrics.jsonl"))
+        summary = results | summarise_steps(read_lines(self.directory / METRICS))
         summary |= {"peak_memory_bytes": peak_memory_bytes(self.config.device)} | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
-        from viewer.curve import draw_curve
+        if (self.directory / METRICS).exists():  # without a step there is no curve
+            from viewer.curve import draw_curve
 
-        draw_curve(self.directory)
+            draw_curve(self.directory)
 
     def close(self) -> None:
         self._metrics.close()
+        self._lock.release()
 
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM: in a step, let it end and write a checkpoint; elsewhere, or a second time, stop now."""

@@ -73,7 +73,9 @@ class Task:
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         self.train_data = self._data("TRAIN_DATA")
         self.eval_data = self._data("EVAL_DATA")
-        self.train_rows: list[Row] = []  # filled by `load_task`
+        self.path = Path(module.__file__)
+        self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
+        self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self._has_warned = False  # of a number that is not finite
         self._described: set[str] | None = None  # the names that `describe` gave the first time

@@ -292,6 +292,9 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
     Path("my_task.py").write_text("FAILS = False\n" + FAILS_LATER)
     load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
     assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 9
+    Path("my_task.py").write_text("FAILS = 0\n" + FAILS_LATER)  # the run has not failed since it was corrected
+    with pytest.raises(UserError, match=r"^--task .*my_task\.py is not what it was when"):
+        load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
 
 
 # As a program --------------------------------------------------------------------------------------------------------
@@ -443,7 +446,7 @@ def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkey
     assert "reward/total" not in metrics[3]
     samples = read_lines(directory / "samples.jsonl")
     assert None in [entry["advantage"] for entry in samples if entry["step"] == 3]
-    step, path = newest_checkpoint(directory / "checkpoints")
+    step, path, _ = newest_checkpoint(directory / "checkpoints")
     assert step == 2
     assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # those before step 3
 

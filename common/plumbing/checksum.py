@@ -1,0 +1,22 @@
+"""Checksums of files, read in blocks."""
+
+import hashlib
+import zlib
+from pathlib import Path
+
+
+def crc32(path: Path, size: int | None = None) -> int:
+    """CRC-32 of a file, or of its first `size` bytes."""
+    crc, left = 0, path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while block := file.read(min(left, 2**24)):
+            crc, left = zlib.crc32(block, crc), left - len(block)
+    return crc
+
+
+def sha256(paths: list[Path]) -> str:
+    """SHA-256 of files: of one its content's, of several that of their names and contents."""
+    if len(paths) == 1:
+        with paths[0].open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256("".join(f"{path.name} {sha256([path])}\n" for path in paths).encode()).hexdigest()
