@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         examination = examine(config, policy, eval_rows)
         run.write_summary(examination)
         for name, value in examination.items():
-            print(f"{name:32} {value:.3f}")
+            print(f"{name:40} {value:.3f}")
         print(f"policy: {run.directory / 'final'}")
 
 
