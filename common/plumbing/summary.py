@@ -20,11 +20,13 @@ def summarise_steps(steps: list[dict]) -> dict:
     timed = [row for row in steps if "time/step" in row]
     seconds = sum(row["time/step"] for row in timed)
     num_tokens = sum(row["time/tokens_per_second"] * row["time/step"] for row in timed)
-    return {
-        "steps": len(timed),
+    num_steps = max((row["step"] for row in timed), default=0)
+    summary = {
+        "steps": num_steps,
         "seconds": round(seconds, 1),
         "tokens_per_second": round(num_tokens / seconds, 1) if timed else 0.0,
     }
+    return summary | ({"steps_lost": num_steps - len(timed)} if len(timed) < num_steps else {})
 
 
 def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:

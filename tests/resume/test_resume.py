@@ -492,6 +492,8 @@ def test_a_damaged_log_is_kept_as_far_as_possible(tmp_path, train, uninterrupted
     assert read_metrics(directory)[-3:] == read_metrics(uninterrupted)[-3:]
     missing = sorted({1, 2, 3, 4} - set(steps))
     assert ("the curve and the summary will lack step" in output) == bool(missing)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["steps"], summary.get("steps_lost", 0)) == (6, len(missing))
     if name == "samples.jsonl":
         kept, expected = (set((path / name).read_bytes().splitlines()) for path in (directory, uninterrupted))
         assert kept < expected
