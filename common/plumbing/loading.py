@@ -22,7 +22,7 @@ from common.plumbing.adapters import (
 )
 from common.plumbing.config import DTYPES, PolicyConfig, resolve
 from common.plumbing.hub import must_be_cached
-from common.plumbing.pretrained import read_model, read_tokenizer
+from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
 from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids
 from common.plumbing.weights import check_finite, describe_parameters
 
@@ -42,8 +42,9 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
     config = resolve(config, {})  # only for a config that was made in code: the command line has resolved its own
     is_here = config.base_path is not None or must_be_cached("model", config.base)
+    refuse_adapter(config.base, is_here)
     has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
-    tokenizer = read_tokenizer(config.adapter_path if has_tokenizer else config.base, is_here)
+    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
     quantised = {}
     if config.load_in is not None:
         quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}

@@ -7,23 +7,34 @@ import torch
 from common.errors import UserError
 
 
+def refuse_adapter(source: str, local_files_only: bool) -> None:
+    """
+    Raises:
+        UserError: there is an adapter, which transformers would load as something that is neither trained nor saved.
+    """
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(source, local_files_only=local_files_only) is None:
+        return
+    if Path(source).is_dir():
+        raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
+    raise UserError(
+        f"{source} is an adapter: download it, with `hf download {source} --local-dir adapter` for example, and give "
+        "its directory: --model ./adapter"
+    )
+
+
 def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:
     """The causal language model of a hub id or a directory.
 
     Raises:
-        UserError: it cannot be loaded, lacks weights, or is an adapter.
+        UserError: it cannot be loaded, or lacks weights.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import find_adapter_config_file
 
-    options |= {"local_files_only": local_files_only}
+    options |= {"local_files_only": local_files_only, "output_loading_info": True}
     try:
-        _refuse_adapter(source, find_adapter_config_file(source, local_files_only=local_files_only))
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            source, trust_remote_code=False, output_loading_info=True, dtype=dtype, **options
-        )
-    except UserError:
-        raise
+        model, loading = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, dtype=dtype, **options)
     except Exception as error:  # a damaged file can raise anything, a KeyError for example
         raise UserError(f"the model {source} could not be loaded: {_reason(error)}") from error
     if loading["missing_keys"]:  # transformers would give them random numbers
@@ -38,18 +49,6 @@ def read_tokenizer(source: str, local_files_only: bool):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
     except Exception as error:
         raise UserError(f"the tokenizer of {source} could not be loaded: {_reason(error)}") from error
-
-
-def _refuse_adapter(source: str, settings: str | None) -> None:
-    """transformers would load its base with it, as something that is neither trained nor saved."""
-    if settings is None:
-        return
-    if Path(source).is_dir():
-        raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
-    raise UserError(
-        f"{source} is an adapter: download it, with `hf download {source} --local-dir adapter` for example, and give "
-        "its directory: --model ./adapter"
-    )
 
 
 def _reason(error: Exception) -> str:
