@@ -232,6 +232,18 @@ def test_the_reference_gives_the_adapter_back_after_an_error(first):
     assert torch.equal(log_probs_of(reference), before)
 
 
+def test_an_adapter_saved_in_bfloat16_is_trained_in_float32(first, tmp_path):
+    """As experiment_sft saves it with --save-dtype bfloat16; here its base is held in bfloat16 too."""
+    adapter = shutil.copytree(first / "final", tmp_path / "adapter")
+    change_weights(lambda weights: {name: weight.bfloat16() for name, weight in weights.items()})(adapter)
+    policy = load(adapter, dtype="bfloat16")
+    assert {(weight.requires_grad, weight.dtype) for weight in policy.parameters()} == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+    }
+    assert torch.equal(log_probs_of(make_reference(policy)), log_probs_of(policy))
+
+
 def test_an_adapter_is_trained_over_quantised_weights(first):
     pytest.importorskip("bitsandbytes")
     policy = load(first / "final", load_in="4bit")
@@ -271,6 +283,14 @@ def test_flags_that_a_given_adapter_excludes_are_refused(load_script, first, fla
         parse_config(config_class, ("--model", str(first / "final"), *flags.split()), description="")
     for fine in ("--load-in 4bit", "--save-merged", "--lora-rank 2 --lora-alpha 8"):
         parse_config(config_class, ("--model", str(first / "final"), *fine.split()), description="")
+
+
+def test_a_new_policy_gets_no_adapter(load_script, monkeypatch):
+    """Its base would be lost: only the adapter is saved."""
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    script = load_script("experiment_sft/train.py")
+    with pytest.raises(UserError, match="--lora-rank adapts a model that exists: give a --model, or omit it"):
+        parse_config(script.Config, ("--lora-rank", "2"), description="", resolved=script.RESOLVED)
 
 
 def test_a_relative_model_is_saved_as_an_absolute_base(tmp_path, monkeypatch, train):
