@@ -8,7 +8,7 @@ import torch
 
 from common.errors import UserError
 
-from common.plumbing.config import PolicyConfig
+from common.plumbing.config import ADAPTER_SETTINGS, PolicyConfig
 
 # Of all experiments; a flag that is None, or that an experiment does not have, is in range.
 POSITIVE = (
@@ -81,9 +81,16 @@ def check_combinations(config: PolicyConfig) -> None:
     if config.load_in == "8bit" and config.dtype == "float32":
         raise UserError("--load-in 8bit computes in half precision: omit --dtype, or make it bfloat16")
     if not config.lora_rank:
-        for name in ("lora_alpha", "load_in", "save_merged"):
+        for name in ("lora_alpha",) if config.trains_adapter else ("lora_alpha", "load_in", "save_merged"):
             if getattr(config, name):
                 raise UserError(f"{flag(name)} needs an adapter to train: add --lora-rank 16, for example")
+    elif config.model == "new":
+        raise UserError("--lora-rank adapts a model that exists: give a --model, or omit it")
+    elif config.load_in is not None and config.adapter_path is not None:
+        raise UserError(
+            f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round what it "
+            "has learned: omit --lora-rank to train it further, or merge it first with --save-merged"
+        )
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
     if getattr(config, "top_p", 1.0) < 1:
@@ -94,8 +101,32 @@ def check_combinations(config: PolicyConfig) -> None:
 
 
 def check_model(config: PolicyConfig) -> None:
-    if config.model_path is not None and not config.model_path.is_dir():
+    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there."""
+    path, base = config.model_path, config.base_path
+    if path is None:
+        return
+    if not path.is_dir():
         raise UserError(f"--model {config.model}: there is no such directory (a hub id is owner/name)")
+    if config.adapter_path is not None:
+        if base is not None and not (base / "config.json").is_file():
+            raise UserError(
+                f"--model {config.model} is an adapter of {base}, where there is no model (no config.json): if it was "
+                f"moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
+            )
+    elif not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
+        policies = _policies_in(path)
+        raise UserError(
+            f"--model {config.model} holds no model (config.json) and no adapter ({ADAPTER_SETTINGS})"
+            + (f"; did you mean {policies[0]}?" if policies else "")
+        )
+
+
+def _policies_in(directory: Path) -> list[Path]:
+    """What a run has saved, if this is its directory or that of its checkpoints: the final policy first."""
+    steps = [path for pattern in ("step_*", "checkpoints/step_*") for path in directory.glob(pattern)]
+    numbered = [(int(path.name[5:]), path) for path in steps if path.name[5:].isdecimal()]
+    found = [directory / "final", *(path for _, path in sorted(numbered, reverse=True))]
+    return [path for path in found if any((path / name).is_file() for name in ("config.json", ADAPTER_SETTINGS))]
 
 
 def check_name(name: str | None) -> None:

@@ -114,7 +114,7 @@ def _read_hub(source: str) -> list[Row]:
     name, _, subset = source.partition(":")
     must_be_cached("dataset", name)
     try:
-        rows = load_dataset(name, subset or None, split="train").to_list()
+        rows = load_dataset(name, subset or None, split="train", trust_remote_code=False).to_list()
     except Exception as error:  # the hub client raises many kinds, which make no difference to a user
         raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
     return [_placed(row, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]

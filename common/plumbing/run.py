@@ -1,7 +1,7 @@
 """A run: the directory that it writes, its progress, and when it has to stop.
 
 runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out...  checkpoints/step_N/  before.json
-                         final/  summary.json  curve.png  .lock
+                         final/  final_merged/  base/  summary.json  curve.png  .lock
 """
 
 import json
@@ -20,7 +20,7 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 
 from common.plumbing.checkpoints import flush_to_disk, read_checkpoint, write_checkpoint
-from common.plumbing.config import PolicyConfig
+from common.plumbing.config import DTYPES, PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
 from common.plumbing.directory import RunDirectory
 from common.plumbing.held_out import read_before
@@ -28,10 +28,11 @@ from common.plumbing.history import BEFORE, LOGS, METRICS, SAMPLES, describe_log
 from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
 from common.plumbing.samples import describe_best, write_samples
-from common.plumbing.saving import save_merged, save_policy
+from common.plumbing.saving import save_base, save_merged, save_policy
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
+from common.plumbing.weights import count_parameters
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
 
@@ -51,6 +52,7 @@ class Run:
         self._machine = machine  # as described when the run started: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
         self._num_skipped = 0  # consecutive steps
+        self._parameters: dict[str, int] = {}  # how many, for the summary
         self._stop_requested = False
         self.is_interrupted = False  # stopped at once, not at the end of a step
         self._bar = None
@@ -120,11 +122,11 @@ class Run:
             self.tell(f"step {step}: {sentence}")
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
-            checkpoints = self.directory / "checkpoints"
+            checkpoints, adapter = self.directory / "checkpoints", " without --lora-rank" * (self.config.lora_rank > 0)
+            hint = f", from a checkpoint if you like: --model {checkpoints}/step_<N>{adapter}"
             self.stop_reason = (
                 f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
-                "again with a lower --lr"
-                + (f", from a checkpoint if you like: --model {checkpoints}/step_<N>" if checkpoints.exists() else "")
+                "again with a lower --lr" + hint * checkpoints.exists()
             )
 
     def log_samples(
@@ -153,6 +155,7 @@ class Run:
             for name in LOGS:  # a checkpoint must not be newer than they are
                 if (self.directory / name).exists():
                     flush_to_disk(self.directory / name)
+            save_base(self.config, policy, self.directory / "base")
             checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
             write_checkpoint(checkpoints, step, policy, optimizer, keep, describe_logs(self.directory))
 
@@ -170,9 +173,11 @@ class Run:
     def save_final(self, policy: Policy) -> Path:
         """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
         path = self.directory / "final"
+        save_base(self.config, policy, self.directory / "base")
         save_policy(policy, path)
         if self.config.save_merged:
-            save_merged(self.config, path, self.directory / "final_merged")
+            save_merged(path, self.directory / "final_merged", policy.tokenizer, DTYPES[self.config.dtype])
+        self._parameters = count_parameters(policy.model)
         return path
 
     def finish(self, after: Evaluation) -> None:
@@ -185,7 +190,7 @@ class Run:
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, and curve.png."""
-        summary = results | summarise_steps(read_lines(self.directory / METRICS))
+        summary = results | summarise_steps(read_lines(self.directory / METRICS)) | self._parameters
         summary |= {"peak_memory_bytes": peak_memory_bytes(self.config.device)} | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
         if (self.directory / METRICS).exists():  # without a step there is no curve

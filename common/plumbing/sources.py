@@ -16,6 +16,8 @@ MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # o
 def describe_sources(config: PolicyConfig, task: Task | None) -> dict[str, dict]:
     """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit."""
     sources = {"model": config.model_path or config.model, "data": getattr(config, "data", None)}
+    if config.adapter_path is not None:
+        sources |= {"base": config.base}
     if task is not None:
         sources |= {"data": task.data, "eval_data": task.held_out_data, "task": task.path}
     described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}
@@ -35,8 +37,9 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
         then, content = before[name]["content"], now[name]["content"]
         if content == then:
             continue
-        what = f"{flag(name)} {now[name]['source']} is not what it was when {directory} began"
-        if not has_failed or name == "model":
+        label = "the base of --model" if name == "base" else flag(name)
+        what = f"{label} {now[name]['source']} is not what it was when {directory} began"
+        if not has_failed or name in ("model", "base"):
             raise UserError(
                 f"{what} ({then[:12]} then, {content[:12]} now): a resumed run needs the same content: restore it, or "
                 "start a new run"
@@ -51,5 +54,5 @@ def _describe(name: str, source: str | Path) -> dict:
     elif path.is_file():
         content = sha256([path])
     else:
-        content = commit_of("model" if name == "model" else "dataset", str(source).partition(":")[0])
+        content = commit_of("model" if name in ("model", "base") else "dataset", str(source).partition(":")[0])
     return {"source": str(source), "content": content}

@@ -1,6 +1,9 @@
 """A user's mistake is reported in one sentence, without a traceback, and destroys nothing that existed before."""
 
+import ast
+import io
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from common.errors import UserError
 from common.tasks import arithmetic
@@ -190,6 +194,39 @@ def widen(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(settings | {"intermediate_size": 1024}))
 
 
+def change(name: str, **values) -> Callable[[Path], None]:
+    """Change some values of a JSON file of the model."""
+
+    def damage(model: Path) -> None:
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | values))
+
+    return damage
+
+
+def end_of_turn(value: object) -> Callable[[Path], None]:
+    return change("generation_config.json", eos_token_id=value)
+
+
+def change_weight(name: str, value: float) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        weights[name].view(-1)[7] = value
+        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def add_token(role: str | None) -> Callable[[Path], None]:
+    """Give the tokenizer a token more than the model has, without resizing the model."""
+
+    def damage(model: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.add_special_tokens({role: "[NEW]"}) if role else tokenizer.add_tokens(["[NEW]"])
+        tokenizer.save_pretrained(model)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -209,6 +246,24 @@ def widen(model: Path) -> None:
         (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template; use an instruction-tuned"),
         (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
         (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "the chat template refuses the messages: no"),
+        (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "--model ./model: the chat template fails on .*TypeError"),
+        (overwrite("chat_template.jinja", "{{ 1 / 0 }}"), "the chat template fails on .*ZeroDivisionError"),
+        (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "fails .*RecursionError"),
+        (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model ./model: the chat template renders no"),
+        (end_of_turn("x"), r"--model ./model: .* \(eos_token_id\) 'x' is not a whole number"),
+        (end_of_turn(2.0), r"--model ./model: .* \(eos_token_id\) 2.0 is not a whole number"),
+        (end_of_turn(True), r"--model ./model: .* \(eos_token_id\) True is not a whole number"),
+        (end_of_turn([2, [3]]), r"--model ./model: .* \(eos_token_id\) \[3\] is not a whole number"),
+        (end_of_turn([2, 1024]), "--model ./model: the end-of-turn id 1024 is not among the 1024 ids that the"),
+        (end_of_turn(-1), "--model ./model: the end-of-turn id -1 is not among the 1024 ids"),
+        (change("config.json", eos_token_id="x"), "could not be loaded: .*eos_token_id"),
+        (change("config.json", pad_token_id=1024), "could not be loaded: .*[Pp]adding_idx"),
+        (add_token("pad_token"), "--model ./model: the padding id 1024 is not among the 1024 ids"),
+        (add_token("eos_token"), "--model ./model: the end-of-turn id 1024 is not among the 1024 ids"),
+        (add_token(None), "--model ./model: the tokenizer's id 1024 is not among the 1024 ids"),
+        (change_weight("model.layers.1.mlp.up_proj.weight", math.nan), r"hold NaN or .*: model\.layers\.1\.mlp\.up_"),
+        (change_weight("model.norm.weight", math.inf), r"hold NaN or infinite numbers: model\.norm\.weight for one"),
+        (change_weight("model.embed_tokens.weight", -math.inf), r"hold NaN or infinite numbers: model\.embed_tokens"),
     ],
 )  # fmt: skip
 def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sentence):
@@ -220,6 +275,118 @@ def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sente
             train("--model", "./model", *SMALL)
         assert "\n" not in str(caught.value)
         assert not run_directories()
+
+
+def test_a_special_token_that_the_model_lacks_may_go_unused(train):
+    """Gemma 3's text models have the tokenizer of those that see images."""
+    shutil.copytree(TINY_POLICY, "model")
+    add_token(None)(Path("model"))
+    change("tokenizer_config.json", image_token="[NEW]")(Path("model"))
+    train("--model", "./model", *SMALL)
+
+
+def test_quantised_weights_that_are_not_numbers_are_refused(train):
+    pytest.importorskip("bitsandbytes")
+    shutil.copytree(TINY_POLICY, "model")
+    change_weight("model.layers.1.mlp.up_proj.weight", math.nan)(Path("model"))
+    with pytest.raises(UserError, match="computes logits that are NaN or infinite: are its weights damaged"):
+        train("--model", "./model", "--lora-rank", "2", "--load-in", "4bit", *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("a/run", r"--model a/run holds no model .*; did you mean a/run/final\?$"),
+        ("a/stopped", r"--model a/stopped holds no model .*; did you mean a/stopped/checkpoints/step_10\?$"),
+        ("a/run/checkpoints", r"--model a/run/checkpoints holds no model .* a/run/checkpoints/step_10\?$"),
+        ("./a", r"--model ./a holds no model \(config.json\) and no adapter \(adapter_config.json\)$"),
+    ],
+)
+def test_a_directory_near_a_policy_gets_a_suggestion(train, model, sentence):
+    """A run has a config.json as well, which is not a model's."""
+    for run in ("a/run", "a/stopped"):
+        for step in ("step_2", "step_10", "step_12.partial"):
+            Path(run, "checkpoints", step).mkdir(parents=True)
+            Path(run, "checkpoints", step, "adapter_config.json").write_text("{}")
+        Path(run, "config.json").write_text('{"experiment": "experiment_base"}')
+        Path(run, "metrics.jsonl").write_text("")
+    shutil.copytree(TINY_POLICY, "a/run/final")
+    with pytest.raises(UserError, match=sentence):
+        train("--model", model, *SMALL)
+    assert not run_directories()
+
+
+CODE = """
+import pathlib
+pathlib.Path("it_ran").touch()
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+class MyConfig(PreTrainedConfig):
+    model_type = "mine"
+class MyModel(LlamaForCausalLM):
+    config_class = MyConfig
+class MyTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+MY_MODEL = change(
+    "config.json", model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+)
+MY_TOKENIZER = change(
+    "tokenizer_config.json", tokenizer_class="MyTokenizer", auto_map={"AutoTokenizer": [None, "mine.MyTokenizer"]}
+)
+
+
+@pytest.mark.parametrize("change_it", [MY_MODEL, MY_TOKENIZER], ids=["model", "tokenizer"])
+@pytest.mark.parametrize("is_base", [False, True], ids=["model", "base of an adapter"])
+def test_code_that_comes_with_a_model_is_not_run(train, monkeypatch, capsys, change_it, is_base):
+    """Nobody is asked whether it should be: "y" in the standard input is not read."""
+    shutil.copytree(TINY_POLICY, "model")
+    Path("model/mine.py").write_text(CODE)
+    change_it(Path("model"))
+    if is_base:
+        Path("adapter").mkdir()
+        settings = {"peft_type": "LORA", "base_model_name_or_path": str(Path("model").resolve())}
+        Path("adapter/adapter_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(
+        UserError, match="could not be loaded: it needs code of its own, which is never run here"
+    ) as caught:
+        train("--model", "./adapter" if is_base else "./model", *SMALL)
+    assert "\n" not in str(caught.value)
+    assert "[y/N]" not in capsys.readouterr().out
+    assert sys.stdin.read() == "y\n" * 9
+    assert not Path("it_ran").exists()
+    assert not run_directories()
+
+
+def test_a_known_architecture_needs_none_of_the_code_beside_it(train):
+    shutil.copytree(TINY_POLICY, "model")
+    Path("model/mine.py").write_text(CODE)
+    MY_MODEL(Path("model"))
+    change("config.json", model_type="llama")(Path("model"))
+    train("--model", "./model", *SMALL)
+    assert not Path("it_ran").exists()
+
+
+def test_the_loading_script_of_a_dataset_is_not_run(train):
+    pytest.importorskip("datasets")
+    Path("owner/name").mkdir(parents=True)
+    Path("owner/name/name.py").write_text("import pathlib\npathlib.Path('it_ran').touch()\n")
+    with pytest.raises(UserError, match=r"the dataset owner/name:part could not be loaded: .*scripts .*name\.py"):
+        train("--data", "owner/name:part", *SMALL)
+    assert not Path("it_ran").exists()
+
+
+def test_every_call_that_could_run_foreign_code_forbids_it():
+    """transformers asks the user instead, unless trust_remote_code=False is passed."""
+    files = [*ROOT.glob("common/**/*.py"), *ROOT.glob("experiment_*/*.py")]
+    calls = [
+        node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)
+    ]
+    names = [getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls]
+    loaders = [call for call, name in zip(calls, names, strict=True) if name in ("from_pretrained", "load_dataset")]
+    assert len(loaders) >= 3
+    for call in loaders:
+        assert "trust_remote_code=False" in ast.unparse(call), ast.unparse(call)
 
 
 def test_a_template_without_system_turn_gets_a_suggestion(train):
@@ -468,6 +635,23 @@ def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script
     assert [entry["loss/skipped"] for entry in read_lines(directory / "metrics.jsonl")[1:-1]] == [0, 1, 1, 0, 1, 1, 0]
     assert torch.isfinite(weights(directory / "final")).all()
     assert newest_checkpoint(directory / "checkpoints")[0] == 7
+
+
+def test_the_checkpoint_of_a_failed_run_with_an_adapter_is_usable(train, load_script, monkeypatch):
+    """The sentence says how: with --lora-rank it would be merged, and another adapter trained."""
+    train("--lora-rank", "2", "--steps", "1", *SMALL)
+    Path("runs/experiment_base/x").rename("runs/experiment_base/first")
+    first = ("--model", "runs/experiment_base/first/final")
+    for flags, ending in ((("--lora-rank", "2"), " without --lora-rank"), (first, "")):
+        with (
+            broken_reward(load_script(TRAIN), monkeypatch, {2, 3, 4}, math.nan),
+            pytest.raises(UserError, match=rf"--model runs/experiment_base/x/checkpoints/step_<N>{ending}$"),
+        ):
+            train("--steps", "9", "--checkpoint-every", "1", *SMALL, *flags)
+        Path("runs/experiment_base/x").rename("failed")
+        train("--model", "failed/checkpoints/step_1", *SMALL)
+        shutil.rmtree("runs/experiment_base/x")
+        shutil.rmtree("failed")
 
 
 def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
