@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.policy import Policy
 
 from common.plumbing.saving import load_weights, save_policy
+from common.plumbing.terminal import say
 
 MANIFEST = "checkpoint.json"
 
@@ -62,12 +63,12 @@ def write_checkpoint(
 def newest_checkpoint(directory: Path) -> tuple[int, Path] | None:
     """Step and path of the newest complete checkpoint; corrupt ones are ignored, with a sentence."""
     for path in sorted(directory.glob("step_*.partial")):
-        print(f"{path} was not finished when the run was stopped; it is ignored")
+        say(f"{path} was not finished when the run was stopped; it is ignored")
     for step, path in _all_checkpoints(directory):
         fault = _find_fault(path)
         if fault is None:
             return step, path
-        print(f"{path} is corrupt ({fault}); it is ignored")
+        say(f"{path} is corrupt ({fault}); it is ignored")
     return None
 
 

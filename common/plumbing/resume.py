@@ -9,6 +9,7 @@ from common.plumbing.checkpoints import newest_checkpoint
 from common.plumbing.config import PolicyConfig
 from common.plumbing.metrics import keep_until
 from common.plumbing.settings import read_settings, write_settings
+from common.plumbing.terminal import say
 
 
 class ResumedRun(NamedTuple):
@@ -33,7 +34,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict) -> Re
         raise UserError(f"--resume {directory} is at step {step} already, beyond --steps {config.steps}")
     for name in ("versions", "machine", "commit"):
         if settings[name] != machine[name]:
-            print(f"the run began with {name} {settings[name]} and resumes with {machine[name]}: figures may differ")
+            say(f"the run began with {name} {settings[name]} and resumes with {machine[name]}: figures may differ")
     try:
         history = keep_until(directory / "metrics.jsonl", step if step else -1)
         keep_until(directory / "samples.jsonl", step)
@@ -41,5 +42,5 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict) -> Re
             write_settings(directory, settings | {"steps": config.steps})
     except OSError as error:
         raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error
-    print(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
+    say(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
     return ResumedRun(directory, step, history)

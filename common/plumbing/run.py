@@ -29,6 +29,7 @@ from common.plumbing.saving import save_merged, save_policy
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
+from common.plumbing.terminal import say_above_progress
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
 
@@ -68,10 +69,9 @@ class Run:
         return f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.directory))}"
 
     def tell(self, sentence: str) -> None:
-        """Print above the progress bar."""
-        from tqdm import tqdm
-
-        tqdm.write(sentence)
+        """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
+        if not say_above_progress(sentence):
+            self._stop_requested = True
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Give a resumed run's policy and optimizer the state of its checkpoint; does nothing in a new run."""
