@@ -24,8 +24,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 def describe(row: dict, text: str) -> dict[str, float]:
     """Optional: what else to log of a completion."""
-    thinks = "<think>" in text
-    return {"thinks": float(thinks), "answers_directly": float(not thinks)}
+    return {"thinks": float("<think>" in text), "answers_directly": float("<think>" not in text)}
 
 
 def solution(row: dict) -> str:
