@@ -8,7 +8,6 @@ No state of any random number generator is needed: randomness is keyed by step (
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +17,9 @@ import torch
 from common.errors import UserError
 from common.policy import Policy
 
-from common.plumbing.checksum import crc32
+from common.plumbing.files import crc32, flush_to_disk
 from common.plumbing.saving import load_weights, save_policy
+from common.plumbing.terminal import say
 
 MANIFEST = "checkpoint.json"
 LEFT_OVER = ("step_*.partial", "step_*.corrupt")  # what is removed as soon as there is a new complete checkpoint
@@ -80,12 +80,12 @@ def write_checkpoint(
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
     """The newest complete checkpoint. Corrupt ones are renamed to `step_<N>.corrupt`, with a sentence."""
     for path in sorted(directory.glob("step_*.partial")):
-        print(f"{path} was not finished when the run was stopped; it is ignored")
+        say(f"{path} was not finished when the run was stopped; it is ignored")
     for step, path in _all_checkpoints(directory):
         try:
             return Checkpoint(step, path, _read_manifest(path).get("logs", {}))
         except _CorruptError as fault:
-            print(f"{path} is corrupt ({fault}); it is ignored")
+            say(f"{path} is corrupt ({fault}); it is ignored")
             shutil.rmtree(f"{path}.corrupt", ignore_errors=True)
             path.rename(f"{path}.corrupt")
     return None
@@ -95,17 +95,6 @@ def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer
     """Restore the state of the policy and of the optimizer."""
     load_weights(policy, path)
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
-
-
-def flush_to_disk(path: Path) -> None:
-    """Wait until the disk holds the file, or the directory's list of names."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no directory
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _all_checkpoints(directory: Path) -> list[tuple[int, Path]]:

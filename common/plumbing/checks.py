@@ -9,6 +9,7 @@ import torch
 from common.errors import UserError
 
 from common.plumbing.config import ADAPTER_SETTINGS, PolicyConfig
+from common.plumbing.terminal import say
 
 # Of all experiments; a flag that is None, or that an experiment does not have, is in range.
 POSITIVE = (
@@ -94,7 +95,7 @@ def check_combinations(config: PolicyConfig) -> None:
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
     if getattr(config, "top_p", 1.0) < 1:
-        print(
+        say(
             "--top-p below 1: tokens are drawn from the most probable ones only, but trained under the full "
             "distribution: the gradient is biased towards what was likely before"
         )

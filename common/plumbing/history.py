@@ -9,16 +9,19 @@ import os
 import shutil
 from pathlib import Path
 
-from common.plumbing.checksum import crc32
+from common.plumbing.files import crc32, flush_to_disk, replace_file
+from common.plumbing.terminal import say
 
 METRICS, SAMPLES, BEFORE = "metrics.jsonl", "samples.jsonl", "before.json"
 LOGS = (METRICS, SAMPLES, BEFORE)
 EVENTS = "events.out.tfevents.*"  # TensorBoard's, which a resumed run writes anew from metrics.jsonl
 
 
-def describe_logs(directory: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of each of a run's files that a checkpoint relies on."""
+def flush_logs(directory: Path) -> dict[str, tuple[int, int]]:
+    """Wait until the disk holds a run's files, so that no checkpoint is newer than they are: their sizes and CRC-32."""
     paths = [directory / name for name in LOGS if (directory / name).exists()]
+    for path in paths:
+        flush_to_disk(path)
     return {path.name: (path.stat().st_size, crc32(path)) for path in paths}
 
 
@@ -27,7 +30,7 @@ def restore_logs(directory: Path, step: int, recorded: dict[str, tuple[int, int]
 
     Args:
         step: of the checkpoint that the run continues from.
-        recorded: what `describe_logs` gave when it was written; empty for a checkpoint of an older version.
+        recorded: what `flush_logs` gave when it was written; empty for a checkpoint of an older version.
     """
     readable: dict[str, bytes] = {}  # of the files that are not what was written
     faults: dict[str, str] = {}
@@ -46,7 +49,7 @@ def restore_logs(directory: Path, step: int, recorded: dict[str, tuple[int, int]
         copies = _set_aside(directory)
         for name, fault in faults.items():
             if fault:
-                print(f"{directory / name} {fault}; what can be read is kept, and what there was is in {copies}")
+                say(f"{directory / name} {fault}; what can be read is kept, and what there was is in {copies}")
     for name, content in readable.items():
         if name == BEFORE and faults[name]:
             (directory / name).unlink(missing_ok=True)  # the evaluation is repeated
@@ -56,7 +59,7 @@ def restore_logs(directory: Path, step: int, recorded: dict[str, tuple[int, int]
         os.truncate(directory / name, recorded[name][0])
     rows = [json.loads(line) for line in (directory / METRICS).read_bytes().splitlines()]
     if missing := sorted({*range(1, step + 1)} - {row["step"] for row in rows}):
-        print(f"the curve and the summary will lack {_numbered('step', missing)}")
+        say(f"the curve and the summary will lack {_numbered('step', missing)}")
     return rows
 
 
@@ -66,7 +69,7 @@ def remove_logs(directory: Path) -> None:
     Copies are kept where there are steps of corrupt checkpoints: on a GPU they can come out differently.
     """
     if any((directory / "checkpoints").glob("step_*")):
-        print(f"copies of what the run has logged so far are in {_set_aside(directory)}")
+        say(f"copies of what the run has logged so far are in {_set_aside(directory)}")
     for name in LOGS:
         (directory / name).unlink(missing_ok=True)
 
@@ -113,10 +116,3 @@ def _set_aside(directory: Path) -> Path:
         shutil.rmtree(copies)
         raise
     return copies
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Give a file a new content, completely or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    partial.replace(path)

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from common.errors import UserError
 
+from common.plumbing.terminal import say
+
 TIMEOUT = 10  # seconds
 
 
@@ -37,7 +39,7 @@ def must_be_cached(what: str, name: str) -> bool:
             raise UserError(f"{problem}; with HF_HUB_OFFLINE=1 a copy in this machine's cache is used") from error
         if try_to_load_from_cache(name, "config.json") is None:
             raise UserError(f"{problem}, and this machine's cache does not hold the {what}") from error
-        print(f"{problem}; the copy in this machine's cache is used")
+        say(f"{problem}; the copy in this machine's cache is used")
         return True
     return False
 

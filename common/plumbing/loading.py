@@ -23,6 +23,7 @@ from common.plumbing.adapters import (
 from common.plumbing.config import DTYPES, PolicyConfig, resolve
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
+from common.plumbing.terminal import say
 from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids
 from common.plumbing.weights import check_finite, describe_parameters
 
@@ -90,7 +91,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     )
     check_finite(f"--model {config.model}", model.named_parameters())
     _check_head(policy)
-    print(describe_parameters(model))
+    say(describe_parameters(model))
     return policy
 
 
@@ -99,9 +100,9 @@ def _use_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Modul
     model = load_adapter(model, config.adapter_path)
     rank = model.peft_config["default"].r
     if not config.lora_rank:
-        print(f"--model {config.model} is a LoRA adapter of rank {rank} for {config.base}: it is trained further")
+        say(f"--model {config.model} is a LoRA adapter of rank {rank} for {config.base}: it is trained further")
         return model
-    print(
+    say(
         f"--model {config.model} is a LoRA adapter of rank {rank}: it is merged into its base {config.base}, and a new "
         f"adapter of rank {config.lora_rank} is trained on top"
     )

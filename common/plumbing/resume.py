@@ -10,6 +10,7 @@ from common.plumbing.directory import RunDirectory, lock_directory
 from common.plumbing.history import remove_logs, restore_logs
 from common.plumbing.settings import read_settings, write_settings
 from common.plumbing.sources import check_sources
+from common.plumbing.terminal import say
 
 
 def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
@@ -32,7 +33,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
     except BaseException:
         lock.release()
         raise
-    print(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
+    say(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
     return RunDirectory(directory, lock, step, tuple(history))
 
 
@@ -46,7 +47,7 @@ def _restore(
             raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
         for name in ("versions", "machine", "commit"):
             if settings.get(name) != machine[name]:
-                print(
+                say(
                     f"the run began with {name} {settings.get(name)} and resumes with {machine[name]}: "
                     "figures may differ"
                 )

@@ -19,12 +19,13 @@ from common.experience import Experience
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from common.plumbing.checkpoints import flush_to_disk, read_checkpoint, write_checkpoint
+from common.plumbing.checkpoints import read_checkpoint, write_checkpoint
 from common.plumbing.config import DTYPES, PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
 from common.plumbing.directory import RunDirectory
+from common.plumbing.files import replace_file
 from common.plumbing.held_out import read_before
-from common.plumbing.history import BEFORE, LOGS, METRICS, SAMPLES, describe_logs, replace_file
+from common.plumbing.history import BEFORE, METRICS, SAMPLES, flush_logs
 from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
 from common.plumbing.samples import describe_best, write_samples
@@ -32,6 +33,7 @@ from common.plumbing.saving import save_base, save_merged, save_policy
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
+from common.plumbing.terminal import say_above_progress
 from common.plumbing.weights import count_parameters
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
@@ -67,10 +69,9 @@ class Run:
         return f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.directory))}"
 
     def tell(self, sentence: str) -> None:
-        """Print above the progress bar."""
-        from tqdm import tqdm
-
-        tqdm.write(sentence)
+        """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
+        if not say_above_progress(sentence):
+            self._stop_requested = True
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Give a resumed run's policy and optimizer the state of its checkpoint; does nothing in a new run."""
@@ -122,11 +123,12 @@ class Run:
             self.tell(f"step {step}: {sentence}")
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
-            checkpoints, adapter = self.directory / "checkpoints", " without --lora-rank" * (self.config.lora_rank > 0)
-            hint = f", from a checkpoint if you like: --model {checkpoints}/step_<N>{adapter}"
+            checkpoints = self.directory / "checkpoints"
+            hint = f", from a checkpoint if you like: --model {checkpoints}/step_<N>"
+            hint += " without --lora-rank" if self.config.lora_rank else ""
             self.stop_reason = (
                 f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
-                "again with a lower --lr" + hint * checkpoints.exists()
+                "again with a lower --lr" + (hint if checkpoints.exists() else "")
             )
 
     def log_samples(
@@ -152,12 +154,9 @@ class Run:
         every = self.config.checkpoint_every
         is_due = self._stop_requested or (every and (step % every == 0 or step == self._last_step))
         if is_due and not self._num_skipped:
-            for name in LOGS:  # a checkpoint must not be newer than they are
-                if (self.directory / name).exists():
-                    flush_to_disk(self.directory / name)
             save_base(self.config, policy, self.directory / "base")
             checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
-            write_checkpoint(checkpoints, step, policy, optimizer, keep, describe_logs(self.directory))
+            write_checkpoint(checkpoints, step, policy, optimizer, keep, flush_logs(self.directory))
 
     @property
     def has_before(self) -> bool:

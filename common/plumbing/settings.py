@@ -11,6 +11,7 @@ from typeguard import TypeCheckError, check_type
 from common.errors import UserError
 
 from common.plumbing.config import PolicyConfig
+from common.plumbing.files import replace_file
 
 # What config.json holds besides flags
 NOT_FLAGS = ("versions", "machine", "gpu", "commit", "experiment", "command", "sources", "task_failed")
@@ -18,9 +19,7 @@ NOT_FLAGS = ("versions", "machine", "gpu", "commit", "experiment", "command", "s
 
 def write_settings(directory: Path, settings: dict) -> None:
     """Replace config.json, completely or not at all."""
-    partial = directory / "config.json.partial"
-    partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / "config.json")
+    replace_file(directory / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
 
 
 def change_settings(directory: Path, **changes: object) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 from common.errors import UserError
 
 from common.plumbing.checks import flag
-from common.plumbing.checksum import sha256
 from common.plumbing.config import PolicyConfig
+from common.plumbing.files import sha256
 from common.plumbing.hub import commit_of
 from common.plumbing.task import Task
+from common.plumbing.terminal import say
 
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # of a Hugging Face directory
 
@@ -44,7 +45,7 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
                 f"{what} ({then[:12]} then, {content[:12]} now): a resumed run needs the same content: restore it, or "
                 "start a new run"
             )
-        print(f"{what}; the run ended with an error of its task, and resumes with what is there now")
+        say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
 
 
 def _describe(name: str, source: str | Path) -> dict:

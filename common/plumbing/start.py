@@ -20,20 +20,40 @@ from common.plumbing.settings import change_settings, describe_settings, wandb_s
 from common.plumbing.signals import signals_to
 from common.plumbing.sources import describe_sources
 from common.plumbing.task import Task, TaskError
+from common.plumbing.terminal import discard_output, prepare_output, say
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2."""
+    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2.
+
+    If nobody reads its output any more, as after `| head`, the status is 141, that of a program which SIGPIPE ends.
+    """
+    prepare_output()
+    try:
+        status = _call(main)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+        status = 141
+    if status:
+        sys.exit(status)
+
+
+def _call(main: Callable[[], object]) -> object:
+    """The exit status of a program."""
     try:
         main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        say(f"error: {error}".replace("\n", " "), sys.stderr)
+        return 2
     except KeyboardInterrupt as interrupt:
-        print(f"\n{interrupt or 'interrupted'}", file=sys.stderr)
-        sys.exit(130)
+        say(f"\n{interrupt or 'interrupted'}", sys.stderr)
+        return 130
+    except SystemExit as end:  # after --help, for example
+        return end.code
+    return 0
 
 
 @contextmanager
@@ -89,7 +109,7 @@ def _make_run(experiment: str, config: PolicyConfig, task: Task | None, machine:
         directory.lock.release()
         raise UserError(f"--runs-dir: {directory.path} cannot be written ({error.strerror})") from error
     flags = dataclasses.asdict(config).items()
-    print("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
+    say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
     return Run(directory, config, task, machine, wandb_settings(experiment, directory.path, config))
 
 

@@ -14,7 +14,7 @@ from common.errors import UserError
 
 from common.plumbing.checks import parse_numbers
 from common.plumbing.signals import call_after
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN, TAKEN_PREFIXES = (
@@ -170,7 +170,7 @@ class Task:
             ) from None
 
     def _tell(self, function: str, row: dict, problem: str) -> None:
-        print(self._error(function, row, problem), file=sys.stderr)
+        say(str(self._error(function, row, problem)), sys.stderr)
 
     def _error(self, function: str, row: dict, problem: str) -> TaskError:
         return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")

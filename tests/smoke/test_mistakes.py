@@ -25,6 +25,7 @@ from common.tasks import arithmetic
 
 from common.plumbing.checkpoints import newest_checkpoint
 from common.plumbing.config import TINY_POLICY
+from common.plumbing.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"
@@ -663,3 +664,101 @@ def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
     assert [entry["loss/skipped"] for entry in metrics[-3:]] == [1, 1, 1]
     assert newest_checkpoint(directory / "checkpoints")[0] == metrics[-4]["step"]
     assert read_lines(directory / "samples.jsonl")
+
+
+# What is printed -----------------------------------------------------------------------------------------------------
+
+HOSTILE = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e"
+UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+ANY_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+def run_and_read(capsys, load_script, *argv: str) -> str:
+    """What train.py prints as a program that ends with a user's error."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: load_script(TRAIN).main([*QUICK, *argv]))
+    assert ended.value.code == 2
+    printed = "".join(capsys.readouterr())
+    assert not UNPRINTABLE.search(printed)
+    assert printed.splitlines()[-1].startswith("error: ")
+    assert "\ufffd]0;mine\ufffd\ufffd[2J" in printed
+    return printed
+
+
+def test_data_and_templates_cannot_control_the_terminal(train, load_script, monkeypatch, capsys):
+    """Neither names of fields and files, nor what a chat template or a task raises, nor a question that is shown."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    Path("d.jsonl").write_text(json.dumps({"question": "", HOSTILE: 1}) + "\n")
+    assert "'answer' is missing" in run_and_read(capsys, load_script, "--data", "d.jsonl")
+    Path(HOSTILE).write_text("[]")
+    assert "must be a JSON object" in run_and_read(capsys, load_script, "--data", f"./{HOSTILE}")
+    question = f"1+1? {HOSTILE}\nerror: forged"
+    Path("d.jsonl").write_text(json.dumps({"question": question, "answer": "2"} | {"num_terms": 1}) + "\n")
+    shutil.copytree(TINY_POLICY, "model")
+    Path("model/chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    flags = ("--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
+    printed = run_and_read(capsys, load_script, *flags, "--model", "./model")
+    assert "the chat template refuses the messages: 1+1?" in printed
+    assert printed.count("\nerror:") == 1
+    Path("my_task.py").write_text(
+        "from common.tasks.arithmetic import *\ndef describe(row, text): raise ValueError(row['question'])"
+    )
+    assert "raised ValueError: 1+1?" in run_and_read(capsys, load_script, *flags, "--task", "my_task.py")
+    train(*flags)
+    printed = capsys.readouterr().out
+    assert "\n  -> " in printed
+    assert not UNPRINTABLE.search(printed)
+
+
+def test_a_terminal_that_cannot_encode_the_questions_is_enough(tmp_path):
+    """And files are UTF-8 in any locale."""
+    rows = [{"question": f"What is {n}+1 \u2264 \U0001f600?", "answer": str(n + 1)} for n in range(4)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shutil.copytree(TINY_POLICY, tmp_path / "model")
+    template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8") + "{#- \u2264 #}"
+    (tmp_path / "model/chat_template.jinja").write_text(template, encoding="utf-8")
+    flags = ("--data", "d.jsonl", "--model", "./model", *QUICK, *SMALL)
+    result = start(tmp_path, *flags, **OFFLINE, **ANY_LOCALE)
+    assert result.returncode == 0, result.stderr
+    assert r"+1 \u2264 \U0001f600?" in result.stdout.partition("held-out questions")[0]  # after the first step
+    assert r"+1 \u2264" in result.stdout.partition("The greedy answer")[2]
+    directory = tmp_path / "runs/experiment_base/x"
+    assert read_lines(directory / "samples.jsonl")[0]["question"] in [row["question"] for row in rows]
+    assert (directory / "final/chat_template.jinja").read_text(encoding="utf-8") == template
+    for name in ("config.json", "metrics.jsonl", "summary.json", "before.json"):
+        assert (directory / name).read_text(encoding="utf-8")
+
+
+def start_without_reader(cwd: Path, *argv: str, lines: int) -> tuple[int, str]:
+    """Exit status and stderr of train.py when nobody reads its stdout after the first `lines`, as with `| head`."""
+    program = subprocess.Popen(
+        [sys.executable, str(ROOT / TRAIN), *argv],
+        **{"cwd": cwd, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}, "text": True},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
+    for _ in range(lines):
+        assert program.stdout.readline()
+    program.stdout.close()
+    errors = program.stderr.read()
+    program.stderr.close()
+    return program.wait(timeout=60), errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
+def test_a_reader_that_is_gone_ends_a_run_with_a_checkpoint(tmp_path):
+    status, errors = start_without_reader(tmp_path, *QUICK, "--steps", "9", *SMALL, lines=1)
+    assert status == 130
+    assert re.search(r"interrupted; resume with: python .* --resume runs/experiment_base/x\n$", errors)
+    assert "Traceback" not in errors
+    assert newest_checkpoint(tmp_path / "runs/experiment_base/x/checkpoints")[0] == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
+def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
+    """With the status of a program that SIGPIPE ends; and with stdout closed from the start there is nothing to say."""
+    assert start_without_reader(tmp_path, "--help", lines=0) == (141, "")
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, str(ROOT / TRAIN), "--help"], capture_output=True, text=True
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")

@@ -1,5 +1,6 @@
 """Evaluation: pass@k is unbiased, and every metric is that of the completions that were sampled."""
 
+import copy
 import itertools
 from math import comb
 from types import SimpleNamespace
@@ -136,6 +137,20 @@ def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
     prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row)) + forced for row in ROWS[:3]]
     rows = sample(policy, prompts, 1, max_new_tokens=10, key=(0,), greedy=True)
     assert texts == ["<think>" + decode(policy.tokenizer, row.completion_ids) for row in rows]
+
+
+def test_a_prefix_follows_what_the_template_has_opened(policy, make_policy):
+    """Texts begin as the prompt ends: with the template's part of the answer, then the prefix."""
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n",
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>",
+    )
+    opening = make_policy(1024, end_of_turn_ids=(2,), pad_id=0, tokenizer=tokenizer)
+    _, texts, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10, prefix="1+1")
+    assert all(text.startswith("<think>1+1") for text in texts)
+    _, texts, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10)
+    assert all(text.startswith("<think>") for text in texts)
 
 
 def test_an_answer_that_is_partly_right_counts_for_accuracy_only(policy):
