@@ -35,3 +35,30 @@ def test_skipping_zero_variance_groups_changes_no_gradient(load_script, monkeypa
     everything, all_rows = gradient()
     assert (trained, all_rows) == (4 if any(advantages) else 1, 6)
     assert (skipping - everything).norm() <= 1e-6 * everything.norm()
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_minibatches_are_shuffled_by_seed_step_and_epoch(load_script, experiment):
+    """Each of them gives groups another order, and the same ones give the same."""
+    train = load_script(f"{experiment}/train.py")
+    policy = load_policy(RunConfig(device="cpu"))
+    prompts = [[5 + n] for n in range(8)]
+    experience = collate(sample(policy, prompts, GROUP_SIZE, max_new_tokens=2, key=(0,)), policy.pad_id)
+    experience.advantages = torch.tensor([1.0, -1.0] * len(prompts))[:, None]
+    experience.old_log_probs = experience.sampler_log_probs
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+
+    def orders(seed: int, step: int) -> list[list[int]]:
+        """The minibatch of every group, epoch by epoch."""
+        config = train.Config(
+            seed=seed, epochs_per_step=2, minibatch_size=GROUP_SIZE, group_size=GROUP_SIZE, micro_batch_size=2,
+            kl_weight=0.0, max_new_tokens=2,
+        )  # fmt: skip
+        rows = train.update(config, policy, optimizer, experience, step).rows
+        return [[rows[prompt, 0][epoch].minibatch for prompt in range(len(prompts))] for epoch in range(2)]
+
+    first = orders(seed=0, step=1)
+    assert orders(seed=0, step=1) == first
+    every = [*first, *orders(seed=1, step=1), *orders(seed=0, step=2)]
+    assert all(sorted(order) == list(range(len(prompts))) for order in every)
+    assert len({tuple(order) for order in every}) == len(every)
