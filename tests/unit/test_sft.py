@@ -270,3 +270,19 @@ def test_the_examination_is_of_heldout_questions_free_and_forced(train, policy, 
     assert (found["eval_forced/sampled/reasoned"], found["eval_forced/greedy/reasoned"]) == (1.0, 1.0)
     assert found["eval/sampled/reasoned"] < 0.5
     assert found["eval_forced/sampled/accuracy"] > found["eval/sampled/accuracy"] + 0.2
+
+
+def test_a_new_policy_and_its_lessons_depend_on_the_seed(train):
+    def weights(**settings) -> tuple[torch.Tensor, str]:
+        model = train.new_policy(train.Config(device="cpu", dtype="float32", **settings)).model
+        return torch.cat([weight.flatten() for weight in model.parameters()]), model.config._attn_implementation
+
+    sizes = {"num_copying": 5, "num_reasoning": 5, "num_answering": 5}
+    first, again, other = (weights(seed=seed, attn_implementation="sdpa")[0] for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert [weights(attn_implementation=way)[1] for way in ("eager", "sdpa")] == ["eager", "sdpa"]
+    taught = [train.lessons(train.Config(seed=seed, **sizes)) for seed in (3, 3, 4)]
+    assert taught[0] == taught[1]
+    for row in taught[0]:
+        assert row not in taught[2]
