@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.policy import Policy
 
 from common.plumbing.config import PolicyConfig
-from common.plumbing.loading import load_policy
+from common.plumbing.loading import load_policy, make_reference
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(4, 200, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -114,3 +114,17 @@ def test_a_run_of_gemma_2_is_refused(save_model, load_script, tmp_path, monkeypa
 
 def test_a_plain_model_is_not_refused(load):
     assert isinstance(load(LlamaConfig(**SMALL, initializer_range=1.0)), Policy)
+
+
+def test_the_reference_is_a_frozen_copy(load):
+    """It has the policy's log-probs, and keeps them when the policy changes."""
+    policy = load(LlamaConfig(**SMALL, initializer_range=0.3))
+    reference = make_reference(policy)
+    assert not any(weight.requires_grad for weight in reference.parameters())
+    assert all(weight.requires_grad for weight in policy.parameters())
+    expected = policy(IDS, MASK).log_probs
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.mul_(1.5)
+    assert not torch.allclose(policy(IDS, MASK).log_probs, expected)
+    assert torch.equal(reference(IDS, MASK).log_probs, expected)
