@@ -101,6 +101,8 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str
     Raises:
         ValueError: the template refuses the messages.
     """
+    import jinja2
+
     control_tokens = _control_tokens(tokenizer)
     try:
         return tokenizer.apply_chat_template(
@@ -111,8 +113,9 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str
             date_string=TEMPLATE_DATE,
         )
     except Exception as error:  # whatever a template raises
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         reason = _MARK.sub(lambda mark: control_tokens.texts[int(mark[1])], str(error))
-        raise ValueError(f"the chat template refuses the messages: {reason}") from error
+        raise ValueError(f"the chat template refuses the messages: {kind}{reason}") from error
 
 
 def _encode(tokenizer, rendered: str) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 
 from common.errors import UserError
 
-from common.plumbing.config import ADAPTER_SETTINGS, PolicyConfig
+from common.plumbing.config import ADAPTER_SETTINGS, PolicyConfig, shown
 from common.plumbing.terminal import say
 
 # Of all experiments; a flag that is None, or that an experiment does not have, is in range.
@@ -111,14 +111,14 @@ def check_model(config: PolicyConfig) -> None:
     if config.adapter_path is not None:
         if base is not None and not (base / "config.json").is_file():
             raise UserError(
-                f"--model {config.model} is an adapter of {base}, where there is no model (no config.json): if it was "
-                f"moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
+                f"--model {shown(config.model)} is an adapter of {base}, where there is no model (no config.json): if it "
+                f"was moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
             )
     elif not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
         policies = _policies_in(path)
         raise UserError(
-            f"--model {config.model} holds no model (config.json) and no adapter ({ADAPTER_SETTINGS})"
-            + (f"; did you mean {policies[0]}?" if policies else "")
+            f"--model {shown(config.model)} holds no model (config.json) and no adapter ({ADAPTER_SETTINGS})"
+            + (f"; did you mean {shown(policies[0])}?" if policies else "")
         )
 
 

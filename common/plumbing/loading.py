@@ -20,7 +20,7 @@ from common.plumbing.adapters import (
     load_adapter,
     merge_adapter,
 )
-from common.plumbing.config import DTYPES, PolicyConfig, resolve
+from common.plumbing.config import DTYPES, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
 from common.plumbing.terminal import say
@@ -62,7 +62,7 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
 def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, temperature: float = 1.0) -> Policy:
     """Wrap a model and its tokenizer, ready for training, with the adapter that is to be trained."""
     if tokenizer.chat_template is None:
-        raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")
+        raise UserError(f"--model {shown(config.model)} has no chat template; use an instruction-tuned model")
     use_fast_products(model)
     if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
@@ -71,7 +71,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_ids[0]
         check_tokenizer(tokenizer, end_of_turn_ids, pad_id, num_ids=len(model.get_input_embeddings().weight))
     except ValueError as error:
-        raise UserError(f"--model {config.model}: {error}") from error
+        raise UserError(f"--model {shown(config.model)}: {error}") from error
     if config.adapter_path is not None:
         model = _use_adapter(model, config)
     if config.lora_rank:
@@ -89,7 +89,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     policy = Policy(
         model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
     )
-    check_finite(f"--model {config.model}", model.named_parameters())
+    check_finite(f"--model {shown(config.model)}", model.named_parameters())
     _check_head(policy)
     say(describe_parameters(model))
     return policy
@@ -98,13 +98,13 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
 def _use_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Module:
     """With the adapter that `--model` names: to be trained further, or merged if a new one is to be trained."""
     model = load_adapter(model, config.adapter_path)
-    rank = model.peft_config["default"].r
+    given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
     if not config.lora_rank:
-        say(f"--model {config.model} is a LoRA adapter of rank {rank} for {config.base}: it is trained further")
+        say(f"{given} for {config.base}: it is trained further")
         return model
     say(
-        f"--model {config.model} is a LoRA adapter of rank {rank}: it is merged into its base {config.base}, and a new "
-        f"adapter of rank {config.lora_rank} is trained on top"
+        f"{given}: it is merged into its base {config.base}, and a new adapter of rank {config.lora_rank} is trained "
+        "on top"
     )
     return merge_adapter(model)
 

@@ -29,15 +29,12 @@ def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids:
         num_ids: how many rows the model's embedding has.
 
     Raises:
-        ValueError: the chat template fails or renders nothing, or an id is beyond the embedding.
+        ValueError: the chat template renders nothing, or an id is beyond the embedding.
     """
     try:
         prompt = encode_prompt(tokenizer, PROBE)
     except UserError:  # it may want other messages; those that the run has are seen before it trains
         prompt = [pad_id]
-    except Exception as error:  # a template can raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"the chat template fails on a plain question ({reason})") from error
     if not prompt:
         raise ValueError("the chat template renders nothing for a plain question")
     # Special tokens beyond it are common (Gemma 3's image token) and harmless as long as they are not used

@@ -247,21 +247,21 @@ def add_token(role: str | None) -> Callable[[Path], None]:
         (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template; use an instruction-tuned"),
         (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
         (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "the chat template refuses the messages: no"),
-        (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "--model ./model: the chat template fails on .*TypeError"),
-        (overwrite("chat_template.jinja", "{{ 1 / 0 }}"), "the chat template fails on .*ZeroDivisionError"),
-        (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "fails .*RecursionError"),
-        (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model ./model: the chat template renders no"),
-        (end_of_turn("x"), r"--model ./model: .* \(eos_token_id\) 'x' is not a whole number"),
-        (end_of_turn(2.0), r"--model ./model: .* \(eos_token_id\) 2.0 is not a whole number"),
-        (end_of_turn(True), r"--model ./model: .* \(eos_token_id\) True is not a whole number"),
-        (end_of_turn([2, [3]]), r"--model ./model: .* \(eos_token_id\) \[3\] is not a whole number"),
-        (end_of_turn([2, 1024]), "--model ./model: the end-of-turn id 1024 is not among the 1024 ids that the"),
-        (end_of_turn(-1), "--model ./model: the end-of-turn id -1 is not among the 1024 ids"),
+        (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "the chat template refuses the messages: TypeError: "),
+        (overwrite("chat_template.jinja", "{{ 1 / 0 }}"), "the chat template refuses the messages: ZeroDivisionError: "),
+        (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "refuses the messages: RecursionError: "),
+        (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model model: the chat template renders no"),
+        (end_of_turn("x"), r"--model model: .* \(eos_token_id\) 'x' is not a whole number"),
+        (end_of_turn(2.0), r"--model model: .* \(eos_token_id\) 2.0 is not a whole number"),
+        (end_of_turn(True), r"--model model: .* \(eos_token_id\) True is not a whole number"),
+        (end_of_turn([2, [3]]), r"--model model: .* \(eos_token_id\) \[3\] is not a whole number"),
+        (end_of_turn([2, 1024]), "--model model: the end-of-turn id 1024 is not among the 1024 ids that the"),
+        (end_of_turn(-1), "--model model: the end-of-turn id -1 is not among the 1024 ids"),
         (change("config.json", eos_token_id="x"), "could not be loaded: .*eos_token_id"),
         (change("config.json", pad_token_id=1024), "could not be loaded: .*[Pp]adding_idx"),
-        (add_token("pad_token"), "--model ./model: the padding id 1024 is not among the 1024 ids"),
-        (add_token("eos_token"), "--model ./model: the end-of-turn id 1024 is not among the 1024 ids"),
-        (add_token(None), "--model ./model: the tokenizer's id 1024 is not among the 1024 ids"),
+        (add_token("pad_token"), "--model model: the padding id 1024 is not among the 1024 ids"),
+        (add_token("eos_token"), "--model model: the end-of-turn id 1024 is not among the 1024 ids"),
+        (add_token(None), "--model model: the tokenizer's id 1024 is not among the 1024 ids"),
         (change_weight("model.layers.1.mlp.up_proj.weight", math.nan), r"hold NaN or .*: model\.layers\.1\.mlp\.up_"),
         (change_weight("model.norm.weight", math.inf), r"hold NaN or infinite numbers: model\.norm\.weight for one"),
         (change_weight("model.embed_tokens.weight", -math.inf), r"hold NaN or infinite numbers: model\.embed_tokens"),
@@ -300,7 +300,7 @@ def test_quantised_weights_that_are_not_numbers_are_refused(train):
         ("a/run", r"--model a/run holds no model .*; did you mean a/run/final\?$"),
         ("a/stopped", r"--model a/stopped holds no model .*; did you mean a/stopped/checkpoints/step_10\?$"),
         ("a/run/checkpoints", r"--model a/run/checkpoints holds no model .* a/run/checkpoints/step_10\?$"),
-        ("./a", r"--model ./a holds no model \(config.json\) and no adapter \(adapter_config.json\)$"),
+        ("./a", r"--model a holds no model \(config.json\) and no adapter \(adapter_config.json\)$"),
     ],
 )
 def test_a_directory_near_a_policy_gets_a_suggestion(train, model, sentence):
@@ -747,7 +747,7 @@ def start_without_reader(cwd: Path, *argv: str, lines: int) -> tuple[int, str]:
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
 def test_a_reader_that_is_gone_ends_a_run_with_a_checkpoint(tmp_path):
-    status, errors = start_without_reader(tmp_path, *QUICK, "--steps", "9", *SMALL, lines=1)
+    status, errors = start_without_reader(tmp_path, *QUICK, "--steps", "9", *SMALL, lines=2)
     assert status == 130
     assert re.search(r"interrupted; resume with: python .* --resume runs/experiment_base/x\n$", errors)
     assert "Traceback" not in errors
