@@ -111,8 +111,8 @@ def check_model(config: PolicyConfig) -> None:
     if config.adapter_path is not None:
         if base is not None and not (base / "config.json").is_file():
             raise UserError(
-                f"--model {shown(config.model)} is an adapter of {base}, where there is no model (no config.json): if it "
-                f"was moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
+                f"--model {shown(config.model)} is an adapter of {base}, where there is no model (no config.json): if "
+                f"it was moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
             )
     elif not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
         policies = _policies_in(path)

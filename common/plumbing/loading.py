@@ -102,10 +102,7 @@ def _use_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Modul
     if not config.lora_rank:
         say(f"{given} for {config.base}: it is trained further")
         return model
-    say(
-        f"{given}: it is merged into its base {config.base}, and a new adapter of rank {config.lora_rank} is trained "
-        "on top"
-    )
+    say(f"{given}: it is merged into its base {config.base}, and a new one of rank {config.lora_rank} is trained")
     return merge_adapter(model)
 
 

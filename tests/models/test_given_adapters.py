@@ -200,7 +200,7 @@ def test_a_third_run_continues_the_second(train, second, way, capsys):
 
 def test_a_merged_adapter_is_announced(first, capsys):
     load(first / "final", lora_rank=2)
-    sentence = f"rank 4: it is merged into its base {TINY_POLICY}, and a new adapter of rank 2 is trained on top\n"
+    sentence = f"rank 4: it is merged into its base {TINY_POLICY}, and a new one of rank 2 is trained\n"
     assert sentence in capsys.readouterr().out
 
 

@@ -246,10 +246,10 @@ def add_token(role: str | None) -> Callable[[Path], None]:
         (lambda model: (model / "tokenizer.json").unlink(), "could not be loaded"),
         (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template; use an instruction-tuned"),
         (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
-        (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "the chat template refuses the messages: no"),
-        (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "the chat template refuses the messages: TypeError: "),
-        (overwrite("chat_template.jinja", "{{ 1 / 0 }}"), "the chat template refuses the messages: ZeroDivisionError: "),
-        (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "refuses the messages: RecursionError: "),
+        (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "chat template refuses the messages: no"),
+        (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "chat template refuses the messages: TypeError: "),
+        (overwrite("chat_template.jinja", "{{ 1 / 0 }}"), "chat template refuses the messages: ZeroDivisionError: "),
+        (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "RecursionError"),
         (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model model: the chat template renders no"),
         (end_of_turn("x"), r"--model model: .* \(eos_token_id\) 'x' is not a whole number"),
         (end_of_turn(2.0), r"--model model: .* \(eos_token_id\) 2.0 is not a whole number"),
@@ -699,7 +699,7 @@ def test_data_and_templates_cannot_control_the_terminal(train, load_script, monk
     Path("model/chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
     flags = ("--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
     printed = run_and_read(capsys, load_script, *flags, "--model", "./model")
-    assert "the chat template refuses the messages: 1+1?" in printed
+    assert "chat template refuses the messages: 1+1?" in printed
     assert printed.count("\nerror:") == 1
     Path("my_task.py").write_text(
         "from common.tasks.arithmetic import *\ndef describe(row, text): raise ValueError(row['question'])"
