@@ -1,10 +1,12 @@
 """What each hyperparameter does: experiment_base trained with one of them changed at a time, three seeds each.
 
-    python benchmarks/hyperparameters.py --jobs 2       # 54 runs; 1.5 hours on two cores
-    python benchmarks/hyperparameters.py --draw-only    # the figure and the table again, from the committed data
+    python benchmarks/hyperparameters.py --jobs 2            # all runs; the page says how long they took
+    python benchmarks/hyperparameters.py --only top-p lr     # only the runs that change one of these flags
+    python benchmarks/hyperparameters.py --draw-only         # the figure and the table again, from the committed data
 
-Runs that exist already are not repeated. Writes benchmarks/results/hyperparameters.csv (one row per run and step),
-hyperparameters.json (one entry per run) and docs/hyperparameters.png, and prints the table of docs/hyperparameters.md.
+Runs that are in the directory of runs already are not repeated, and results of runs that are not there are kept. Writes
+benchmarks/results/hyperparameters.csv (one row per run and step), hyperparameters.json (one entry per run) and
+docs/hyperparameters.png, and prints the table of docs/hyperparameters.md.
 """
 
 import csv
@@ -28,7 +30,8 @@ PICTURE = ROOT / "docs" / "hyperparameters.png"
 EXPERIMENT = "experiment_base"
 DEFAULTS = {
     "group-size": 8, "lr": 5e-5, "kl-weight": 0.02, "clip-eps": 0.2, "epochs-per-step": 1, "temperature": 1.0,
-    "prompts-per-step": 16,
+    "prompts-per-step": 16, "minibatch-size": 128, "top-p": 1.0, "max-new-tokens": 96, "max-grad-norm": 1.0,
+    "weight-decay": 0.0, "format-weight": 0.0,
 }  # fmt: skip
 # One panel each: heading, flag, values, and other differences from the defaults.
 PANELS: list[tuple[str, str, tuple, dict]] = [
@@ -40,6 +43,12 @@ PANELS: list[tuple[str, str, tuple, dict]] = [
     ("epochs per rollout", "epochs-per-step", (1, 2, 4), {}),
     ("temperature", "temperature", (0.6, 1.0, 1.3), {}),
     ("prompts per step", "prompts-per-step", (4, 16, 32), {}),
+    ("minibatch size, of 128 rows", "minibatch-size", (32, 64, 128), {}),
+    ("top-p", "top-p", (0.8, 0.95, 1.0), {}),
+    ("completion budget", "max-new-tokens", (24, 48, 96), {}),
+    ("maximal gradient norm", "max-grad-norm", (0.1, 1.0, 10.0), {}),
+    ("weight decay", "weight-decay", (0.0, 0.1, 10.0), {}),
+    ("weight of the format reward", "format-weight", (0.0, 0.2, 1.0), {}),
 ]
 COLUMNS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl", "policy/entropy", "loss/grad_norm",
            "policy/clipped", "group/zero_reward_variance", "time/step")  # fmt: skip
@@ -53,6 +62,7 @@ class Config:
     steps: int = 60  # of each run
     jobs: int = 1  # runs at the same time, each with one thread
     runs_dir: str = "runs/hyperparameters"  # where the runs are written
+    only: tuple[str, ...] = ()  # flags: make only the runs that change one of them; none: all runs
     draw_only: bool = False  # draw and print without training
 
 
@@ -60,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     if not config.draw_only:
         with ThreadPoolExecutor(config.jobs) as pool:
-            wanted = [(settings, seed) for seed in config.seeds for settings in all_settings()]
+            chosen = [settings for settings in all_settings() if not config.only or set(settings) & set(config.only)]
+            wanted = [(settings, seed) for seed in config.seeds for settings in chosen]
             list(pool.map(lambda run: train(config, *run), wanted))
         write_results(config)
     curves, runs = read_results()
@@ -88,7 +99,10 @@ def train(config: Config, settings: dict, seed: int) -> None:
     name = f"{name_of(settings)},seed={seed}"
     if (Path(config.runs_dir) / EXPERIMENT / name / "summary.json").exists():
         return
-    flags = settings | {"steps": config.steps, "seed": seed, "name": name, "runs-dir": config.runs_dir}
+    flags = {flag: value for flag, value in settings.items() if flag != "format-weight"}
+    if "format-weight" in settings:
+        flags["reward-weight"] = f"format={settings['format-weight']:g}"
+    flags |= {"steps": config.steps, "seed": seed, "name": name, "runs-dir": config.runs_dir}
     flags |= {"eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
     command = [sys.executable, str(ROOT / EXPERIMENT / "train.py")]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
@@ -100,25 +114,36 @@ def train(config: Config, settings: dict, seed: int) -> None:
 
 
 def write_results(config: Config) -> None:
-    """Collect from all runs what the figure and the table need."""
-    runs = []
+    """Collect from the runs what the figure and the table need; the results of others stay as they are."""
+    with (RESULTS / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
+        lines: dict[tuple[str, int], list[list[str]]] = {}
+        for setting, seed, *values in list(csv.reader(file))[1:]:
+            lines.setdefault((setting, int(seed)), []).append(values)
+    stored = json.loads((RESULTS / "hyperparameters.json").read_text(encoding="utf-8"))
+    runs = {(run["setting"], run["seed"]): run for run in stored["runs"]}
+    for settings in all_settings():
+        for seed in config.seeds:
+            name = name_of(settings)
+            place = Path(config.runs_dir) / EXPERIMENT / f"{name},seed={seed}"
+            if not (place / "summary.json").exists():
+                continue
+            summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
+            kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes", "commit")
+            runs[name, seed] = {"setting": name, "seed": seed} | {key: summary[key] for key in kept}
+            entries = map(json.loads, (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+            lines[name, seed] = [
+                [str(entry["step"]), *(f"{entry[key]:.5g}" if key in entry else "" for key in COLUMNS)]
+                for entry in entries
+                if "reward/correct" in entry
+            ]
+    order = [name_of(settings) for settings in all_settings()]
+    known = sorted(runs, key=lambda run: (order.index(run[0]), run[1]))
     with (RESULTS / "hyperparameters.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["setting", "seed", "step", *COLUMNS])
-        for settings in all_settings():
-            for seed in config.seeds:
-                name = name_of(settings)
-                place = Path(config.runs_dir) / EXPERIMENT / f"{name},seed={seed}"
-                summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-                kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes", "commit")
-                runs.append({"setting": name, "seed": seed} | {key: summary[key] for key in kept})
-                for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-                    entry = json.loads(line)
-                    if "reward/correct" in entry:
-                        values = [f"{entry[key]:.5g}" if key in entry else "" for key in COLUMNS]
-                        writer.writerow([name, seed, entry["step"], *values])
-    text = json.dumps({"steps": config.steps, "runs": runs} | describe_machine(), indent=1)
-    (RESULTS / "hyperparameters.json").write_text(text + "\n", encoding="utf-8")
+        writer.writerows([setting, seed, *values] for setting, seed in known for values in lines[setting, seed])
+    results = {"steps": config.steps, "runs": [runs[run] for run in known]} | describe_machine()
+    (RESULTS / "hyperparameters.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 Curves = dict[str, dict[int, list[dict[str, float]]]]  # by setting and seed: one entry per step
@@ -131,6 +156,11 @@ def read_results() -> tuple[Curves, list[dict]]:
             entry = {key: float(row[key]) for key in COLUMNS if row[key]}
             curves.setdefault(row["setting"], {}).setdefault(int(row["seed"]), []).append(entry)
     return curves, json.loads((RESULTS / "hyperparameters.json").read_text(encoding="utf-8"))["runs"]
+
+
+def panels_of(curves: Curves) -> list[tuple[str, str, tuple, dict]]:
+    """The panels for which there are results of every value."""
+    return [panel for panel in PANELS if all(name_of(panel[3] | {panel[1]: value}) in curves for value in panel[2])]
 
 
 def smooth(curve: list[dict[str, float]], key: str) -> list[float]:
@@ -146,8 +176,11 @@ def draw(curves: Curves) -> None:
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
 
-    figure, places = plt.subplots(4, 2, figsize=(10, 13), sharex=True, sharey=True)
-    for (heading, flag, values, also), axes in zip(PANELS, places.flat, strict=False):
+    num_columns = 3
+    panels = panels_of(curves)
+    num_rows = -(-len(panels) // num_columns)
+    figure, places = plt.subplots(num_rows, num_columns, figsize=(13, 3.1 * num_rows), sharex=True, sharey=True)
+    for (heading, flag, values, also), axes in zip(panels, places.flat, strict=False):
         for index, value in enumerate(values):
             seeds = [smooth(curve, "reward/correct") for curve in curves[name_of(also | {flag: value})].values()]
             color = plt.cm.viridis(0.92 * index / (len(values) - 1))
@@ -165,8 +198,9 @@ def draw(curves: Curves) -> None:
     places[0, 0].set_ylim(0, 1.02)
     for axes in places[:, 0]:
         axes.set_ylabel("sampled accuracy, training questions", fontsize=9)
-    places.flat[-1].set_axis_off()
-    for axes in (places[3, 0], places[2, 1]):
+    for axes in places.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes in places.flat[len(panels) - num_columns : len(panels)]:  # the lowest of each column
         axes.set_xlabel("step")
         axes.tick_params(labelbottom=True)
     figure.tight_layout()
@@ -181,7 +215,7 @@ def table(curves: Curves, runs: list[dict]) -> str:
         "| groups with zero reward variance |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for heading, flag, values, also in PANELS:
+    for heading, flag, values, also in panels_of(curves):
         for index, value in enumerate(values):
             setting = name_of(also | {flag: value})
             seeds = list(curves[setting].values())

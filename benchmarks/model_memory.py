@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from common.logprobs import MAX_LOGITS
 
 from common.plumbing.config import TINY_POLICY
+from common.plumbing.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "model_memory.json"
@@ -204,15 +205,16 @@ def check() -> None:
             setting = Setting(mode=mode, bfloat16=False, micro_batch_size=4, generation_batch_size=8, tokens=tokens)
             parts = estimate(shape, setting)
             measured = max(entry["memory/peak_bytes"] for entry in metrics if "memory/peak_bytes" in entry)
-            results[mode] = {"measured": measured, "estimated": parts["peak"], "machine": json.loads(
-                (run / "summary.json").read_text("utf-8"))["machine"]}  # fmt: skip
+            results[mode] = {"measured": measured, "estimated": parts["peak"]}
             print(f"{mode}: measured {measured / 1e9:.1f} GB (the process), estimated {parts['peak'] / 1e9:.1f} GB")
     _store("check_float32_cpu_0.5B", results)
 
 
 def _store(name: str, values: dict) -> None:
+    """Replace one part of the results, with the versions, the machine and the commit that it is from."""
     stored = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(stored | {name: values}, indent=2) + "\n", encoding="utf-8")
+    stored |= {name: values, f"{name}/from": describe_machine()}
+    RESULTS.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

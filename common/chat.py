@@ -1,4 +1,12 @@
-"""Messages to ids and back: the chat template is rendered here and nowhere else."""
+"""Messages to ids and back: the chat template is rendered here and nowhere else.
+
+Only the template writes control tokens. Where the text of a message spells one, `<|im_end|>` for example, it is encoded
+as the text that it is: otherwise a row of data could end its turn, and answer in the policy's name.
+"""
+
+import functools
+import re
+from typing import NamedTuple
 
 from common.errors import UserError
 
@@ -62,24 +70,101 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
 
 
 def decode(tokenizer, ids: list[int]) -> str:
-    """The text of a completion, for rewards and for people; it is never tokenised again."""
-    return tokenizer.decode(ids, skip_special_tokens=True)
+    """The text of a completion, for rewards and for people; it is never tokenised again.
+
+    It begins with what the template has written of the answer, such as the `<think>` that DeepSeek-R1's opens.
+    """
+    return _opening(tokenizer) + tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@functools.lru_cache
+def _opening(tokenizer) -> str:
+    """What the prompt of a question holds beyond the header of an answer, which earlier answers have as well."""
+    answer = "(an answer)"
+    question, turn = ({"role": role, "content": text} for role, text in (("user", "?"), ("assistant", answer)))
+    try:
+        asked = _render(tokenizer, [question], add_generation_prompt=False)
+        prompt = _render(tokenizer, [question], add_generation_prompt=True)
+        answered = _render(tokenizer, [question, turn, question], add_generation_prompt=False)
+    except ValueError:
+        return ""
+    header = answered.partition(answer)[0]
+    if not (header.startswith(asked) and prompt.startswith(header)):
+        return ""
+    opening = _control_tokens(tokenizer).pattern.sub("", prompt.removeprefix(header))  # as in a decoded completion
+    return opening if opening.strip() else ""
 
 
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    """The conversation as text, with a mark in the place of every control token that a message spells.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
     import jinja2
 
+    control_tokens = _control_tokens(tokenizer)
     try:
         return tokenizer.apply_chat_template(
-            messages,
+            control_tokens.mark(messages),
             chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
             date_string=TEMPLATE_DATE,
         )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    except Exception as error:  # whatever a template raises
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        reason = _MARK.sub(lambda mark: control_tokens.texts[int(mark[1])], str(error))
+        raise ValueError(f"the chat template refuses the messages: {kind}{reason}") from error
 
 
-def _encode(tokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
+def _encode(tokenizer, rendered: str) -> list[int]:
+    """The ids of a rendered text: in one piece without marks, so that the tokenizer's merges are the usual ones."""
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)  # the template has written them already
+    control_tokens = _control_tokens(tokenizer)
+    first, *others = _MARK.split(rendered)  # text, mark, text, mark, ..., text
+    ids = encode(first)
+    for mark, text in zip(others[::2], others[1::2], strict=True):
+        spelled = control_tokens.texts[int(mark)]
+        as_text = encode(spelled, split_special_tokens=True)
+        if not control_tokens.ids.isdisjoint(as_text):  # some tokenizers know it as a word, too
+            as_text = [token for letter in spelled for token in encode(letter, split_special_tokens=True)]
+        ids += as_text + encode(text)
+    return ids
+
+
+class _ControlTokens(NamedTuple):
+    """The texts of a tokenizer's control tokens (those that are "special"), and how they are marked in messages."""
+
+    texts: list[str]  # a mark is the index of one of them between two noncharacters, which have no other use in text
+    ids: frozenset[int]
+    pattern: re.Pattern  # any of them
+    beginnings: tuple[str, ...]  # of any of them; all but the last letter at most
+
+    def mark(self, value: object) -> object:
+        """`value`, a message or any part of one, with marks in all of its strings."""
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.mark(entry) for entry in value]
+        if not isinstance(value, str):
+            return value
+        marked = self.pattern.sub(lambda match: self._mark_of(match[0]), value)
+        # a template may join this string to the next one, and complete a control token that begins here
+        return marked + self._mark_of("") if value.rstrip().endswith(self.beginnings) else marked
+
+    def _mark_of(self, text: str) -> str:
+        return f"\ufdd0{self.texts.index(text)}\ufdd1"
+
+
+_MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
+
+
+@functools.lru_cache
+def _control_tokens(tokenizer) -> _ControlTokens:
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names |= set(tokenizer.all_special_tokens)
+    texts = [*sorted(names, key=len, reverse=True), "\ufdd0", "\ufdd1"]  # the longest of those that match is meant
+    beginnings = tuple({text[:end] for text in texts if not text[0].isalnum() for end in range(1, len(text))})
+    ids = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
+    return _ControlTokens([*texts, ""], ids, re.compile("|".join(map(re.escape, texts))), beginnings)

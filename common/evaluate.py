@@ -59,7 +59,7 @@ def evaluate(
         completions = sample(policy, prompts, group_size, key=(seed, EVALUATION), greedy=greedy, **settings)
         for completion in completions:
             row = rows[completion.prompt_index]
-            completion.text = prefix + decode(policy.tokenizer, completion.completion_ids)
+            completion.text = decode(policy.tokenizer, forced + completion.completion_ids)
             completion.rewards = task.reward(row, completion.text)
             completion.description = task.describe(row, completion.text)
         return completions

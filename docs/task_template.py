@@ -3,8 +3,6 @@
 python experiment_base/train.py --task my_task.py --data my_rows.jsonl
 """
 
-import re
-
 # TRAIN_DATA, EVAL_DATA = "train.jsonl", "held_out.jsonl"  # optional: what --data and --eval-data are by default
 FIELDS = {"question": str, "answer": str}  # optional: the fields that every row must have
 SYSTEM_PROMPT = "End with the final answer inside <answer> and </answer>."  # optional; the bundled policy gets none
@@ -19,17 +17,16 @@ def messages(row: dict, system_prompt: str) -> list[dict]:
 
 def reward(row: dict, text: str) -> dict[str, float]:
     """The components of a completion's reward, whatever its text is. The mean of `correct` is logged as accuracy."""
-    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    is_correct = len(answers) == 1 and answers[0].strip() == row["answer"]
+    answer, end, rest = text.partition("<answer>")[2].partition("</answer>")
+    is_correct = bool(end) and "<answer>" not in rest and answer.strip() == row["answer"].strip() != ""
     return {"correct": float(is_correct), "short": float(len(text) <= 60)}
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
     """Optional: what else to log of a completion."""
-    thinks = "<think>" in text
-    return {"thinks": float(thinks), "answers_directly": float(not thinks)}
+    return {"thinks": float("<think>" in text), "answers_directly": float("<think>" not in text)}
 
 
 def solution(row: dict) -> str:
-    """Optional: a completion that is right. Tried on every row before training, it finds answers that nothing earns."""
+    """Optional: a completion that earns `correct` = 1, so that a row which nobody can answer is found early."""
     return f"<answer>{row['answer']}</answer>"

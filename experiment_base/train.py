@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     with start_run("experiment_base", config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
-        if not run.resumed_at:
+        if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
         train(config, run, task, policy, reference)
         run.save_final(policy)

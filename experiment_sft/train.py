@@ -39,6 +39,7 @@ from common.plumbing.loading import load_policy, make_policy
 from common.plumbing.parse import parse_config
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
+from common.plumbing.terminal import say
 
 RESOLVED = {"new": {"lr": 1.5e-3}, "tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
 WINDOW = 3000  # rows within which those of similar length are batched together, to save padding
@@ -85,8 +86,8 @@ def main(argv: list[str] | None = None) -> None:
         examination = examine(config, policy, eval_rows)
         run.write_summary(examination)
         for name, value in examination.items():
-            print(f"{name:32} {value:.3f}")
-        print(f"policy: {run.directory / 'final'}")
+            say(f"{name:40} {value:.3f}")
+        say(f"policy: {run.directory / 'final'}")
 
 
 def new_policy(config: Config) -> Policy:
@@ -127,7 +128,7 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
         if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
             encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
     if len(encoded) < len(rows):
-        print(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
+        say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
     if not encoded and config.data is not None:
         raise UserError(f"{config.data}: no row is left to learn from")
     return encoded

@@ -1,6 +1,6 @@
 """Compare runs: a line for each group of runs, the mean over its seeds, in a band from lowest to highest.
 
-    python -m viewer.compare curve.png "GRPO=experiment_base/results/seed*" "no KL=experiment_base/results/exercise1"
+    python -m viewer.compare curve.png "GRPO=experiment_base/results/seed*" "no KL=experiment_base/results/no_kl*"
     python -m viewer.compare curve.png "GRPO=runs/experiment_base/*" --panels reward/correct loss/grad_norm
 
 Reads the runs' metrics.jsonl and imports nothing of the training code.

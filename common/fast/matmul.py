@@ -30,7 +30,7 @@ def is_faster() -> bool:
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and cpu_info.exists()
-        and "AuthenticAMD" in cpu_info.read_text()
+        and b"AuthenticAMD" in cpu_info.read_bytes()
     )
 
 

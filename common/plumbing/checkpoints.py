@@ -2,31 +2,47 @@
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      optimizer.pt       what `torch.load(weights_only=True)` reads
-                     checkpoint.json    the step, and the size and CRC-32 of every other file
+                     checkpoint.json    the step, and the size and CRC-32 of every other file, and of the run's logs
 
 No state of any random number generator is needed: randomness is keyed by step (keyed.py).
 """
 
 import json
-import os
 import shutil
-import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from common.errors import UserError
 from common.policy import Policy
 
+from common.plumbing.files import crc32, flush_to_disk
 from common.plumbing.saving import load_weights, save_policy
+from common.plumbing.terminal import say
 
 MANIFEST = "checkpoint.json"
+LEFT_OVER = ("step_*.partial", "step_*.corrupt")  # what is removed as soon as there is a new complete checkpoint
+
+
+class Checkpoint(NamedTuple):
+    step: int
+    path: Path
+    logs: dict[str, tuple[int, int]]  # size and CRC-32 of the run's logs when it was written
 
 
 def write_checkpoint(
-    directory: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int = 2
+    directory: Path,
+    step: int,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    keep: int = 2,
+    logs: dict[str, tuple[int, int]] | None = None,
 ) -> Path:
     """Write `directory/step_<step>`, completely or not at all, and then remove all but the newest `keep`.
+
+    Args:
+        logs: size and CRC-32 of the run's logs, which are brought back to them when the run is resumed.
 
     Raises:
         UserError: it could not be written, because the disk is full for example; older ones are left as they were.
@@ -39,8 +55,9 @@ def write_checkpoint(
         partial.mkdir(parents=True)
         save_policy(policy, partial)
         torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-        files = {path.name: [path.stat().st_size, _crc(path)] for path in sorted(partial.iterdir())}
-        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2), encoding="utf-8")
+        files = {path.name: [path.stat().st_size, crc32(path)] for path in sorted(partial.iterdir())}
+        manifest = {"step": step, "files": files, "logs": logs or {}}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
         for path in (*partial.iterdir(), partial):
             flush_to_disk(path)
         shutil.rmtree(target, ignore_errors=True)  # there is one only if it was found to be corrupt
@@ -54,20 +71,23 @@ def write_checkpoint(
             + (f"The last complete one is that of step {newest[0]}" if newest else "There is no earlier one")
         ) from error
     # a run resumes from the newest complete one: those of later steps are corrupt, and do not count
-    for path in [path for found, path in _all_checkpoints(directory) if found <= step][keep:]:
+    old = [path for found, path in _all_checkpoints(directory) if found <= step][keep:]
+    for path in (*old, *(path for pattern in LEFT_OVER for path in directory.glob(pattern))):
         shutil.rmtree(path)
     return target
 
 
-def newest_checkpoint(directory: Path) -> tuple[int, Path] | None:
-    """Step and path of the newest complete checkpoint; corrupt ones are ignored, with a sentence."""
+def newest_checkpoint(directory: Path) -> Checkpoint | None:
+    """The newest complete checkpoint. Corrupt ones are renamed to `step_<N>.corrupt`, with a sentence."""
     for path in sorted(directory.glob("step_*.partial")):
-        print(f"{path} was not finished when the run was stopped; it is ignored")
+        say(f"{path} was not finished when the run was stopped; it is ignored")
     for step, path in _all_checkpoints(directory):
-        fault = _find_fault(path)
-        if fault is None:
-            return step, path
-        print(f"{path} is corrupt ({fault}); it is ignored")
+        try:
+            return Checkpoint(step, path, _read_manifest(path).get("logs", {}))
+        except _CorruptError as fault:
+            say(f"{path} is corrupt ({fault}); it is ignored")
+            shutil.rmtree(f"{path}.corrupt", ignore_errors=True)
+            path.rename(f"{path}.corrupt")
     return None
 
 
@@ -77,41 +97,31 @@ def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
 
 
-def flush_to_disk(path: Path) -> None:
-    """Wait until the disk holds the file, or the directory's list of names."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no directory
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _all_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """Step and path of every finished checkpoint, including corrupt ones, the newest first."""
     numbered = [(path.name.removeprefix("step_"), path) for path in directory.glob("step_*")]
     return sorted(((int(number), path) for number, path in numbered if number.isdecimal()), reverse=True)
 
 
-def _find_fault(path: Path) -> str | None:
+class _CorruptError(Exception):
+    """What is wrong with a checkpoint."""
+
+
+def _read_manifest(path: Path) -> dict:
+    """
+    Raises:
+        _CorruptError: it cannot be read, or a file of the checkpoint is not what it says.
+    """
     try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, (size, crc) in files.items():
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        for name, (size, crc) in manifest["files"].items():
             if (path / name).stat().st_size != size:
-                return f"{name} is not as long as it was written"
-            if _crc(path / name) != crc:
-                return f"{name} is not what was written"
+                raise _CorruptError(f"{name} is not as long as it was written")
+            if crc32(path / name) != crc:
+                raise _CorruptError(f"{name} is not what was written")
+        dict(manifest.get("logs", {}))
     except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
-    return None
-
-
-def _crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(2**24):
-            crc = zlib.crc32(block, crc)
-    return crc
+        raise _CorruptError(f"{Path(error.filename).name} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _CorruptError(f"{MANIFEST} cannot be read: {error}") from error
+    return manifest

@@ -9,9 +9,9 @@ import torch
 
 from common.errors import UserError
 
-from common.plumbing.config import PolicyConfig
+from common.plumbing.config import ADAPTER_SETTINGS, PolicyConfig, shown
 from common.plumbing.flags import RANGES
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
 PATHS = ("model", "task", "data", "eval_data", "runs_dir", "resume")  # flags that can name a file or a directory
@@ -103,21 +103,52 @@ def check_combinations(config: PolicyConfig) -> None:
     if config.load_in == "8bit" and config.dtype == "float32":
         raise UserError("--load-in 8bit computes in half precision: omit --dtype, or make it bfloat16")
     if not config.lora_rank:
-        for name in ("lora_alpha", "load_in", "save_merged"):
+        for name in ("lora_alpha",) if config.trains_adapter else ("lora_alpha", "load_in", "save_merged"):
             if getattr(config, name):
                 raise UserError(f"{flag(name)} needs an adapter to train: add --lora-rank 16, for example")
+    elif config.model == "new":
+        raise UserError("--lora-rank adapts a model that exists: give a --model, or omit it")
+    elif config.load_in is not None and config.adapter_path is not None:
+        raise UserError(
+            f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round what it "
+            "has learned: omit --lora-rank to train it further, or merge it first with --save-merged"
+        )
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
     if getattr(config, "top_p", 1.0) < 1:
-        print(
+        say(
             "--top-p below 1: tokens are drawn from the most probable ones only, but trained under the full "
             "distribution: the gradient is biased towards what was likely before"
         )
 
 
 def check_model(config: PolicyConfig) -> None:
-    if config.model_path is not None and not config.model_path.is_dir():
+    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there."""
+    path, base = config.model_path, config.base_path
+    if path is None:
+        return
+    if not path.is_dir():
         raise UserError(f"--model {config.model}: there is no such directory (a hub id is owner/name)")
+    if config.adapter_path is not None:
+        if base is not None and not (base / "config.json").is_file():
+            raise UserError(
+                f"--model {shown(config.model)} is an adapter of {base}, where there is no model (no config.json): if "
+                f"it was moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
+            )
+    elif not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
+        policies = _policies_in(path)
+        raise UserError(
+            f"--model {shown(config.model)} holds no model (config.json) and no adapter ({ADAPTER_SETTINGS})"
+            + (f"; did you mean {shown(policies[0])}?" if policies else "")
+        )
+
+
+def _policies_in(directory: Path) -> list[Path]:
+    """What a run has saved, if this is its directory or that of its checkpoints: the final policy first."""
+    steps = [path for pattern in ("step_*", "checkpoints/step_*") for path in directory.glob(pattern)]
+    numbered = [(int(path.name[5:]), path) for path in steps if path.name[5:].isdecimal()]
+    found = [directory / "final", *(path for _, path in sorted(numbered, reverse=True))]
+    return [path for path in found if any((path / name).is_file() for name in ("config.json", ADAPTER_SETTINGS))]
 
 
 def check_name(name: str | None) -> None:

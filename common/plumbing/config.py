@@ -12,8 +12,11 @@ from typing import Literal, TypeVar
 
 import torch
 
+from common.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
+ADAPTER_SETTINGS = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # What a flag that was left at None becomes, by the kind of policy. A test holds the texts of --help to these figures.
@@ -30,7 +33,9 @@ LORA_LR_FACTOR = 10
 class PolicyConfig:
     """What every program that trains a policy needs."""
 
-    model: str = "tiny"  # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory
+    # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
+    # adapter, which is trained further, or with --lora-rank merged into its base
+    model: str = "tiny"
     seed: int = 0  # seed of data order, sampling and minibatches
     threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
     # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
@@ -43,8 +48,8 @@ class PolicyConfig:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
     lora_rank: int = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
     lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
-    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs --lora-rank
-    save_merged: bool = False  # with --lora-rank: also write final_merged/, a model with the adapter merged in
+    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs an adapter
+    save_merged: bool = False  # with an adapter: also write final_merged/, a model with the adapter merged in
     # held-out questions per evaluation; without --eval-data this many rows of --data are held out
     eval_prompts: int = 256
     checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
@@ -58,18 +63,38 @@ class PolicyConfig:
     @property
     def model_path(self) -> Path | None:
         """The directory that `model` names, or None if it is a hub id or "new"."""
-        if self.model == "tiny":
-            return TINY_POLICY
-        path = Path(self.model).expanduser()
-        is_hub_id = self.model == "new" or (self.model.count("/") == 1 and self.model[0] not in "./~")
-        return None if is_hub_id and not path.is_dir() else path
+        return None if self.model == "new" else find_directory(self.model)
+
+    @property
+    def adapter_path(self) -> Path | None:
+        """The directory that `model` names, if that holds a LoRA adapter and no model."""
+        path = self.model_path
+        is_adapter = path is not None and (path / ADAPTER_SETTINGS).is_file() and not (path / "config.json").exists()
+        return path if is_adapter else None
+
+    @property
+    def base_path(self) -> Path | None:
+        """The directory of the model, or of that which the adapter was trained on; None if it is a hub id or "new"."""
+        return self.model_path if self.adapter_path is None else find_directory(read_base(self.adapter_path))
+
+    @property
+    def base(self) -> str:
+        """The same as an absolute path, or the hub id."""
+        if self.base_path is not None:
+            return str(self.base_path.resolve())
+        return self.model if self.adapter_path is None else read_base(self.adapter_path)
+
+    @property
+    def trains_adapter(self) -> bool:
+        """A new one, or the one that `model` names."""
+        return self.lora_rank > 0 or self.adapter_path is not None
 
     @property
     def kind(self) -> str:
         """Which row of a table of resolved defaults applies: "tiny" also for a policy of the bundled one's shape."""
         if self.model == "new":
             return "new"
-        is_tiny = self.model_path is not None and _shape(self.model_path) == _shape(TINY_POLICY)
+        is_tiny = self.base_path is not None and _shape(self.base_path) == _shape(TINY_POLICY)
         return "tiny" if is_tiny else "full"
 
 
@@ -88,6 +113,36 @@ class RunConfig(PolicyConfig):
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
     generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
+
+
+def shown(source: str | Path) -> str:
+    """A path as one would type it: relative to the current directory if it is inside; anything else as it is."""
+    path = Path(source)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else source)
+
+
+def find_directory(model: str) -> Path | None:
+    """The directory of a model, whether it exists or not; None for a hub id."""
+    if model == "tiny":
+        return TINY_POLICY
+    path = Path(model).expanduser()
+    is_hub_id = model.count("/") == 1 and model[0] not in "./~"
+    return None if is_hub_id and not path.is_dir() else path
+
+
+def read_base(adapter: Path) -> str:
+    """The hub id or the directory of the model that an adapter was trained on.
+
+    Raises:
+        UserError: the adapter does not say.
+    """
+    try:
+        name = json.loads((adapter / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = None
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")
+    return name
 
 
 def _shape(model_path: Path) -> tuple[int, int] | None:
@@ -123,6 +178,6 @@ def resolve(config: ConfigT, defaults: dict) -> ConfigT:
         has_flash = on_cuda and dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
         attention = "flash_attention_2" if has_flash else "sdpa"
     left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
-    if config.lora_rank and "lr" in left_open:
+    if config.trains_adapter and "lr" in left_open:
         left_open["lr"] *= LORA_LR_FACTOR
     return dataclasses.replace(config, device=device, dtype=dtype, attn_implementation=attention, **left_open)

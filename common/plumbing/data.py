@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 
 from common.plumbing.checks import local_path, parse_numbers
-from common.plumbing.config import RunConfig
+from common.plumbing.config import RunConfig, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.solutions import try_solutions
 from common.plumbing.task import Row, Task
@@ -34,8 +34,8 @@ def load_task(config: RunConfig) -> Task:
         eval_rows = _filter(read_rows(eval_source, task.fields), config, task, eval_source)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
-            f"{source} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none is "
-            "left to train on: lower --eval-prompts or give --eval-data"
+            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
+            "is left to train on: lower --eval-prompts or give --eval-data"
         )
     else:
         order = keyed_generator("split", config.seed).permutation(len(train_rows))
@@ -46,6 +46,7 @@ def load_task(config: RunConfig) -> Task:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
     try_solutions(task, [*train_rows, *eval_rows])  # before a model is loaded
     task.try_out(train_rows[0])
+    task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task
 
@@ -68,10 +69,10 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
             if field not in row:
                 raise UserError(f"{row.place}: the field {field!r} is missing (there are: {', '.join(row)})")
             if not _is_usable(row[field], wanted):
-                shown = printable(json.dumps(row[field], default=str), 80)
-                raise UserError(f"{row.place}: the field {field!r} cannot be {shown}")
+                value = printable(json.dumps(row[field], default=str), 80)
+                raise UserError(f"{row.place}: the field {field!r} cannot be {value}")
     if not rows:
-        raise UserError(f"{source} has no rows")
+        raise UserError(f"{shown(source)} has no rows")
     return rows
 
 
@@ -89,28 +90,29 @@ def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
 
 def _read_jsonl(path: Path) -> list[Row]:
     if not path.is_file():
-        raise UserError(f"{path}: there is no such file (a hub dataset is owner/name)")
+        raise UserError(f"{shown(path)}: there is no such file (a hub dataset is owner/name)")
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from error
+        raise UserError(f"{shown(path)} cannot be read ({error.strerror})") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
+        place = f"{shown(path)}:{number}"
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from error
+            raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}:{number}: not UTF-8 text ({error.reason})") from error
+            raise UserError(f"{place}: not UTF-8 text ({error.reason})") from error
         except RecursionError as error:
-            raise UserError(f"{path}:{number}: lists or objects are nested too deeply to be read") from error
+            raise UserError(f"{place}: lists or objects are nested too deeply to be read") from error
         except ValueError as error:  # of Python, whose integers are read up to some thousand digits
-            raise UserError(f"{path}:{number}: an integer has too many digits to be read") from error
+            raise UserError(f"{place}: an integer has too many digits to be read") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
-        rows.append(_placed(row, f"{path}:{number}"))
+            raise UserError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
+        rows.append(_placed(row, place))
     return rows
 
 
@@ -120,7 +122,7 @@ def _read_hub(source: str) -> list[Row]:
     name, _, subset = source.partition(":")
     must_be_cached("dataset", name)
     try:
-        rows = load_dataset(name, subset or None, split="train").to_list()
+        rows = load_dataset(name, subset or None, split="train", trust_remote_code=False).to_list()
     except Exception as error:  # the hub client raises many kinds, which make no difference to a user
         raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
     return [_placed(row, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
@@ -145,7 +147,7 @@ def _filter(rows: list[Row], config: RunConfig, task: Task, source: str) -> list
         kept = [row for row, question in pairs if len(question) <= config.max_question_length]
     if not kept:
         raise UserError(
-            f"none of the {len(rows)} rows of {source} passes the filters (--at-most, --max-question-length)"
+            f"none of the {len(rows)} rows of {shown(source)} passes the filters (--at-most, --max-question-length)"
         )
     return kept
 

@@ -11,6 +11,7 @@ import textwrap
 from typing import Annotated, NamedTuple, get_type_hints
 
 from common.plumbing.config import PolicyConfig
+from common.plumbing.terminal import say
 
 
 class Range(NamedTuple):
@@ -153,4 +154,4 @@ def show_description(text: str, width: int) -> None:
     It is printed here because tyro joins the lines of a paragraph and does not wrap it.
     """
     for paragraph in text.strip("\n").split("\n\n"):
-        print(paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, min(width, 120)), end="\n\n")
+        say((paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, min(width, 120))) + "\n")

@@ -1,6 +1,9 @@
 """The evaluation of a run: the held-out questions of its task, with its settings."""
 
-from common.evaluate import Evaluation, evaluate
+import json
+from pathlib import Path
+
+from common.evaluate import Answer, Evaluation, evaluate
 from common.policy import Policy
 
 from common.plumbing.config import RunConfig
@@ -27,3 +30,12 @@ def evaluate_held_out(config: RunConfig, task: Task, policy: Policy, num_samples
         seed=config.seed,
         generation_batch_size=config.generation_batch_size,
     )
+
+
+def read_before(path: Path) -> Evaluation | None:
+    """The evaluation before training as a run has kept it; None if it cannot be read."""
+    try:
+        metrics, texts, answers = json.loads(path.read_text(encoding="utf-8"))
+        return Evaluation(dict(metrics), list(texts), [Answer(*answer) for answer in answers])
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,6 +1,10 @@
 """Ask the hub once, with little patience: its own client tries again for a minute when nobody answers."""
 
+from pathlib import Path
+
 from common.errors import UserError
+
+from common.plumbing.terminal import say
 
 TIMEOUT = 10  # seconds
 
@@ -35,6 +39,20 @@ def must_be_cached(what: str, name: str) -> bool:
             raise UserError(f"{problem}; with HF_HUB_OFFLINE=1 a copy in this machine's cache is used") from error
         if try_to_load_from_cache(name, "config.json") is None:
             raise UserError(f"{problem}, and this machine's cache does not hold the {what}") from error
-        print(f"{problem}; the copy in this machine's cache is used")
+        say(f"{problem}; the copy in this machine's cache is used")
         return True
     return False
+
+
+def commit_of(what: str, name: str) -> str | None:
+    """The commit of a model or a dataset: the hub's newest, or if it does not answer that of this machine's cache."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    try:
+        if not constants.is_offline_mode():
+            return (HfApi().model_info if what == "model" else HfApi().dataset_info)(name, timeout=TIMEOUT).sha
+    except Exception:  # whatever a network can do to a request; `must_be_cached` has told the user
+        pass
+    path = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=what) / "refs" / "main"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None

@@ -9,11 +9,23 @@ import torch
 
 from common.errors import UserError
 from common.fast.matmul import use_fast_products
-from common.policy import Policy, PolicyOutput
+from common.policy import Policy
 
-from common.plumbing.config import DTYPES, PolicyConfig, resolve
+from common.plumbing.adapters import (
+    WithAdapterAsItWas,
+    WithoutAdapter,
+    add_adapter,
+    adds_something,
+    is_lora,
+    load_adapter,
+    merge_adapter,
+)
+from common.plumbing.config import DTYPES, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
-from common.plumbing.saving import is_lora
+from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
+from common.plumbing.terminal import say
+from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids
+from common.plumbing.weights import check_finite, describe_parameters
 
 
 def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
@@ -24,53 +36,52 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     Raises:
         UserError: there is no such model, or it cannot be used here; the sentence says what to do.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress line is enough
     for name in ("backends.cpu.ops", "autograd._functions"):  # notes on speed and on casts, in every layer
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
     config = resolve(config, {})  # only for a config that was made in code: the command line has resolved its own
-    source = str(config.model_path or config.model)
-    settings = {"local_files_only": config.model_path is not None or must_be_cached("model", source)}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **settings)
-        if config.load_in is not None:
-            settings |= {"quantization_config": _quantization(config), "device_map": {"": config.device}}
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            source,
-            output_loading_info=True,
-            dtype=DTYPES[config.dtype] if config.lora_rank else torch.float32,
-            attn_implementation=config.attn_implementation,
-            **settings,
-        )
-    except Exception as error:  # a damaged file can raise anything, a KeyError for example
-        raise UserError(f"--model {source} could not be loaded: {' '.join(str(error).split())}") from error
-    if loading["missing_keys"]:  # transformers would give them random numbers
-        raise UserError(f"--model {source} lacks weights, {sorted(loading['missing_keys'])[0]} for one")
+    is_here = config.base_path is not None or must_be_cached("model", config.base)
+    refuse_adapter(config.base, is_here)
+    has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
+    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
+    quantised = {}
+    if config.load_in is not None:
+        quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}
+    model = read_model(
+        config.base,
+        DTYPES[config.dtype] if config.trains_adapter else torch.float32,
+        local_files_only=is_here,
+        attn_implementation=config.attn_implementation,
+        **quantised,
+    )
     return make_policy(model, tokenizer, config, temperature)
 
 
 def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, temperature: float = 1.0) -> Policy:
-    """Wrap a model and its tokenizer, ready for training."""
+    """Wrap a model and its tokenizer, ready for training, with the adapter that is to be trained."""
     if tokenizer.chat_template is None:
-        raise UserError(f"--model {config.model} has no chat template; use an instruction-tuned model")
-    _disable_dropout(model)
+        raise UserError(f"--model {shown(config.model)} has no chat template; use an instruction-tuned model")
     use_fast_products(model)
     if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
         end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_ids[0]
+        check_tokenizer(tokenizer, end_of_turn_ids, pad_id, num_ids=len(model.get_input_embeddings().weight))
     except ValueError as error:
-        raise UserError(f"--model {config.model}: {error}") from error
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_of_turn_ids[0]
+        raise UserError(f"--model {shown(config.model)}: {error}") from error
+    if config.adapter_path is not None:
+        model = _use_adapter(model, config)
+    if config.lora_rank:
+        model = add_adapter(model, config.lora_rank, config.lora_alpha, config.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
         if config.gradient_checkpointing:
             # works in training mode only: Policy.forward enters it, and dropout is off anyway
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.lora_rank:
-            model = _add_adapter(model, config)
+    _disable_dropout(model)
     if config.load_in is None:
         model = model.to(config.device)
     else:
@@ -78,39 +89,31 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     policy = Policy(
         model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
     )
+    check_finite(f"--model {shown(config.model)}", model.named_parameters())
     _check_head(policy)
+    say(describe_parameters(model))
     return policy
 
 
+def _use_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Module:
+    """With the adapter that `--model` names: to be trained further, or merged if a new one is to be trained."""
+    model = load_adapter(model, config.adapter_path)
+    given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
+    if not config.lora_rank:
+        say(f"{given} for {config.base}: it is trained further")
+        return model
+    say(f"{given}: it is merged into its base {config.base}, and a new one of rank {config.lora_rank} is trained")
+    return merge_adapter(model)
+
+
 def make_reference(policy: Policy) -> Policy:
-    """The policy as it is now, frozen, for the KL penalty: a copy, or with LoRA the same model without its adapter."""
+    """The policy as it is now, frozen, for the KL penalty.
+
+    It is a copy, or with LoRA the same model: without its adapter if that adds nothing yet, else with a copy of it.
+    """
     if not is_lora(policy):
         return copy.deepcopy(policy).requires_grad_(False)
-    return _WithoutAdapter(
-        policy.model, policy.tokenizer, policy.end_of_turn_ids, policy.pad_id, policy.temperature, policy.compute_dtype
-    )
-
-
-class _WithoutAdapter(Policy):
-    """A policy with a LoRA adapter as it was before any training, at no memory of its own."""
-
-    def forward(self, *arguments, **options) -> PolicyOutput:
-        with self.model.disable_adapter():
-            return super().forward(*arguments, **options)
-
-
-def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
-    """Every id that ends an assistant turn: the tokenizer's and the generation config's (Llama 3 has several).
-
-    Raises:
-        ValueError: there is none, so that no completion could ever end.
-    """
-    configured = getattr(generation_config, "eos_token_id", None)
-    configured = configured if isinstance(configured, list) else [configured]
-    ids = sorted({i for i in [tokenizer.eos_token_id, *configured] if i is not None})
-    if not ids:
-        raise ValueError("neither the tokenizer nor the generation config names an end-of-turn (eos) token")
-    return ids
+    return WithAdapterAsItWas(policy) if adds_something(policy.model) else WithoutAdapter(policy)
 
 
 def _quantization(config: PolicyConfig):
@@ -139,19 +142,6 @@ def _forbid_repacking(model: torch.nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _add_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Module:
-    """LoRA (arXiv 2106.09685) on every linear layer but the head: W x becomes W x + (alpha / rank) B A x, B = 0."""
-    from peft import LoraConfig, get_peft_model
-
-    alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
-    settings = LoraConfig(
-        task_type="CAUSAL_LM", r=config.lora_rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear"
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)  # A is random
-        return get_peft_model(model, settings)
-
-
 def _disable_dropout(model: torch.nn.Module) -> None:
     """Log-probabilities are compared between passes, and dropout would give each pass another policy."""
     for module in model.modules():
@@ -172,6 +162,8 @@ def _check_head(policy: Policy) -> None:
     with policy.autocast():
         hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
         expected, logits = model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits
+    if not logits.isfinite().all():  # although the weights are, or else are quantised
+        raise UserError(f"{type(model).__name__} computes logits that are NaN or infinite: are its weights damaged?")
     if not torch.allclose(expected.float(), logits.float(), atol=1e-3):
         raise UserError(
             f"{type(model).__name__} transforms its logits after the LM head, which this code does not support yet"

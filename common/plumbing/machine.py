@@ -29,7 +29,7 @@ def peak_memory_bytes(device: str) -> int:
         return torch.cuda.max_memory_allocated(device)
     # Linux has it here; getrusage would begin at the peak of the process that started this one
     status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
+    for line in status.read_text(encoding="utf-8", errors="replace").splitlines() if status.exists() else ():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) * 1024
     try:

@@ -99,25 +99,6 @@ def read_lines(path: Path) -> list[dict]:
     return rows
 
 
-def keep_until(path: Path, step: int) -> list[dict]:
-    """Truncate a JSONL file of a run to what it held when `step` had been logged, and return its rows.
-
-    The evaluation after the last step is logged as a second line of that step; it is removed as well.
-    """
-    rows = read_lines(path)
-    is_metrics = path.name == "metrics.jsonl"
-    kept = []
-    for row in rows:
-        if row["step"] > step or (is_metrics and kept and kept[-1]["step"] == row["step"]):
-            break
-        kept.append(row)
-    if path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        partial.replace(path)
-    return kept
-
-
 def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
     """A W&B run: online, otherwise offline, otherwise None; each fallback with a sentence."""
     try:

@@ -21,7 +21,7 @@ from common.plumbing.checks import (
 from common.plumbing.config import RESOLVED, ConfigT, RunConfig, resolve
 from common.plumbing.flags import make_flags, show_description
 from common.plumbing.settings import NOT_FLAGS, read_settings
-from common.plumbing.task_file import import_task
+from common.plumbing.task_file import bundled_tasks, import_task
 from common.plumbing.terminal import printable
 
 MAX_DIGITS = 4000  # Python reads up to 4300 of an integer
@@ -47,10 +47,8 @@ def parse_config(
         show_description(what_it_is, shutil.get_terminal_size().columns)
     _check_words(config_class, argv)
     config = _read(config_class(), argv)
-    check_texts(config)
     if config.resume is not None:
         config = _resumed(config, argv)
-        check_texts(config)
     check_model(config)
     check_name(config.name)
     check_device(config.device)
@@ -73,9 +71,10 @@ def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # --lr, not --algorithm.lr; FLOAT, not {None}|FLOAT
     groups = tyro.cli(make_flags(config), args=argv, description="", config=markers)
-    return dataclasses.replace(
-        config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    )
+    values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+    config = dataclasses.replace(config, **values)
+    check_texts(config)
+    return with_absolute_paths(config)
 
 
 def _check_words(config_class: type[ConfigT], argv: Sequence[str]) -> None:
@@ -110,7 +109,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     Raises:
         UserError: there is no such run, or a setting other than `--steps` differs from the run's.
     """
-    stored = read_settings(Path(config.resume).expanduser())
+    stored = read_settings(Path(config.resume).expanduser(), type(config))
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     if unknown := stored.keys() - {*names, *NOT_FLAGS}:
         raise UserError(
@@ -128,6 +127,17 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
                 "and only --steps may be raised"
             )
     return config
+
+
+def with_absolute_paths(config: ConfigT) -> ConfigT:
+    """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
+    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in ("data", "eval_data")}
+    if config.model != "tiny":
+        named["model"] = config.model_path
+    if getattr(config, "task", None) not in bundled_tasks():
+        named["task"] = getattr(config, "task", None)
+    paths = {name: Path(value).expanduser() for name, value in named.items() if value}
+    return dataclasses.replace(config, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()})
 
 
 def _shown(value: object) -> str:

@@ -1,45 +1,63 @@
 """Resuming a run: its files are brought back to its newest complete checkpoint."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 from common.errors import UserError
 
 from common.plumbing.checkpoints import newest_checkpoint
 from common.plumbing.config import PolicyConfig
-from common.plumbing.metrics import keep_until
+from common.plumbing.directory import RunDirectory, lock_directory
+from common.plumbing.history import remove_logs, restore_logs
 from common.plumbing.settings import read_settings, write_settings
+from common.plumbing.sources import check_sources
+from common.plumbing.terminal import say
 
 
-class ResumedRun(NamedTuple):
-    directory: Path
-    step: int  # of the checkpoint; 0: there is none
-    history: list[dict]  # the lines of metrics.jsonl up to that step
+def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
+    """Lock the run, find the checkpoint to continue from, and bring the run's files back to its step.
 
-
-def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict) -> ResumedRun:
-    """Find the checkpoint to continue from, and truncate the run's files to its step.
+    Args:
+        sources: what the run is made from now, see `describe_sources`.
 
     Raises:
-        UserError: it is a run of another experiment, is beyond `--steps`, or its files cannot be written.
+        UserError: it is a run of another experiment, is in use, is beyond `--steps`, was made from something else, or
+            its files cannot be written.
     """
     directory = Path(config.resume).expanduser()
-    settings = read_settings(directory)
+    settings = read_settings(directory, type(config))
     if settings["experiment"] != experiment:
         raise UserError(f"--resume {directory} is a run of {settings['experiment']}, not of {experiment}")
-    found = newest_checkpoint(directory / "checkpoints")
-    step = 0 if found is None else found[0]
-    if step > getattr(config, "steps", step):
-        raise UserError(f"--resume {directory} is at step {step} already, beyond --steps {config.steps}")
-    for name in ("versions", "machine", "commit"):
-        if settings[name] != machine[name]:
-            print(f"the run began with {name} {settings[name]} and resumes with {machine[name]}: figures may differ")
+    lock = lock_directory(directory)
     try:
-        history = keep_until(directory / "metrics.jsonl", step if step else -1)
-        keep_until(directory / "samples.jsonl", step)
-        if getattr(config, "steps", None) != settings.get("steps"):
-            write_settings(directory, settings | {"steps": config.steps})
+        step, history = _restore(directory, config, settings, machine, sources)
+    except BaseException:
+        lock.release()
+        raise
+    say(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
+    return RunDirectory(directory, lock, step, tuple(history))
+
+
+def _restore(
+    directory: Path, config: PolicyConfig, settings: dict, machine: dict, sources: dict
+) -> tuple[int, list[dict]]:
+    check_sources(directory, settings.get("sources", {}), sources, has_failed=settings.get("task_failed", False))
+    try:
+        found = newest_checkpoint(directory / "checkpoints")
+        if found is not None and found.step > getattr(config, "steps", found.step):
+            raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
+        for name in ("versions", "machine", "commit"):
+            if settings.get(name) != machine[name]:
+                say(
+                    f"the run began with {name} {settings.get(name)} and resumes with {machine[name]}: "
+                    "figures may differ"
+                )
+        settings |= {"sources": sources, "task_failed": False}
+        if getattr(config, "steps", None) is not None:
+            settings |= {"steps": config.steps}
+        write_settings(directory, settings)
+        if found is None:
+            remove_logs(directory)
+            return 0, []
+        return found.step, restore_logs(directory, found.step, found.logs)
     except OSError as error:
         raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error
-    print(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
-    return ResumedRun(directory, step, history)

@@ -1,7 +1,7 @@
 """A run: the directory that it writes, its progress, and when it has to stop.
 
 runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out...  checkpoints/step_N/  before.json
-                         final/  summary.json  curve.png
+                         final/  final_merged/  base/  summary.json  curve.png  .lock
 """
 
 import json
@@ -14,21 +14,27 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
-from common.evaluate import Answer, Evaluation
+from common.evaluate import Evaluation
 from common.experience import Experience
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from common.plumbing.checkpoints import flush_to_disk, read_checkpoint, write_checkpoint
-from common.plumbing.config import PolicyConfig
+from common.plumbing.checkpoints import read_checkpoint, write_checkpoint
+from common.plumbing.config import DTYPES, PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
+from common.plumbing.directory import RunDirectory
+from common.plumbing.files import replace_file
+from common.plumbing.held_out import read_before
+from common.plumbing.history import BEFORE, METRICS, SAMPLES, flush_logs
 from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
 from common.plumbing.samples import describe_best, write_samples
-from common.plumbing.saving import save_merged, save_policy
+from common.plumbing.saving import save_base, save_merged, save_policy
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
+from common.plumbing.terminal import say_above_progress
+from common.plumbing.weights import count_parameters
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
 
@@ -37,41 +43,35 @@ class Run:
     """Where a run writes. `start_run` makes it."""
 
     def __init__(
-        self,
-        directory: Path,
-        config: PolicyConfig,
-        task: Task | None,
-        machine: dict,
-        resumed_at: int,
-        history: list[dict],
-        wandb: dict | None,
+        self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict, wandb: dict | None
     ):
-        self.directory = directory
+        self.directory = directory.path
+        self._lock = directory.lock  # held until the run is closed
         self.config = config
         self.task = task
-        self.resumed_at = resumed_at  # the step of the checkpoint that it continues from; 0: none
+        self.resumed_at = directory.step  # the step of the checkpoint that it continues from; 0: none
         self.stop_reason: str | None = None  # why training must end after this step
         self._machine = machine  # as described when the run started: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
         self._num_skipped = 0  # consecutive steps
+        self._parameters: dict[str, int] = {}  # how many, for the summary
         self._stop_requested = False
         self.is_interrupted = False  # stopped at once, not at the end of a step
         self._bar = None
         self._last_step = 0
         self._step_began = 0.0
-        for row in history:
+        for row in directory.history:
             self._diagnosis.check(row)  # what it has said already
-        self._metrics = MetricsLog(directory, history, wandb, self.tell)
+        self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
 
     @property
     def resume_command(self) -> str:
         return f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.directory))}"
 
     def tell(self, sentence: str) -> None:
-        """Print above the progress bar."""
-        from tqdm import tqdm
-
-        tqdm.write(sentence)
+        """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
+        if not say_above_progress(sentence):
+            self._stop_requested = True
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Give a resumed run's policy and optimizer the state of its checkpoint; does nothing in a new run."""
@@ -124,10 +124,11 @@ class Run:
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
             checkpoints = self.directory / "checkpoints"
+            hint = f", from a checkpoint if you like: --model {checkpoints}/step_<N>"
+            hint += " without --lora-rank" if self.config.lora_rank else ""
             self.stop_reason = (
                 f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
-                "again with a lower --lr"
-                + (f", from a checkpoint if you like: --model {checkpoints}/step_<N>" if checkpoints.exists() else "")
+                "again with a lower --lr" + (hint if checkpoints.exists() else "")
             )
 
     def log_samples(
@@ -143,7 +144,7 @@ class Run:
             return
         if step % 10 == 0 or step == 1:
             self.tell(f"step {step}: {describe_best(self.task, trajectories)}")
-        write_samples(self.directory / "samples.jsonl", step, self.task, trajectories, experience, statistics)
+        write_samples(self.directory / SAMPLES, step, self.task, trajectories, experience, statistics)
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
@@ -153,44 +154,52 @@ class Run:
         every = self.config.checkpoint_every
         is_due = self._stop_requested or (every and (step % every == 0 or step == self._last_step))
         if is_due and not self._num_skipped:
-            for name in ("metrics.jsonl", "samples.jsonl"):  # a checkpoint must not be newer than they are
-                if (self.directory / name).exists():
-                    flush_to_disk(self.directory / name)
-            write_checkpoint(self.directory / "checkpoints", step, policy, optimizer, self.config.keep_checkpoints)
+            save_base(self.config, policy, self.directory / "base")
+            checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
+            write_checkpoint(checkpoints, step, policy, optimizer, keep, flush_logs(self.directory))
+
+    @property
+    def has_before(self) -> bool:
+        """Whether the evaluation before training has been logged; a resumed run can have lost it."""
+        return read_before(self.directory / BEFORE) is not None
 
     def log_before(self, evaluation: Evaluation) -> None:
         """Log the evaluation before training as step 0, and keep it for a run that is resumed."""
-        (self.directory / "before.json").write_text(json.dumps(evaluation), encoding="utf-8")
-        self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+        replace_file(self.directory / BEFORE, json.dumps(evaluation).encode())
+        if not self.resumed_at:
+            self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
 
     def save_final(self, policy: Policy) -> Path:
         """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
         path = self.directory / "final"
+        save_base(self.config, policy, self.directory / "base")
         save_policy(policy, path)
         if self.config.save_merged:
-            save_merged(self.config, path, self.directory / "final_merged")
+            save_merged(path, self.directory / "final_merged", policy.tokenizer, DTYPES[self.config.dtype])
+        self._parameters = count_parameters(policy.model)
         return path
 
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print what was gained."""
         self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
-        metrics, texts, answers = json.loads((self.directory / "before.json").read_text(encoding="utf-8"))
-        before = Evaluation(metrics, texts, [Answer(*answer) for answer in answers])
+        before = read_before(self.directory / BEFORE)
         results = summarise_gain(self.task, before, after)
         self.write_summary(results)
         show_gain(self.directory, self.task, before, after, results["gain"])
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, and curve.png."""
-        summary = results | summarise_steps(read_lines(self.directory / "metrics.jsonl"))
+        summary = results | summarise_steps(read_lines(self.directory / METRICS)) | self._parameters
         summary |= {"peak_memory_bytes": peak_memory_bytes(self.config.device)} | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
-        from viewer.curve import draw_curve
+        if (self.directory / METRICS).exists():  # without a step there is no curve
+            from viewer.curve import draw_curve
 
-        draw_curve(self.directory)
+            draw_curve(self.directory)
 
     def close(self) -> None:
         self._metrics.close()
+        self._lock.release()
 
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM: in a step, let it end and write a checkpoint; elsewhere, or a second time, stop now."""

@@ -1,13 +1,15 @@
 """Save a policy as a Hugging Face directory, and read it back."""
 
-import warnings
+import shutil
 from pathlib import Path
 
 import torch
 
 from common.policy import Policy
 
-from common.plumbing.config import DTYPES, PolicyConfig
+from common.plumbing.adapters import is_lora, load_adapter, merge_adapter
+from common.plumbing.config import DTYPES, PolicyConfig, find_directory, read_base
+from common.plumbing.pretrained import read_model
 
 
 def save_policy(policy: Policy, path: Path) -> None:
@@ -26,28 +28,34 @@ def load_weights(policy: Policy, path: Path) -> None:
 
         set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
         return
-    from transformers import AutoModelForCausalLM
-
-    saved = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    policy.model.load_state_dict(saved.state_dict())
+    policy.model.load_state_dict(read_model(str(path), torch.float32, local_files_only=True).state_dict())
 
 
-def save_merged(config: PolicyConfig, adapter: Path, path: Path) -> None:
+def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> None:
     """Add a saved LoRA adapter to the weights that it was trained on, and write them as a model of its own.
 
     The weights are read anew, unquantised: to add to quantised ones would round what was learned.
+
+    Raises:
+        UserError: the adapter or its base cannot be read.
     """
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    source = str(config.model_path or config.model)
-    base = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[config.dtype], local_files_only=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # as in make_policy
-        model = PeftModel.from_pretrained(base, adapter)
-    model.merge_and_unload().save_pretrained(path)
-    AutoTokenizer.from_pretrained(adapter).save_pretrained(path)
+    base = read_base(adapter)
+    model = read_model(str(find_directory(base) or base), dtype, local_files_only=True)
+    merge_adapter(load_adapter(model, adapter)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
-def is_lora(policy: Policy) -> bool:
-    return getattr(policy.model, "peft_config", None) is not None
+def save_base(config: PolicyConfig, policy: Policy, path: Path) -> None:
+    """Write the model that the policy's adapter is trained on, if that is on no disk yet, and tell the adapter where.
+
+    That is so when the adapter that `--model` names was merged, and a new one is trained on top.
+    """
+    if config.adapter_path is None or not config.lora_rank:
+        return
+    path = path.resolve()
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        save_merged(config.adapter_path, partial, policy.tokenizer, DTYPES[config.dtype])
+        partial.rename(path)
+    policy.model.peft_config["default"].base_model_name_or_path = str(path)

@@ -1,33 +1,57 @@
-"""config.json of a run: every setting as resolved, the command, the machine."""
+"""config.json of a run: every setting as resolved, the command, the machine, and what the run was made from."""
 
 import dataclasses
 import json
 import sys
+import typing
 from pathlib import Path
+
+from typeguard import TypeCheckError, check_type
 
 from common.errors import UserError
 
 from common.plumbing.config import PolicyConfig
+from common.plumbing.files import replace_file
 
-NOT_FLAGS = ("versions", "machine", "gpu", "commit", "experiment", "command")  # what config.json holds besides flags
+# What config.json holds besides flags
+NOT_FLAGS = ("versions", "machine", "gpu", "commit", "experiment", "command", "sources", "task_failed")
 
 
 def write_settings(directory: Path, settings: dict) -> None:
     """Replace config.json, completely or not at all."""
-    partial = directory / "config.json.partial"
-    partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    partial.replace(directory / "config.json")
+    replace_file(directory / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
 
 
-def read_settings(directory: Path) -> dict:
+def change_settings(directory: Path, **changes: object) -> None:
+    """Replace some entries of config.json."""
+    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    write_settings(directory, settings | changes)
+
+
+def read_settings(directory: Path, config_class: type[PolicyConfig]) -> dict:
     """
+    Args:
+        config_class: of the experiment that reads them; the settings that it knows must be of its types.
+
     Raises:
-        UserError: the directory is not that of a run.
+        UserError: the directory is not that of a run, or its config.json is damaged.
     """
     try:
-        return json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--resume {directory}: no config.json of a run can be read there ({error})") from error
+    if not isinstance(settings, dict) or not isinstance(settings.get("experiment"), str):
+        run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
+        hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
+        raise UserError(f"--resume {directory}: its config.json is not that of a run{hint}")
+    for name, wanted in typing.get_type_hints(config_class).items():
+        value = settings.get(name)
+        try:
+            check_type(tuple(value) if isinstance(value, list) else value, wanted)
+        except TypeCheckError:
+            if name in settings:
+                raise UserError(f"--resume {directory}: config.json is damaged: {name} cannot be {value!r}") from None
+    return settings
 
 
 def describe_settings(experiment: str, config: PolicyConfig, machine: dict) -> dict:

@@ -6,7 +6,7 @@ import time
 from common.errors import UserError
 
 from common.plumbing.task import Row, Task
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import printable, say
 
 PATIENCE = 10  # seconds for all rows together
 
@@ -20,7 +20,7 @@ def try_solutions(task: Task, rows: list[Row]) -> None:
     began = time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() - began > PATIENCE:
-            print(f"{task}: the solutions of {number} of {len(rows)} rows were tried in {PATIENCE} s, and are rewarded")
+            say(f"{task}: the solutions of {number} of {len(rows)} rows were tried in {PATIENCE} s, and are rewarded")
             return
         text = task.solution(row)
         if text is None:

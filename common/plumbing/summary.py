@@ -5,7 +5,7 @@ from pathlib import Path
 from common.evaluate import Answer, Evaluation, mean
 
 from common.plumbing.task import Task
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import printable, say
 
 SHOWN = {  # of evaluate(): what the closing table shows first, and under which label
     "greedy/accuracy": "greedy accuracy",
@@ -20,11 +20,13 @@ def summarise_steps(steps: list[dict]) -> dict:
     timed = [row for row in steps if "time/step" in row]
     seconds = sum(row["time/step"] for row in timed)
     num_tokens = sum(row["time/tokens_per_second"] * row["time/step"] for row in timed)
-    return {
-        "steps": len(timed),
+    num_steps = max((row["step"] for row in timed), default=0)
+    summary = {
+        "steps": num_steps,
         "seconds": round(seconds, 1),
         "tokens_per_second": round(num_tokens / seconds, 1) if timed else 0.0,
     }
+    return summary | ({"steps_lost": num_steps - len(timed)} if len(timed) < num_steps else {})
 
 
 def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:
@@ -94,8 +96,8 @@ def _accuracies(before: list[Answer], after: list[Answer], style: str) -> tuple[
 def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation, gain: dict) -> None:
     """Print held-out figures before and after, three questions answered before and after, and where to look next."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     table = Table(title=f"{len(task.eval_rows)} held-out questions")
@@ -108,20 +110,18 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
             label = SHOWN.get(
                 name, name.removeprefix("sampled/").replace("accuracy_", "accuracy if ").replace("_", " ")
             )
-            table.add_row(label, *("-" if value is None else f"{value:.3f}" for value in values))
+            table.add_row(Text(printable(label, 60)), *("-" if value is None else f"{value:.3f}" for value in values))
     console.print(table)
     if gain:
-        print(
-            "the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n"
-        )
+        say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
 
     table = Table(title="The greedy answer", show_lines=True)
     for heading in ("question", "right", "before", "after"):
         table.add_column(heading, overflow="fold")
     for row, *texts in list(zip(task.eval_rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
         cells = (task.question(row), str(row.get("answer", "")), *texts)
-        table.add_row(*(escape(printable(text, 160)) for text in cells))
+        table.add_row(*(Text(printable(text, 160)) for text in cells))  # text, not rich's markup
     console.print(table)
-    print(f"run:          {directory}")
-    print(f"curve:        {directory / 'curve.png'}")
-    print(f"TensorBoard:  tensorboard --logdir {directory.parent}")
+    say(f"run:          {directory}")
+    say(f"curve:        {directory / 'curve.png'}")
+    say(f"TensorBoard:  tensorboard --logdir {directory.parent}")

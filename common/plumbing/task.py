@@ -13,7 +13,7 @@ from common.errors import UserError
 
 from common.plumbing.checks import local_path, parse_numbers
 from common.plumbing.signals import call_after
-from common.plumbing.terminal import describe_error, printable
+from common.plumbing.terminal import describe_error, printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN, TAKEN_PREFIXES = (
@@ -72,7 +72,9 @@ class Task:
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         self.train_data = self._data("TRAIN_DATA")
         self.eval_data = self._data("EVAL_DATA")
-        self.train_rows: list[Row] = []  # filled by `load_task`
+        self.path = Path(module.__file__)
+        self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
+        self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self.fits_context = False  # whether it is known that all rows do
         self._has_warned = False  # of a number that is not finite
@@ -178,7 +180,7 @@ class Task:
             ) from None
 
     def _tell(self, function: str, row: dict, problem: str) -> None:
-        print(self._error(function, row, problem), file=sys.stderr)
+        say(str(self._error(function, row, problem)), sys.stderr)
 
     def _error(self, function: str, row: dict, problem: str) -> TaskError:
         return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")

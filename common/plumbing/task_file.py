@@ -9,7 +9,7 @@ from types import ModuleType
 from common.errors import UserError
 
 from common.plumbing.checks import local_path
-from common.plumbing.config import RunConfig
+from common.plumbing.config import RunConfig, shown
 from common.plumbing.task import Task
 from common.plumbing.terminal import describe_error
 
@@ -22,11 +22,15 @@ def import_task(config: RunConfig) -> Task:
     Raises:
         UserError: there is no such task, or its file cannot be used.
     """
-    return Task(_import_module(config.task), config.task, config.reward_weight)
+    return Task(_import_module(config.task), shown(config.task), config.reward_weight)
+
+
+def bundled_tasks() -> list[str]:
+    return sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
 
 
 def _import_module(name: str) -> ModuleType:
-    bundled = sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
+    bundled = bundled_tasks()
     if name in bundled:
         return importlib.import_module(f"common.tasks.{name}")
     path = local_path(name, "--task")

@@ -1,19 +1,51 @@
-"""Text that a model, a data set or a user's code wrote, made safe for a terminal."""
+"""All printing: nothing that a model, a data set or a user's file wrote can control the terminal."""
 
+import errno
+import io
+import os
+import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print on stdout, or on `stream`. The lines are those of `text`; what else is not printable is replaced."""
+    print(visible(text), file=stream)
+
+
+def say_above_progress(text: str) -> bool:
+    """Print above a progress bar; whether anybody can read it."""
+    from tqdm import tqdm
+
+    try:
+        tqdm.write(visible(text))
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, and of a closed terminal
+            raise
+        return False
+    return True
+
+
+def visible(text: str) -> str:
+    """A replacement character for everything that is not printable (control and bidi characters), but line breaks.
+
+    >>> visible("a title: \\x1b]0;mine\\x07\\n\\u202enext line")
+    'a title: \\ufffd]0;mine\\ufffd\\n\\ufffdnext line'
+    """
+    return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
 
 
 def printable(text: str, width: int) -> str:
-    """One line of at most `width` characters, with a replacement character for everything that is not printable.
+    """One line of at most `width` characters.
 
     >>> printable("red: \\x1b[31m\\n  next line", width=40)
     'red: \\ufffd[31m next line'
     """
     line = " ".join(text[: 20 * width].split())  # what follows would not be shown
     line = line if len(line) <= width else line[: width - 4].rstrip() + " ..."
-    return "".join(character if character.isprintable() else "\ufffd" for character in line)
+    return visible(line)
 
 
 def describe_error(error: BaseException, module: ModuleType) -> str:
@@ -24,3 +56,21 @@ def describe_error(error: BaseException, module: ModuleType) -> str:
     place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
     text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
+def prepare_output() -> None:
+    """Make printing possible whatever stdout and stderr are, and let tracebacks of errors pass through `say`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell; the next file that is opened would take its number
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):  # in PYTHONIOENCODING=ascii not every question can be encoded
+            stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = lambda *error: say("".join(traceback.format_exception(*error)).rstrip("\n"), sys.stderr)
+
+
+def discard_output() -> None:
+    """Print nowhere from now on, as nobody reads stdout any more; what is printed when Python exits would raise."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())

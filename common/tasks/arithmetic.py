@@ -18,9 +18,7 @@ SYSTEM_PROMPT = (
     "Think step by step inside <think> and </think>, then give only the final answer inside <answer> and </answer>."
 )
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)  # an unclosed thought extends to the end of the text
-_WELL_FORMED = re.compile(r"(?:<think>(?:(?!</?think>|</?answer>).)*</think>\s*)?<answer>[^<>]*</answer>", re.DOTALL)
+_WELL_FORMED = re.compile(r"(?:<think>(?:[^<]|<(?!/?think>|/?answer>))*+</think>\s*+)?+<answer>[^<>]*+</answer>")
 
 
 def messages(row: dict, system_prompt: str = "") -> list[dict]:
@@ -34,7 +32,8 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
     `correct` is 1 if the text outside `<think>` holds exactly one `<answer>` and it equals `row["answer"]` after
     `normalize_answer`, else 0: an answer inside the thought, or a second guess, earns nothing. `format` is 1 if the
-    text is an optional thought followed by one answer, and nothing else; its weight is 0, so it is only logged.
+    text is an optional thought followed by one answer, and nothing else; its weight is 0, so it is only logged. The
+    time that it takes is linear in the length of the text, whatever the policy writes.
 
     >>> row = {"question": "What is 20 plus 38?", "answer": "58"}
     >>> reward(row, "<think>20+38=58</think><answer>58</answer>")
@@ -42,11 +41,21 @@ def reward(row: dict, text: str) -> dict[str, float]:
     >>> reward(row, "<answer>58</answer><answer>59</answer>")
     {'correct': 0.0, 'format': 0.0}
     """
-    answers = _ANSWER.findall(text)
-    outside = _ANSWER.findall(_THINK.sub("", text))
-    wanted = normalize_answer(str(row["answer"]))
-    is_correct = len(answers) == len(outside) == 1 and normalize_answer(outside[0]) == wanted
+    head, *thoughts = text.split("<think>")
+    outside = head + "".join(thought.partition("</think>")[2] for thought in thoughts)  # an unclosed one never ends
+    answer, wanted = _only_answer(outside), str(row["answer"])
+    is_single = answer is not None and _only_answer(text) is not None
+    is_correct = is_single and is_answer(wanted) and normalize_answer(answer) == normalize_answer(wanted)
     return {"correct": float(is_correct), "format": float(_WELL_FORMED.fullmatch(text.strip()) is not None)}
+
+
+def solution(row: dict) -> str:
+    """Optional: a completion that earns `correct` = 1. A row for which it does not cannot be answered by any.
+
+    >>> [reward(row, solution(row))["correct"] for row in ({"answer": "58"}, {"answer": "20+38=58\\n#### 58"})]
+    [1.0, 0.0]
+    """
+    return f"<answer>{row['answer']}</answer>"
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
@@ -57,7 +66,9 @@ def describe(row: dict, text: str) -> dict[str, float]:
     >>> describe({}, "<answer>58</answer><think>20+38=58</think>")
     {'reasoned': 0.0, 'direct': 1.0}
     """
-    is_reasoned = re.search(r"<think>\s*[^\s<].*?</think>", text.split("<answer>")[0], re.DOTALL) is not None
+    before = text.partition("<answer>")[0]
+    thought = re.search(r"<think>\s*+[^<]", before)
+    is_reasoned = thought is not None and before.find("</think>", thought.end()) >= 0
     return {"reasoned": float(is_reasoned), "direct": float(not is_reasoned)}
 
 
@@ -67,9 +78,27 @@ def normalize_answer(text: str) -> str:
     >>> [normalize_answer(text) for text in (" 1,234 ", "+58.0", "-0", "007", "- 12", "x + 1")]
     ['1234', '58', '0', '7', '-12', 'x+1']
     """
-    text = re.sub(r"\s+", "", text)
+    text = "".join(text.split())
     match = re.fullmatch(r"([+-]?)(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?", text)
     if match is None:
         return text
     number = match.group(2).replace(",", "").lstrip("0") or "0"
     return "-" + number if match.group(1) == "-" and number != "0" else number
+
+
+def is_answer(text: str) -> bool:
+    """Whether a row's answer can be given between tags: one line of text without tags or GSM8K's ####, and no NaN.
+
+    >>> [is_answer(text) for text in ("58", "x + 1", " ", "5\\n8", "</answer>", "20+38=58 #### 58", "nan", "-Infinity")]
+    [True, True, False, False, False, False, False, False]
+    """
+    lines = text.strip().splitlines()  # none of an empty text
+    is_finite = text.strip().lstrip("+-").lower() not in ("nan", "inf", "infinity")  # as Python and JSON write them
+    return len(lines) == 1 and is_finite and not any(mark in text for mark in ("<", ">", "####"))
+
+
+def _only_answer(text: str) -> str | None:
+    """What the only `<answer>` of a text holds; None if there is none, or more than one."""
+    answer, end, rest = text.partition("<answer>")[2].partition("</answer>")
+    has_another = "</answer>" in rest.partition("<answer>")[2]
+    return answer if end and not has_another else None

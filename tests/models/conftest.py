@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -28,13 +28,13 @@ QWEN_2_TEMPLATE = (
 )
 
 
-def byte_tokenizer(specials: list[str], **settings) -> PreTrainedTokenizerFast:
+def byte_tokenizer(specials: list[str | AddedToken], **settings) -> PreTrainedTokenizerFast:
     """A tokenizer without merges: one token per byte, followed by the given special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(specials)
+    tokenizer.add_tokens([AddedToken(name, special=True) if isinstance(name, str) else name for name in specials])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
@@ -66,6 +66,11 @@ def save_qwen2(path: Path, **settings) -> None:
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def make_byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    return byte_tokenizer
 
 
 @pytest.fixture(scope="session")

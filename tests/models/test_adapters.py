@@ -9,16 +9,18 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from common.policy import Policy
 from common.sampling import sample
 
 import common.plumbing.loading
+from common.plumbing.adapters import add_adapter
 from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
+from common.plumbing.weights import count_parameters
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
 A_RUN = (
@@ -140,17 +142,23 @@ def test_all_linear_layers_but_the_head_have_adapters(trained):
     assert not any("head" in name or "embed" in name for name in adapted)
 
 
-def test_the_reference_of_an_adapter_is_the_unchanged_model(trained):
-    reference = make_reference(trained.policy)
+def test_the_reference_of_an_adapter_is_the_unchanged_model():
+    """Also after training, and with the adapter off at no memory of its own."""
+    policy = load(lora_rank=4)
+    reference = make_reference(policy)
+    fill_adapters(policy)
     assert torch.equal(log_probs_of(reference), log_probs_of(load()))
     torch.testing.assert_close(log_probs_of(reference), plain_log_probs(read_plain(TINY_POLICY)), atol=1e-5, rtol=0)
-    assert (log_probs_of(reference) - log_probs_of(trained.policy)).abs().max() > 0.01
+    assert (log_probs_of(reference) - log_probs_of(policy)).abs().max() > 0.01
+    assert {id(weight) for weight in reference.parameters()} == {id(weight) for weight in policy.parameters()}
 
 
-def test_scoring_with_the_reference_leaves_the_adapter_on(trained):
-    before = log_probs_of(trained.policy)
-    log_probs_of(make_reference(trained.policy))
-    assert torch.equal(log_probs_of(trained.policy), before)
+def test_scoring_with_the_reference_leaves_the_adapter_on():
+    policy = load(lora_rank=4)
+    reference = make_reference(policy)
+    before = log_probs_of(fill_adapters(policy))
+    log_probs_of(reference)
+    assert torch.equal(log_probs_of(policy), before)
 
 
 def test_training_mode_changes_no_log_prob(trained, monkeypatch):
@@ -340,3 +348,38 @@ def test_peft_loads_the_adapter_of_a_run_over_quantised_weights(load_script, tmp
     if dtype == "float32":  # merged into the weights as they were before they were quantised
         merged = plain_log_probs(read_plain(directory / "final_merged"))
         torch.testing.assert_close(merged, plain_log_probs(loaded), atol=1e-5, rtol=0)
+
+
+# how many parameters -------------------------------------------------------------------------------------------------
+
+
+def test_llama_8b_has_the_published_number_of_lora_parameters():
+    """20,971,520 at rank 8, of all linear layers; tensors on the meta device have shapes and no data."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    with torch.device("meta"):
+        model = add_adapter(LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=False)), rank=8)
+    expected = {"parameters": 8_030_261_248 + 20_971_520, "trained_parameters": 20_971_520}
+    assert count_parameters(model) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_are_counted_whatever_holds_them(capsys, way):
+    """Tied weights once, packed 4-bit weights each."""
+    if "load_in" in WAYS[way]:
+        pytest.importorskip("bitsandbytes")
+    stored = sum(weight.numel() for weight in load_file(TINY_POLICY / "model.safetensors").values())
+    policy = load(**WAYS[way])
+    adapters = sum(weight.numel() for name, weight in policy.named_parameters() if "lora_" in name)
+    trained = adapters if WAYS[way] else stored
+    assert count_parameters(policy.model) == {"parameters": stored + adapters, "trained_parameters": trained}
+    share = f"{100 * trained / (stored + adapters):.2f}%"
+    assert f"{trained:,} of {stored + adapters:,} parameters are trained ({share})\n" in capsys.readouterr().out
+
+
+def test_a_run_says_and_keeps_how_many_parameters_it_trains(trained):
+    summary = json.loads((trained.directory / "summary.json").read_text())
+    assert {name: summary[name] for name in ("parameters", "trained_parameters")} == count_parameters(
+        trained.policy.model
+    )
+    assert 0 < summary["trained_parameters"] < summary["parameters"]

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
 
+from common.chat import decode
+from common.policy import Policy
 from common.tasks import arithmetic
 
 WAYS = {  # of training: the flags, and how much sampling and training log-probs may differ
@@ -45,3 +48,56 @@ def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script,
     assert second["loss/kl"] > first["loss/kl"]  # what was learned is in the weights that are trained on
     weights = "adapter_model.safetensors" if "--lora-rank" in flags else "model.safetensors"
     assert (directory / "final" / weights).exists()
+
+
+def action_tokens(sequences: torch.Tensor, action_mask: torch.Tensor) -> set[tuple[int, ...]]:
+    """The action tokens of every row."""
+    pairs = zip(sequences[:, 1:], action_mask.bool(), strict=True)
+    return {tuple(ids[mask].tolist()) for ids, mask in pairs}
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_the_sampled_ids_are_trained_and_not_those_of_their_text(
+    tmp_path, monkeypatch, load_script, save_checkpoint, experiment
+):
+    """A random policy samples bytes that are no text: decoded and encoded again, its completions have other ids."""
+    script = load_script(f"{experiment}/train.py")
+    sampled, trained, policies = [], set(), []
+    forward, sample = Policy.forward, script.sample
+
+    def keep_samples(policy, *arguments, **settings):
+        rows = sample(policy, *arguments, **settings)
+        policies.append(policy)
+        sampled.extend((tuple(row.ids), tuple(row.action_mask), row.prompt_length) for row in rows)
+        return rows
+
+    def keep_trained(policy, sequences, action_mask, *arguments):
+        if torch.is_grad_enabled():
+            trained.update(action_tokens(sequences, action_mask))
+        return forward(policy, sequences, action_mask, *arguments)
+
+    monkeypatch.setattr(script, "sample", keep_samples)
+    monkeypatch.setattr(Policy, "forward", keep_trained)
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint("llama", tmp_path / "model", initializer_range=0.1)
+    script.main(
+        [
+            *("--model", "./model", "--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--device", "cpu"),
+            *("--max-new-tokens", "12", "--eval-prompts", "1", "--eval-every", "0", "--name", "x"),
+        ]
+    )
+
+    tokenizer = policies[0].tokenizer
+    texts = [decode(tokenizer, list(ids[length:])) for ids, _, length in sampled]
+    again = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    changed = [new != ids[length:] for new, (ids, _, length) in zip(again, sampled, strict=True)]
+    assert len(sampled) == 16
+    assert sum(changed) >= 12
+
+    lines = (tmp_path / "runs" / experiment / "x" / "samples.jsonl").read_text().splitlines()
+    kept = [(tuple(row["ids"]), tuple(row["action_mask"]), row["prompt_length"]) for row in map(json.loads, lines)]
+    assert kept == sampled
+    assert [json.loads(line)["text"] for line in lines] == texts
+    assert trained == {ids[length:] for ids, _, length in sampled}

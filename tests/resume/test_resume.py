@@ -13,8 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +24,11 @@ import torch
 from common.errors import UserError
 
 from common.plumbing.checkpoints import newest_checkpoint, write_checkpoint
+from common.plumbing.config import TINY_POLICY, RunConfig
+from common.plumbing.hub import commit_of
 from common.plumbing.loading import load_policy
 from common.plumbing.parse import parse_config
+from common.plumbing.sources import describe_sources
 from common.plumbing.start import run_main, start_run
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
@@ -248,10 +253,10 @@ FAULTS = [
 @pytest.mark.parametrize(("name", "damage", "sentence"), FAULTS)
 def test_a_corrupt_checkpoint_is_ignored(tmp_path, capsys, uninterrupted, name, damage, sentence):
     directory = copy_of(uninterrupted, tmp_path) / "checkpoints"
-    assert newest_checkpoint(directory) == (6, directory / "step_6")
+    assert newest_checkpoint(directory)[:2] == (6, directory / "step_6")
     assert not capsys.readouterr().out
     damage(directory / "step_6" / name)
-    assert newest_checkpoint(directory) == (4, directory / "step_4")
+    assert newest_checkpoint(directory)[:2] == (4, directory / "step_4")
     output = capsys.readouterr().out
     assert f"step_6 is corrupt ({sentence}" in output
     assert "it is ignored" in output
@@ -275,7 +280,7 @@ def test_a_corrupt_checkpoint_never_displaces_a_complete_one(tmp_path, load_scri
     policy = load_policy(parse_config(load_script("experiment_base/train.py").Config, FLAGS, description=""))
     optimizer = torch.optim.AdamW(policy.parameters())
     write_checkpoint(directory, 2, policy, optimizer, keep=2)
-    assert newest_checkpoint(directory) == (2, directory / "step_2")
+    assert newest_checkpoint(directory)[:2] == (2, directory / "step_2")
 
 
 def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, uninterrupted):
@@ -360,10 +365,8 @@ def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, un
 
     no_room = f"error: {directory} could not be written .*; when there is space, resume with: python .* --resume "
     no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last complete one is that of step 4$"
-    elsewhere = samples.rename(tmp_path / "samples.jsonl")  # it is longer than metrics.jsonl
     assert re.match(no_room, refusal(metrics.stat().st_size))  # TensorBoard's events are longer
     assert re.match(no_room, refusal(size_until_step_4(metrics) + 100))
-    elsewhere.rename(samples)
     assert re.match(no_room, refusal(size_until_step_4(samples) + 100))
     assert re.match(no_checkpoint, refusal(size_of_weights - 1))
     assert re.match(no_checkpoint, refusal(2 * size_of_weights - 1))  # optimizer.pt is longer
@@ -416,11 +419,240 @@ def test_what_is_not_a_run_of_this_experiment_is_not_resumed(tmp_path, train, un
         train("--resume", str(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["checkpoints/step_6", "final"])
+def test_a_directory_of_weights_is_refused_and_its_run_named(train, uninterrupted, name):
+    with pytest.raises(UserError, match=f"not that of a run; it belongs to the run {uninterrupted}, which resumes"):
+        train("--resume", str(uninterrupted / name))
+
+
+NOT_SETTINGS = [
+    ("{}", "is not that of a run$"),
+    ("[]", "is not that of a run$"),
+    ("[" * 100_000, "no config.json of a run can be read"),
+    ("\x00", "no config.json of a run can be read"),
+    ({"steps": "six"}, "is damaged: steps cannot be 'six'$"),
+    ({"lr": None, "group_size": 4.5}, "is damaged: group_size cannot be 4.5$"),
+    ({"at_most": "num_terms=2"}, "is damaged: at_most cannot be 'num_terms=2'$"),
+    ({"dtype": "float8"}, "is damaged: dtype cannot be 'float8'$"),
+    ({"experiment": None}, "is not that of a run$"),
+]
+
+
+@pytest.mark.parametrize(("content", "sentence"), NOT_SETTINGS, ids=lambda value: str(value)[:20])
+def test_a_damaged_config_file_is_refused(tmp_path, train, uninterrupted, content, sentence):
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((uninterrupted / "config.json").read_text()) | content)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=sentence):
+        train("--resume", str(tmp_path))
+
+
 def test_settings_that_no_longer_exist_are_not_dropped(tmp_path, train, uninterrupted):
     settings = json.loads((uninterrupted / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"format_weight": 0.5}))
     with pytest.raises(UserError, match=r"with settings that do not exist here: format_weight$"):
         train("--resume", str(tmp_path))
+
+
+def flip_a_digit(path: Path) -> None:
+    """Change a number in the second line, which remains JSON."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    digit = re.search(rb"0\.\d(\d)", lines[1]).start(1)
+    lines[1] = lines[1][:digit] + (b"1" if lines[1][digit : digit + 1] == b"0" else b"0") + lines[1][digit + 1 :]
+    path.write_bytes(b"".join(lines))
+
+
+def destroy_the_third_line(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"\xff" + lines[2][1:], *lines[3:]]))
+
+
+DAMAGED = [  # what is left of the steps of metrics.jsonl: 0 is the evaluation before training, 6 also that after it
+    ("metrics.jsonl", flip_a_digit, "is not what was written", [0, 1, 2, 3, 4, 5, 6, 6]),
+    ("metrics.jsonl", destroy_the_third_line, "is damaged: line 3 cannot be read", [0, 1, 3, 4, 5, 6, 6]),
+    ("metrics.jsonl", lambda path: os.truncate(path, 900), "is not what was written", [0, 5, 6, 6]),
+    ("metrics.jsonl", Path.unlink, "is missing", [5, 6, 6]),
+    ("samples.jsonl", destroy_the_third_line, "is damaged: line 3 cannot be read", [0, 1, 2, 3, 4, 5, 6, 6]),
+    ("samples.jsonl", Path.unlink, "is missing", [0, 1, 2, 3, 4, 5, 6, 6]),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "sentence", "steps"), DAMAGED)
+def test_a_damaged_log_is_kept_as_far_as_possible(tmp_path, train, uninterrupted, name, damage, sentence, steps):
+    """What cannot be kept is said, and what there was is copied; what was logged after the checkpoint is as ever."""
+    directory = copy_of(uninterrupted, tmp_path, until=4)
+    damage(directory / name)
+    found = (directory / name).read_bytes() if (directory / name).exists() else None
+    output = train("--resume", str(directory))
+    assert f"{directory / name} {sentence}; what can be read is kept" in output
+    copy = directory / "damaged" / name
+    assert (copy.read_bytes() if copy.exists() else None) == found
+    assert list(copy.parent.glob("events.out.tfevents.*"))
+    assert [row["step"] for row in read_metrics(directory)] == steps
+    assert read_metrics(directory)[-3:] == read_metrics(uninterrupted)[-3:]
+    missing = sorted({1, 2, 3, 4} - set(steps))
+    assert ("the curve and the summary will lack step" in output) == bool(missing)
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["steps"], summary.get("steps_lost", 0)) == (6, len(missing))
+    if name == "samples.jsonl":
+        kept, expected = (set((path / name).read_bytes().splitlines()) for path in (directory, uninterrupted))
+        assert kept < expected
+    train("--resume", str(directory))
+    assert not (directory / "damaged-2").exists()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut_off, lambda path: path.write_bytes(b""), flip_a_byte])
+def test_a_lost_evaluation_before_training_is_repeated(tmp_path, train, uninterrupted, damage):
+    directory = copy_of(uninterrupted, tmp_path, until=4)
+    damage(directory / "before.json")
+    assert "before.json is" in train("--resume", str(directory))
+    assert digest(directory / "before.json") == digest(uninterrupted / "before.json")
+    assert_equal_runs(directory, uninterrupted)
+
+
+def test_what_a_run_without_complete_checkpoints_had_is_copied(tmp_path, train, uninterrupted):
+    directory = copy_of(uninterrupted, tmp_path)
+    for path in (directory / "checkpoints").iterdir():
+        (path / "optimizer.pt").unlink()
+    found = (directory / "metrics.jsonl").read_bytes()
+    assert f"logged so far are in {directory / 'damaged'}\n" in train("--resume", str(directory))
+    assert (directory / "damaged" / "metrics.jsonl").read_bytes() == found
+    assert_equal_runs(directory, uninterrupted)
+    assert checkpoints_of(directory) == ["step_4", "step_6"]  # no left-over of a corrupt one
+
+
+def test_left_overs_of_checkpoints_are_removed(tmp_path, train, uninterrupted):
+    """As soon as there is a new complete checkpoint, and not before."""
+    directory = copy_of(uninterrupted, tmp_path)
+    shutil.copytree(directory / "checkpoints" / "step_6", directory / "checkpoints" / "step_5")
+    (directory / "checkpoints" / "step_7.partial").mkdir()
+    for step in ("step_5", "step_6"):
+        flip_a_byte(directory / "checkpoints" / step / "model.safetensors")
+    assert newest_checkpoint(directory / "checkpoints").step == 4
+    assert checkpoints_of(directory) == ["step_4", "step_5.corrupt", "step_6.corrupt", "step_7.partial"]
+    train("--resume", str(directory))
+    assert checkpoints_of(directory) == ["step_4", "step_6"]
+    assert_equal_runs(directory, uninterrupted)
+
+
+def test_a_run_has_one_process(tmp_path, train):
+    """While a process runs, no other one resumes the run or takes its name; a kill leaves no lock behind."""
+    directory = tmp_path / "runs" / "experiment_base" / "mine"
+    with started(sys.executable, TRAIN, *FLAGS, "--steps", "999", "--name", "mine", cwd=tmp_path) as process:
+        wait_until(lambda: last_step(directory) >= 1, process)
+        for arguments, sentence in (
+            (("--resume", str(directory)), "mine is in use: another process is running or resuming this run$"),
+            (("--runs-dir", str(tmp_path / "runs"), "--name", "mine"), "mine exists already; choose another --name"),
+        ):
+            before = last_step(directory)
+            with pytest.raises(UserError, match=sentence):
+                train(*arguments)
+        wait_until(lambda: last_step(directory) > before, process)
+        process.kill()
+        end(process)
+    settings = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(settings | {"steps": 1}))
+    assert "resuming" in train("--resume", str(directory))
+    assert [row["step"] for row in read_metrics(directory)] == [0, 1, 1]
+
+
+def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monkeypatch):
+    """Also if they start in the same second, as in a sweep."""
+    second = datetime(2026, 1, 2, 3, 4, 5)
+    monkeypatch.setattr("common.plumbing.directory.datetime", SimpleNamespace(now=lambda: second))
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path))
+    with ExitStack() as runs:
+        names = [runs.enter_context(start_run("experiment_base", config)).directory.name for _ in range(3)]
+    assert names == [f"20260102-030405-seed0{number}" for number in ("", "-2", "-3")]
+
+
+@pytest.mark.parametrize("left", [(), (".lock",), (".lock", "config.json.partial")])
+def test_a_name_is_free_after_a_kill_before_the_run_began(tmp_path, load_script, left):
+    directory = tmp_path / "experiment_base" / "mine"
+    directory.mkdir(parents=True)
+    for name in left:
+        (directory / name).touch()
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine")
+    with start_run("experiment_base", config) as run:
+        assert run.directory == directory
+    assert (directory / "config.json").exists()
+
+
+def test_an_unexpected_error_at_the_start_leaves_no_directory(tmp_path, load_script):
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine")
+    with pytest.raises(ZeroDivisionError), start_run("experiment_base", config):
+        1 / 0  # noqa: B018
+    assert not list((tmp_path / "experiment_base").iterdir())
+
+
+A_TASK = """
+REWARD_WEIGHTS = {"length": 1.0}
+def messages(row, system_prompt):
+    return [{"role": "user", "content": row["question"]}]
+def reward(row, text):
+    return {"length": len(text)}
+"""
+
+
+@pytest.fixture
+def own_files(tmp_path, monkeypatch, train) -> Path:
+    """The directory of a finished run of one step with a data file, a model and a task, all named by relative paths."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(f'{{"question": "What is {n}?"}}\n' for n in range(9)))
+    Path("task.py").write_text(A_TASK)
+    shutil.copytree(TINY_POLICY, "model")
+    named = ("--data", "rows.jsonl", "--task", "task.py", "--model", "model")
+    train(*FLAGS, "--steps", "1", *named, "--name", "mine")
+    return tmp_path / "runs" / "experiment_base" / "mine"
+
+
+def test_a_run_is_resumed_from_any_directory(own_files, monkeypatch, train):
+    elsewhere = own_files.parents[2] / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    Path("rows.jsonl").write_text("not the data of the run")
+    assert "after step 1\n" in train("--resume", str(own_files))
+    with pytest.raises(UserError, match=f"^--data {Path('rows.jsonl').absolute()} differs from the run's"):
+        train("--resume", str(own_files), "--data", "rows.jsonl")
+    monkeypatch.chdir(own_files.parents[2])
+    assert "after step 1\n" in train("--resume", str(own_files), "--data", "rows.jsonl", "--model", "./model")
+
+
+CHANGES = [
+    ("rows.jsonl", lambda path: path.write_text(path.read_text().replace("What is 3?", "What is 33?")), "--data"),
+    ("task.py", lambda path: path.write_text(path.read_text() + "# another version\n"), "--task"),
+    ("model/model.safetensors", flip_a_byte, "--model"),
+    ("model/chat_template.jinja", lambda path: path.write_text(path.read_text() + " "), "--model"),
+]
+
+
+def test_a_run_is_not_resumed_with_other_contents(own_files, train):
+    """It is refused before anything of the run is changed."""
+    before = digest(own_files / "metrics.jsonl")
+    for name, change, flag in CHANGES:
+        content = Path(name).read_bytes()
+        change(Path(name))
+        with pytest.raises(UserError, match=f"^{flag} .* is not what it was when .*: restore it, or start a new run$"):
+            train("--resume", str(own_files))
+        Path(name).write_bytes(content)
+    assert digest(own_files / "metrics.jsonl") == before
+    assert "after step 1\n" in train("--resume", str(own_files))
+
+
+def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
+    """Without a network: that of this machine's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert commit_of("model", "owner/name") is None
+    for what in ("model", "dataset"):
+        refs = tmp_path / f"{what}s--owner--name" / "refs"
+        refs.mkdir(parents=True)
+        (refs / "main").write_text(f"{what[:4]}1234\n")
+        assert commit_of(what, "owner/name") == f"{what[:4]}1234"
+    config = RunConfig(model="owner/name", data="owner/name:subset")
+    assert describe_sources(config, None) == {
+        "model": {"source": "owner/name", "content": "mode1234"},
+        "data": {"source": "owner/name:subset", "content": "data1234"},
+    }
 
 
 def test_resuming_a_finished_run_gives_the_same_result(tmp_path, train, uninterrupted):

@@ -1,6 +1,9 @@
 """A user's mistake is reported in one sentence, without a traceback, and destroys nothing that existed before."""
 
+import ast
+import io
 import json
+import math
 import os
 import re
 import shutil
@@ -16,12 +19,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from common.errors import UserError
 from common.tasks import arithmetic
 
 from common.plumbing.checkpoints import newest_checkpoint
 from common.plumbing.config import TINY_POLICY
+from common.plumbing.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"
@@ -195,6 +200,39 @@ def widen(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(settings | {"intermediate_size": 1024}))
 
 
+def change(name: str, **values) -> Callable[[Path], None]:
+    """Change some values of a JSON file of the model."""
+
+    def damage(model: Path) -> None:
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | values))
+
+    return damage
+
+
+def end_of_turn(value: object) -> Callable[[Path], None]:
+    return change("generation_config.json", eos_token_id=value)
+
+
+def change_weight(name: str, value: float) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        weights[name].view(-1)[7] = value
+        save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def add_token(role: str | None) -> Callable[[Path], None]:
+    """Give the tokenizer a token more than the model has, without resizing the model."""
+
+    def damage(model: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.add_special_tokens({role: "[NEW]"}) if role else tokenizer.add_tokens(["[NEW]"])
+        tokenizer.save_pretrained(model)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -213,7 +251,25 @@ def widen(model: Path) -> None:
         (lambda model: (model / "tokenizer.json").unlink(), "could not be loaded"),
         (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template; use an instruction-tuned"),
         (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
-        (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "the chat template refuses the messages: no"),
+        (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "chat template refuses the messages: no"),
+        (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "chat template refuses the messages: TypeError: "),
+        (overwrite("chat_template.jinja", "{{ 1 / 0 }}"), "chat template refuses the messages: ZeroDivisionError: "),
+        (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "RecursionError"),
+        (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model model: the chat template renders no"),
+        (end_of_turn("x"), r"--model model: .* \(eos_token_id\) 'x' is not a whole number"),
+        (end_of_turn(2.0), r"--model model: .* \(eos_token_id\) 2.0 is not a whole number"),
+        (end_of_turn(True), r"--model model: .* \(eos_token_id\) True is not a whole number"),
+        (end_of_turn([2, [3]]), r"--model model: .* \(eos_token_id\) \[3\] is not a whole number"),
+        (end_of_turn([2, 1024]), "--model model: the end-of-turn id 1024 is not among the 1024 ids that the"),
+        (end_of_turn(-1), "--model model: the end-of-turn id -1 is not among the 1024 ids"),
+        (change("config.json", eos_token_id="x"), "could not be loaded: .*eos_token_id"),
+        (change("config.json", pad_token_id=1024), "could not be loaded: .*[Pp]adding_idx"),
+        (add_token("pad_token"), "--model model: the padding id 1024 is not among the 1024 ids"),
+        (add_token("eos_token"), "--model model: the end-of-turn id 1024 is not among the 1024 ids"),
+        (add_token(None), "--model model: the tokenizer's id 1024 is not among the 1024 ids"),
+        (change_weight("model.layers.1.mlp.up_proj.weight", math.nan), r"hold NaN or .*: model\.layers\.1\.mlp\.up_"),
+        (change_weight("model.norm.weight", math.inf), r"hold NaN or infinite numbers: model\.norm\.weight for one"),
+        (change_weight("model.embed_tokens.weight", -math.inf), r"hold NaN or infinite numbers: model\.embed_tokens"),
     ],
 )  # fmt: skip
 def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sentence):
@@ -225,6 +281,118 @@ def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sente
             train("--model", "./model", *SMALL)
         assert "\n" not in str(caught.value)
         assert not run_directories()
+
+
+def test_a_special_token_that_the_model_lacks_may_go_unused(train):
+    """Gemma 3's text models have the tokenizer of those that see images."""
+    shutil.copytree(TINY_POLICY, "model")
+    add_token(None)(Path("model"))
+    change("tokenizer_config.json", image_token="[NEW]")(Path("model"))
+    train("--model", "./model", *SMALL)
+
+
+def test_quantised_weights_that_are_not_numbers_are_refused(train):
+    pytest.importorskip("bitsandbytes")
+    shutil.copytree(TINY_POLICY, "model")
+    change_weight("model.layers.1.mlp.up_proj.weight", math.nan)(Path("model"))
+    with pytest.raises(UserError, match="computes logits that are NaN or infinite: are its weights damaged"):
+        train("--model", "./model", "--lora-rank", "2", "--load-in", "4bit", *SMALL)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ("a/run", r"--model a/run holds no model .*; did you mean a/run/final\?$"),
+        ("a/stopped", r"--model a/stopped holds no model .*; did you mean a/stopped/checkpoints/step_10\?$"),
+        ("a/run/checkpoints", r"--model a/run/checkpoints holds no model .* a/run/checkpoints/step_10\?$"),
+        ("./a", r"--model a holds no model \(config.json\) and no adapter \(adapter_config.json\)$"),
+    ],
+)
+def test_a_directory_near_a_policy_gets_a_suggestion(train, model, sentence):
+    """A run has a config.json as well, which is not a model's."""
+    for run in ("a/run", "a/stopped"):
+        for step in ("step_2", "step_10", "step_12.partial"):
+            Path(run, "checkpoints", step).mkdir(parents=True)
+            Path(run, "checkpoints", step, "adapter_config.json").write_text("{}")
+        Path(run, "config.json").write_text('{"experiment": "experiment_base"}')
+        Path(run, "metrics.jsonl").write_text("")
+    shutil.copytree(TINY_POLICY, "a/run/final")
+    with pytest.raises(UserError, match=sentence):
+        train("--model", model, *SMALL)
+    assert not run_directories()
+
+
+CODE = """
+import pathlib
+pathlib.Path("it_ran").touch()
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+class MyConfig(PreTrainedConfig):
+    model_type = "mine"
+class MyModel(LlamaForCausalLM):
+    config_class = MyConfig
+class MyTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+MY_MODEL = change(
+    "config.json", model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+)
+MY_TOKENIZER = change(
+    "tokenizer_config.json", tokenizer_class="MyTokenizer", auto_map={"AutoTokenizer": [None, "mine.MyTokenizer"]}
+)
+
+
+@pytest.mark.parametrize("change_it", [MY_MODEL, MY_TOKENIZER], ids=["model", "tokenizer"])
+@pytest.mark.parametrize("is_base", [False, True], ids=["model", "base of an adapter"])
+def test_code_that_comes_with_a_model_is_not_run(train, monkeypatch, capsys, change_it, is_base):
+    """Nobody is asked whether it should be: "y" in the standard input is not read."""
+    shutil.copytree(TINY_POLICY, "model")
+    Path("model/mine.py").write_text(CODE)
+    change_it(Path("model"))
+    if is_base:
+        Path("adapter").mkdir()
+        settings = {"peft_type": "LORA", "base_model_name_or_path": str(Path("model").resolve())}
+        Path("adapter/adapter_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(
+        UserError, match="could not be loaded: it needs code of its own, which is never run here"
+    ) as caught:
+        train("--model", "./adapter" if is_base else "./model", *SMALL)
+    assert "\n" not in str(caught.value)
+    assert "[y/N]" not in capsys.readouterr().out
+    assert sys.stdin.read() == "y\n" * 9
+    assert not Path("it_ran").exists()
+    assert not run_directories()
+
+
+def test_a_known_architecture_needs_none_of_the_code_beside_it(train):
+    shutil.copytree(TINY_POLICY, "model")
+    Path("model/mine.py").write_text(CODE)
+    MY_MODEL(Path("model"))
+    change("config.json", model_type="llama")(Path("model"))
+    train("--model", "./model", *SMALL)
+    assert not Path("it_ran").exists()
+
+
+def test_the_loading_script_of_a_dataset_is_not_run(train):
+    pytest.importorskip("datasets")
+    Path("owner/name").mkdir(parents=True)
+    Path("owner/name/name.py").write_text("import pathlib\npathlib.Path('it_ran').touch()\n")
+    with pytest.raises(UserError, match=r"the dataset owner/name:part could not be loaded: .*scripts .*name\.py"):
+        train("--data", "owner/name:part", *SMALL)
+    assert not Path("it_ran").exists()
+
+
+def test_every_call_that_could_run_foreign_code_forbids_it():
+    """transformers asks the user instead, unless trust_remote_code=False is passed."""
+    files = [*ROOT.glob("common/**/*.py"), *ROOT.glob("experiment_*/*.py")]
+    calls = [
+        node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)
+    ]
+    names = [getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls]
+    loaders = [call for call, name in zip(calls, names, strict=True) if name in ("from_pretrained", "load_dataset")]
+    assert len(loaders) >= 3
+    for call in loaders:
+        assert "trust_remote_code=False" in ast.unparse(call), ast.unparse(call)
 
 
 def test_a_template_without_system_turn_gets_a_suggestion(train):
@@ -297,6 +465,9 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
     Path("my_task.py").write_text("FAILS = False\n" + FAILS_LATER)
     load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
     assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 9
+    Path("my_task.py").write_text("FAILS = 0\n" + FAILS_LATER)  # the run has not failed since it was corrected
+    with pytest.raises(UserError, match=r"^--task .*my_task\.py is not what it was when"):
+        load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
 
 
 # As a program --------------------------------------------------------------------------------------------------------
@@ -448,7 +619,7 @@ def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkey
     assert "reward/total" not in metrics[3]
     samples = read_lines(directory / "samples.jsonl")
     assert None in [entry["advantage"] for entry in samples if entry["step"] == 3]
-    step, path = newest_checkpoint(directory / "checkpoints")
+    step, path, _ = newest_checkpoint(directory / "checkpoints")
     assert step == 2
     assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # those before step 3
 
@@ -472,6 +643,23 @@ def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script
     assert newest_checkpoint(directory / "checkpoints")[0] == 7
 
 
+def test_the_checkpoint_of_a_failed_run_with_an_adapter_is_usable(train, load_script, monkeypatch):
+    """The sentence says how: with --lora-rank it would be merged, and another adapter trained."""
+    train("--lora-rank", "2", "--steps", "1", *SMALL)
+    Path("runs/experiment_base/x").rename("runs/experiment_base/first")
+    first = ("--model", "runs/experiment_base/first/final")
+    for flags, ending in ((("--lora-rank", "2"), " without --lora-rank"), (first, "")):
+        with (
+            broken_reward(load_script(TRAIN), monkeypatch, {2, 3, 4}, math.nan),
+            pytest.raises(UserError, match=rf"--model runs/experiment_base/x/checkpoints/step_<N>{ending}$"),
+        ):
+            train("--steps", "9", "--checkpoint-every", "1", *SMALL, *flags)
+        Path("runs/experiment_base/x").rename("failed")
+        train("--model", "failed/checkpoints/step_1", *SMALL)
+        shutil.rmtree("runs/experiment_base/x")
+        shutil.rmtree("failed")
+
+
 def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
     """The newest checkpoint is that of the last finite step."""
     with pytest.raises(UserError, match=r"were not finite, and were skipped\. Start again with a lower --lr"):
@@ -481,6 +669,104 @@ def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
     assert [entry["loss/skipped"] for entry in metrics[-3:]] == [1, 1, 1]
     assert newest_checkpoint(directory / "checkpoints")[0] == metrics[-4]["step"]
     assert read_lines(directory / "samples.jsonl")
+
+
+# What is printed -----------------------------------------------------------------------------------------------------
+
+HOSTILE = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202e"
+UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+ANY_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+
+
+def run_and_read(capsys, load_script, *argv: str) -> str:
+    """What train.py prints as a program that ends with a user's error."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: load_script(TRAIN).main([*QUICK, *argv]))
+    assert ended.value.code == 2
+    printed = "".join(capsys.readouterr())
+    assert not UNPRINTABLE.search(printed)
+    assert printed.splitlines()[-1].startswith("error: ")
+    assert "\ufffd]0;mine\ufffd\ufffd[2J" in printed
+    return printed
+
+
+def test_data_and_templates_cannot_control_the_terminal(train, load_script, monkeypatch, capsys):
+    """Neither names of fields and files, nor what a chat template or a task raises, nor a question that is shown."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    Path("d.jsonl").write_text(json.dumps({"question": "", HOSTILE: 1}) + "\n")
+    assert "'answer' is missing" in run_and_read(capsys, load_script, "--data", "d.jsonl")
+    Path(HOSTILE).write_text("[]")
+    assert "must be a JSON object" in run_and_read(capsys, load_script, "--data", f"./{HOSTILE}")
+    question = f"1+1? {HOSTILE}\nerror: forged"
+    Path("d.jsonl").write_text(json.dumps({"question": question, "answer": "2"} | {"num_terms": 1}) + "\n")
+    shutil.copytree(TINY_POLICY, "model")
+    Path("model/chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    flags = ("--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
+    printed = run_and_read(capsys, load_script, *flags, "--model", "./model")
+    assert "chat template refuses the messages: 1+1?" in printed
+    assert printed.count("\nerror:") == 1
+    Path("my_task.py").write_text(
+        "from common.tasks.arithmetic import *\ndef describe(row, text): raise ValueError(row['question'])"
+    )
+    assert "raised ValueError: 1+1?" in run_and_read(capsys, load_script, *flags, "--task", "my_task.py")
+    train(*flags)
+    printed = capsys.readouterr().out
+    assert "\n  -> " in printed
+    assert not UNPRINTABLE.search(printed)
+
+
+def test_a_terminal_that_cannot_encode_the_questions_is_enough(tmp_path):
+    """And files are UTF-8 in any locale."""
+    rows = [{"question": f"What is {n}+1 \u2264 \U0001f600?", "answer": str(n + 1)} for n in range(4)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shutil.copytree(TINY_POLICY, tmp_path / "model")
+    template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8") + "{#- \u2264 #}"
+    (tmp_path / "model/chat_template.jinja").write_text(template, encoding="utf-8")
+    flags = ("--data", "d.jsonl", "--model", "./model", *QUICK, *SMALL)
+    result = start(tmp_path, *flags, **OFFLINE, **ANY_LOCALE)
+    assert result.returncode == 0, result.stderr
+    assert r"+1 \u2264 \U0001f600?" in result.stdout.partition("held-out questions")[0]  # after the first step
+    assert r"+1 \u2264" in result.stdout.partition("The greedy answer")[2]
+    directory = tmp_path / "runs/experiment_base/x"
+    assert read_lines(directory / "samples.jsonl")[0]["question"] in [row["question"] for row in rows]
+    assert (directory / "final/chat_template.jinja").read_text(encoding="utf-8") == template
+    for name in ("config.json", "metrics.jsonl", "summary.json", "before.json"):
+        assert (directory / name).read_text(encoding="utf-8")
+
+
+def start_without_reader(cwd: Path, *argv: str, lines: int) -> tuple[int, str]:
+    """Exit status and stderr of train.py when nobody reads its stdout after the first `lines`, as with `| head`."""
+    program = subprocess.Popen(
+        [sys.executable, str(ROOT / TRAIN), *argv],
+        **{"cwd": cwd, "env": {**os.environ, "PYTHONUNBUFFERED": "1"}, "text": True},
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
+    for _ in range(lines):
+        assert program.stdout.readline()
+    program.stdout.close()
+    errors = program.stderr.read()
+    program.stderr.close()
+    return program.wait(timeout=60), errors
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
+def test_a_reader_that_is_gone_ends_a_run_with_a_checkpoint(tmp_path):
+    status, errors = start_without_reader(tmp_path, *QUICK, "--steps", "9", *SMALL, lines=2)
+    assert status == 130
+    assert re.search(r"interrupted; resume with: python .* --resume runs/experiment_base/x\n$", errors)
+    assert "Traceback" not in errors
+    assert newest_checkpoint(tmp_path / "runs/experiment_base/x/checkpoints")[0] == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
+def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
+    """With the status of a program that SIGPIPE ends; and with stdout closed from the start there is nothing to say."""
+    assert start_without_reader(tmp_path, "--help", lines=0) == (141, "")
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, str(ROOT / TRAIN), "--help"], capture_output=True, text=True
+    )
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 # Text, paths and numbers that nothing can be made of -----------------------------------------------------------------

@@ -269,3 +269,16 @@ def test_experiment_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, l
     )
     metrics = read_metrics(tmp_path / "runs" / "experiment_sft" / "smoke")
     assert metrics[-1]["loss/total"] < 0.5 * metrics[0]["loss/total"]
+
+
+def test_experiment_sft_only_examines_a_model_without_lessons(tmp_path, monkeypatch, load_script):
+    """As its README says; there is no step, and so no curve."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    lessons = ("--num-copying", "0", "--num-reasoning", "0", "--num-answering", "0")
+    load_script("experiment_sft/train.py").main(["--model", "tiny", *lessons, "--eval-prompts", "2", "--name", "smoke"])
+    directory = tmp_path / "runs" / "experiment_sft" / "smoke"
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] == 0
+    assert {"eval/greedy/accuracy", "eval_forced/greedy/accuracy"} <= summary.keys()
+    assert (directory / "final" / "model.safetensors").exists()

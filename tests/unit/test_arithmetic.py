@@ -169,6 +169,142 @@ def test_only_the_gold_answer_of_a_bundled_row_is_rewarded(rows):
         assert task.reward(row, f"<answer>{answer + 1}</answer>") == {"correct": 0, "format": 1}
 
 
+def pairs(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
+    """Where each part of a text begins and ends that opens and then closes, read letter by letter; they never overlap.
+
+    A part that is not closed is not one of them.
+    """
+    found, start = [], None
+    for index in range(len(text) + 1):
+        if start is None and text[:index].endswith(opening):
+            start = index - len(opening)
+        elif start is not None and text[start + len(opening) : index].endswith(closing):
+            found.append((start, index))
+            start = None
+    return found
+
+
+def slow_reward(wanted: str, text: str) -> dict[str, float]:
+    """The reward as its docstring defines it, in quadratic time."""
+    thoughts = pairs(text + "</think>", "<think>", "</think>")  # an unclosed thought extends to the end
+    outside = "".join(letter for index, letter in enumerate(text) if not any(a <= index < b for a, b in thoughts))
+    answers, answers_outside = (
+        [x[a + 8 : b - 9] for a, b in pairs(x, "<answer>", "</answer>")] for x in (text, outside)
+    )
+    is_correct = len(answers) == len(answers_outside) == 1 and task.normalize_answer(answers_outside[0]) == wanted
+    rest = text.strip()
+    is_well_formed = True
+    if rest.startswith("<think>"):
+        thought, end, rest = rest[len("<think>") :].partition("</think>")
+        is_well_formed = end != "" and not any(tag in thought for tag in ("<think>", "<answer>", "</answer>"))
+        rest = rest.lstrip()
+    is_well_formed &= rest.startswith("<answer>") and rest.endswith("</answer>")
+    is_well_formed &= rest.count("<") == rest.count(">") == 2
+    return {"correct": float(is_correct), "format": float(is_well_formed)}
+
+
+def slow_description(text: str) -> dict[str, float]:
+    """The description as its docstring defines it, in quadratic time."""
+    before = text.split("<answer>")[0]
+    is_reasoned = any(
+        before[start:].startswith("<think>")
+        and "</think>" in (thought := before[start + 7 :].lstrip())
+        and not thought.startswith("<")
+        for start in range(len(before))
+    )
+    return {"reasoned": float(is_reasoned), "direct": float(not is_reasoned)}
+
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def test_reward_and_description_are_those_of_a_slow_definition():
+    """Of 4,000 compositions of tags, halves of tags, digits and spaces; every outcome is among them."""
+    rng = random.Random(0)
+    pieces = [*TAGS * 4, *"5x<> \n\u2028", "58", "58", "</", "think>", "<b>", "<answer>58</answer>"]
+    outcomes = set()
+    for length in rng.choices(range(10), k=4000):
+        text = "".join(rng.choices(pieces, k=length))
+        if length < 3:
+            text = f"<think>{text}</think>{rng.choice(pieces)}<answer>{rng.choice(pieces)}</answer>"
+        rewards, description = task.reward({"answer": "58"}, text), task.describe({}, text)
+        assert rewards == slow_reward("58", text), text
+        assert description == slow_description(text), text
+        outcomes.add((rewards["correct"], rewards["format"], description["reasoned"]))
+    assert len(outcomes) == 8
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            tag * 400_000
+            for tag in (*TAGS, "<think>x", "<answer></answer>", "<think></think>", "<think>   ", "<answer> ")
+        ),
+        *(f"<answer>{part * 1_000_000}</answer>" for part in ("7", "1,", "1,234", " ", "5 ", "0", "+", "<")),
+        *(f"<think>{part * 1_000_000}" for part in ("x", " ", "<", "</", "\n<")),
+        "<think>" * 200_000 + "</think>" * 200_000 + "<answer>" * 200_000 + "</answer>",
+        "".join(random.Random(0).choices([*TAGS, "5", " ", "<"], k=1_000_000)),
+    ],
+    ids=lambda text: f"{text[:20]!r}",
+)
+def test_the_time_of_a_reward_is_linear_in_its_text(text):
+    """With millions of letters a quadratic reward would take hours."""
+    assert task.reward({"answer": "58"}, text)["correct"] == 0
+    assert task.reward({"answer": text}, "<answer>58</answer>")["correct"] == 0
+    assert set(task.describe({}, text).values()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "can_be_earned"),
+    [
+        ("58", True),
+        (" -1,234.0 ", True),
+        (58, True),
+        (58.5, True),
+        (1e30, True),
+        ("x + 1", True),
+        ("Infinity War", True),
+        ("20+38=58\n#### 58", False),  # GSM8K's
+        ("#### 58", False),
+        ("", False),
+        (" \n ", False),
+        ("5\n8", False),
+        ("5\u20288", False),
+        ("</answer>", False),
+        ("<b>58</b>", False),
+        ("1 < 2", False),
+        ("<answer>58</answer>", False),
+        (float("inf"), False),
+        (-float("inf"), False),
+        (float("nan"), False),
+        ("Infinity", False),
+        ("-Infinity", False),
+        ("NaN", False),
+    ],
+)
+def test_only_an_answer_can_be_earned(answer, can_be_earned):
+    """And no other completion earns what its solution does not."""
+    row = {"question": "", "answer": answer}
+    assert task.reward(row, task.solution(row))["correct"] == can_be_earned
+    assert can_be_earned or task.reward(row, "<answer></answer>")["correct"] == 0
+    assert can_be_earned or task.reward(row, f"<answer>{str(answer).strip()}</answer>")["correct"] == 0
+
+
+def test_the_solution_of_every_bundled_row_earns_it(rows):
+    bundled = [row for file in rows.values() for row in file]
+    assert len(bundled) == 4608
+    assert all(task.reward(row, task.solution(row)) == {"correct": 1, "format": 1} for row in bundled)
+
+
+def test_the_solution_of_the_template_earns_it(load_script):
+    template = load_script("docs/task_template.py")
+    for answer, earned in (("58", 1), (" 58\n", 1), ("", 0), ("</answer>", 0)):
+        row = {"question": "", "answer": answer}
+        assert template.reward(row, template.solution(row))["correct"] == earned
+    assert template.reward({"answer": "58"}, "<answer>" * 400_000)["correct"] == 0
+
+
 @pytest.mark.parametrize(
     ("text", "is_reasoned"),
     [

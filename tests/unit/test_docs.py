@@ -3,17 +3,20 @@
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import tyro
 
 from common.plumbing.checks import flag
 from common.plumbing.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in ROOT.glob("**/*.md") if "runs" not in path.parts and ".venv" not in path.parts)
+PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}  # one takes a directory, the other nothing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -43,6 +46,61 @@ def test_flags_in_commands_exist(page):
         own = re.findall(r"^    (\w+): ", (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
         known = {flag(name) for name in (*own, *(field.name for field in dataclasses.fields(RunConfig)))}
         assert {argument for argument in arguments if argument.startswith("--")} <= known, command
+
+
+def commands_of(page: Path) -> list[tuple[str, list[str]]]:
+    """The commands `python <script> <arguments>` on a page: script and arguments of each."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+    found = re.findall(r"python (?:-m (viewer)\.(\w+)|(\w+/\w+\.py))((?: [^`\n&#)]*)?)", text)
+    return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_understood_by_their_scripts(page, load_script, monkeypatch):
+    """Flags and their values, as the script itself reads them; nothing is run."""
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    for script, arguments in commands_of(page):
+        assert (ROOT / script).is_file(), script
+        if script in PLAIN_SCRIPTS or not arguments:
+            continue
+        module = load_script(script)
+        config_class = getattr(module, "Config", None) or module.Command
+        try:
+            tyro.cli(config_class, args=arguments)
+        except SystemExit:
+            pytest.fail(f"{script} {shlex.join(arguments)}")
+
+
+def test_the_pages_name_every_file_of_requirements():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for path in ROOT.glob("requirements*.txt"):
+        assert f"`{path.name}`" in text or f"-r {path.name}" in text, path.name
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_the_costs_of_training_are_those_of_the_results(experiment):
+    """Time and memory in the table of the main README, and in the experiment's own, over the committed seeds."""
+    runs = [json.loads(path.read_text("utf-8")) for path in (ROOT / experiment).glob("results/seed*/summary.json")]
+    assert len(runs) == 5
+    seconds = sorted(run["seconds"] for run in runs)
+    (memory,) = {f"{run['peak_memory_bytes'] / 1e9:.1f} GB" for run in runs}
+    row = re.search(rf"^\| \d \| \[{experiment}\].*$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)[0]
+    assert row.endswith(f"| {seconds[0] / 60:.1f} to {seconds[-1] / 60:.1f} minutes, {memory} |")
+    own = (ROOT / experiment / "README.md").read_text(encoding="utf-8")
+    assert f"{memory}; training took {seconds[0]:.0f} to {seconds[-1]:.0f} s" in own
+
+
+def test_the_time_of_the_hyperparameters_is_that_of_their_runs():
+    data = json.loads((ROOT / "benchmarks" / "results" / "hyperparameters.json").read_text(encoding="utf-8"))
+    hours = sum(run["seconds"] for run in data["runs"]) / 3600
+    page = (ROOT / "docs" / "hyperparameters.md").read_text(encoding="utf-8")
+    assert (
+        f"python benchmarks/hyperparameters.py --jobs 2\n```\n\nThe runs trained for {hours:.1f} hours in all" in page
+    )
+    row = re.search(r"^\| `hyperparameters\.py` .*$", (ROOT / "benchmarks/README.md").read_text("utf-8"), re.MULTILINE)
+    assert row[0].endswith(f" {hours / 2:.1f} hours on two cores |")
+    for commit in {run["commit"] for run in data["runs"]}:
+        assert commit in page
 
 
 def test_every_logged_key_is_explained():

@@ -1,5 +1,7 @@
 """Evaluation: pass@k is unbiased, and every metric is that of the completions that were sampled."""
 
+import copy
+import dataclasses
 import itertools
 from math import comb
 from types import SimpleNamespace
@@ -7,11 +9,15 @@ from types import SimpleNamespace
 import pytest
 
 from common.chat import decode, encode_prompt
-from common.evaluate import EVALUATION, Answer, evaluate, pass_at_k
+from common.evaluate import EVALUATION, Answer, Evaluation, evaluate, pass_at_k
 from common.sampling import sample
 from common.tasks import arithmetic
 
-from common.plumbing.summary import divide_gain
+from common.plumbing.config import RunConfig
+from common.plumbing.data import load_task
+from common.plumbing.held_out import evaluate_held_out
+from common.plumbing.loading import load_policy
+from common.plumbing.summary import divide_gain, summarise_gain
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -138,6 +144,20 @@ def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
     assert texts == ["<think>" + decode(policy.tokenizer, row.completion_ids) for row in rows]
 
 
+def test_a_prefix_follows_what_the_template_has_opened(policy, make_policy):
+    """Texts begin as the prompt ends: with the template's part of the answer, then the prefix."""
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n",
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>",
+    )
+    opening = make_policy(1024, end_of_turn_ids=(2,), pad_id=0, tokenizer=tokenizer)
+    _, texts, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10, prefix="1+1")
+    assert all(text.startswith("<think>1+1") for text in texts)
+    _, texts, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10)
+    assert all(text.startswith("<think>") for text in texts)
+
+
 def test_an_answer_that_is_partly_right_counts_for_accuracy_only(policy):
     functions = {"messages": arithmetic.messages, "reward": lambda *_: {"correct": 0.5}, "describe": lambda *_: {}}
     metrics, *_ = evaluate(policy, ROWS[:2], SimpleNamespace(**functions), max_new_tokens=4, num_samples=2)
@@ -204,3 +224,32 @@ def test_a_gain_across_a_changed_task_is_not_divided():
     reasoned = [Answer(0, 1.0, STYLES[True])]
     assert divide_gain(reasoned, [], KINDS) == {}
     assert divide_gain(reasoned, [Answer(0, 1.0, {"short": 1.0})], KINDS) == {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(RunConfig):
+    max_new_tokens: int = 12
+
+
+def test_a_run_is_evaluated_on_held_out_questions_with_its_settings():
+    """None of its rows, budget, seed and system prompt is another one's, and the training rows are not asked."""
+    policy = load_policy(RunConfig(device="cpu"))
+    config = Settings(eval_prompts=6, seed=3, system_prompt="Be brief.")
+    task = load_task(config)
+    settings = {"max_new_tokens": 12, "system_prompt": "Be brief.", "num_samples": 2, "seed": 3}
+    found = evaluate_held_out(config, task, policy, num_samples=2)
+    assert found == evaluate(policy, task.eval_rows, task, **settings)
+    for other in ({"max_new_tokens": 10}, {"system_prompt": ""}, {"seed": 4}, {"num_samples": 1}):
+        assert found != evaluate(policy, task.eval_rows, task, **(settings | other))
+    assert found != evaluate(policy, task.train_rows[:6], task, **settings)
+
+
+def test_the_summary_does_not_confuse_before_and_after():
+    task = SimpleNamespace(eval_rows=[{}], kind=lambda row: ())
+    wrong, right = ([Answer(0, correct, {"a": 1.0})] for correct in (0.0, 1.0))
+    before = Evaluation({"greedy/accuracy": 0.25}, [""], wrong)
+    after = Evaluation({"greedy/accuracy": 0.75}, [""], right)
+    found = summarise_gain(task, before, after)
+    assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.75)
+    assert (found["before"], found["after"]) == (before.metrics, after.metrics)
+    assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}

@@ -1,4 +1,4 @@
-"""The update of every experiment: leaving out rows to save time changes no gradient."""
+"""The update of every experiment: skipping rows changes no gradient; what is drawn depends on seed and step."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from common.experience import Experience, collate
 from common.sampling import sample
 
 from common.plumbing.config import RunConfig
+from common.plumbing.data import load_task
 from common.plumbing.loading import load_policy
 
 GROUP_SIZE = 2
@@ -35,3 +36,50 @@ def test_skipping_zero_variance_groups_changes_no_gradient(load_script, monkeypa
     everything, all_rows = gradient()
     assert (trained, all_rows) == (4 if any(advantages) else 1, 6)
     assert (skipping - everything).norm() <= 1e-6 * everything.norm()
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_minibatches_are_shuffled_by_seed_step_and_epoch(load_script, experiment):
+    """Each of them gives groups another order, and the same ones give the same."""
+    train = load_script(f"{experiment}/train.py")
+    policy = load_policy(RunConfig(device="cpu"))
+    prompts = [[5 + n] for n in range(8)]
+    experience = collate(sample(policy, prompts, GROUP_SIZE, max_new_tokens=2, key=(0,)), policy.pad_id)
+    experience.advantages = torch.tensor([1.0, -1.0] * len(prompts))[:, None]
+    experience.old_log_probs = experience.sampler_log_probs
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+
+    def orders(seed: int, step: int) -> list[list[int]]:
+        """The minibatch of every group, epoch by epoch."""
+        config = train.Config(
+            seed=seed, epochs_per_step=2, minibatch_size=GROUP_SIZE, group_size=GROUP_SIZE, micro_batch_size=2,
+            kl_weight=0.0, max_new_tokens=2,
+        )  # fmt: skip
+        rows = train.update(config, policy, optimizer, experience, step).rows
+        return [[rows[prompt, 0][epoch].minibatch for prompt in range(len(prompts))] for epoch in range(2)]
+
+    first = orders(seed=0, step=1)
+    assert orders(seed=0, step=1) == first
+    every = [*first, *orders(seed=1, step=1), *orders(seed=0, step=2)]
+    assert all(sorted(order) == list(range(len(prompts))) for order in every)
+    assert len({tuple(order) for order in every}) == len(every)
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_completions_depend_on_seed_and_step(load_script, tmp_path, experiment):
+    """Of the same question: with other ones they would differ anyway."""
+    train = load_script(f"{experiment}/train.py")
+    (tmp_path / "one.jsonl").write_text('{"question": "What is 47 plus 29?", "answer": "76"}\n')
+    policy = load_policy(RunConfig(device="cpu"))
+
+    def completions(seed: int, step: int) -> list[list[int]]:
+        files = {"data": str(tmp_path / "one.jsonl"), "eval_data": str(tmp_path / "one.jsonl")}
+        config = train.Config(
+            seed=seed, prompts_per_step=1, group_size=8, max_new_tokens=8, temperature=1.0, system_prompt="", **files
+        )
+        return [row.ids for row in train.sample_completions(config, load_task(config), policy, step)]
+
+    first = completions(seed=0, step=1)
+    assert completions(seed=0, step=1) == first
+    assert first != completions(seed=1, step=1)
+    assert first != completions(seed=0, step=2)

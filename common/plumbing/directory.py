@@ -1,0 +1,80 @@
+"""A run's directory: made for a new run, and locked, so that no two processes write into it."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock, Timeout
+
+from common.errors import UserError
+
+from common.plumbing.config import PolicyConfig
+
+LOCK = ".lock"  # the operating system releases it when the process ends, however it ends
+BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # what a kill can leave of a run that has not begun
+
+
+class RunDirectory(NamedTuple):
+    path: Path
+    lock: FileLock
+    step: int = 0  # of the checkpoint that the run continues from; 0: there is none
+    history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
+
+
+def make_directory(experiment: str, config: PolicyConfig) -> RunDirectory:
+    """Make and lock `<runs-dir>/<experiment>/<name>`; the name is date, time and seed without --name, and then unique.
+
+    Raises:
+        UserError: a run of that name exists, or the directory cannot be made.
+    """
+    parent = Path(config.runs_dir).expanduser() / experiment
+    name = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
+    directory, number = parent / name, 1
+    while (lock := _claim(directory)) is None:
+        if config.name is not None:
+            raise UserError(
+                f"the run {directory} exists already; choose another --name, or resume it: --resume {directory}"
+            )
+        number += 1
+        directory = parent / f"{name}-{number}"
+    return RunDirectory(directory, lock)
+
+
+def lock_directory(directory: Path) -> FileLock:
+    """
+    Raises:
+        UserError: another process has locked the directory, or it cannot be written.
+    """
+    try:
+        lock = _try_to_lock(directory)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror})") from error
+    if lock is None:
+        raise UserError(f"{directory} is in use: another process is running or resuming this run")
+    return lock
+
+
+def _claim(directory: Path) -> FileLock | None:
+    """Make and lock a directory; None if there is one of another run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not {path.name for path in directory.iterdir()} <= BEFORE_SETTINGS:
+            return None
+        lock = _try_to_lock(directory)
+    except FileExistsError:
+        raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None
+    except OSError as error:
+        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
+    if lock is not None and (directory / "config.json").exists():  # made, and left again, between the two lines above
+        lock.release()
+        return None
+    return lock
+
+
+def _try_to_lock(directory: Path) -> FileLock | None:
+    lock = FileLock(directory / LOCK, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return None
+    return lock

@@ -1,0 +1,41 @@
+"""Files on the disk: their checksums, and writing that a kill cannot leave half done."""
+
+import hashlib
+import os
+import zlib
+from pathlib import Path
+
+
+def crc32(path: Path, size: int | None = None) -> int:
+    """CRC-32 of a file, or of its first `size` bytes."""
+    crc, left = 0, path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while block := file.read(min(left, 2**24)):
+            crc, left = zlib.crc32(block, crc), left - len(block)
+    return crc
+
+
+def sha256(paths: list[Path]) -> str:
+    """SHA-256 of files: of one its content's, of several that of their names and contents."""
+    if len(paths) == 1:
+        with paths[0].open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256("".join(f"{path.name} {sha256([path])}\n" for path in paths).encode()).hexdigest()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file a new content, completely or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until the disk holds the file, or the directory's list of names."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no directory
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

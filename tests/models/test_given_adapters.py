@@ -1,0 +1,458 @@
+"""--model names a LoRA adapter: it is trained further, or merged under a new one; what is not plain LoRA is refused."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.errors import UserError
+from common.evaluate import evaluate
+from common.policy import Policy
+from common.tasks import arithmetic
+
+from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
+from common.plumbing.data import read_rows
+from common.plumbing.loading import load_policy, make_reference
+from common.plumbing.parse import parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = (
+    *("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "12", "--eval-prompts", "6"),
+    *("--eval-every", "0", "--checkpoint-every", "1", "--device", "cpu", "--lr", "1e-2"),
+)
+WAYS = {"further": (), "on top": ("--lora-rank", "2")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_curves() -> Iterator[None]:
+    """Drawing would take half of the time of such small runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("viewer.curve.draw_curve", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def train(load_script, runs) -> Callable[..., Path]:
+    """Make or resume a run of experiment_base, and return its directory."""
+
+    def run(name: str, *flags: str) -> Path:
+        load_script("experiment_base/train.py").main([*FLAGS, "--runs-dir", str(runs), "--name", name, *flags])
+        return runs / "experiment_base" / name
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def first(train) -> Path:
+    """The directory of a run of two steps with a new adapter of rank 4."""
+    return train("first", "--lora-rank", "4", "--steps", "2")
+
+
+@pytest.fixture(scope="module")
+def second(train, first) -> dict[str, Path]:
+    """Runs of three steps that begin with the adapter of the first one, one for each way."""
+    return {way: train(way, "--model", str(first / "final"), "--steps", "3", *WAYS[way]) for way in WAYS}
+
+
+def load(model: Path | str, **settings) -> Policy:
+    return load_policy(
+        RunConfig(model=str(model), **{"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"} | settings)
+    )
+
+
+def random_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences (3, 24) and a mask (3, 23) with holes."""
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(0, 1024, (3, 24), generator=generator)
+    return sequences, (torch.rand(3, 23, generator=generator) < 0.7).long()
+
+
+@torch.no_grad()
+def log_probs_of(policy: Policy) -> torch.Tensor:
+    return policy(*random_rows()).log_probs
+
+
+@torch.no_grad()
+def plain_log_probs(model: torch.nn.Module) -> torch.Tensor:
+    """The same log-probs from a Hugging Face or peft model itself."""
+    sequences, mask = random_rows()
+    log_probs = model.eval()(input_ids=sequences).logits[:, :-1].float().log_softmax(dim=-1)
+    return log_probs.gather(-1, sequences[:, 1:, None])[..., 0] * mask
+
+
+def read_plain(path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def read_with_peft(adapter: Path) -> torch.nn.Module:
+    """As anybody would who has only the adapter: its settings name the base."""
+    base = adapter_settings(adapter)["base_model_name_or_path"]
+    assert os.path.isabs(base)
+    return PeftModel.from_pretrained(read_plain(base), adapter)
+
+
+def adapter_settings(adapter: Path) -> dict:
+    return json.loads((adapter / "adapter_config.json").read_text())
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The lines of a JSONL file without what a clock or the machine says."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
+
+
+def evaluations(directory: Path) -> tuple[dict, dict]:
+    """The greedy metrics before and after."""
+    summary = json.loads((directory / "summary.json").read_text())
+    sides = [{k: v for k, v in summary[side].items() if k.startswith("greedy/")} for side in ("before", "after")]
+    return sides[0], sides[1]
+
+
+# Both ways -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_begins_where_the_run_of_its_adapter_ended(first, second, way):
+    """Also the KL, to the policy as it began, is 0 in the first step and not later."""
+    assert evaluations(first)[0] != evaluations(first)[1]
+    assert evaluations(second[way])[0] == evaluations(first)[1]
+    _, *steps, _ = read_lines(second[way] / "metrics.jsonl")
+    assert abs(steps[0]["loss/kl"]) < 1e-6
+    assert steps[2]["loss/kl"] > 1e-4
+    expected = log_probs_of(load(first / "final"))
+    assert (expected - log_probs_of(load("tiny"))).abs().max() > 0.1
+    torch.testing.assert_close(log_probs_of(load(first / "final", lora_rank=2)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_saved_is_complete_without_this_code(first, second, way):
+    """peft finds the base of the adapter, and a checkpoint is as good a --model as final/."""
+    directory = second[way]
+    rank = adapter_settings(directory / "final")["r"]
+    assert rank == (2 if way == "on top" else 4)
+    last = directory / "checkpoints" / "step_3"
+    expected = log_probs_of(load(last))
+    assert (expected - log_probs_of(load(first / "final"))).abs().max() > 0.01
+    for path in (last, directory / "final"):
+        torch.testing.assert_close(plain_log_probs(read_with_peft(path)), expected, atol=1e-4, rtol=0)
+    assert (directory / "base").exists() == (way == "on top")
+
+
+def test_a_merged_base_is_the_first_policy_bit_for_bit(first, second):
+    """base/ holds the weights that the run has computed with."""
+    base = load(second["on top"] / "base").model.state_dict()
+    weights = load(first / "final", lora_rank=2).model.get_base_model().state_dict()
+    for name, weight in base.items():
+        assert torch.equal(weights.get(name.replace(".weight", ".base_layer.weight"), weights.get(name)), weight), name
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_given_adapter_resumes_to_the_same_run(train, first, second, way):
+    """Metrics, samples and weights are bit for bit those without a stop, so the reference is the same as well."""
+    name = f"{way}, resumed"
+    directory = train(name, "--model", str(first / "final"), "--steps", "1", *WAYS[way])
+    for path in ("final", "base", "summary.json"):  # as if it had been killed after the checkpoint
+        if (directory / path).is_dir():
+            shutil.rmtree(directory / path)
+    train(name, "--resume", str(directory), "--steps", "3", "--model", str(first / "final"), *WAYS[way])
+    for file in ("metrics.jsonl", "samples.jsonl"):
+        rows = [row for row in read_lines(directory / file) if "eval/greedy/length" not in row]
+        expected = [row for row in read_lines(second[way] / file) if "eval/greedy/length" not in row]
+        assert rows == expected
+        assert len(rows) >= 3
+    weights = load_file(directory / "final" / "adapter_model.safetensors")
+    expected = load_file(second[way] / "final" / "adapter_model.safetensors")
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[key], expected[key]) for key in weights)
+    torch.testing.assert_close(
+        plain_log_probs(read_with_peft(directory / "final")),
+        log_probs_of(load(second[way] / "final")),
+        atol=1e-4,
+        rtol=0,
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_third_run_continues_the_second(train, second, way, capsys):
+    """Its adapter is on a base that a run may have written; --save-merged adds it to that one."""
+    directory = train(f"third, {way}", "--model", str(second[way] / "final"), "--steps", "1", "--save-merged")
+    base = adapter_settings(second[way] / "final")["base_model_name_or_path"]
+    rank = adapter_settings(second[way] / "final")["r"]
+    assert f"final is a LoRA adapter of rank {rank} for {base}: it is trained further\n" in capsys.readouterr().out
+    assert evaluations(directory)[0] == evaluations(second[way])[1]
+    merged = plain_log_probs(read_plain(directory / "final_merged"))
+    torch.testing.assert_close(merged, plain_log_probs(read_with_peft(directory / "final")), atol=1e-4, rtol=0)
+    assert (merged - plain_log_probs(read_plain(TINY_POLICY))).abs().max() > 0.1
+
+
+def test_a_merged_adapter_is_announced(first, capsys):
+    load(first / "final", lora_rank=2)
+    sentence = f"rank 4: it is merged into its base {TINY_POLICY}, and a new one of rank 2 is trained\n"
+    assert sentence in capsys.readouterr().out
+
+
+def test_experiment_sft_examines_an_adapter(load_script, first, tmp_path, monkeypatch):
+    """With every --num-... at 0."""
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    none = [part for name in ("copying", "reasoning", "answering") for part in (f"--num-{name}", "0")]
+    flags = ("--runs-dir", str(tmp_path), "--name", "x", "--eval-prompts", "6", "--device", "cpu")
+    load_script("experiment_sft/train.py").main(["--model", str(first / "final"), *none, *flags])
+    found = json.loads((tmp_path / "experiment_sft" / "x" / "summary.json").read_text())
+    rows = read_rows(str(arithmetic.EVAL_DATA), arithmetic.FIELDS)[:6]
+    for model, is_it in ((first / "final", True), ("tiny", False)):
+        metrics = evaluate(load(model), rows, arithmetic, max_new_tokens=96, num_samples=8).metrics
+        assert ({name: found[f"eval/{name}"] for name in metrics} == metrics) == is_it
+
+
+def test_the_reference_gives_the_adapter_back_after_an_error(first):
+    policy = load(first / "final")
+    reference, before = make_reference(policy), log_probs_of(policy)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            if weight.requires_grad:
+                weight.mul_(1.5)
+    after = log_probs_of(policy)
+    assert not torch.equal(after, before)
+    with pytest.raises(IndexError):
+        reference(torch.tensor([[5, 10_000, 6]]), torch.ones(1, 2, dtype=torch.long))  # an id that there is not
+    assert torch.equal(log_probs_of(policy), after)
+    assert torch.equal(log_probs_of(reference), before)
+
+
+def test_an_adapter_saved_in_bfloat16_is_trained_in_float32(first, tmp_path):
+    """As experiment_sft saves it with --save-dtype bfloat16; here its base is held in bfloat16 too."""
+    adapter = shutil.copytree(first / "final", tmp_path / "adapter")
+    change_weights(lambda weights: {name: weight.bfloat16() for name, weight in weights.items()})(adapter)
+    policy = load(adapter, dtype="bfloat16")
+    assert {(weight.requires_grad, weight.dtype) for weight in policy.parameters()} == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+    }
+    assert torch.equal(log_probs_of(make_reference(policy)), log_probs_of(policy))
+
+
+def test_an_adapter_is_trained_over_quantised_weights(first):
+    pytest.importorskip("bitsandbytes")
+    policy = load(first / "final", load_in="4bit")
+    assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
+    difference = (log_probs_of(policy) - log_probs_of(load(first / "final"))).abs()
+    assert 0 < difference.max() < 1
+    assert torch.equal(log_probs_of(make_reference(policy)), log_probs_of(policy))
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_has_the_defaults_of_its_base(load_script, save_checkpoint, first, tmp_path):
+    """But ten times the learning rate, with and without --lora-rank."""
+    save_checkpoint("llama", tmp_path / "model")
+    other = shutil.copytree(first / "final", tmp_path / "other")
+    change_settings(other, base_model_name_or_path=str(tmp_path / "model"))
+    config_class = load_script("experiment_base/train.py").Config
+    for kind, model in (("tiny", first / "final"), ("full", other)):
+        for flags in WAYS.values():
+            config = parse_config(config_class, ("--model", str(model), *flags), description="")
+            assert config.lr == pytest.approx(10 * RESOLVED[kind]["lr"])
+            assert config.max_new_tokens == RESOLVED[kind]["max_new_tokens"]
+            assert bool(config.system_prompt) == (kind == "full")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
+        ("--load-in 4bit --lora-rank 2", "--load-in 4bit: to merge the adapter of --model into quantised weights"),
+    ],
+)
+def test_flags_that_a_given_adapter_excludes_are_refused(load_script, first, flags, sentence):
+    config_class = load_script("experiment_base/train.py").Config
+    with pytest.raises(UserError, match=sentence):
+        parse_config(config_class, ("--model", str(first / "final"), *flags.split()), description="")
+    for fine in ("--load-in 4bit", "--save-merged", "--lora-rank 2 --lora-alpha 8"):
+        parse_config(config_class, ("--model", str(first / "final"), *fine.split()), description="")
+
+
+def test_a_new_policy_gets_no_adapter(load_script, monkeypatch):
+    """Its base would be lost: only the adapter is saved."""
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    script = load_script("experiment_sft/train.py")
+    with pytest.raises(UserError, match="--lora-rank adapts a model that exists: give a --model, or omit it"):
+        parse_config(script.Config, ("--lora-rank", "2"), description="", resolved=script.RESOLVED)
+
+
+def test_a_relative_model_is_saved_as_an_absolute_base(tmp_path, monkeypatch, train):
+    """The adapter is found from every directory."""
+    shutil.copytree(TINY_POLICY, tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    directory = train("relative", "--model", "../model", "--lora-rank", "2", "--steps", "1")
+    expected = str((tmp_path / "model").resolve())
+    assert adapter_settings(directory / "final")["base_model_name_or_path"] == expected
+
+
+def test_the_tokenizer_is_that_of_the_adapter_or_of_its_base(first, tmp_path):
+    adapter = shutil.copytree(first / "final", tmp_path / "adapter")
+    (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert load(adapter).tokenizer.chat_template == "{{ messages[0].content }}!"
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        (adapter / name).unlink()
+    assert load(adapter).tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY_POLICY).chat_template
+
+
+# Adapters of others --------------------------------------------------------------------------------------------------
+
+
+def change_settings(adapter: Path, **changes) -> None:
+    (adapter / "adapter_config.json").write_text(json.dumps(adapter_settings(adapter) | changes))
+
+
+def change_weights(change: Callable[[dict], dict]) -> Callable[[Path], None]:
+    def damage(adapter: Path) -> None:
+        path = adapter / "adapter_model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+    return damage
+
+
+def settings(**changes) -> Callable[[Path], None]:
+    return lambda adapter: change_settings(adapter, **changes)
+
+
+def nan_in(name: str) -> Callable[[dict], dict]:
+    return lambda weights: weights | {key: w * float("nan") for key, w in weights.items() if name in key}
+
+
+def without(name: str) -> Callable[[dict], dict]:
+    return lambda weights: {key: weight for key, weight in weights.items() if name not in key}
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (settings(base_model_name_or_path="/nowhere"), "is an adapter of /nowhere, where there is no model"),
+        (settings(base_model_name_or_path=None), "does not name the base model"),
+        (lambda path: (path / "adapter_config.json").write_text("{"), "does not name the base model"),
+        (settings(peft_type="LOHA"), 'has peft_type="LOHA"'),
+        (settings(task_type="SEQ_CLS"), 'has task_type="SEQ_CLS"'),
+        (settings(use_dora=True), "has use_dora=true in its adapter_config.json: only plain LoRA"),
+        (settings(bias="all"), 'has bias="all"'),
+        (settings(modules_to_save=["lm_head"]), r'has modules_to_save=\["lm_head"\]'),
+        (settings(init_lora_weights="pissa"), 'has init_lora_weights="pissa"'),
+        (settings(of_the_future=1), "has of_the_future=1"),
+        (settings(r="x"), "cannot be put on its base"),
+        (settings(r=5), "cannot be put on its base .*: .*size mismatch"),
+        (settings(target_modules=["c_attn"]), "cannot be put on its base .*: .*c_attn"),
+        (settings(target_modules=["q_proj"]), "has other weights than its adapter_config.json describes"),
+        (settings(target_modules=["embed_tokens", "q_proj"]), "lacks weights that its|other weights than its"),
+        (change_weights(without("layers.2.mlp.up_proj.lora_B")), r"lacks weights .*2\.mlp\.up_proj\.lora_B"),
+        (change_weights(nan_in("layers.1.self_attn.q_proj.lora_A")), r"hold NaN .*1\.self_attn\.q_proj\.lora_A"),
+        (lambda path: (path / "adapter_model.safetensors").write_bytes(b"nonsense"), "cannot be put on its base"),
+        (lambda path: (path / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+        (lambda path: shutil.copy(TINY_POLICY / "config.json", path), "holds a model .* and an adapter"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_cannot_be_trained_is_refused(load_script, first, tmp_path, damage, sentence):
+    """In one sentence, and the name of the run stays free."""
+    adapter = shutil.copytree(first / "final", tmp_path / "adapter")
+    damage(adapter)
+    for way in WAYS.values():
+        flags = ("--runs-dir", str(tmp_path / "runs"), "--name", "x", "--model", str(adapter), *way)
+        with pytest.raises(UserError, match=sentence) as caught:
+            load_script("experiment_base/train.py").main([*FLAGS, *flags])
+        assert "\n" not in str(caught.value)
+        assert not list((tmp_path / "runs").glob("*/*"))
+
+
+def test_an_adapter_of_another_base_is_refused(save_checkpoint, first, tmp_path):
+    base = save_checkpoint("llama", tmp_path / "model")
+    adapter = shutil.copytree(first / "final", tmp_path / "adapter")
+    change_settings(adapter, base_model_name_or_path=str(base))
+    (adapter / "tokenizer_config.json").unlink()  # so that the base's is used
+    with pytest.raises(UserError, match=r"cannot be put on its base .*size mismatch"):
+        load(adapter)
+
+
+@pytest.fixture
+def adapter_of_peft(tmp_path) -> Callable[..., Path]:
+    """Make an adapter of the bundled policy with random A and B by peft itself, with any settings."""
+
+    def make(**settings) -> Path:
+        torch.manual_seed(0)
+        fixed = {"task_type": "CAUSAL_LM", "init_lora_weights": False}
+        model = get_peft_model(read_plain(TINY_POLICY), LoraConfig(**fixed | settings))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    weight.mul_(0.5)
+        model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+        return tmp_path / "adapter"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5},
+        {"target_modules": r".*layers\.[01]\.mlp\.\w+_proj", "use_rslora": True, "lora_alpha": 3},
+        {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 3}, "alpha_pattern": {"q_proj": 5}},
+        {"target_modules": ["up_proj"], "layers_to_transform": [1, 3], "layers_pattern": "layers"},
+    ],
+    ids=["dropout", "rslora", "patterns", "layers"],
+)
+def test_plain_adapters_of_others_are_computed_as_peft_does(adapter_of_peft, settings):
+    """Without their dropout, in training mode too; merged, they compute the same."""
+    adapter = adapter_of_peft(**settings)
+    expected = plain_log_probs(read_with_peft(adapter))
+    policy = load(adapter, gradient_checkpointing=True)
+    torch.testing.assert_close(log_probs_of(policy), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(policy(*random_rows()).log_probs.detach(), expected, atol=1e-4, rtol=0)
+    assert policy.model.training
+    torch.testing.assert_close(log_probs_of(load(adapter, lora_rank=2)), expected, atol=1e-4, rtol=0)
+    assert (expected - plain_log_probs(read_plain(TINY_POLICY))).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_tied_embeddings_is_refused(adapter_of_peft, end):
+    """Merged, it would change both ends."""
+    with pytest.raises(UserError, match="adapts one of the embeddings and the LM head, which share their weights"):
+        load(adapter_of_peft(target_modules=[end, "q_proj"]))
+
+
+def test_a_hub_repository_with_an_adapter_is_refused(tmp_path, first, monkeypatch):
+    """transformers would load its base, with the adapter as something that is neither trained nor saved."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commit = "0" * 40
+    repository = tmp_path / "models--owner--name"
+    shutil.copytree(first / "final", repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    with pytest.raises(UserError, match=r"owner/name is an adapter: download it, .* and give its directory"):
+        load("owner/name")
+
+
+def test_every_setting_of_peft_is_known_or_off_by_default():
+    """Otherwise an adapter that peft writes by default would be refused, or a new feature would be ignored."""
+    from common.plumbing import adapters
+
+    unknown = {
+        field.name: field.default
+        for field in dataclasses.fields(LoraConfig)
+        if field.name not in (*adapters.KEPT, *adapters.IGNORED, *adapters.ALLOWED)
+    }
+    assert {name for name, default in unknown.items() if default not in (None, False)} - {"loftq_config"} == set()

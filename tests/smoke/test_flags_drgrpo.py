@@ -1,0 +1,152 @@
+"""Every flag of experiment_drgrpo does something: its own by itself, inherited ones what they do in experiment_base.
+
+With `--critic-type grpo` it is experiment_base, so a flag that does not reach it makes the two differ.
+test_flags.py shows what each of the inherited flags does there.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.tasks.arithmetic import EVAL_DATA, TRAIN_DATA
+
+from common.plumbing.config import TINY_POLICY
+
+ALL_WEIGHTS = {  # every value differs from the default, and so far that it changes the run
+    "name": ["x"],
+    "seed": ["5"],
+    "device": ["cpu"],
+    "model": ["files/tiny"],
+    "attn_implementation": ["eager"],
+    "data": [str(TRAIN_DATA)],
+    "eval_data": [str(EVAL_DATA)],
+    "reward_weight": ["format=0.5"],
+    "at_most": ["num_terms=3", "num_digits=2"],
+    "max_question_length": ["26"],
+    "system_prompt": ["Be brief."],
+    "eval_prompts": ["3"],
+    "eval_every": ["1"],
+    "samples_every": ["2"],
+    "checkpoint_every": ["1"],
+    "keep_checkpoints": ["1"],
+    "generation_batch_size": ["4"],
+    "steps": ["2"],
+    "prompts_per_step": ["3"],
+    "group_size": ["4"],
+    "max_new_tokens": ["10"],
+    "temperature": ["1.3"],
+    "top_p": ["0.9"],
+    "epochs_per_step": ["2"],
+    "minibatch_size": ["8"],
+    "micro_batch_size": ["3"],
+    "lr": ["1e-4"],
+    "weight_decay": ["10"],
+    "clip_eps": ["0.01"],
+    "kl_weight": ["0.5"],
+    "max_grad_norm": ["1e-7"],  # near AdamW's epsilon, which a gradient of any other length would hide
+}
+AN_ADAPTER = {
+    "name": ["x"],
+    "device": ["cpu"],
+    "steps": ["2"],
+    "prompts_per_step": ["2"],
+    "group_size": ["4"],
+    "max_new_tokens": ["8"],
+    "eval_prompts": ["2"],
+    "epochs_per_step": ["2"],
+    "lr": ["1e-3"],
+    "task": ["files/task.py"],
+    "data": [str(TRAIN_DATA)],
+    "dtype": ["bfloat16"],
+    "gradient_checkpointing": [],
+    "lora_rank": ["2"],
+    "lora_alpha": ["40"],
+    "save_merged": [],
+    "threads": ["1"],
+    "runs_dir": ["elsewhere"],
+}
+# What reaches a run before any algorithm does, and needs a package, a stopped run, or another test: test_flags.py and
+# resume/test_resume.py have them.
+ELSEWHERE = {"load_in", "wandb", "resume"}
+OWN = {"critic_type"}
+A_TASK = """
+REWARD_WEIGHTS = {"even": 1.0}
+def messages(row, system_prompt):
+    return [{"role": "user", "content": row["question"] + " Please."}]
+def reward(row, text):
+    return {"even": len(text) % 2}
+"""
+
+
+@pytest.fixture
+def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
+    """Run an experiment with some flags; returns the directory of the run. `files/` is a directory of files."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "tiny").symlink_to(TINY_POLICY)
+    (tmp_path / "files" / "task.py").write_text(A_TASK)
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+
+    def run(place: str, experiment: str, flags: dict[str, list[str]]) -> Path:
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        argv = [word for name, values in flags.items() for word in (f"--{name.replace('_', '-')}", *values)]
+        load_script(f"{experiment}/train.py").main([word.replace("files/", "../files/") for word in argv])
+        (directory,) = Path.cwd().glob(f"*/{experiment}/*")
+        return directory
+
+    return run
+
+
+def contents(directory: Path) -> dict[str, object]:
+    """What a run leaves behind, without what differs from run to run: time, memory, and the experiment's name."""
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((directory / "summary.json").read_text())
+    files = {
+        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.glob("**/*")
+        if path.is_file() and path.suffix in (".safetensors", ".pt")
+    }
+    return files | {
+        "samples": [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()],
+        "metrics": [{name: row[name] for name in row if not name.startswith(("time/", "memory/"))} for row in rows],
+        "evaluations": [summary["before"], summary["after"]],
+    }
+
+
+def fields_of(script) -> dict[str, object]:
+    return {field.name: field.default for field in dataclasses.fields(script.Config)}
+
+
+def test_every_flag_has_an_entry(load_script):
+    """The inherited ones are those of experiment_base, with its defaults."""
+    own, parents = (fields_of(load_script(f"experiment_{name}/train.py")) for name in ("drgrpo", "base"))
+    assert own.keys() == ALL_WEIGHTS.keys() | AN_ADAPTER.keys() | ELSEWHERE | OWN
+    assert {name: value for name, value in own.items() if name not in OWN} == parents
+
+
+@pytest.mark.parametrize("flags", [ALL_WEIGHTS, AN_ADAPTER], ids=["all weights", "an adapter"])
+def test_inherited_flags_do_what_they_do_in_the_parent(run, flags):
+    base = contents(run("base", "experiment_base", flags))
+    same = contents(run("same", "experiment_drgrpo", flags | {"critic_type": ["grpo"]}))
+    assert same.keys() == base.keys()
+    for name, content in base.items():
+        assert same[name] == content, name
+
+
+def test_the_critic_type_changes_advantages_and_loss(run):
+    flags = {name: ALL_WEIGHTS[name] for name in ("name", "device", "prompts_per_step", "group_size", "eval_prompts")}
+    flags |= {"steps": ["1"], "max_new_tokens": ["10"], "checkpoint_every": ["0"], "seed": ["5"]}
+    grpo, drgrpo, default = (
+        contents(run(f"run{index}", "experiment_drgrpo", flags | own))
+        for index, own in enumerate(({"critic_type": ["grpo"]}, {"critic_type": ["drgrpo"]}, {}))
+    )
+    assert default == drgrpo
+    for name in ("ids", "rewards"):  # both have sampled the same completions
+        assert [row[name] for row in grpo["samples"]] == [row[name] for row in drgrpo["samples"]]
+    assert any(row["advantage"] for row in grpo["samples"])
+    assert [row["advantage"] for row in grpo["samples"]] != [row["advantage"] for row in drgrpo["samples"]]
+    assert grpo["metrics"][1]["loss/grad_norm"] > 2 * drgrpo["metrics"][1]["loss/grad_norm"]

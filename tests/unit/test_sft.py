@@ -1,0 +1,288 @@
+"""Supervised fine-tuning: which tokens are learned, their mean, the learning rate, and the rows that are held out."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from common.experience import Experience, collate
+from common.policy import Policy
+from common.trajectory import Trajectory
+
+from common.plumbing.config import PolicyConfig
+from common.plumbing.loading import load_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def conversation(*turns: str) -> dict:
+    """A row of --data: turns of the user and the assistant alternate."""
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]}
+
+
+# The prompts and the answers differ in length, so that every wrong mask and every wrong denominator shows.
+CONVERSATIONS = [
+    conversation("Say 1", "1"),
+    conversation("Say 23 very slowly please", "2 2 2 2 3 3 3 3"),
+    conversation("What is 47 plus 29 minus 18?", "<answer>58</answer>"),
+    conversation("Say 4", "4", "Now add 5 to it, and tell me what you get", "9 9 9", "Good", "Good"),
+    conversation("Say 12345678901234567890", "No"),
+]
+
+
+@pytest.fixture(scope="module")
+def train(load_script) -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "experiment_sft")
+        return load_script("experiment_sft/train.py")
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return load_policy(PolicyConfig(device="cpu"))
+
+
+@pytest.fixture
+def encode(train, policy):
+    return lambda rows=CONVERSATIONS, **settings: train.encode_rows(train.Config(**settings), policy, rows)
+
+
+def spoken(row: dict) -> str:
+    """What the assistant says in a conversation, with the token that ends each of its turns."""
+    return "".join(turn["content"] + "<|im_end|>" for turn in row["messages"] if turn["role"] == "assistant")
+
+
+def losses_of(policy: Policy, row: dict) -> torch.Tensor:
+    """Minus the log-probability of every token that the assistant says, from the text that the template renders."""
+    parts = policy.tokenizer.apply_chat_template(row["messages"], tokenize=False).split("<|im_start|>assistant\n")
+    ids, is_spoken = [], []
+    for index, part in enumerate(parts):
+        said, end, rest = part.partition("<|im_end|>") if index else ("", "", part)
+        rest += "<|im_start|>assistant\n" if index + 1 < len(parts) else ""
+        for text, flag in ((said + end, True), (rest, False)):
+            new = policy.tokenizer.encode(text, add_special_tokens=False)
+            ids, is_spoken = ids + new, is_spoken + [flag] * len(new)
+    ids = torch.tensor(ids)
+    losses = cross_entropy(policy.model(ids[None]).logits[0, :-1], ids[1:], reduction="none")
+    return losses[torch.tensor(is_spoken)[1:]]
+
+
+def gradient_of(policy: Policy) -> torch.Tensor:
+    return torch.cat([parameter.grad.double().flatten() for parameter in policy.parameters()])
+
+
+def test_what_is_learned_is_what_the_assistant_says(policy, encode):
+    """All of its turns and the tokens that end them; nothing that a user says, and nothing that the template adds."""
+    encoded = encode()
+    assert [row.prompt_index for row in encoded] == list(range(len(CONVERSATIONS)))
+    for row, conversation in zip(encoded, CONVERSATIONS, strict=True):
+        learned = [token for token, flag in zip(row.ids, row.action_mask, strict=True) if flag]
+        assert policy.tokenizer.decode(learned) == spoken(conversation)
+        assert row.prompt_length == row.action_mask.index(1)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 256])
+def test_the_update_is_the_mean_over_all_spoken_tokens(train, policy, encode, micro_batch_size):
+    """Loss and gradient are those of a slow loop, for every size of micro-batch."""
+    config = train.Config(micro_batch_size=micro_batch_size, max_grad_norm=1e9)
+    policy.zero_grad()
+    expected = torch.cat([losses_of(policy, row) for row in CONVERSATIONS]).mean()
+    expected.backward()
+    gradient = gradient_of(policy)
+
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    for _ in range(2):  # the second update does not add to the gradient of the first
+        metrics = train.update(config, policy, optimizer, collate(encode(), policy.pad_id))
+    assert metrics["loss/total"] == pytest.approx(expected.item(), rel=1e-5)
+    assert (gradient_of(policy) - gradient).norm() < 1e-5 * gradient.norm()
+    assert metrics["loss/grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-5)
+
+
+def test_a_long_gradient_is_scaled_down(train, policy, encode):
+    policy.zero_grad()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    metrics = train.update(train.Config(max_grad_norm=0.5), policy, optimizer, collate(encode(), policy.pad_id))
+    assert metrics["loss/grad_norm"] > 1
+    assert gradient_of(policy).norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_an_update_that_is_not_finite_is_skipped(train, encode):
+    policy = load_policy(PolicyConfig(device="cpu"))
+    with torch.no_grad():
+        policy.model.lm_head.weight[0, 0] = torch.nan
+    before = [weight.clone() for weight in policy.parameters()]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    metrics = train.update(train.Config(), policy, optimizer, collate(encode(), policy.pad_id))
+    assert metrics["loss/skipped"] == 1.0
+    for weight, old in zip(policy.parameters(), before, strict=True):
+        torch.testing.assert_close(weight.detach(), old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_learning_rate_rises_and_falls_as_it_says(train):
+    """In a straight line to the peak, and down half a cosine wave to the share `final_lr` of it."""
+
+    def rate(step: int, **settings) -> float:
+        return train.learning_rate(train.Config(lr=2.0, **settings), step, num_steps=1000)
+
+    assert rate(1, warmup_steps=50) == pytest.approx(2.0 / 50, rel=1e-3)
+    assert rate(25, warmup_steps=50) == pytest.approx(1.0, rel=1e-2)
+    assert rate(50, warmup_steps=50) == pytest.approx(2.0, rel=1e-2)
+    assert rate(1, warmup_steps=0) == pytest.approx(2.0, rel=1e-4)
+    for final_lr in (0.0, 0.1, 1.0):
+        levels = [rate(step, final_lr=final_lr) for step in (500, 1000)]
+        assert levels == pytest.approx([2.0 * (1 + final_lr) / 2, 2.0 * final_lr])
+    falling = [rate(step) for step in range(50, 1001)]
+    assert falling == sorted(falling, reverse=True)
+    quarter = rate(250, warmup_steps=0, final_lr=0.0)
+    assert quarter == pytest.approx(2.0 * (0.5 + 0.5**1.5))  # (1 + cos 45 degrees) / 2: above the straight line
+
+
+@pytest.fixture
+def run(train, tmp_path, monkeypatch):
+    """Train the bundled policy on rows, at a rate that hardly moves it: it, its batches, the metrics, the summary."""
+    policies, batches = [], []
+
+    def keep_policy(config):
+        policies.append(load_policy(config))
+        return policies[-1]
+
+    def keep_batch(config, policy, optimizer, batch):
+        batches.append(batch)
+        return update(config, policy, optimizer, batch)
+
+    update = train.update
+    monkeypatch.setattr(train, "load_policy", keep_policy)
+    monkeypatch.setattr(train, "update", keep_batch)
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+
+    def run(rows: list[dict], *flags: str) -> tuple[Policy, list[Experience], list[dict], dict]:
+        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        batches.clear()
+        name = f"run{len(policies)}"
+        common = ("--data", "chats.jsonl", "--lr", "1e-12", "--device", "cpu", "--name", name)
+        train.main(["--model", "tiny", *common, *flags])
+        directory = tmp_path / "runs" / "experiment_sft" / name
+        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return policies[-1], list(batches), metrics, json.loads((directory / "summary.json").read_text())
+
+    return run
+
+
+def texts_of(policy: Policy, batches: list[Experience]) -> list[str]:
+    """The conversations of the rows of all batches, sorted."""
+    texts = []
+    for batch in batches:
+        for ids, mask in zip(batch.sequences, batch.attention_mask, strict=True):
+            texts.append(policy.tokenizer.decode(ids[mask.bool()]))
+    return sorted(texts)
+
+
+# Each occurs once, and no two have an equal loss.
+MANY = [conversation(f"Say {n} {'please ' * (n % 4)}", f"{n} " * (1 + n % 3)) for n in range(30)]
+
+
+def test_rows_are_learned_once_or_held_out_and_examined(run):
+    """The losses of the first update and of the examination together are those of all rows, each once."""
+    policy, batches, (metrics,), summary = run(MANY, "--tokens-per-batch", "100000", "--micro-batch-size", "4")
+    texts = {policy.tokenizer.apply_chat_template(row["messages"], tokenize=False): row for row in MANY}
+    learned = texts_of(policy, batches)
+    assert len(learned) == len(set(learned)) == 27  # a tenth is held out
+    losses = {text: losses_of(policy, row).detach() for text, row in texts.items()}
+    of_learned = torch.cat([losses[text] for text in learned])
+    of_others = torch.cat([losses[text] for text in texts if text not in learned])
+    assert metrics["loss/total"] == pytest.approx(of_learned.mean().item(), rel=1e-5)
+    assert metrics["time/tokens_per_second"] * metrics["time/step"] == pytest.approx(len(of_learned))
+    assert summary["eval/loss"] == pytest.approx(of_others.mean().item(), rel=1e-4)
+    assert of_others.mean().item() != pytest.approx(of_learned.mean().item(), rel=1e-3)
+
+
+def test_the_number_of_rows_held_out_is_limited(run):
+    policy, batches, *_ = run(MANY, "--eval-prompts", "1")
+    assert len(texts_of(policy, batches)) == 29
+
+
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own(train, encode):
+    rows = encode(MANY)
+
+    def orders(**settings) -> list[list[int]]:
+        config = train.Config(data="chats.jsonl", tokens_per_batch=60, epochs=2, **settings)
+        order = [row.prompt_index for batch in train.batches(config, rows) for row in batch]
+        return [order[: len(rows)], order[len(rows) :]]
+
+    first, second = orders()
+    assert sorted(first) == sorted(second) == list(range(len(rows)))
+    assert first != second
+    assert orders() == [first, second]
+    assert orders(seed=1)[0] != first
+
+
+def test_rows_of_a_file_are_shuffled_and_lessons_stay_in_order(train, monkeypatch):
+    """Rows are batched by length within a window, and windows keep the order of the lessons."""
+    monkeypatch.setattr(train, "WINDOW", 100)
+    rows = [Trajectory([1] * (5 + n % 7), 2, [0, 0] + [1] * (3 + n % 7), [0.0] * (5 + n % 7), n) for n in range(1000)]
+
+    def windows(data: str | None) -> list[int]:
+        """Of the rows in the order of training: which hundred of the file each comes from."""
+        config = train.Config(data=data, tokens_per_batch=50)
+        return [row.prompt_index // 100 for batch in train.batches(config, rows) for row in batch]
+
+    assert windows(None) == sorted(windows(None))
+    counts = Counter(windows("chats.jsonl")[:100])
+    assert len(counts) == 10
+
+
+def test_batches_hold_at_most_so_many_tokens_padding_included(train, encode):
+    rows = encode(MANY)
+    for tokens in (40, 100, 10_000):
+        batches = list(train.batches(train.Config(tokens_per_batch=tokens), rows))
+        sizes = [len(batch) * max(len(row.ids) for row in batch) for batch in batches]
+        assert max(size for size, batch in zip(sizes, batches, strict=True) if len(batch) > 1) <= tokens
+        assert sum(map(len, batches)) == len(rows)
+    assert len(batches) == 1
+
+
+def test_long_rows_are_left_out_and_counted(encode, capsys):
+    lengths = [len(row.ids) for row in encode(MANY)]
+    limit = sorted(lengths)[20]
+    kept = encode(MANY, max_length=limit)
+    assert [row.prompt_index for row in kept] == [i for i, length in enumerate(lengths) if length <= limit]
+    assert f"{len(MANY) - len(kept)} of {len(MANY)} rows left out" in capsys.readouterr().out
+
+
+def test_the_examination_is_of_heldout_questions_free_and_forced(train, policy, monkeypatch):
+    """Forced to reason first, the bundled policy is right far more often."""
+    asked = []
+    evaluate = train.evaluate
+
+    def keep(policy, questions, *arguments, **settings):
+        asked.append([row["question"] for row in questions])
+        return evaluate(policy, questions, *arguments, **settings)
+
+    monkeypatch.setattr(train, "evaluate", keep)
+    found = train.examine(train.Config(eval_prompts=24), policy, [])
+    heldout = [json.loads(line)["question"] for line in train.task.EVAL_DATA.read_text("utf-8").splitlines()[:24]]
+    assert asked == [heldout, heldout]
+    assert (found["eval_forced/sampled/reasoned"], found["eval_forced/greedy/reasoned"]) == (1.0, 1.0)
+    assert found["eval/sampled/reasoned"] < 0.5
+    assert found["eval_forced/sampled/accuracy"] > found["eval/sampled/accuracy"] + 0.2
+
+
+def test_a_new_policy_and_its_lessons_depend_on_the_seed(train):
+    def weights(**settings) -> tuple[torch.Tensor, str]:
+        model = train.new_policy(train.Config(device="cpu", dtype="float32", **settings)).model
+        return torch.cat([weight.flatten() for weight in model.parameters()]), model.config._attn_implementation
+
+    sizes = {"num_copying": 5, "num_reasoning": 5, "num_answering": 5}
+    first, again, other = (weights(seed=seed, attn_implementation="sdpa")[0] for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert [weights(attn_implementation=way)[1] for way in ("eager", "sdpa")] == ["eager", "sdpa"]
+    taught = [train.lessons(train.Config(seed=seed, **sizes)) for seed in (3, 3, 4)]
+    assert taught[0] == taught[1]
+    for row in taught[0]:
+        assert row not in taught[2]

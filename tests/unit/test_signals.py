@@ -1,0 +1,62 @@
+"""When Ctrl-C ends a run: after the step that it interrupts, or at once."""
+
+import shutil
+import signal
+
+import pytest
+import torch
+
+from common.plumbing.config import RunConfig
+from common.plumbing.loading import load_policy
+from common.plumbing.start import start_run
+
+
+@pytest.fixture
+def events(load_script, tmp_path):
+    """Run three steps, with so many Ctrl-C at a moment; returns what happened, and the checkpoints that are left."""
+    config_class = load_script("experiment_base/train.py").Config
+    policy = load_policy(RunConfig(device="cpu"))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+
+    def run(moment: str, times: int = 1) -> list[str]:
+        seen = []
+
+        def reach(name: str) -> None:
+            seen.append(name)
+            if name == moment:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+
+        def train() -> None:
+            config = config_class(runs_dir=str(tmp_path), name="mine", checkpoint_every=0)
+            with start_run("experiment_base", config) as run:
+                reach("evaluation before")
+                for step in run.steps(3):
+                    reach(f"step {step}")
+                    seen.append(f"end of step {step}")
+                    run.checkpoint(step, policy, optimizer)
+                reach("evaluation after")
+                seen.append("end of evaluation")
+
+        with pytest.raises(KeyboardInterrupt, match=r"^interrupted; resume with: "):
+            train()
+        directory = tmp_path / "experiment_base" / "mine"
+        found = seen + sorted(path.name for path in directory.glob("checkpoints/*"))
+        shutil.rmtree(directory)
+        return found
+
+    return run
+
+
+def test_in_a_step_the_step_is_finished_and_a_checkpoint_written(events):
+    assert events("step 1") == ["evaluation before", "step 1", "end of step 1", "step_1"]
+    assert events("step 3")[-3:] == ["step 3", "end of step 3", "step_3"]
+
+
+def test_a_second_one_ends_the_step_at_once(events):
+    assert events("step 2", times=2) == ["evaluation before", "step 1", "end of step 1", "step 2"]
+
+
+@pytest.mark.parametrize("moment", ["evaluation before", "evaluation after"])
+def test_before_and_after_all_steps_it_ends_the_run_at_once(events, moment):
+    assert events(moment)[-1] == moment

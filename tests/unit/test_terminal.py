@@ -1,0 +1,116 @@
+"""What is printed: in one place, without anything that could control a terminal; and files in one encoding."""
+
+import ast
+import re
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.evaluate import Evaluation
+from common.tasks import arithmetic
+from common.trajectory import Trajectory
+
+from common.plumbing.samples import describe_best
+from common.plumbing.start import run_main
+from common.plumbing.summary import show_gain
+from common.plumbing.task import Row, Task
+from common.plumbing.terminal import prepare_output, say, visible
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTILE = "\x1b]0;mine\x07 \x1b[2J \x9b31m \u202e \u2066 \r \x08 \x00 \x7f [red] :smile: [/]"
+UNWANTED = re.compile(r"[^\n -~─-╿�→…é]")
+
+
+def calls(folders: tuple[str, ...]) -> Iterator[tuple[str, ast.Call, str]]:
+    """Every call in the Python files of some folders: its file, the call, and what is called."""
+    for folder in folders:
+        for path in sorted(ROOT.glob(f"{folder}/**/*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    yield path.relative_to(ROOT).as_posix(), node, ast.unparse(node.func)
+
+
+def test_there_is_one_place_that_prints():
+    """The tables of summary.py are the exception; their cells are made by `printable`, and tested below."""
+    prints = ("print", "tqdm.write", "sys.stdout.write", "sys.stderr.write", "console.print", "warnings.warn")
+    found = {(file, name) for file, _, name in calls(("common", "experiment_*")) if name in prints}
+    allowed = ("common/plumbing/terminal.py", "common/plumbing/summary.py")
+    assert found == {(allowed[0], "print"), (allowed[0], "tqdm.write"), (allowed[1], "console.print")}
+
+
+def test_every_text_file_is_opened_with_its_encoding():
+    """The locale must not decide how a run's files are written."""
+    opened = 0
+    for file, call, name in calls(("common", "viewer", "experiment_*", "data")):
+        method = name.rpartition(".")[2]
+        if method not in ("open", "read_text", "write_text") or name == "os.open":
+            continue
+        modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+        is_binary = method == "open" and any("b" in mode for mode in modes if len(str(mode)) <= 3)
+        assert is_binary or "encoding" in {keyword.arg for keyword in call.keywords}, f"{file}:{call.lineno}"
+        opened += 1
+    assert opened > 15
+
+
+def test_all_control_and_bidi_characters_are_replaced(capsys):
+    characters = [chr(code) for code in range(sys.maxunicode + 1)]
+    controls = [c for c in characters if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c != "\n"]
+    assert set(visible("".join(controls))) == {"\ufffd"}
+    assert visible("é ≤ 😀\nb") == "é ≤ 😀\nb"
+    say(HOSTILE)
+    assert not UNWANTED.search(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "expected"),
+    [
+        (UserError(f"a\nb {HOSTILE}"), 2, "error: a b \ufffd]0;mine"),
+        (KeyboardInterrupt(f"interrupted {HOSTILE}"), 130, "\ninterrupted \ufffd]0;mine"),
+    ],
+)
+def test_what_ends_a_program_cannot_control_the_terminal(capsys, monkeypatch, error, status, expected):
+    """And is one line."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(main)
+    assert ended.value.code == status
+    printed = capsys.readouterr().err
+    assert printed.startswith(expected)
+    assert printed.count("\n") == 1 + expected.count("\n")
+    assert not UNWANTED.search(printed)
+
+
+def test_a_traceback_cannot_control_the_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    prepare_output()
+    try:
+        raise KeyError("a cause") from ValueError(HOSTILE)
+    except KeyError:
+        sys.excepthook(*sys.exc_info())
+    printed = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in printed
+    assert "ValueError: \ufffd]0;mine" in printed
+    assert printed.endswith("KeyError: 'a cause'\n")
+    assert not UNWANTED.search(printed)
+
+
+def test_questions_completions_and_names_cannot_control_the_terminal(capsys):
+    """In the completion that a step shows, and in the tables at the end of a run."""
+    task = Task(arithmetic, "arithmetic")
+    task.train_rows = task.eval_rows = [Row(question=HOSTILE + "?", answer=HOSTILE)]
+    trajectory = Trajectory([1], 0, [1], [0.0], text=HOSTILE, rewards={"correct": 0.0, "format": 0.0})
+    say(describe_best(task, [trajectory]))
+    evaluation = Evaluation({f"sampled/{HOSTILE}": 0.5, "greedy/accuracy": 0.5}, [HOSTILE], [])
+    show_gain(Path("runs") / HOSTILE.replace("/", ""), task, evaluation, evaluation, {HOSTILE: 0.0})
+    printed = capsys.readouterr().out
+    assert not UNWANTED.search(printed)
+    assert printed.count("]0;mine") >= 9
+    assert "[red] :smile: [/]" in printed  # no markup either
