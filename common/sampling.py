@@ -162,11 +162,8 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def _uniforms(rows: list[Trajectory], max_new_tokens: int, key: tuple[int, ...]) -> torch.Tensor:
     """Numbers in [0, 1) for every row and position: (B, max_new_tokens), each row's from its own key."""
-    draws = [
-        torch.from_numpy(keyed_generator("tokens", *key, row.prompt_index, row.completion_index).random(max_new_tokens))
-        for row in rows
-    ]
-    return torch.stack(draws)
+    keys = [(*key, row.prompt_index, row.completion_index) for row in rows]
+    return torch.stack([torch.from_numpy(keyed_generator("tokens", *key).random(max_new_tokens)) for key in keys])
 
 
 def _record(rows: list[Trajectory], tokens: torch.Tensor, log_probs: torch.Tensor, end_of_turn_ids: list[int]) -> None:

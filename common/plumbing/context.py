@@ -65,16 +65,14 @@ def _find_long_prompt(
     adds is found by encoding a conversation of the same roles with a short text in every turn. So the tokens of a
     prompt are at most those of this conversation + bytes of the texts * how often the template writes a text.
     """
-    added: dict[tuple[str, ...], tuple[int, int]] = {}  # by the roles of the turns: tokens, copies of a text
+    costs: dict[tuple[str, ...], tuple[float, int]] = {}  # by the roles of the turns
     candidates = []
     for row in rows:
         turns = messages(row)
         roles = tuple(turn["role"] for turn in turns)
-        if roles not in added:
-            ids = encode_prompt(policy.tokenizer, [turn | {"content": PROBE} for turn in turns])
-            copies = policy.tokenizer.decode(ids).count(PROBE)
-            added[roles] = len(ids), max(1, copies - len(turns) + 1)
-        tokens, copies = added[roles]
+        if roles not in costs:
+            costs[roles] = _cost_of_template(policy, turns)
+        tokens, copies = costs[roles]
         size = sum(num_bytes(str(value)) for turn in turns for key, value in turn.items() if key != "role")
         if tokens + copies * size > room:
             candidates.append((size, row, turns))
@@ -83,6 +81,15 @@ def _find_long_prompt(
         if num_tokens > room:
             return row, num_tokens
     return None
+
+
+def _cost_of_template(policy: Policy, turns: list[dict]) -> tuple[float, int]:
+    """The tokens of a conversation with a short text in every turn, and how often the template writes a text."""
+    try:
+        ids = encode_prompt(policy.tokenizer, [turn | {"content": PROBE} for turn in turns])
+    except UserError:  # a template can refuse this text: then every prompt is encoded
+        return math.inf, 1
+    return len(ids), max(1, policy.tokenizer.decode(ids).count(PROBE) - len(turns) + 1)
 
 
 def num_bytes(text: str) -> int:
