@@ -67,7 +67,8 @@ def sample(
             for ids, index in zip(prompts[chunk], prompt_index[chunk], strict=True)
             for completion in range(group_size)
         ]
-        uniforms = None if greedy else _uniforms(rows, max_new_tokens, key).to(policy.device)
+        exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+        uniforms = None if greedy else _uniforms(rows, max_new_tokens, key).to(policy.device, exact)
         with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
             _complete(policy, rows, group_size, max_new_tokens, top_p, uniforms)
         trajectories += rows
@@ -142,7 +143,7 @@ def _draw(
     if uniforms is None:
         tokens = log_probs.argmax(dim=-1)
     else:
-        probs = log_probs.double().exp()  # float64: a sum over 128k tokens would leave float32 short of 1
+        probs = log_probs.to(uniforms.dtype).exp()  # float64: a sum over 128k tokens would leave float32 short of 1
         if top_p < 1:
             probs = probs * _nucleus(probs, top_p)
         cdf = probs.cumsum(dim=-1)

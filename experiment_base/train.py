@@ -23,7 +23,7 @@ Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group'
 per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
-from collections.abc import Sequence
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,7 @@ class Config(RunConfig):
     max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
     task = load_task(config)  # what is asked and rewarded, with its rows of data
     with start_run("experiment_base", config, task) as run:

@@ -23,7 +23,7 @@ Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group'
 per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
-from collections.abc import Sequence
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,7 +73,7 @@ class Config(RunConfig):
     critic_type: Literal["grpo", "drgrpo"] = "drgrpo"  # "grpo" restores both biases: experiment_base
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
     task = load_task(config)  # what is asked and rewarded, with its rows of data
     with start_run("experiment_drgrpo", config, task) as run:

@@ -9,12 +9,12 @@ batch. What the user says and what the template adds is read, not learned.
 
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
 the end the policy is examined twice: as it answers by itself, and forced to reason before it answers. What it can do
-when forced is what reinforcement learning (experiment_base) can bring out. With every --num-... at 0 a --model is only
-examined.
+when forced is what experiment_base can bring out. With every --num-... at 0 a --model is only examined.
 """
 
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +33,7 @@ from common.tasks import arithmetic as task
 from common.trajectory import Trajectory
 
 from common.plumbing.config import DTYPES, PolicyConfig
+from common.plumbing.context import check_prompts, context_length
 from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy, make_policy
 from common.plumbing.parse import parse_config
@@ -54,7 +55,7 @@ class Config(PolicyConfig):
     epochs: int = 1  # passes over the rows
     tokens_per_batch: int = 3072  # per optimizer step, including padding
     micro_batch_size: int = 256  # rows per forward and backward pass: memory and time, never the update
-    max_length: int = 1024  # tokens; longer rows are left out, and counted
+    max_length: int = 1024  # tokens; rows longer than this or than the model's context are left out, and counted
     lr: float | None = None  # peak learning rate of AdamW; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
     warmup_steps: int = 50  # over which the learning rate rises from 0
     final_lr: float = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
@@ -64,7 +65,7 @@ class Config(PolicyConfig):
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/, which are also what is examined
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__, resolved=RESOLVED)
     if config.data is not None and config.model == "new":
         raise UserError("--data teaches a policy that can already speak: give a --model")
@@ -74,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = lessons(config) if config.data is None else read_rows(config.data, {"messages": list})
     with start_run("experiment_sft", config) as run:
         policy = new_policy(config) if config.model == "new" else load_policy(config)
+        if config.data is None:  # the examination at the end would fail
+            check_prompts(policy, read_rows(str(task.EVAL_DATA), task.FIELDS), task.messages, max_new_tokens=96)
         rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
         train(config, run, policy, rows)
 
@@ -122,10 +125,10 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
             ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{config.data}, row {index + 1}: {error}") from error
-        if len(ids) <= config.max_length and any(mask):
+        if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
             encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
     if len(encoded) < len(rows):
-        say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: over --max-length, or no assistant turn")
+        say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
     if not encoded and config.data is not None:
         raise UserError(f"{config.data}: no row is left to learn from")
     return encoded

@@ -1,5 +1,6 @@
 """Refuse settings that cannot work, before anything is loaded: one sentence, which names the flags."""
 
+import dataclasses
 import importlib.util
 import math
 from pathlib import Path
@@ -9,18 +10,11 @@ import torch
 from common.errors import UserError
 
 from common.plumbing.config import ADAPTER_SETTINGS, PolicyConfig, shown
-from common.plumbing.terminal import say
+from common.plumbing.flags import RANGES
+from common.plumbing.terminal import printable, say
 
-# Of all experiments; a flag that is None, or that an experiment does not have, is in range.
-POSITIVE = (
-    *("steps", "prompts_per_step", "max_new_tokens", "temperature", "epochs_per_step", "minibatch_size"),
-    *("micro_batch_size", "lr", "clip_eps", "max_grad_norm", "generation_batch_size", "max_question_length"),
-    *("threads", "eval_prompts", "lora_alpha", "keep_checkpoints", "epochs", "tokens_per_batch", "max_length"),
-)
-NOT_NEGATIVE = (
-    *("seed", "weight_decay", "kl_weight", "eval_every", "samples_every", "checkpoint_every", "lora_rank"),
-    *("warmup_steps", "final_lr", "num_copying", "num_reasoning", "num_answering"),
-)
+MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
+PATHS = ("model", "task", "data", "eval_data", "runs_dir", "resume")  # flags that can name a file or a directory
 
 
 def flag(name: str) -> str:
@@ -53,25 +47,52 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
     return values
 
 
+def check_texts(config: PolicyConfig) -> None:
+    """Refuse text that no file can hold, which a broken terminal or a script can pass on, and paths that cannot exist.
+
+    Raises:
+        UserError: naming the flag.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str):
+                continue
+            if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+                raise UserError(f"{flag(field.name)} {printable(text, 60)}: this is not UTF-8 text")
+            if field.name in PATHS:
+                local_path(text, flag(field.name))
+
+
+def local_path(text: str, what: str) -> Path:
+    """`text` as a path, with its ~ replaced by a home directory, whether it exists or not.
+
+    Raises:
+        UserError: there can be no such path, or this user may not look there.
+    """
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except OSError as error:
+        raise UserError(f"{what} {printable(text, 60)}: this path cannot be used ({error.strerror})") from error
+    except (RuntimeError, ValueError) as error:  # of an unknown user's home directory; of NUL
+        raise UserError(f"{what} {printable(text, 60)}: this path cannot be used ({error})") from error
+    return path
+
+
 def check_ranges(config: PolicyConfig) -> None:
-    """Refuse numbers out of range.
+    """Refuse numbers out of range; a flag that is None, or that an experiment does not have, is in range.
 
     Raises:
         UserError: naming the flag and its value.
     """
-    for names, is_fine, wanted in (
-        (POSITIVE, lambda value: value > 0, "more than 0, and finite"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "0 or more, and finite"),
-    ):
-        for name in names:
-            value = getattr(config, name, None)
-            if value is not None and not (is_fine(value) and math.isfinite(value)):
-                raise UserError(f"{flag(name)} must be {wanted}, not {value}")
-    group_size, top_p = getattr(config, "group_size", 2), getattr(config, "top_p", 1.0)
-    if group_size < 2:
-        raise UserError(f"--group-size must be 2 or more, not {group_size}: a group is its own baseline")
-    if not 0 < top_p <= 1:
-        raise UserError(f"--top-p must be above 0 and at most 1, not {top_p}")
+    for name, wanted in RANGES.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in wanted:
+            why = ": a group is its own baseline" if name == "group_size" else ""
+            raise UserError(f"{flag(name)} must be {wanted}, not {printable(str(value), 40)}{why}")
 
 
 def check_combinations(config: PolicyConfig) -> None:
@@ -131,21 +152,24 @@ def _policies_in(directory: Path) -> list[Path]:
 
 
 def check_name(name: str | None) -> None:
-    if name is not None and (name in ("", ".", "..") or len(Path(name).parts) != 1):
-        raise UserError(f"--name {name!r} cannot be the name of a directory")
+    if name is None:
+        return
+    if name in ("", ".", "..") or len(Path(name).parts) != 1 or len(name.encode()) > MAX_NAME_BYTES:
+        raise UserError(f"--name {printable(repr(name), 60)} cannot be the name of a directory")
 
 
 def check_device(name: str) -> None:
+    """Refuse a device that PyTorch does not know, or that this machine does not have."""
     if name == "auto":
         return
     try:
         device = torch.device(name)
+        num_devices = torch.get_device_module(device).device_count()  # what is no accelerator has no such module
     except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device must be cpu, cuda, cuda:<number> or auto, not {name}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+        wanted = "cpu, cuda, cuda:<number>, another accelerator that PyTorch knows (mps, xpu), or auto"
+        raise UserError(f"--device must be {wanted}, not {printable(name, 40)}") from None
+    if (device.index or 0) >= num_devices:
+        raise UserError(f"--device {name}: this machine has {num_devices} device(s) of the kind {device.type}")
 
 
 def _check_minibatches(config: PolicyConfig) -> None:

@@ -38,7 +38,8 @@ class PolicyConfig:
     model: str = "tiny"
     seed: int = 0  # seed of data order, sampling and minibatches
     threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
-    device: str = "auto"  # cpu, cuda, cuda:1; auto: cuda if available, else cpu
+    # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
+    device: str = "auto"
     # arithmetic, and the dtype of frozen weights; trained weights are float32, and bfloat16 is autocast over them;
     # None: bfloat16 for models other than the bundled one on cuda, else float32
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -56,7 +57,8 @@ class PolicyConfig:
     wandb: bool = False  # also log to Weights & Biases; without its package, a key or a network the run continues
     name: str | None = None  # the run's name; None: date, time and seed
     runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
-    resume: str | None = None  # directory of a run to resume, with its own settings; only --steps may be raised
+    # directory of a run to resume, with its own settings; only --steps may be raised; None: a new run
+    resume: str | None = None
 
     @property
     def model_path(self) -> Path | None:
@@ -103,10 +105,12 @@ class RunConfig(PolicyConfig):
     task: str = "arithmetic"  # what is asked and rewarded: a file of common/tasks, or the path of your own
     reward_weight: tuple[str, ...] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
     data: str | None = None  # JSONL file, or hub dataset id[:subset]; None: the task's own
-    eval_data: str | None = None  # the same for evaluation; None: the task's own, or rows held out from --data
+    # held-out questions, a file or a hub dataset like --data; None: the task's own, or rows held out from --data
+    eval_data: str | None = None
     at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
-    max_question_length: int | None = None  # keep questions of at most this many characters
-    system_prompt: str | None = None  # None: none for the bundled policy, the task's own for other models
+    max_question_length: int | None = None  # keep questions of at most this many characters; None: any
+    # the system turn of every question; None: none for the bundled policy, the task's own for other models
+    system_prompt: str | None = None
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
     generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
@@ -151,14 +155,20 @@ def _shape(model_path: Path) -> tuple[int, int] | None:
         return None
 
 
+def _find_device() -> str:
+    """CUDA, else another accelerator that PyTorch finds, else the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
 
 def resolve(config: ConfigT, defaults: dict) -> ConfigT:
     """The settings, with every None and "auto" resolved from the machine, the model, and `defaults`."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _find_device() if config.device == "auto" else config.device
     on_cuda = device.startswith("cuda")
     dtype = config.dtype
     if dtype is None:

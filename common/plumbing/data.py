@@ -6,11 +6,13 @@ from pathlib import Path
 from common.errors import UserError
 from common.keyed import keyed_generator
 
-from common.plumbing.checks import parse_numbers
+from common.plumbing.checks import local_path, parse_numbers
 from common.plumbing.config import RunConfig, shown
 from common.plumbing.hub import must_be_cached
+from common.plumbing.solutions import try_solutions
 from common.plumbing.task import Row, Task
 from common.plumbing.task_file import import_task
+from common.plumbing.terminal import printable
 
 
 def load_task(config: RunConfig) -> Task:
@@ -42,7 +44,8 @@ def load_task(config: RunConfig) -> Task:
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
-    task.try_out(train_rows[0])  # before a model is loaded
+    try_solutions(task, [*train_rows, *eval_rows])  # before a model is loaded
+    task.try_out(train_rows[0])
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task
@@ -57,7 +60,7 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
     Raises:
         UserError: naming file, line and what is wrong.
     """
-    path = Path(source).expanduser()
+    path = local_path(source, "the data file")
     looks_local = path.exists() or source[:1] in ("", ".", "/", "~") or path.suffix in (".json", ".jsonl")
     is_hub_id = not looks_local and source.count("/") == 1
     rows = _read_hub(source) if is_hub_id else _read_jsonl(path)
@@ -66,22 +69,29 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
             if field not in row:
                 raise UserError(f"{row.place}: the field {field!r} is missing (there are: {', '.join(row)})")
             if not _is_usable(row[field], wanted):
-                raise UserError(f"{row.place}: the field {field!r} cannot be {json.dumps(row[field], default=str)}")
+                raise UserError(f"{row.place}: the field {field!r} cannot be {_shown(row[field])}")
     if not rows:
         raise UserError(f"{shown(source)} has no rows")
     return rows
 
 
 def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
-    """Whether a value is of a wanted type, and neither NaN nor text with half a surrogate pair, which has no UTF-8."""
+    """Whether a value is of a wanted type, and JSON: without NaN, infinities, and halves of a surrogate pair."""
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     try:
-        str(value).encode()
-    except UnicodeEncodeError:
+        json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode()
+    except (ValueError, RecursionError):
         return False
     if isinstance(value, bool):  # which Python counts among the integers
         return bool in wanted
-    return value == value and (isinstance(value, wanted) or (isinstance(value, int) and float in wanted))
+    return isinstance(value, wanted) or (isinstance(value, int) and float in wanted)
+
+
+def _shown(value: object) -> str:
+    try:
+        return printable(json.dumps(value, default=str), 80)
+    except RecursionError:
+        return "nested so deeply"
 
 
 def _read_jsonl(path: Path) -> list[Row]:
@@ -102,6 +112,10 @@ def _read_jsonl(path: Path) -> list[Row]:
             raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{place}: not UTF-8 text ({error.reason})") from error
+        except RecursionError as error:
+            raise UserError(f"{place}: lists or objects are nested too deeply to be read") from error
+        except ValueError as error:  # of Python, whose integers are read up to some thousand digits
+            raise UserError(f"{place}: an integer has too many digits to be read") from error
         if not isinstance(row, dict):
             raise UserError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
         rows.append(_placed(row, place))

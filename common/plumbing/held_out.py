@@ -7,11 +7,19 @@ from common.evaluate import Answer, Evaluation, evaluate
 from common.policy import Policy
 
 from common.plumbing.config import RunConfig
+from common.plumbing.context import check_context
 from common.plumbing.task import Task
 
 
 def evaluate_held_out(config: RunConfig, task: Task, policy: Policy, num_samples: int = 0) -> Evaluation:
-    """Ask the held-out questions, greedily and `num_samples` times each by sampling."""
+    """Ask the held-out questions, greedily and `num_samples` times each by sampling.
+
+    Raises:
+        UserError: before the first evaluation of a run, if a prompt is too long for the model.
+    """
+    if not task.fits_context:
+        check_context(config, task, policy)
+        task.fits_context = True
     return evaluate(
         policy,
         task.eval_rows,

@@ -24,7 +24,7 @@ def describe_machine() -> dict:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """The most memory that the run held: of the GPU on CUDA, else of the process; 0 where nothing tells."""
+    """The most memory that the run held: on CUDA of the GPU, else of the process; 0 where nothing tells."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
     # Linux has it here; getrusage would begin at the peak of the process that started this one

@@ -1,16 +1,30 @@
 """The command line: read, resolved and checked, before anything is loaded."""
 
 import dataclasses
+import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import UserError
 
-from common.plumbing.checks import check_combinations, check_device, check_model, check_name, check_ranges, flag
+from common.plumbing.checks import (
+    check_combinations,
+    check_device,
+    check_model,
+    check_name,
+    check_ranges,
+    check_texts,
+    flag,
+)
 from common.plumbing.config import RESOLVED, ConfigT, RunConfig, resolve
+from common.plumbing.flags import make_flags, show_description
 from common.plumbing.settings import NOT_FLAGS, read_settings
 from common.plumbing.task_file import bundled_tasks, import_task
+from common.plumbing.terminal import printable
+
+MAX_DIGITS = 4000  # Python reads up to 4300 of an integer
 
 
 def parse_config(
@@ -25,13 +39,16 @@ def parse_config(
     Raises:
         UserError: a value is out of range, or two contradict each other.
     """
-    import tyro
+    from common.plumbing.interrupt import handle_as_usual  # not above: a program imports this file before all others
 
-    description = description.partition("\nLeft out:")[0]  # what follows is for readers of the file
-    _check_pairs(config_class, sys.argv[1:] if argv is None else argv)
-    config = with_absolute_paths(tyro.cli(config_class, args=argv, description=description))
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        what_it_is = description.partition("\nLeft out:")[0]  # what follows is for readers of the file
+        show_description(what_it_is, shutil.get_terminal_size().columns)
+    _check_words(config_class, argv)
+    config = _read(config_class(), argv)
     if config.resume is not None:
-        config = _resumed(config, lambda stored: with_absolute_paths(tyro.cli(config_class, args=argv, default=stored)))
+        config = _resumed(config, argv)
     check_model(config)
     check_name(config.name)
     check_device(config.device)
@@ -43,11 +60,39 @@ def parse_config(
         defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else import_task(config).system_prompt}
     config = resolve(config, defaults)
     check_combinations(config)
+    handle_as_usual()
     return config
 
 
-def _check_pairs(config_class: type[ConfigT], argv: Sequence[str]) -> None:
-    """Refuse a flag of several values that is given twice (the first would be dropped), or without a value."""
+def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
+    """The settings with the changes that the command line makes; `--help` and mistakes end the program.
+
+    Raises:
+        UserError: a text or a path cannot be used.
+    """
+    import tyro
+
+    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
+    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # --lr, not --algorithm.lr; FLOAT, not {None}|FLOAT
+    groups = tyro.cli(make_flags(config), args=argv, description="", config=markers)
+    config = dataclasses.replace(
+        config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
+    )
+    check_texts(config)
+    return with_absolute_paths(config)
+
+
+def _check_words(config_class: type[ConfigT], argv: Sequence[str]) -> None:
+    """Refuse what tyro would not explain.
+
+    That is a flag of several values that is given twice (the first would be dropped) or without a value, and a number
+    of more digits than Python reads.
+    """
+    for word in argv:
+        if len(digits := word.rpartition("=")[2].strip("+-").replace("_", "")) > MAX_DIGITS and digits.isdecimal():
+            raise UserError(
+                f"{printable(word, 40)}: this number has {len(digits)} digits, and no flag takes such a number"
+            )
     for field in dataclasses.fields(config_class):
         if field.type != tuple[str, ...]:
             continue
@@ -60,12 +105,11 @@ def _check_pairs(config_class: type[ConfigT], argv: Sequence[str]) -> None:
             raise UserError(f"{flag(field.name)} needs at least one NAME=NUMBER")
 
 
-def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:
+def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """The settings of the run that `--resume` names.
 
-    Args:
-        reparse: reads the command line with the given settings as its defaults. A setting that differs from them
-            afterwards was given on the command line, with another value.
+    The command line is read again with these settings as its defaults. A setting that differs from them afterwards was
+    given on the command line, with another value.
 
     Raises:
         UserError: there is no such run, or a setting other than `--steps` differs from the run's.
@@ -79,7 +123,7 @@ def _resumed(config: ConfigT, reparse: Callable[[ConfigT], ConfigT]) -> ConfigT:
         )
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
-    config = reparse(before)
+    config = _read(before, argv)
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
         if name != "resume" and new != old and not (name == "steps" and new > old):

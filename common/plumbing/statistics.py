@@ -102,7 +102,7 @@ class _TokenMeans:
         """Add the values, each (b, T-1), at the tokens where the mask is True."""
         self._count += int(mask.sum())
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value[mask].double().sum())
+            self._sums[name] = self._sums.get(name, 0.0) + float(value[mask].cpu().double().sum())
 
     def means(self) -> dict[str, float]:
         return {name: total / max(self._count, 1) for name, total in self._sums.items()}

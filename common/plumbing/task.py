@@ -6,15 +6,14 @@ The README's section "Your own task" lists what such a file defines.
 import math
 import numbers
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 
 from common.errors import UserError
 
-from common.plumbing.checks import parse_numbers
+from common.plumbing.checks import local_path, parse_numbers
 from common.plumbing.signals import call_after
-from common.plumbing.terminal import printable, say
+from common.plumbing.terminal import describe_error, printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN, TAKEN_PREFIXES = (
@@ -77,6 +76,7 @@ class Task:
         self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
+        self.fits_context = False  # whether it is known that all rows do
         self._has_warned = False  # of a number that is not finite
         self._described: set[str] | None = None  # the names that `describe` gave the first time
 
@@ -133,6 +133,15 @@ class Task:
             raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
+    def solution(self, row: dict) -> str | None:
+        """A completion that earns the reward of a row; None if the task defines no `solution`."""
+        if not hasattr(self._module, "solution"):
+            return None
+        found = self._call("solution", row)
+        if not isinstance(found, str):
+            raise self._error("solution", row, f"must return a str, not {_short(found)}")
+        return found
+
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""
         return sum(weight * rewards[component] for component, weight in self.weights.items() if weight)
@@ -151,11 +160,12 @@ class Task:
         """What kind of question a row asks."""
         return tuple(repr(row.get(field)) for field in self.kind_fields)
 
-    def _call(self, function: str, row: dict, argument: str):
+    def _call(self, function: str, *arguments):
+        row = arguments[0]
         slow = f"has been running for {PATIENCE} s; Ctrl-C twice ends it"
         try:
             with call_after(PATIENCE, lambda: self._tell(function, row, slow)):
-                return getattr(self._module, function)(row, argument)
+                return getattr(self._module, function)(*arguments)
         except Exception as error:  # whatever the user's code raises
             raise self._error(function, row, f"raised {describe_error(error, self._module)}") from error
 
@@ -188,18 +198,8 @@ class Task:
             return None
         if not isinstance(value, str | Path):
             raise UserError(f"{self}: {name} must be a path, not {_short(value)}")
-        path = Path(value).expanduser()
+        path = local_path(str(value), f"{self}: {name}")
         return str(path if path.is_absolute() else Path(self._module.__file__).resolve().parent / path)
-
-
-def describe_error(error: BaseException, module: ModuleType) -> str:
-    """An error in one line, with the line of the task's file that it comes from."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
-    if isinstance(error, SyntaxError) and error.lineno:
-        lines = [error.lineno]
-    place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
-    text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
 def _is_finite(value: object) -> bool:

@@ -8,8 +8,10 @@ from types import ModuleType
 
 from common.errors import UserError
 
+from common.plumbing.checks import local_path
 from common.plumbing.config import RunConfig, shown
-from common.plumbing.task import Task, describe_error
+from common.plumbing.task import Task
+from common.plumbing.terminal import describe_error
 
 BUNDLED = Path(__file__).resolve().parents[1] / "tasks"
 
@@ -31,7 +33,7 @@ def _import_module(name: str) -> ModuleType:
     bundled = bundled_tasks()
     if name in bundled:
         return importlib.import_module(f"common.tasks.{name}")
-    path = Path(name).expanduser()
+    path = local_path(name, "--task")
     if not path.is_file():
         raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")
     return _import_file(path.resolve(), path.stat().st_mtime_ns, name)

@@ -5,7 +5,8 @@ import io
 import os
 import sys
 import traceback
-from textwrap import shorten
+from pathlib import Path
+from types import ModuleType
 from typing import TextIO
 
 
@@ -42,7 +43,18 @@ def printable(text: str, width: int) -> str:
     >>> printable("red: \\x1b[31m\\n  next line", width=40)
     'red: \\ufffd[31m next line'
     """
-    return visible(shorten(text, width, placeholder=" ..."))
+    line = " ".join(text[: 20 * width].split())  # what follows would not be shown
+    return visible(line if len(line) <= width else line[: width - 4].rstrip() + " ...")
+
+
+def describe_error(error: BaseException, module: ModuleType) -> str:
+    """An error in one line, with the line of the task's file that it comes from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
+    if isinstance(error, SyntaxError) and error.lineno:
+        lines = [error.lineno]
+    place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
+    text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
 def prepare_output() -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -63,25 +64,29 @@ POSITIVE = (
     "generation-batch-size",
 )
 NOT_NEGATIVE = ("seed", "eval-every", "checkpoint-every", "samples-every", "lora-rank")
-POSITIVE_REAL = ("temperature", "lr", "clip-eps", "max-grad-norm", "lora-alpha")
+POSITIVE_REAL = ("lr", "clip-eps", "max-grad-norm", "lora-alpha")
 NOT_NEGATIVE_REAL = ("weight-decay", "kl-weight")
+HUGE = str(10**18 + 1)
 OUT_OF_RANGE = [
-    *((name, value, "must be more than 0") for name in POSITIVE for value in ("0", "-1")),
-    *((name, "-1", "must be 0 or more") for name in NOT_NEGATIVE),
+    *((name, value, "must be 1 to ") for name in POSITIVE for value in ("0", "-1", HUGE)),
+    *((name, value, "must be 0 to ") for name in NOT_NEGATIVE for value in ("-1", HUGE)),
     *(
-        (name, value, "must be more than 0, and finite")
+        (name, value, "must be above 0 and at most ")
         for name in POSITIVE_REAL
-        for value in ("0", "-1", "nan", "inf")
+        for value in ("0", "-1", "1e+308", "nan", "inf")
     ),
-    *((name, value, "must be 0 or more, and finite") for name in NOT_NEGATIVE_REAL for value in ("-1", "nan", "inf")),
+    *((name, value, "must be 0 to ") for name in NOT_NEGATIVE_REAL for value in ("-1", "1e+308", "nan", "inf")),
+    *(("temperature", value, "must be 0.001 to ") for value in ("0", "-1", "1e-320", "1e+308", "nan", "inf")),
     *(("top-p", value, "must be above 0 and at most 1") for value in ("0", "-1", "1.5", "nan", "inf")),
-    *(("group-size", value, "must be 2 or more") for value in ("1", "0", "-2")),
+    *(("group-size", value, "must be 2 to ") for value in ("1", "0", "-2", HUGE)),
+    ("max-new-tokens", str(2**31), "must be 1 to "),
+    ("threads", "100000", "must be 1 to "),  # PyTorch would crash
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "sentence"), OUT_OF_RANGE, ids=lambda value: str(value)[:24])
 def test_a_value_out_of_range_is_refused(train, name, value, sentence):
-    with pytest.raises(UserError, match=f"^--{name} {sentence}.*{value}"):
+    with pytest.raises(UserError, match=rf"^--{name} {sentence}.*, not {re.escape(value[:4])}"):
         train(f"--{name}", value)
     assert not list(Path().iterdir())
 
@@ -486,7 +491,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 @pytest.mark.parametrize(
     ("argv", "environment", "sentence"),
     [
-        ("--group-size 1", OFFLINE, "--group-size must be 2 or more, not 1: a group is its own baseline"),
+        ("--group-size 1", OFFLINE, "--group-size must be 2 to 10000 completions, not 1: a group is its own baseline"),
         ("--data d.jsonl", OFFLINE, "d.jsonl:2: not JSON (Expecting ',' delimiter at column "),
         ("--runs-dir d.jsonl --name x", OFFLINE, "--runs-dir: d.jsonl/experiment_base/x cannot be written"),
         ("--model owner/name", NOBODY, "owner/name: the hub does not answer"),
@@ -658,7 +663,7 @@ def test_the_checkpoint_of_a_failed_run_with_an_adapter_is_usable(train, load_sc
 def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
     """The newest checkpoint is that of the last finite step."""
     with pytest.raises(UserError, match=r"were not finite, and were skipped\. Start again with a lower --lr"):
-        train("--steps", "9", "--lr", "1e30", "--checkpoint-every", "1", *SMALL, "--group-size", "8")
+        train("--steps", "9", "--lr", "1000", "--checkpoint-every", "1", *SMALL, "--group-size", "8")
     directory = Path("runs/experiment_base/x")
     metrics = read_lines(directory / "metrics.jsonl")
     assert [entry["loss/skipped"] for entry in metrics[-3:]] == [1, 1, 1]
@@ -696,7 +701,9 @@ def test_data_and_templates_cannot_control_the_terminal(train, load_script, monk
     question = f"1+1? {HOSTILE}\nerror: forged"
     Path("d.jsonl").write_text(json.dumps({"question": question, "answer": "2"} | {"num_terms": 1}) + "\n")
     shutil.copytree(TINY_POLICY, "model")
-    Path("model/chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    Path("model/chat_template.jinja").write_text(
+        "{% if '1+1' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}a turn"
+    )
     flags = ("--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
     printed = run_and_read(capsys, load_script, *flags, "--model", "./model")
     assert "chat template refuses the messages: 1+1?" in printed
@@ -762,3 +769,97 @@ def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
         ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, str(ROOT / TRAIN), "--help"], capture_output=True, text=True
     )
     assert (closed.returncode, closed.stderr) == (0, "")
+
+
+# Text, paths and numbers that nothing can be made of -----------------------------------------------------------------
+
+PATHS = ("model", "task", "data", "eval-data", "runs-dir", "resume")
+TEXTS = (*PATHS, "device", "name", "system-prompt")
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        *(((f"--{name}", "caf\udce9"), rf"^--{name} caf\ufffd: this is not UTF-8 text") for name in TEXTS),
+        *(((f"--{name}", "a\0b"), rf"^--{name} a\ufffdb: this is not UTF-8 text") for name in TEXTS),
+        (("--at-most", "num_terms=2", "caf\udce9=1"), r"^--at-most caf\ufffd=1: this is not UTF-8 text"),
+        *(((f"--{name}", LONG), rf"^--{name} a+ \.\.\.: .*File name too long") for name in PATHS),
+        *(((f"--{name}", f"x/{LONG}"), rf"^--{name} x/a+ \.\.\.: .*too long") for name in PATHS),
+        *(((f"--{name}", "~nobody-here/x"), rf"^--{name} ~nobody-here/x: .*home") for name in PATHS),
+        (("--name", LONG), r"^--name 'a+ \.\.\. cannot be the name of a directory"),
+        (("--name", "é" * 128), r"^--name '.* cannot be the name of a directory"),  # 256 bytes
+        (("--steps", "1" * 5000), r"^1+ \.\.\.: this number has 5000 digits"),
+        (("--steps=-" + "1" * 5000,), r"^--steps=-1+ \.\.\.: this number has 5000 digits"),
+        (("--seed", "1" * 3000), r"^--seed must be 0 to 1e18, not 1+ \.\.\.$"),
+        (("--lr", "1" * 3000), "^--lr must be above 0 and at most 1000, not inf"),
+    ],
+    ids=lambda value: str(value)[:30].encode("ascii", "replace").decode().replace("\0", "0"),
+)
+def test_what_no_setting_can_be_is_refused(train, argv, sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
+        train(*argv)
+    assert len(str(caught.value)) < 300
+    assert not list(Path().iterdir())
+
+
+def test_paths_of_a_task_file_are_refused_alike(train):
+    text = Path(arithmetic.__file__).read_text()
+    Path("my_task.py").write_text(text + '\nTRAIN_DATA = "~nobody-here/x"\n')
+    with pytest.raises(UserError, match=r"^--task my_task\.py: TRAIN_DATA ~nobody-here/x: this path cannot be used"):
+        train("--task", "my_task.py")
+
+
+def test_a_place_where_one_may_not_look_is_named(train):
+    Path("closed").mkdir()
+    Path("closed/rows.jsonl").write_text(GOOD_ROW * 9)
+    Path("closed").chmod(0)
+    try:
+        if os.access("closed/rows.jsonl", os.F_OK):
+            pytest.skip("this user may look everywhere")
+        with pytest.raises(
+            UserError, match=r"^--data closed/rows\.jsonl: this path cannot be used \(Permission denied\)"
+        ):
+            train("--data", "closed/rows.jsonl")
+    finally:
+        Path("closed").chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"question": "", "answer": Infinity}', "the field 'answer' cannot be Infinity"),
+        ('{"question": "", "answer": -Infinity}', "the field 'answer' cannot be -Infinity"),
+        ('{"question": "", "answer": 1e400}', "the field 'answer' cannot be Infinity"),
+        ('{"question": "", "answer": ' + "1" * 5000 + "}", "an integer has too many digits to be read"),
+        ("[" * 100_000, "lists or objects are nested too deeply to be read"),
+        ('{"question": "", "answer": "2", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ('{"question": "' + LONG + '", "answer": ["' + LONG + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.$"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_json_that_cannot_be_used_is_refused_by_file_and_line(train, line, sentence):
+    Path("d.jsonl").write_text(GOOD_ROW + line + "\n")
+    with pytest.raises(UserError, match=rf"^d\.jsonl:2: .*{sentence}") as caught:
+        train("--data", "d.jsonl")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "module", ["common.plumbing.interrupt", "typing_extensions", "numpy", "torch.nn", "torch", "common.policy", "tyro"]
+)
+def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, module):
+    """As soon as a certain module has been imported, of which Python tells."""
+    command = [sys.executable, "-X", "importtime", str(ROOT / TRAIN), "--steps", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip() == module:
+            process.send_signal(signal.SIGINT)
+            break
+    else:
+        pytest.fail(f"{module} was never imported")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in output + errors
+    assert not list(tmp_path.iterdir())

@@ -1,19 +1,26 @@
 """Every train.py as users run it: in its own process, for two steps, on a CPU."""
 
+import contextlib
+import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from common.tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 
-from common.plumbing.config import RESOLVED
+from common.plumbing.checks import check_ranges, flag
+from common.plumbing.config import LORA_LR_FACTOR, RESOLVED
+from common.plumbing.flags import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
@@ -21,10 +28,12 @@ WITH_REWARDS = [path for path in TRAIN_FILES if "\n    group_size: int" in path.
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     """Start `python <arguments>` in `cwd`, as from a user's shell."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=ONE_THREAD, capture_output=True, text=True, timeout=110
+        [sys.executable, *arguments],
+        **{"cwd": cwd, "env": ONE_THREAD | environment, "capture_output": True, "text": True},
+        timeout=110,
     )
 
 
@@ -33,19 +42,126 @@ def read_metrics(directory: Path) -> list[dict]:
 
 
 @functools.cache
-def help_of(path: Path) -> str:
-    result = run(str(path), "--help", cwd=ROOT)
+def help_of(path: Path, columns: int = 100) -> str:
+    result = run(str(path), "--help", cwd=ROOT, COLUMNS=str(columns))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-@pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: path.parent.name)
-def test_help_explains_every_option(path):
-    options = re.split(r"\n│ (?=--)", help_of(path))[1:]
-    assert {re.match(r"--[a-z-]+", option)[0] for option in options} >= {"--model", "--seed", "--lr", "--runs-dir"}
-    for option in options:
-        words = re.sub(r"\(default:.*|[│╭╮╰╯─]|^--\S+( \S+)?", " ", option, flags=re.DOTALL).split()
-        assert len(words) >= 2, option
+@functools.cache
+def groups_of(path: Path) -> dict[str, dict[str, str]]:
+    """What --help shows: by group and flag the text, and in its last parentheses unit, range and default."""
+    groups = {}
+    for title, box in re.findall(r"╭─ (.+?) ─+╮\n(.*?)╰─+╯", help_of(path), re.DOTALL):
+        lines = [line.strip("│ ") if line.startswith("│ -") else "  " + line.strip("│ ") for line in box.splitlines()]
+        options = re.split(r"\n(?=-)", "\n".join(lines))
+        texts = {re.match(r"--?[a-z-]+", option)[0]: " ".join(option.split()) for option in options}
+        assert len(texts) == len(options)
+        groups[title] = texts
+    return groups
+
+
+def hints_of(path: Path) -> dict[str, str]:
+    """By flag: unit, range and default."""
+    flags = {name: text for texts in groups_of(path).values() for name, text in texts.items() if name != "-h"}
+    return {name: re.search(r"\(([^()]*default: .*)\)$", text)[1] for name, text in flags.items()}
+
+
+@pytest.fixture
+def config_of(load_script, monkeypatch) -> Callable[..., object]:
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    return lambda path: load_script(f"{path.parent.name}/train.py").Config
+
+
+each_train_file = pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: path.parent.name)
+
+
+@each_train_file
+def test_help_explains_every_flag_in_one_group(path, config_of):
+    """The algorithm's group is the first, and holds what an experiment teaches."""
+    groups = groups_of(path)
+    assert list(groups)[:2] == ["options", "algorithm options"]
+    assert set(list(groups)[2:]) == {f"{name} options" for name in GROUPS}
+    assert list(groups["options"]) == ["-h"]
+    shown = [name for texts in groups.values() for name in texts if name != "-h"]
+    declared = [flag(field.name) for field in dataclasses.fields(config_of(path))]
+    assert sorted(shown) == sorted(declared)
+    for texts in list(groups.values())[1:]:
+        assert list(texts) == [name for name in declared if name in texts]  # in the order of the fields
+    own = {flag(name) for name in config_of(path).__annotations__} - {
+        flag(x) for names in GROUPS.values() for x in names
+    }
+    assert set(groups["algorithm options"]) == own
+    for name, hint in hints_of(path).items():
+        text = next(texts[name] for texts in groups.values() if name in texts)
+        words = re.sub(r"^--\S+( \S+)?", "", text.removesuffix(f"({hint})")).split()
+        assert len(words) >= 2, name
+
+
+@each_train_file
+def test_the_ranges_of_help_are_those_that_are_checked(path, config_of):
+    """Both ends are taken, what is beyond them is not. Every number has a range."""
+    config, hints = config_of(path)(), hints_of(path)
+    numbers = [field.name for field in dataclasses.fields(config) if re.search(r"\b(int|float)\b", str(field.type))]
+    assert len(numbers) > 12
+    for name in numbers:
+        above, low, high = re.match(r"(above )?(\S+) (?:and at most|to) (\S+?)[ ;]", hints[flag(name)]).groups()
+        kind = int if "int" in str(type(config).__dataclass_fields__[name].type) else float
+        low, high, beyond = kind(float(low)), kind(float(high)), 1 if kind is int else 1e-6
+        for value in (high, *(() if above else (low,))):
+            check_ranges(dataclasses.replace(config, **{name: value}))
+        for value in (high + beyond * max(1, high), low if above else low - beyond, math.nan, math.inf):
+            with pytest.raises(UserError, match=f"^{flag(name)} must be"):
+                check_ranges(dataclasses.replace(config, **{name: value}))
+
+
+@each_train_file
+def test_help_shows_defaults_as_they_are_resolved(path, load_script, config_of):
+    """Those of RESOLVED, in the order of the table, and nowhere None."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config_of(path))}
+    table = getattr(load_script(f"{path.parent.name}/train.py"), "RESOLVED", RESOLVED)
+    hints = hints_of(path)
+    for name in next(iter(table.values())):
+        *others, last = (values[name] for values in table.values())
+        shown = hints[flag(name)].partition("default: ")[2]
+        numbers = [float(x) for x in re.findall(r"[\d.]+(?:e-\d+)?(?= for )|(?<=else )[\d.]+(?:e-\d+)?", shown)]
+        assert numbers == [*others, last], shown
+        assert defaults.pop(name) is None
+    for name, default in defaults.items():
+        shown = hints[flag(name)].partition("default: ")[2]
+        if not isinstance(default, bool | tuple | None):
+            assert shown == str(default)
+    assert "None" not in help_of(path)
+    if "ten times that with --lora-rank" in help_of(path):
+        assert LORA_LR_FACTOR == 10
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fits_the_terminal(columns):
+    text = help_of(ROOT / "experiment_base" / "train.py", columns)
+    boxes = text.partition("usage: ")[2]
+    assert {len(line) for line in boxes.splitlines() if line.startswith("│")} == {columns}
+    prose = [line for line in text.partition("usage: ")[0].splitlines() if not line.startswith(" ")]
+    assert max(map(len, prose)) <= columns
+    assert "\x1b" not in text  # it is piped
+
+
+@pytest.mark.parametrize(("environment", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_help_is_colored_only_where_it_is_wanted(environment, is_colored):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(ROOT / "experiment_base" / "train.py"), "--help"]
+    inherited = {name: value for name, value in ONE_THREAD.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    process = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env={**inherited, **environment})
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # at the end of a terminal
+        while part := os.read(ours, 10_000):
+            text += part
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    assert b"--temperature" in text
+    assert (b"\x1b[" in text) == is_colored
 
 
 @pytest.mark.parametrize("path", WITH_REWARDS, ids=lambda path: path.parent.name)
@@ -166,11 +282,3 @@ def test_experiment_sft_only_examines_a_model_without_lessons(tmp_path, monkeypa
     assert summary["steps"] == 0
     assert {"eval/greedy/accuracy", "eval_forced/greedy/accuracy"} <= summary.keys()
     assert (directory / "final" / "model.safetensors").exists()
-
-
-def test_help_states_the_defaults_that_the_table_resolves():
-    help_text = help_of(ROOT / "experiment_base" / "train.py")
-    for value in (RESOLVED["tiny"]["lr"], RESOLVED["full"]["lr"]):
-        assert f"{value:.0e}".replace("e-0", "e-") in help_text
-    for value in (RESOLVED["tiny"]["max_new_tokens"], RESOLVED["full"]["max_new_tokens"]):
-        assert str(value) in help_text

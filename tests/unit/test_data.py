@@ -53,6 +53,10 @@ def test_rows_are_read_in_order_with_all_their_fields(write):
         ((row(1), "", '{"question": "What'), r"rows\.jsonl:3: not JSON"),
         ((row(1), "[1, 2]"), r"rows\.jsonl:2: a row must be a JSON object, not list"),
         ((row(1), {"question": "What is 2?"}), r"rows\.jsonl:2: .*'answer' is missing \(there are: question\)"),
+        ((row(1), '{"question": "x", "answer": Infinity}'), r"rows\.jsonl:2: the field 'answer' cannot be Infinity"),
+        ((row(1), '{"question": "x", "answer": -1e999}'), r"rows\.jsonl:2: the field 'answer' cannot be -Infinity"),
+        ((row(1), "[" * 100_000), r"rows\.jsonl:2: lists or objects are nested too deeply"),
+        ((row(1), "9" * 5000), r"rows\.jsonl:2: an integer has too many digits"),
         ((), "has no rows"),
         (("", " "), "has no rows"),
     ],
@@ -154,3 +158,20 @@ def test_the_order_depends_on_seed_and_step_alone():
     assert prompts_of_step(100, 8, 77, seed=3) == later
     assert prompts_of_step(100, 8, 77, seed=4) != later
     assert prompts_of_step(100, 8, 78, seed=3) != later
+
+
+@pytest.mark.parametrize("value", ["[1, NaN]", '{"a": [Infinity]}', '["\\ud83d"]'])
+def test_a_list_is_examined_to_its_depth(write, value):
+    """A conversation with half a surrogate pair, for example, would end in an error of the tokenizer."""
+    path = write({"messages": [1]}, f'{{"messages": {value}}}')
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: the field 'messages' cannot be"):
+        read_rows(path, {"messages": (list, dict)})
+
+
+def test_no_depth_of_nesting_is_a_traceback(write):
+    """Also just below what the parser refuses."""
+    for depth in range(850, 1000):
+        try:
+            read_rows(write({"messages": []}, f'{{"messages": {"[" * depth}{"]" * depth}}}'), {"messages": list})
+        except UserError as error:
+            assert "nested" in str(error)  # noqa: PT017

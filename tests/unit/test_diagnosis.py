@@ -239,6 +239,7 @@ def test_solved_questions_are_reported_and_not_as_flat_reward(run, tmp_path):
 
 def test_a_collapse_of_entropy_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
     flags = ("--steps", "24", "--lr", "1e-1", "--kl-weight", "0", "--group-size", "4", "--max-new-tokens", "8")
     said, rows = run("--model", str(random_policy), *flags)
     entropies = of_steps(rows, "policy/entropy")
@@ -248,6 +249,7 @@ def test_a_collapse_of_entropy_is_reported(run, random_policy, monkeypatch):
 
 def test_a_runaway_kl_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
     flags = ("--steps", "8", "--lr", "3e-2", "--group-size", "4", "--max-new-tokens", "8")
     said, rows = run("--model", str(random_policy), *flags, "--minibatch-size", "4")
     assert min(of_steps(rows, "loss/kl")[-3:]) > 1
@@ -257,6 +259,7 @@ def test_a_runaway_kl_is_reported(run, random_policy, monkeypatch):
 
 def test_a_clip_that_affects_many_tokens_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
     flags = ("--steps", "7", "--lr", "3e-3", "--group-size", "4", "--max-new-tokens", "8", "--kl-weight", "0")
     said, rows = run("--model", str(random_policy), *flags, "--epochs-per-step", "4", "--minibatch-size", "4")
     shares = of_steps(rows, "policy/clipped")
@@ -269,6 +272,7 @@ def test_a_clip_that_affects_many_tokens_is_reported(run, random_policy, monkeyp
 @pytest.mark.parametrize(("longest", "is_reported"), [("1e-3", True), ("2.5", False)])
 def test_a_gradient_that_is_always_clipped_hard_is_reported(run, random_policy, monkeypatch, longest, is_reported):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
     flags = ("--steps", "21", "--max-grad-norm", longest, "--group-size", "4", "--max-new-tokens", "3")
     said, rows = run("--model", str(random_policy), *flags)
     norms = of_steps(rows, "loss/grad_norm")
@@ -284,6 +288,7 @@ def test_a_gradient_that_is_always_clipped_hard_is_reported(run, random_policy, 
 
 def test_a_reward_that_stays_flat_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
+    monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
     flags = ("--steps", "61", "--lr", "1e-12", "--group-size", "2", "--max-new-tokens", "4")
     said, rows = run("--model", str(random_policy), *flags)
     rewards = of_steps(rows, "reward/total")

@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.evaluate import Answer, Evaluation
 from common.tasks import arithmetic
 from common.trajectory import Trajectory
 
+from common.plumbing import solutions
 from common.plumbing import task as task_module
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
 from common.plumbing.samples import describe_best
+from common.plumbing.summary import summarise_gain
 from common.plumbing.task import Task
 from common.plumbing.task_file import _import_file, import_task
 
@@ -185,6 +188,99 @@ def test_types_of_fields_are_those_of_json(load, tmp_path, kind, value, is_fine)
             load(text, data="typed.jsonl", eval_data="typed.jsonl")
 
 
+def test_rows_with_lists_in_kind_fields_end_in_a_gain(load):
+    """Questions are divided by kind when all else is done, after hours perhaps."""
+    task = load(GOOD + "KIND_FIELDS = ('num_terms',)\ndef describe(row, text): return {'a': 1, 'b': 0}")
+    for number, row in enumerate([*task.train_rows, *task.eval_rows]):
+        row["num_terms"] = [number % 2]
+    answers = [[Answer(index, float(index < right), {"a": 1.0, "b": 0.0}) for index in range(2)] for right in (0, 1)]
+    before, after = (
+        Evaluation({"sampled/accuracy": right / 2, "greedy/accuracy": 0.0}, ["", ""], answers[right])
+        for right in (0, 1)
+    )
+    gain = summarise_gain(task, before, after)["gain"]
+    assert sum(gain.values()) == pytest.approx(0.5)
+
+
+SOLVED = """
+REWARD_WEIGHTS = {"correct": 1.0, "short": 0.5}
+def messages(row, system_prompt):
+    return [{"role": "user", "content": row["question"]}]
+def reward(row, text):
+    return {"correct": float(text == f"<{int(row['answer'])}>") if row["answer"].isdigit() else 0.0, "short": 1.0}
+def solution(row):
+    return f"<{row['answer']}>"
+"""
+GSM8K = "She has 3 * 7 = <<3*7=21>>21 eggs.\\n#### 21"
+UNSOLVED = {
+    "": None,
+    '{"question": "x", "answer": "'
+    + GSM8K
+    + '"}': r"^bad\.jsonl:2: no completion can be right, .*She has .* correct = 0",
+    '{"question": "x", "answer": "\\u001b[31m7"}': r"^bad\.jsonl:2: .*'<\\x1b\[31m7>' earns correct = 0: .*####",
+    '{"question": "x", "answer": "' + "7 " * 5000 + '"}': r"^bad\.jsonl:2: no .*7 \.\.\. earns correct = 0",
+}
+
+
+@pytest.mark.parametrize("line", UNSOLVED, ids=range(len(UNSOLVED)))
+@pytest.mark.parametrize("name", ["data", "eval_data"])
+def test_a_gold_that_no_completion_could_earn_is_refused(load, name, line):
+    """By file and line, before training, in training and evaluation rows alike."""
+    good = '{"question": "x", "answer": "7"}\n'
+    Path("bad.jsonl").write_text(good + line + "\n" + good)
+    if UNSOLVED[line] is None:
+        assert load(SOLVED, **{name: "bad.jsonl"}).train_rows
+        return
+    with pytest.raises(UserError, match=UNSOLVED[line]) as caught:
+        load(SOLVED, **{name: "bad.jsonl"})
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
+    assert load(SOLVED.replace("def solution", "def unused"), **{name: "bad.jsonl"}).train_rows
+
+
+def test_rows_that_are_filtered_out_need_no_solution(load):
+    rows = [{"question": "x", "answer": "7", "size": 1}, {"question": "x", "answer": "seven", "size": 2}]
+    Path("d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = {"data": "d.jsonl", "eval_data": "d.jsonl"}
+    assert len(load(SOLVED, **both, at_most=("size=1",)).train_rows) == 1
+    with pytest.raises(UserError, match=r"^d\.jsonl:2: no completion can be right"):
+        load(SOLVED, **both)
+
+
+def test_without_correct_a_solution_earns_more_than_nothing(load):
+    text = SOLVED.replace('"correct"', '"close"').replace('"short": 1.0', '"short": 0.0')
+    assert load(text).train_rows
+    with pytest.raises(UserError, match=r"^rows\.jsonl:1: .*'no' earns a total reward of 0"):
+        load(text.replace("return f", 'return "no" or f'))
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("return 7", r"solution of rows\.jsonl:1 must return a str, not 7$"),
+        ("return row['gold']", r"solution of rows\.jsonl:1 raised KeyError: 'gold' \(line 8 of my_task\.py\)$"),
+    ],
+)
+def test_a_faulty_solution_is_reported_like_other_functions(load, body, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load(SOLVED.replace("""return f"<{row['answer']}>\"""", body))
+
+
+def test_a_reward_that_is_not_finite_is_no_fault_of_the_gold(load, capsys):
+    """The run reports it where it happens."""
+    task = load(SOLVED.replace('{"correct": float(', '{"correct": float("nan") + float('))
+    capsys.readouterr()
+    task.reward(task.train_rows[0], "x")
+    assert "gives 'correct' the value nan" in capsys.readouterr().err
+
+
+def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys):
+    """The user is told how many rows there was time for."""
+    monkeypatch.setattr(solutions, "PATIENCE", -1)
+    load(SOLVED)
+    assert "the solutions of 0 of 7 rows were tried in -1 s" in capsys.readouterr().out
+
+
 def test_descriptions_can_begin_like_a_metric(load):
     task = load(GOOD + "def describe(row, text): return {'length_of_proof': -1, 'stopped_early': 0}")
     assert task.describe(task.train_rows[0], "x") == {"length_of_proof": -1.0, "stopped_early": 0.0}
@@ -256,9 +352,9 @@ def test_the_bundled_task_is_what_its_file_says():
 
 def test_the_task_template_is_short_and_valid():
     path = ROOT / "docs" / "task_template.py"
-    assert len(path.read_text().splitlines()) <= 32
+    assert len(path.read_text().splitlines()) <= 36
     task = import_task(RunConfig(task=str(path)))
     row = {"question": "What is 1+1?", "answer": "2"}
-    assert task.reward(row, "<answer>2</answer>") == {"correct": 1.0, "short": 1.0}
+    assert task.reward(row, task.solution(row)) == {"correct": 1.0, "short": 1.0}
     assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
     assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}

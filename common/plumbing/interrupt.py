@@ -1,0 +1,26 @@
+"""Ctrl-C while a program is still importing what it needs: it ends at once, without a traceback.
+
+A train.py imports this first. The imports take seconds, `run_main` can only act after them, and a KeyboardInterrupt
+within them shows a traceback, or disappears in a library that catches it. `parse_config` ends this early phase.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def end_at_once(*_) -> None:
+    os.write(2, b"\ninterrupted\n")
+    os._exit(130)  # nothing has been started that would have to be ended
+
+
+def handle_as_usual() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt, as usual."""
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# only in the program itself, and not where somebody else receives the signal, or has switched it off (nohup)
+if Path(sys.argv[0]).name == "train.py" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, end_at_once)
