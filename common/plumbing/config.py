@@ -105,7 +105,8 @@ class RunConfig(PolicyConfig):
     task: str = "arithmetic"  # what is asked and rewarded: a file of common/tasks, or the path of your own
     reward_weight: tuple[str, ...] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
     data: str | None = None  # JSONL file, or hub dataset id[:subset]; None: the task's own
-    eval_data: str | None = None  # the same for evaluation; None: the task's own, or rows held out from --data
+    # held-out questions, a file or a hub dataset like --data; None: the task's own, or rows held out from --data
+    eval_data: str | None = None
     at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: int | None = None  # keep questions of at most this many characters; None: any
     # the system turn of every question; None: none for the bundled policy, the task's own for other models

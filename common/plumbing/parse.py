@@ -65,14 +65,19 @@ def parse_config(
 
 
 def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
-    """The settings with the changes that the command line makes; `--help` and mistakes end the program."""
+    """The settings with the changes that the command line makes; `--help` and mistakes end the program.
+
+    Raises:
+        UserError: a text or a path cannot be used.
+    """
     import tyro
 
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # --lr, not --algorithm.lr; FLOAT, not {None}|FLOAT
     groups = tyro.cli(make_flags(config), args=argv, description="", config=markers)
-    values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    config = dataclasses.replace(config, **values)
+    config = dataclasses.replace(
+        config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
+    )
     check_texts(config)
     return with_absolute_paths(config)
 

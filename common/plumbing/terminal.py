@@ -44,8 +44,7 @@ def printable(text: str, width: int) -> str:
     'red: \\ufffd[31m next line'
     """
     line = " ".join(text[: 20 * width].split())  # what follows would not be shown
-    line = line if len(line) <= width else line[: width - 4].rstrip() + " ..."
-    return visible(line)
+    return visible(line if len(line) <= width else line[: width - 4].rstrip() + " ...")
 
 
 def describe_error(error: BaseException, module: ModuleType) -> str:

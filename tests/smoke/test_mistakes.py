@@ -701,7 +701,9 @@ def test_data_and_templates_cannot_control_the_terminal(train, load_script, monk
     question = f"1+1? {HOSTILE}\nerror: forged"
     Path("d.jsonl").write_text(json.dumps({"question": question, "answer": "2"} | {"num_terms": 1}) + "\n")
     shutil.copytree(TINY_POLICY, "model")
-    Path("model/chat_template.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    Path("model/chat_template.jinja").write_text(
+        "{% if '1+1' in messages[0].content %}{{ raise_exception(messages[0].content) }}{% endif %}a turn"
+    )
     flags = ("--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
     printed = run_and_read(capsys, load_script, *flags, "--model", "./model")
     assert "chat template refuses the messages: 1+1?" in printed
