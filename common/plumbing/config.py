@@ -139,7 +139,8 @@ def read_base(adapter: Path) -> str:
     """
     try:
         name = json.loads((adapter / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
+        Path(name).expanduser().exists()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # the last of an unknown user's home directory
         name = None
     if not isinstance(name, str) or not name:
         raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")

@@ -344,6 +344,8 @@ def without(name: str) -> Callable[[dict], dict]:
     [
         (settings(base_model_name_or_path="/nowhere"), "is an adapter of /nowhere, where there is no model"),
         (settings(base_model_name_or_path=None), "does not name the base model"),
+        (settings(base_model_name_or_path="~nobody-here/x"), "does not name the base model"),
+        (settings(base_model_name_or_path="a" * 5000), "does not name the base model"),
         (lambda path: (path / "adapter_config.json").write_text("{"), "does not name the base model"),
         (settings(peft_type="LOHA"), 'has peft_type="LOHA"'),
         (settings(task_type="SEQ_CLS"), 'has task_type="SEQ_CLS"'),

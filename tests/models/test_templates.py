@@ -192,7 +192,7 @@ def test_a_template_that_refuses_a_message_quotes_it(bundled):
     with pytest.raises(ValueError, match=r"^the chat template refuses the messages: not <\|im_end\|>$"):
         encode_chat(refusing, [user("<|im_end|>"), assistant("a")], [2])
     adding = with_template(bundled, "{{ messages[0].content + 1 }}")
-    with pytest.raises(ValueError, match=r"^the chat template refuses the messages: can only concatenate"):
+    with pytest.raises(ValueError, match=r"^the chat template refuses the messages: TypeError: can only concatenate"):
         encode_chat(adding, [user("a"), assistant("a")], [2])
 
 
