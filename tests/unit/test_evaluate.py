@@ -115,6 +115,18 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
         assert found == {f"{mode}/{name}": pytest.approx(value) for name, value in expected.items()}
 
 
+def test_pass_at_k_is_over_the_samples_of_one_question(policy):
+    """Of ten questions three are always answered right, so that three have a right answer among any k."""
+    task = SimpleNamespace(
+        messages=arithmetic.messages,
+        reward=lambda row, text: {"correct": float(int(row["answer"]) <= 6)},
+        describe=lambda row, text: {},
+    )
+    metrics = evaluate(policy, ROWS, task, max_new_tokens=2, num_samples=4).metrics
+    assert metrics["sampled/pass@4"] == pytest.approx(0.3)
+    assert metrics["sampled/accuracy"] == metrics["greedy/accuracy"] == pytest.approx(0.3)
+
+
 def test_evaluation_is_reproducible_and_depends_on_its_seed(policy):
     """Two evaluations of one policy are equal; another seed gives other samples and the same greedy answers."""
     first, again, other = (
