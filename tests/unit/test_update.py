@@ -104,3 +104,27 @@ def test_old_log_probs_are_those_of_the_arithmetic_of_training(load_script, expe
         assert train.old_log_probs(dataclasses.replace(config, epochs_per_step=1), policy, experience) is None
         smaller = dataclasses.replace(config, epochs_per_step=1, minibatch_size=GROUP_SIZE)
         assert torch.equal(train.old_log_probs(smaller, policy, experience), old)
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_the_gradient_of_an_update_is_not_added_to_the_next(load_script, experiment):
+    """At a rate of 0 every epoch has the gradient of the first."""
+    train = load_script(f"{experiment}/train.py")
+    policy = load_policy(RunConfig(device="cpu"))
+    experience = collate(sample(policy, [[5, 6, 7]], GROUP_SIZE, max_new_tokens=6, key=(0,)), policy.pad_id)
+    experience.advantages = torch.tensor([[1.0], [-0.5]])
+    experience.old_log_probs = experience.sampler_log_probs
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+
+    def gradient(epochs: int) -> torch.Tensor:
+        policy.zero_grad()
+        config = train.Config(
+            epochs_per_step=epochs, kl_weight=0.0, group_size=GROUP_SIZE, micro_batch_size=1, max_grad_norm=1e9,
+            max_new_tokens=6,
+        )  # fmt: skip
+        train.update(config, policy, optimizer, experience, step=1)
+        return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+    once, twice = gradient(epochs=1), gradient(epochs=2)
+    assert once.norm() > 0
+    assert (twice - once).norm() <= 1e-6 * once.norm()
