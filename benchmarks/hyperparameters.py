@@ -22,8 +22,6 @@ from statistics import mean
 
 import tyro
 
-from common.plumbing.machine import describe_machine
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "hyperparameters.png"
@@ -121,6 +119,7 @@ def write_results(config: Config) -> None:
             lines.setdefault((setting, int(seed)), []).append(values)
     stored = json.loads((RESULTS / "hyperparameters.json").read_text(encoding="utf-8"))
     runs = {(run["setting"], run["seed"]): run for run in stored["runs"]}
+    machine = {key: stored[key] for key in ("versions", "machine", "gpu")}
     for settings in all_settings():
         for seed in config.seeds:
             name = name_of(settings)
@@ -130,6 +129,7 @@ def write_results(config: Config) -> None:
             summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
             kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes", "commit")
             runs[name, seed] = {"setting": name, "seed": seed} | {key: summary[key] for key in kept}
+            machine = {key: summary[key] for key in machine}  # the commit is that of each run
             entries = map(json.loads, (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
             lines[name, seed] = [
                 [str(entry["step"]), *(f"{entry[key]:.5g}" if key in entry else "" for key in COLUMNS)]
@@ -142,7 +142,7 @@ def write_results(config: Config) -> None:
         writer = csv.writer(file)
         writer.writerow(["setting", "seed", "step", *COLUMNS])
         writer.writerows([setting, seed, *values] for setting, seed in known for values in lines[setting, seed])
-    results = {"steps": config.steps, "runs": [runs[run] for run in known]} | describe_machine()
+    results = {"steps": config.steps, "runs": [runs[run] for run in known]} | machine
     (RESULTS / "hyperparameters.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

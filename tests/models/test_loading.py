@@ -32,7 +32,9 @@ def save_model(save_checkpoint, tmp_path) -> Callable[..., str]:
 
     def save(config) -> str:
         place = save_checkpoint("llama", tmp_path / "model")
-        config.vocab_size = len(AutoTokenizer.from_pretrained(place))
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        config.vocab_size = len(tokenizer)
+        config.bos_token_id = config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
         with torch.random.fork_rng():
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(config).save_pretrained(place)

@@ -171,6 +171,16 @@ def test_log_probs_can_be_recomputed_from_the_initial_policy(samples, start_poli
     assert last["sampler_log_probs"] != pytest.approx(expected, abs=1e-3)  # the policy does
 
 
+def test_the_entropy_of_a_sample_is_that_of_its_first_update(samples, start_policy):
+    """In the first minibatch of step 1 the policy is still the initial one."""
+    rows = [entry for entry in samples if entry["step"] == 1 and entry["updates"][0]["minibatch"] == 0]
+    assert rows
+    for entry in rows:
+        with torch.no_grad():
+            entropy = start_policy(torch.tensor([entry["ids"]]), torch.tensor([entry["action_mask"][1:]])).entropy
+        assert entry["entropy"] == pytest.approx([0.0, *entropy[0].tolist()], abs=1e-5)
+
+
 def test_tensorboard_holds_the_values_of_metrics_jsonl(ten_steps):
     events = EventAccumulator(str(ten_steps), size_guidance={"scalars": 0}).Reload()
     shown = {(name, event.step, event.value) for name in events.Tags()["scalars"] for event in events.Scalars(name)}

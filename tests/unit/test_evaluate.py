@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import json
 from math import comb
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
 from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy
+from common.plumbing.start import start_run
 from common.plumbing.summary import divide_gain, summarise_gain
 
 
@@ -113,6 +115,18 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
             assert sampled_answers == list(map(Answer, questions, right, described))
         found = {name: value for name, value in metrics.items() if name.startswith(f"{mode}/")}
         assert found == {f"{mode}/{name}": pytest.approx(value) for name, value in expected.items()}
+
+
+def test_pass_at_k_is_over_the_samples_of_one_question(policy):
+    """Of ten questions three are always answered right, so that three have a right answer among any k."""
+    task = SimpleNamespace(
+        messages=arithmetic.messages,
+        reward=lambda row, text: {"correct": float(int(row["answer"]) <= 6)},
+        describe=lambda row, text: {},
+    )
+    metrics = evaluate(policy, ROWS, task, max_new_tokens=2, num_samples=4).metrics
+    assert metrics["sampled/pass@4"] == pytest.approx(0.3)
+    assert metrics["sampled/accuracy"] == metrics["greedy/accuracy"] == pytest.approx(0.3)
 
 
 def test_evaluation_is_reproducible_and_depends_on_its_seed(policy):
@@ -228,6 +242,7 @@ def test_a_gain_across_a_changed_task_is_not_divided():
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(RunConfig):
+    steps: int = 1
     max_new_tokens: int = 12
 
 
@@ -253,3 +268,16 @@ def test_the_summary_does_not_confuse_before_and_after():
     assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.75)
     assert (found["before"], found["after"]) == (before.metrics, after.metrics)
     assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
+
+
+def test_a_run_compares_with_its_evaluation_before_training(tmp_path, monkeypatch):
+    """Answers included, from which the parts of the gain are taken."""
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    config = Settings(eval_prompts=1, dtype="float32", runs_dir=str(tmp_path), name="mine")
+    wrong, right = ([Answer(0, correct, {"reasoned": 1.0, "direct": 0.0})] for correct in (0.0, 1.0))
+    with start_run("experiment_base", config, load_task(config)) as run:
+        run.log_before(Evaluation({"greedy/accuracy": 0.25}, ["no"], wrong))
+        run.finish(Evaluation({"greedy/accuracy": 0.75}, ["yes"], right))
+    summary = json.loads((tmp_path / "experiment_base" / "mine" / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
+    assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0, "better if direct": 0.0}

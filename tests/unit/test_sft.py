@@ -206,19 +206,32 @@ def test_the_number_of_rows_held_out_is_limited(run):
     assert len(texts_of(policy, batches)) == 29
 
 
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own(train, encode):
+def test_each_epoch_has_every_row_once_in_an_order_of_its_own(train, encode, monkeypatch):
+    """Other rows are batched together, too: those of a window, within which rows are sorted by length."""
+    monkeypatch.setattr(train, "WINDOW", 10)
     rows = encode(MANY)
 
-    def orders(**settings) -> list[list[int]]:
+    def epochs(**settings) -> list[list[int]]:
         config = train.Config(data="chats.jsonl", tokens_per_batch=60, epochs=2, **settings)
         order = [row.prompt_index for batch in train.batches(config, rows) for row in batch]
         return [order[: len(rows)], order[len(rows) :]]
 
-    first, second = orders()
+    def windows(order: list[int]) -> list[set[int]]:
+        return [set(order[start : start + 10]) for start in range(0, len(order), 10)]
+
+    first, second = epochs()
     assert sorted(first) == sorted(second) == list(range(len(rows)))
-    assert first != second
-    assert orders() == [first, second]
-    assert orders(seed=1)[0] != first
+    assert epochs() == [first, second]
+    assert windows(first) != windows(second)
+    assert windows(first) != windows(epochs(seed=1)[0])
+
+
+def test_short_rows_do_not_always_come_first(train, encode):
+    """Batches are shuffled: in the order of their lengths, every window would begin with one-word answers."""
+    rows = encode(MANY)
+    widths = [max(len(row.ids) for row in batch) for batch in train.batches(train.Config(tokens_per_batch=60), rows)]
+    assert len(widths) > 5
+    assert widths != sorted(widths)
 
 
 def test_rows_of_a_file_are_shuffled_and_lessons_stay_in_order(train, monkeypatch):

@@ -1,5 +1,7 @@
 """The update of every experiment: skipping rows changes no gradient; what is drawn depends on seed and step."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -83,3 +85,46 @@ def test_completions_depend_on_seed_and_step(load_script, tmp_path, experiment):
     assert completions(seed=0, step=1) == first
     assert first != completions(seed=1, step=1)
     assert first != completions(seed=0, step=2)
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_old_log_probs_are_those_of_the_arithmetic_of_training(load_script, experiment):
+    """In float32 the recorded ones; in bfloat16 sampling rounds differently, and they are computed again."""
+    train = load_script(f"{experiment}/train.py")
+    for dtype, is_recorded in (("float32", True), ("bfloat16", False)):
+        policy = load_policy(RunConfig(device="cpu", dtype=dtype))
+        rows = sample(policy, [[5, 6, 7], [8, 9]], GROUP_SIZE, max_new_tokens=6, key=(0,))
+        experience = collate(rows, policy.pad_id)
+        config = train.Config(epochs_per_step=2, group_size=GROUP_SIZE, micro_batch_size=4, max_new_tokens=6)
+        with torch.no_grad():
+            trained = policy(experience.sequences, experience.action_mask).log_probs
+        old = train.old_log_probs(config, policy, experience)
+        assert torch.equal(old, experience.sampler_log_probs) == is_recorded
+        torch.testing.assert_close(old, trained, atol=1e-5, rtol=0)
+        assert train.old_log_probs(dataclasses.replace(config, epochs_per_step=1), policy, experience) is None
+        smaller = dataclasses.replace(config, epochs_per_step=1, minibatch_size=GROUP_SIZE)
+        assert torch.equal(train.old_log_probs(smaller, policy, experience), old)
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
+def test_the_gradient_of_an_update_is_not_added_to_the_next(load_script, experiment):
+    """At a rate of 0 every epoch has the gradient of the first."""
+    train = load_script(f"{experiment}/train.py")
+    policy = load_policy(RunConfig(device="cpu"))
+    experience = collate(sample(policy, [[5, 6, 7]], GROUP_SIZE, max_new_tokens=6, key=(0,)), policy.pad_id)
+    experience.advantages = torch.tensor([[1.0], [-0.5]])
+    experience.old_log_probs = experience.sampler_log_probs
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+
+    def gradient(epochs: int) -> torch.Tensor:
+        policy.zero_grad()
+        config = train.Config(
+            epochs_per_step=epochs, kl_weight=0.0, group_size=GROUP_SIZE, micro_batch_size=1, max_grad_norm=1e9,
+            max_new_tokens=6,
+        )  # fmt: skip
+        train.update(config, policy, optimizer, experience, step=1)
+        return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
+
+    once, twice = gradient(epochs=1), gradient(epochs=2)
+    assert once.norm() > 0
+    assert (twice - once).norm() <= 1e-6 * once.norm()
