@@ -22,6 +22,7 @@ from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
 from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
+from common.plumbing.sources import check_sources, describe_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -183,6 +184,21 @@ def test_a_given_adapter_resumes_to_the_same_run(train, first, second, way):
         atol=1e-4,
         rtol=0,
     )
+
+
+def test_a_run_is_not_resumed_over_another_base(first, tmp_path):
+    """The base that the adapter names is one of the things that a run is made from."""
+    adapter, base = (Path(shutil.copytree(x, tmp_path / x.name)) for x in (first / "final", TINY_POLICY))
+    named = adapter_settings(adapter) | {"base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(named))
+    before = describe_sources(RunConfig(model=str(adapter)), None)
+    assert before.keys() == {"model", "base"}
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    now = describe_sources(RunConfig(model=str(adapter)), None)
+    with pytest.raises(UserError, match=f"^the base of --model {base} is not what it was when run began"):
+        check_sources(Path("run"), before, now, has_failed=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
