@@ -53,7 +53,7 @@ def write_rows(path: Path, lengths: list[int]) -> str:
 
 @pytest.mark.parametrize("name", ["--data", "--eval-data"])
 @pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-def test_a_question_beyond_the_context_is_refused_before_training(tmp_path, monkeypatch, load_script, experiment, name):
+def test_a_question_beyond_the_context_is_refused_at_the_start(tmp_path, monkeypatch, load_script, experiment, name):
     """It is named, whether it would be trained on or only asked, and no run is left behind."""
     monkeypatch.chdir(tmp_path)
     data = write_rows(tmp_path / "d.jsonl", [5, 5, 30_000, 5, 5, 5])
@@ -183,9 +183,7 @@ def test_the_context_is_what_the_config_says(config, length):
     assert context_length(SimpleNamespace(model=SimpleNamespace(config=config))) == length
 
 
-def test_supervised_fine_tuning_leaves_out_what_exceeds_the_context(
-    tmp_path, monkeypatch, load_script, save_gpt2, capsys
-):
+def test_sft_leaves_out_what_exceeds_the_context(tmp_path, monkeypatch, load_script, save_gpt2, capsys):
     """Even if --max-length allows for it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")
@@ -199,7 +197,7 @@ def test_supervised_fine_tuning_leaves_out_what_exceeds_the_context(
     assert "2 of 22 rows left out: too long" in capsys.readouterr().out
 
 
-def test_an_examination_beyond_the_context_is_refused_before_training(tmp_path, monkeypatch, load_script, save_gpt2):
+def test_an_examination_beyond_the_context_is_refused(tmp_path, monkeypatch, load_script, save_gpt2):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")
     save_gpt2(tmp_path / "model", num_positions=100)

@@ -158,7 +158,7 @@ def test_a_template_that_trims_still_trims(bundled):
     assert len(only_control_tokens(bundled, ids)) == 3
 
 
-def test_control_tokens_that_hold_each_other_or_take_spaces_stay_text(make_byte_tokenizer):
+def test_control_tokens_that_nest_or_take_spaces_stay_text(make_byte_tokenizer):
     names = ("<|im_start|>", "<|im_end|>", "<|x|>", "<|<|x|>|>", "<|im_end|>!", "<|wide|>")
     wide = {"lstrip": True, "rstrip": True}
     specials = [AddedToken(name, special=True, **(wide if "wide" in name else {})) for name in names]
@@ -169,7 +169,7 @@ def test_control_tokens_that_hold_each_other_or_take_spaces_stay_text(make_byte_
         assert tokenizer.decode(ids) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_control_token_that_the_tokenizer_has_as_a_word_stays_text(make_byte_tokenizer):
+def test_a_control_token_that_was_added_as_a_word_stays_text(make_byte_tokenizer):
     """An end-of-turn token that was added as a word; and a Unigram vocabulary, which finds its own control tokens."""
     names = ["<|im_start|>", AddedToken("<|im_end|>", special=False)]
     words = make_byte_tokenizer(names, eos_token="<|im_end|>", chat_template=CHATML)

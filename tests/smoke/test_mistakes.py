@@ -643,7 +643,7 @@ def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script
     assert newest_checkpoint(directory / "checkpoints")[0] == 7
 
 
-def test_the_checkpoint_of_a_failed_run_with_an_adapter_is_usable(train, load_script, monkeypatch):
+def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, load_script, monkeypatch):
     """The sentence says how: with --lora-rank it would be merged, and another adapter trained."""
     train("--lora-rank", "2", "--steps", "1", *SMALL)
     Path("runs/experiment_base/x").rename("runs/experiment_base/first")

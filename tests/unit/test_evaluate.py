@@ -246,7 +246,7 @@ class Settings(RunConfig):
     max_new_tokens: int = 12
 
 
-def test_a_run_is_evaluated_on_held_out_questions_with_its_settings():
+def test_a_run_asks_held_out_questions_with_its_settings():
     """None of its rows, budget, seed and system prompt is another one's, and the training rows are not asked."""
     policy = load_policy(RunConfig(device="cpu"))
     config = Settings(eval_prompts=6, seed=3, system_prompt="Be brief.")

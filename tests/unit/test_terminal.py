@@ -102,7 +102,7 @@ def test_a_traceback_cannot_control_the_terminal(capsys, monkeypatch):
     assert not UNWANTED.search(printed)
 
 
-def test_questions_completions_and_names_cannot_control_the_terminal(capsys):
+def test_neither_texts_nor_names_can_control_the_terminal(capsys):
     """In the completion that a step shows, and in the tables at the end of a run."""
     task = Task(arithmetic, "arithmetic")
     task.train_rows = task.eval_rows = [Row(question=HOSTILE + "?", answer=HOSTILE)]
