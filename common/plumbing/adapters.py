@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.policy import Policy, PolicyOutput
 
 from common.plumbing.config import ADAPTER_SETTINGS
+from common.plumbing.flags import RANGES
 from common.plumbing.weights import check_finite
 
 # Fields of adapter_config.json that say what the adapter computes, and are kept
@@ -107,7 +108,7 @@ def _read_settings(path: Path) -> dict:
     """What adapter_config.json says about the computation, if all of it can be done here."""
     try:
         fields = dict(json.loads((path / ADAPTER_SETTINGS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path / ADAPTER_SETTINGS} cannot be read ({error})") from error
     for name, value in fields.items():
         is_off = name in KEPT or name in IGNORED or value in (None, False, {}, [])
@@ -116,6 +117,9 @@ def _read_settings(path: Path) -> dict:
                 f"the adapter {path} has {name}={json.dumps(value)} in its {ADAPTER_SETTINGS}: only plain LoRA "
                 "adapters of a language model can be trained on here"
             )
+    for rank in (fields.get("r"), *dict(fields.get("rank_pattern") or {}).values()):
+        if type(rank) is not int or rank < 1 or rank not in RANGES["lora_rank"]:
+            raise UserError(f"the adapter {path} has a rank of {json.dumps(rank)[:40]} in its {ADAPTER_SETTINGS}")
     return {name: fields[name] for name in KEPT if name in fields}
 
 

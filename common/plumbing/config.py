@@ -6,6 +6,7 @@ An experiment's `Config` inherits from `RunConfig` and adds what it teaches.
 import dataclasses
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -127,8 +128,17 @@ def find_directory(model: str) -> Path | None:
     if model == "tiny":
         return TINY_POLICY
     path = Path(model).expanduser()
-    is_hub_id = model.count("/") == 1 and model[0] not in "./~"
-    return None if is_hub_id and not path.is_dir() else path
+    return None if is_hub_id(model) and not path.is_dir() else path
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id, owner/name.
+
+    >>> is_hub_id("Qwen/Qwen2.5-0.5B-Instruct"), is_hub_id("my models/llama"), is_hub_id("../x")
+    (True, False, False)
+    """
+    is_id = re.fullmatch(r"\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", name, re.ASCII) is not None
+    return is_id and ".." not in name and "--" not in name and not name.endswith(".git")
 
 
 def read_base(adapter: Path) -> str:
@@ -140,7 +150,7 @@ def read_base(adapter: Path) -> str:
     try:
         name = json.loads((adapter / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
         Path(name).expanduser().exists()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # the last of an unknown user's home directory
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # the last: unknown users, and deep nesting
         name = None
     if not isinstance(name, str) or not name:
         raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")
@@ -152,7 +162,7 @@ def _shape(model_path: Path) -> tuple[int, int] | None:
     try:
         settings = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         return settings["vocab_size"], settings["hidden_size"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -7,12 +7,12 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 
 from common.plumbing.checks import local_path, parse_numbers
-from common.plumbing.config import RunConfig, shown
+from common.plumbing.config import RunConfig, is_hub_id, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.solutions import try_solutions
 from common.plumbing.task import Row, Task
 from common.plumbing.task_file import import_task
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import printable, say
 
 
 def load_task(config: RunConfig) -> Task:
@@ -44,6 +44,9 @@ def load_task(config: RunConfig) -> Task:
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
+    asked = {task.question(row) for row in train_rows}
+    if known := sum(task.question(row) in asked for row in eval_rows):
+        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(task, [*train_rows, *eval_rows])  # before a model is loaded
     task.try_out(train_rows[0])
     task.data, task.held_out_data = source, eval_source
@@ -62,8 +65,8 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
     """
     path = local_path(source, "the data file")
     looks_local = path.exists() or source[:1] in ("", ".", "/", "~") or path.suffix in (".json", ".jsonl")
-    is_hub_id = not looks_local and source.count("/") == 1
-    rows = _read_hub(source) if is_hub_id else _read_jsonl(path)
+    is_remote = not looks_local and is_hub_id(source.partition(":")[0])
+    rows = _read_hub(source) if is_remote else _read_jsonl(path)
     for row in rows:
         for field, wanted in fields.items():
             if field not in row:

@@ -6,6 +6,8 @@ import torch
 
 from common.errors import UserError
 
+from common.plumbing.terminal import clean_log
+
 
 def refuse_adapter(source: str, local_files_only: bool) -> None:
     """
@@ -32,6 +34,7 @@ def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **option
     """
     from transformers import AutoModelForCausalLM
 
+    clean_log("transformers")
     options |= {"local_files_only": local_files_only, "output_loading_info": True}
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, dtype=dtype, **options)

@@ -1,9 +1,11 @@
-"""Ctrl-C and SIGTERM for a run, and an alarm for what takes too long, where Python allows them: in the main thread."""
+"""Ctrl-C and SIGTERM for a run, where Python allows it: in the main thread; a call when something takes too long."""
 
+import functools
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -22,14 +24,33 @@ def signals_to(handler: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def call_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
-    """Call `function` if the block takes longer than `seconds`; never on Windows, which has no such alarm."""
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGALRM, lambda *_: function())
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    """Call `function`, in another thread, if the block takes longer than `seconds`.
+
+    Not by SIGALRM: that is for the code in the block, which may limit its own time with it.
+    """
+    _start_watching()
+    call = (time.monotonic() + seconds, function)
+    _pending.append(call)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        with suppress(ValueError):  # it has been called
+            _pending.remove(call)
+
+
+_pending: list[tuple[float, Callable[[], None]]] = []
+
+
+@functools.cache
+def _start_watching() -> None:
+    """One thread for all calls: there are thousands, and hardly one is slow."""
+    threading.Thread(target=_watch, daemon=True).start()
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(0.05)
+        for call in [call for call in _pending if call[0] < time.monotonic()]:
+            with suppress(ValueError):  # the block has just ended
+                _pending.remove(call)
+                call[1]()

@@ -8,6 +8,7 @@ import numbers
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from common.errors import UserError
 
@@ -51,11 +52,7 @@ class Task:
             if not callable(getattr(module, function, None)):
                 raise UserError(f"{self}: it defines no function {function}({arguments})")
         own = getattr(module, "REWARD_WEIGHTS", None)
-        if (
-            not isinstance(own, dict)
-            or not own
-            or not all(isinstance(k, str) and _is_finite(v) for k, v in own.items())
-        ):
+        if not isinstance(own, dict) or not own or not all(_is_text(k) and _is_finite(v) for k, v in own.items()):
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {_short(own)}")
         if "total" in own:
             raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
@@ -64,12 +61,19 @@ class Task:
             if component not in own:
                 raise UserError(f"--reward-weight {component}: {self} has the components {', '.join(own)}")
             self.weights[component] = weight
+        if not any(self.weights.values()):
+            raise UserError(f"{self}: the weights of all components are 0, so that nothing would be learned")
         self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
         self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
         for field, wanted in self.fields.items():
-            if not all(isinstance(kind, type) for kind in (wanted if isinstance(wanted, tuple) else (wanted,))):
+            if not all(
+                isinstance(kind, type) and kind is not Any
+                for kind in (wanted if isinstance(wanted, tuple) else (wanted,))
+            ):
                 raise UserError(f"{self}: FIELDS must name a type, or a tuple of types, for {field!r}")
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
+        if not all(isinstance(name, str) for name in self.kind_fields):
+            raise UserError(f"{self}: KIND_FIELDS must name fields, not {_short(self.kind_fields)}")
         self.train_data = self._data("TRAIN_DATA")
         self.eval_data = self._data("EVAL_DATA")
         self.path = Path(module.__file__)
@@ -87,7 +91,7 @@ class Task:
         """The conversation that asks the question of a row."""
         found = self._call("messages", row, system_prompt)
         is_fine = isinstance(found, list) and found and all(
-            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+            isinstance(turn, dict) and all(_is_text(turn.get(key)) for key in ("role", "content"))
             for turn in found
         )  # fmt: skip
         if not is_fine:
@@ -127,9 +131,7 @@ class Task:
             raise self._error(
                 "describe", row, f"must return the same names for every completion; it differs in {names}"
             )
-        if wrong := [
-            name for name in found if not isinstance(name, str) or name in TAKEN or name.startswith(TAKEN_PREFIXES)
-        ]:
+        if wrong := [name for name in found if not _is_text(name) or name in TAKEN or name.startswith(TAKEN_PREFIXES)]:
             raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
@@ -166,7 +168,7 @@ class Task:
         try:
             with call_after(PATIENCE, lambda: self._tell(function, row, slow)):
                 return getattr(self._module, function)(*arguments)
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise self._error(function, row, f"raised {describe_error(error, self._module)}") from error
 
     def _number(self, function: str, row: dict, name: str, value) -> float:
@@ -174,7 +176,7 @@ class Task:
             raise self._error(function, row, f"gives {name!r} the value {_short(value)}, which is not a number")
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+        except Exception:  # of the value's own class
             raise self._error(
                 function, row, f"gives {name!r} a value that is not one number: {_short(value)}"
             ) from None
@@ -206,5 +208,13 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
+def _is_text(value: object) -> bool:
+    """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def _short(value: object) -> str:
-    return printable(repr(value), 80)
+    try:
+        return printable(repr(value), 80)
+    except Exception:  # of the value's own class
+        return f"a {type(value).__name__}"

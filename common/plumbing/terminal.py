@@ -2,7 +2,9 @@
 
 import errno
 import io
+import logging
 import os
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -55,6 +57,17 @@ def describe_error(error: BaseException, module: ModuleType) -> str:
     place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
     text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
     return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
+def clean_log(library: str) -> None:
+    """Let what a library logs pass through `visible`, without the library's colors: it names files and weights."""
+    for handler in logging.getLogger(library).handlers:
+        handler.addFilter(_make_visible)
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())), ()
+    return True
 
 
 def prepare_output() -> None:

@@ -112,6 +112,12 @@ def test_a_value_out_of_range_is_refused(train, name, value, sentence):
         ("--at-most size=3", "--at-most size: .*:1 has no number in a field 'size'"),
         ("--model ./nowhere", "--model ./nowhere: there is no such directory"),
         ("--model gpt2", "a hub id is owner/name"),
+        ("--model models/Llama--3", "--model models/Llama--3: there is no such directory"),
+        ("--model x/..", "--model x/..: there is no such directory"),
+        ("--model é/b", "--model é/b: there is no such directory"),
+        ("--model C:\\models/x", "there is no such directory"),
+        ("--data my=rows/x", "my=rows/x: there is no such file"),
+        ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
         ("--data nowhere.jsonl", "nowhere.jsonl: there is no such file"),
         ("--data=", "there is no such file"),  # as from a shell variable that is not set
         ("--eval-data=", "there is no such file"),

@@ -86,7 +86,7 @@ def test_reading_list_is_the_first_shelf_and_short_enough():
 
 
 def test_plumbing_files_are_short():
-    assert {path.name: num_lines(path) for path in PLUMBING if num_lines(path) > 210} == {}
+    assert {path.name: num_lines(path) for path in PLUMBING if num_lines(path) > 225} == {}
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)

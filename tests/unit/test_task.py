@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def with_messages(body: str) -> str:
     return GOOD.replace('return [{"role": "user", "content": row["question"]}]', body)
 
 
+def test_held_out_questions_that_are_trained_on_are_counted(load, capsys):
+    load(GOOD)
+    assert "2 of the 2 held-out questions are training questions as well" in capsys.readouterr().out
+    Path("others.jsonl").write_text('{"question": "What is 2+2?", "answer": "4"}\n{"question": "?", "answer": "4"}\n')
+    load(GOOD, eval_data="others.jsonl")
+    assert "1 of the 2 held-out questions" in capsys.readouterr().out
+
+
 def test_a_good_file_is_a_task(load):
     task = load(GOOD)
     assert task.weights == {"correct": 1.0, "short": 0.5}
@@ -101,7 +110,13 @@ BROKEN = {
     GOOD + "TRAIN_DATA = 3": rf"{FILE}: TRAIN_DATA must be a path, not 3$",
     GOOD.replace('"short": 0.5', '"total": 0.5'): rf"{FILE}: no component can be called 'total'",
     GOOD + "FIELDS = {'gold': 'str'}": rf"{FILE}: FIELDS must name a type, or a tuple of types, for 'gold'$",
+    GOOD + "import typing\nFIELDS = {'gold': typing.Any}": rf"{FILE}: FIELDS must name a type",
+    GOOD + "KIND_FIELDS = ('gold', 5)": rf"{FILE}: KIND_FIELDS must name fields, not \('gold', 5\)$",
+    GOOD.replace("1.0, ", "0, ", 1).replace("0.5", "0"): rf"{FILE}: the weights of all components are 0",
+    GOOD.replace('"short"', '"\\udce9"'): rf"{FILE}: REWARD_WEIGHTS must be a dict of a number for each component",
     # the reward
+    with_reward("raise SystemExit(0)"): rf"{ROW} raised SystemExit: 0 ",
+    with_reward("return __import__('argparse').Namespace(a=type('A', (), {'__repr__': lambda self: 1 / 0})())"): ROW,
     with_reward("return None"): rf"{ROW} must return a dict of components, not None$",
     with_reward("return 1.0"): rf"{ROW} must return a dict of components, not 1\.0$",
     with_reward('return {"correct": 1.0}'): rf"{ROW} lacks the component 'short' of REWARD_WEIGHTS$",
@@ -113,6 +128,7 @@ BROKEN = {
     with_reward('import re; re.match("(", text)'): rf"{ROW} raised .*{LINE.format(6)}",
     # the rest
     with_messages("return row['question']"): rf"{MESSAGES} must return a list of role and content, not",
+    with_messages('return [{"role": "user", "content": "caf\\udce9"}]'): rf"{MESSAGES} must return a list of role",
     with_messages("return []"): rf"{MESSAGES} must return a list of role and content, not \[\]$",
     with_messages("return [{}]"): rf"{MESSAGES} must return a list of role and content, not",
     with_messages("return 1 / 0"): rf"{MESSAGES} raised ZeroDivisionError: .*{LINE.format(4)}",
@@ -306,13 +322,40 @@ def test_numbers_of_other_libraries_are_numbers(load):
 
 def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
     monkeypatch.setattr(task_module, "PATIENCE", 0.05)
-    before = signal.getsignal(signal.SIGALRM)
-    task = load("import time\n" + with_reward('time.sleep(0.2 if text else 0)\n    return {"correct": 1, "short": 0}'))
+    task = load("import time\n" + with_reward('time.sleep(0.3 if text else 0)\n    return {"correct": 1, "short": 0}'))
     assert capsys.readouterr().err == ""
     assert task.reward(task.train_rows[1], "x")["correct"] == 1
-    assert "reward of rows.jsonl:2 has been running for 0.05 s" in capsys.readouterr().err
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    assert capsys.readouterr().err.count("reward of rows.jsonl:2 has been running for 0.05 s") == 1
+    task.reward(task.train_rows[1], "")
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""  # nothing of calls that have ended
+
+
+OWN_LIMIT = """
+import signal, time
+class TimeIsUp(Exception): pass
+def raise_it(*_): raise TimeIsUp
+signal.signal(signal.SIGALRM, raise_it)
+def limited(text):
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(60 if text else 0)
+        return 1
+    except TimeIsUp:
+        return 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such alarm")
+def test_a_reward_can_limit_its_own_time(load):
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        task = load(OWN_LIMIT + with_reward('return {"correct": limited(text), "short": 0}'))
+        assert task.reward(task.train_rows[0], "hangs")["correct"] == 0
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(

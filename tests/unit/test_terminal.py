@@ -1,19 +1,27 @@
 """What is printed: in one place, without anything that could control a terminal; and files in one encoding."""
 
 import ast
+import io
+import logging
 import re
+import shutil
 import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
 from common.evaluate import Evaluation
 from common.tasks import arithmetic
 from common.trajectory import Trajectory
 
+from common.plumbing.config import TINY_POLICY, RunConfig
+from common.plumbing.loading import load_policy
 from common.plumbing.samples import describe_best
 from common.plumbing.start import run_main
 from common.plumbing.summary import show_gain
@@ -114,3 +122,17 @@ def test_neither_texts_nor_names_can_control_the_terminal(capsys):
     assert not UNWANTED.search(printed)
     assert printed.count("]0;mine") >= 9
     assert "[red] :smile: [/]" in printed  # no markup either
+
+
+def test_what_transformers_logs_cannot_control_the_terminal(tmp_path, monkeypatch):
+    """It reports the names of weights that it does not expect, in colors."""
+    shutil.copytree(TINY_POLICY, tmp_path / "model")
+    weights = load_file(tmp_path / "model/model.safetensors") | {HOSTILE: torch.zeros(1)}
+    save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    log = transformers.utils.logging.get_logger()
+    handler = next(handler for handler in log.handlers if type(handler) is logging.StreamHandler)
+    monkeypatch.setattr(handler, "stream", io.StringIO())
+    load_policy(RunConfig(model=str(tmp_path / "model"), device="cpu"))
+    printed = handler.stream.getvalue()
+    assert "]0;mine" in printed
+    assert printed == visible(printed)
