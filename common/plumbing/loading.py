@@ -20,6 +20,7 @@ from common.plumbing.adapters import (
     load_adapter,
     merge_adapter,
 )
+from common.plumbing.compatibility import check_quantisation
 from common.plumbing.config import DTYPES, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
@@ -63,6 +64,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     """Wrap a model and its tokenizer, ready for training, with the adapter that is to be trained."""
     if tokenizer.chat_template is None:
         raise UserError(f"--model {shown(config.model)} has no chat template; use an instruction-tuned model")
+    check_quantisation(model, config)
     use_fast_products(model)
     if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
@@ -84,8 +86,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     _disable_dropout(model)
     if config.load_in is None:
         model = model.to(config.device)
-    else:
-        _forbid_repacking(model)
+    _forbid_repacking(model)  # the weights may be quantised without --load-in: in the checkpoint
     policy = Policy(
         model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
     )
@@ -135,10 +136,8 @@ def _forbid_repacking(model: torch.nn.Module) -> None:
     It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
     from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them).
     """
-    from bitsandbytes.nn import Linear4bit
-
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes.nn.Linear4bit has it
             module.support_avx512bf16_for_cpu = False
 
 
