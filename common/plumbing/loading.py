@@ -20,7 +20,7 @@ from common.plumbing.adapters import (
     load_adapter,
     merge_adapter,
 )
-from common.plumbing.compatibility import check_quantisation
+from common.plumbing.compatibility import check_computation, check_quantisation
 from common.plumbing.config import DTYPES, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
@@ -91,7 +91,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
         model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
     )
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
-    _check_head(policy)
+    check_computation(policy)
     say(describe_parameters(model))
     return policy
 
@@ -148,22 +148,3 @@ def _disable_dropout(model: torch.nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-@torch.no_grad()
-def _check_head(policy: Policy) -> None:
-    """Refuse a model whose logits are not simply its LM head applied to its last hidden states.
-
-    `Policy.forward` relies on it. Gemma 2's soft-capped logits, for one, are something else.
-    """
-    model = policy.model.eval()
-    ids = torch.arange(4, device=policy.device)[None]
-    with policy.autocast():
-        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        expected, logits = model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits
-    if not logits.isfinite().all():  # although the weights are, or else are quantised
-        raise UserError(f"{type(model).__name__} computes logits that are NaN or infinite: are its weights damaged?")
-    if not torch.allclose(expected.float(), logits.float(), atol=1e-3):
-        raise UserError(
-            f"{type(model).__name__} transforms its logits after the LM head, which this code does not support yet"
-        )

@@ -8,12 +8,18 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BambaConfig,
     BitsAndBytesConfig,
     CohereConfig,
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    MistralConfig,
+    ModernBertDecoderConfig,
 )
 
 from common.errors import UserError
@@ -114,6 +120,51 @@ def test_a_run_of_gemma_2_is_refused(save_model, load_script, tmp_path, monkeypa
     with pytest.raises(UserError, match="Gemma2ForCausalLM"):
         load_script("experiment_base/train.py").main(["--model", "./model", "--device", "cpu", *flags])
     assert not list(Path("runs/experiment_base").iterdir())
+
+
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+KEEPS_STATE = {  # other than keys and values: alone, and beside those of other layers
+    "mamba": MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=8),
+    "mamba 2": Mamba2Config(hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=4, head_dim=16, n_groups=1),
+    "bamba": BambaConfig(**SMALL, num_key_value_heads=2, attn_layer_indices=[1], pad_token_id=0, **MAMBA),
+    "lfm 2": Lfm2Config(**SMALL, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", KEEPS_STATE)
+def test_a_model_that_keeps_other_state_is_refused(load, way, dtype):
+    """transformers refuses sdpa where there is no attention."""
+    attention = "eager" if way.startswith("mamba") else "sdpa"
+    with pytest.raises(
+        UserError, match=r"^\w+ForCausalLM keeps state other than keys and values of attention, .* yet$"
+    ):
+        load(KEEPS_STATE[way], dtype=dtype, attn_implementation=attention)
+
+
+def test_a_run_of_a_hybrid_is_refused(save_model, load_script, tmp_path, monkeypatch):
+    """No run is left behind, and the adapter does not hide the model's name."""
+    save_model(KEEPS_STATE["lfm 2"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^Lfm2ForCausalLM keeps state"):
+        load_script("experiment_base/train.py").main(["--model", "./model", "--device", "cpu", "--lora-rank", "2"])
+    assert not list(Path("runs/experiment_base").iterdir())
+
+
+def test_a_model_with_another_decoder_is_refused(load):
+    """ModernBERT's takes no cache, and what it names its decoder is a part of its head."""
+    with pytest.raises(
+        UserError, match=r"^ModernBertDecoderForCausalLM does not run as a decoder with an LM head, .* yet$"
+    ):
+        load(ModernBertDecoderConfig(**SMALL))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_window_shorter_than_the_rows_is_not_refused(load, dtype):
+    assert isinstance(
+        load(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4, initializer_range=0.3), dtype=dtype),
+        Policy,
+    )
 
 
 def test_a_plain_model_is_not_refused(load):
