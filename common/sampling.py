@@ -89,7 +89,7 @@ def _complete(
     cache = RowCache()
     prompts = [row.ids for row in rows[::group_size]]
     sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
-    logits = _next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
+    logits = next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
     cache.batch_repeat_interleave(group_size)  # the prompt was run once; its keys and values serve the group
     logits = logits.repeat_interleave(group_size, dim=0)  # (B, V)
     attention_mask = attention_mask.repeat_interleave(group_size, dim=0)  # (B, P), one column wider each round
@@ -109,11 +109,11 @@ def _complete(
             order = cache.drop_rows(ended)
             active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
-        logits = _next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
+        logits = next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
     _record(rows, drawn, drawn_log_probs, policy.end_of_turn_ids)
 
 
-def _next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
+def next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
     """Feed `ids` (rows, new tokens) behind what the cache holds; the logits of the token that follows: (rows, V)."""
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # left padding does not count
     output = policy.model(

@@ -20,6 +20,7 @@ from common.plumbing.adapters import (
     load_adapter,
     merge_adapter,
 )
+from common.plumbing.compatibility import check_computation, check_quantisation
 from common.plumbing.config import DTYPES, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
@@ -63,6 +64,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     """Wrap a model and its tokenizer, ready for training, with the adapter that is to be trained."""
     if tokenizer.chat_template is None:
         raise UserError(f"--model {shown(config.model)} has no chat template; use an instruction-tuned model")
+    check_quantisation(model, config)
     use_fast_products(model)
     if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
@@ -84,13 +86,12 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     _disable_dropout(model)
     if config.load_in is None:
         model = model.to(config.device)
-    else:
-        _forbid_repacking(model)
+    _forbid_repacking(model)  # the weights may be quantised without --load-in: in the checkpoint
     policy = Policy(
         model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
     )
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
-    _check_head(policy)
+    check_computation(policy)
     say(describe_parameters(model))
     return policy
 
@@ -135,10 +136,8 @@ def _forbid_repacking(model: torch.nn.Module) -> None:
     It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
     from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them).
     """
-    from bitsandbytes.nn import Linear4bit
-
     for module in model.modules():
-        if isinstance(module, Linear4bit):
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes.nn.Linear4bit has it
             module.support_avx512bf16_for_cpu = False
 
 
@@ -149,22 +148,3 @@ def _disable_dropout(model: torch.nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-@torch.no_grad()
-def _check_head(policy: Policy) -> None:
-    """Refuse a model whose logits are not simply its LM head applied to its last hidden states.
-
-    `Policy.forward` relies on it. Gemma 2's soft-capped logits, for one, are something else.
-    """
-    model = policy.model.eval()
-    ids = torch.arange(4, device=policy.device)[None]
-    with policy.autocast():
-        hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        expected, logits = model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits
-    if not logits.isfinite().all():  # although the weights are, or else are quantised
-        raise UserError(f"{type(model).__name__} computes logits that are NaN or infinite: are its weights damaged?")
-    if not torch.allclose(expected.float(), logits.float(), atol=1e-3):
-        raise UserError(
-            f"{type(model).__name__} transforms its logits after the LM head, which this code does not support yet"
-        )

@@ -303,7 +303,7 @@ def test_a_rollout_does_not_change_gradients_over_4_bit_weights(monkeypatch, dty
     """On CPUs with AVX512-BF16 bitsandbytes repacks the weights in the first forward pass without gradient."""
     pytest.importorskip("bitsandbytes")
     with monkeypatch.context() as patch:
-        patch.setattr(common.plumbing.loading, "_check_head", lambda policy: None)  # it would be that first pass
+        patch.setattr(common.plumbing.loading, "check_computation", lambda policy: None)  # it would be that first pass
         policy = fill_adapters(load(load_in="4bit", lora_rank=4, dtype=dtype))
     before = gradients(policy)
     assert all(gradient.abs().max() > 0 for gradient in before.values())
