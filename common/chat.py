@@ -105,17 +105,21 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str
 
     control_tokens = _control_tokens(tokenizer)
     try:
-        return tokenizer.apply_chat_template(
-            control_tokens.mark(messages),
-            chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            date_string=TEMPLATE_DATE,
-        )
+        return _apply_template(tokenizer, control_tokens.mark(messages), add_generation_prompt)
     except Exception as error:  # whatever a template raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         reason = _MARK.sub(lambda mark: control_tokens.texts[int(mark[1])], str(error))
         raise ValueError(f"the chat template refuses the messages: {kind}{reason}") from error
+
+
+def _apply_template(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(
+        messages,
+        chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        date_string=TEMPLATE_DATE,
+    )
 
 
 def _encode(tokenizer, rendered: str) -> list[int]:
@@ -134,7 +138,9 @@ def _encode(tokenizer, rendered: str) -> list[int]:
 
 
 class _ControlTokens(NamedTuple):
-    """The texts of a tokenizer's control tokens (those that are "special"), and how they are marked in messages."""
+    """The texts of a tokenizer's control tokens (those that are "special", and those with which its template marks
+    turns), and how they are marked in messages.
+    """
 
     texts: list[str]  # a mark is the index of one of them between two noncharacters, which have no other use in text
     ids: frozenset[int]
@@ -163,8 +169,31 @@ _MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
 @functools.lru_cache
 def _control_tokens(tokenizer) -> _ControlTokens:
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names |= set(tokenizer.all_special_tokens)
+    names |= set(tokenizer.all_special_tokens) | _turn_markers(tokenizer)
     texts = [*sorted(names, key=len, reverse=True), "\ufdd0", "\ufdd1"]  # the longest of those that match is meant
     beginnings = tuple({text[:end] for text in texts if not text[0].isalnum() for end in range(1, len(text))})
     ids = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
     return _ControlTokens([*texts, ""], ids, re.compile("|".join(map(re.escape, texts))), beginnings)
+
+
+def _turn_markers(tokenizer) -> set[str]:
+    """The added tokens that the template writes around any question and answer; DeepSeek-R1's are not "special".
+
+    Not those that messages may spell as tokens: spaces, words, and pairs of tags, such as the <think> with which a
+    template opens an answer and the </think> that it looks for in one. A tag around a question is a marker, though.
+    """
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "(an answer)"}
+    added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
+
+    def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
+        try:
+            text = _apply_template(tokenizer, messages, add_generation_prompt)
+        except Exception:  # whatever a template raises: a run hears of it from its own messages
+            return set()
+        return {added[token] for token in tokenizer.encode(text, add_special_tokens=False) if token in added}
+
+    names = {text[2:] for text in added.values() if text.startswith("</")}
+    tags = {start + name for name in names for start in ("<", "</")}
+    turns = [question, answer, question]
+    markers = written([question], False) | ((written(turns, False) | written(turns, True)) - tags)
+    return {text for text in markers if re.search(r"\w", text) and re.search(r"[^\w\s]", text)}
