@@ -51,7 +51,7 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
         nonlocal rendered
         if not text.startswith(rendered):
             raise ValueError(f"the chat template rewrites what precedes message {position} ({role})")
-        new_ids = _encode(tokenizer, text[len(rendered) :])
+        new_ids = _encode(tokenizer, text[len(rendered) :], before=rendered)
         rendered = text
         return new_ids
 
@@ -122,19 +122,41 @@ def _apply_template(tokenizer, messages: list[dict], add_generation_prompt: bool
     )
 
 
-def _encode(tokenizer, rendered: str) -> list[int]:
+def _encode(tokenizer, rendered: str, before: str = "") -> list[int]:
     """The ids of a rendered text: in one piece without marks, so that the tokenizer's merges are the usual ones."""
-    encode = functools.partial(tokenizer.encode, add_special_tokens=False)  # the template has written them already
     control_tokens = _control_tokens(tokenizer)
     first, *others = _MARK.split(rendered)  # text, mark, text, mark, ..., text
-    ids = encode(first)
+    if before:
+        ids = _continue(tokenizer, first, _MARK.split(before)[-1][-64:])
+    else:
+        ids = tokenizer.encode(first, add_special_tokens=False)  # the template has written them already
     for mark, text in zip(others[::2], others[1::2], strict=True):
         spelled = control_tokens.texts[int(mark)]
-        as_text = encode(spelled, split_special_tokens=True)
+        as_text = _continue(tokenizer, spelled, split_special_tokens=True)
         if not control_tokens.ids.isdisjoint(as_text):  # some tokenizers know it as a word, too
-            as_text = [token for letter in spelled for token in encode(letter, split_special_tokens=True)]
-        ids += as_text + encode(text)
+            as_text = [i for letter in spelled for i in _continue(tokenizer, letter, split_special_tokens=True)]
+        ids += as_text + _continue(tokenizer, text)
     return ids
+
+
+def _continue(tokenizer, text: str, before: str = "", **settings) -> list[int]:
+    """The ids of `text` inside a conversation: without the space that Llama 2's tokenizer puts before all that it gets.
+
+    With such a tokenizer it is encoded behind what precedes it, or else a letter that it does not merge with.
+    """
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False, **settings)
+    if text and _adds_a_prefix(tokenizer):
+        for anchor in (before, "\n", "a", "\ufdd0"):
+            start, joined = encode(anchor), encode(anchor + text)
+            if start and joined[: len(start)] == start:
+                return joined[len(start) :]
+    return encode(text)
+
+
+@functools.lru_cache
+def _adds_a_prefix(tokenizer) -> bool:
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    return encode("\n") + encode("x") != encode("\nx")
 
 
 class _ControlTokens(NamedTuple):
