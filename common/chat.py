@@ -40,12 +40,16 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
         ids and mask, of equal length.
 
     Raises:
-        ValueError: the template rewrites earlier turns when a later one is added, so that a turn has no fixed position,
-            or it does not end an assistant turn with an end-of-turn token.
+        ValueError: a message has no role, or its content is not text; the template leaves a message out, or rewrites
+            earlier turns when a later one is added, so that a turn has no fixed position, or does not end an assistant
+            turn with an end-of-turn token.
     """
+    for position, message in enumerate(messages):
+        _check_message(message, position)
     ids: list[int] = []
     mask: list[int] = []
     rendered = ""
+    checked = 0
 
     def advance(text: str, role: str) -> list[int]:
         nonlocal rendered
@@ -66,7 +70,31 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
         spoken = ends[-1] + 1
         ids += before + turn
         mask += [0] * len(before) + [1] * spoken + [0] * (len(turn) - spoken)
+        _check_kept(tokenizer, messages[: position + 1], rendered, checked)
+        checked = position + 1
     return ids, mask
+
+
+def _check_message(message: object, position: int) -> None:
+    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+        raise ValueError(f"message {position} is not an object with a role")
+    role, content = message["role"], message.get("content")
+    only_calls = role == "assistant" and content is None and message.get("tool_calls")
+    if role in ("system", "user", "assistant") and not isinstance(content, str) and not only_calls:
+        raise ValueError(f"the content of message {position} ({role}) is not text")
+
+
+def _check_kept(tokenizer, messages: list[dict], rendered: str, start: int) -> None:
+    """From `start` on, what others than the assistant say is rendered: with another content the text is another."""
+    for position, message in list(enumerate(messages))[start:]:
+        role, content = message["role"], message.get("content")
+        if role == "assistant" or not isinstance(content, str):
+            continue
+        if len(content) > 20 and content.strip() in rendered:  # hardly by chance, and much faster than to render again
+            continue
+        changed = [*messages[:position], message | {"content": content + "x"}, *messages[position + 1 :]]
+        if _render(tokenizer, changed, add_generation_prompt=False) == rendered:
+            raise ValueError(f"the chat template leaves out message {position} ({role})")
 
 
 def decode(tokenizer, ids: list[int]) -> str:
