@@ -40,18 +40,22 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
         ids and mask, of equal length.
 
     Raises:
-        ValueError: the template rewrites earlier turns when a later one is added, so that a turn has no fixed position,
-            or it does not end an assistant turn with an end-of-turn token.
+        ValueError: a message has no role, or its content is not text; the template leaves a message out, or rewrites
+            earlier turns when a later one is added, so that a turn has no fixed position, or does not end an assistant
+            turn with an end-of-turn token.
     """
+    for position, message in enumerate(messages):
+        _check_message(message, position)
     ids: list[int] = []
     mask: list[int] = []
     rendered = ""
+    checked = 0
 
     def advance(text: str, role: str) -> list[int]:
         nonlocal rendered
         if not text.startswith(rendered):
             raise ValueError(f"the chat template rewrites what precedes message {position} ({role})")
-        new_ids = _encode(tokenizer, text[len(rendered) :])
+        new_ids = _encode(tokenizer, text[len(rendered) :], before=rendered)
         rendered = text
         return new_ids
 
@@ -66,7 +70,31 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
         spoken = ends[-1] + 1
         ids += before + turn
         mask += [0] * len(before) + [1] * spoken + [0] * (len(turn) - spoken)
+        _check_kept(tokenizer, messages[: position + 1], rendered, checked)
+        checked = position + 1
     return ids, mask
+
+
+def _check_message(message: object, position: int) -> None:
+    if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+        raise ValueError(f"message {position} is not an object with a role")
+    role, content = message["role"], message.get("content")
+    only_calls = role == "assistant" and content is None and message.get("tool_calls")
+    if role in ("system", "user", "assistant") and not isinstance(content, str) and not only_calls:
+        raise ValueError(f"the content of message {position} ({role}) is not text")
+
+
+def _check_kept(tokenizer, messages: list[dict], rendered: str, start: int) -> None:
+    """From `start` on, what others than the assistant say is rendered: with another content the text is another."""
+    for position, message in list(enumerate(messages))[start:]:
+        role, content = message["role"], message.get("content")
+        if role == "assistant" or not isinstance(content, str):
+            continue
+        if len(content) > 20 and content.strip() in rendered:  # hardly by chance, and much faster than to render again
+            continue
+        changed = [*messages[:position], message | {"content": content + "x"}, *messages[position + 1 :]]
+        if _render(tokenizer, changed, add_generation_prompt=False) == rendered:
+            raise ValueError(f"the chat template leaves out message {position} ({role})")
 
 
 def decode(tokenizer, ids: list[int]) -> str:
@@ -105,36 +133,64 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str
 
     control_tokens = _control_tokens(tokenizer)
     try:
-        return tokenizer.apply_chat_template(
-            control_tokens.mark(messages),
-            chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
-            add_generation_prompt=add_generation_prompt,
-            tokenize=False,
-            date_string=TEMPLATE_DATE,
-        )
+        return _apply_template(tokenizer, control_tokens.mark(messages), add_generation_prompt)
     except Exception as error:  # whatever a template raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         reason = _MARK.sub(lambda mark: control_tokens.texts[int(mark[1])], str(error))
         raise ValueError(f"the chat template refuses the messages: {kind}{reason}") from error
 
 
-def _encode(tokenizer, rendered: str) -> list[int]:
+def _apply_template(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(
+        messages,
+        chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+        date_string=TEMPLATE_DATE,
+    )
+
+
+def _encode(tokenizer, rendered: str, before: str = "") -> list[int]:
     """The ids of a rendered text: in one piece without marks, so that the tokenizer's merges are the usual ones."""
-    encode = functools.partial(tokenizer.encode, add_special_tokens=False)  # the template has written them already
     control_tokens = _control_tokens(tokenizer)
     first, *others = _MARK.split(rendered)  # text, mark, text, mark, ..., text
-    ids = encode(first)
+    if before:
+        ids = _continue(tokenizer, first, _MARK.split(before)[-1][-64:])
+    else:
+        ids = tokenizer.encode(first, add_special_tokens=False)  # the template has written them already
     for mark, text in zip(others[::2], others[1::2], strict=True):
         spelled = control_tokens.texts[int(mark)]
-        as_text = encode(spelled, split_special_tokens=True)
+        as_text = _continue(tokenizer, spelled, split_special_tokens=True)
         if not control_tokens.ids.isdisjoint(as_text):  # some tokenizers know it as a word, too
-            as_text = [token for letter in spelled for token in encode(letter, split_special_tokens=True)]
-        ids += as_text + encode(text)
+            as_text = [i for letter in spelled for i in _continue(tokenizer, letter, split_special_tokens=True)]
+        ids += as_text + _continue(tokenizer, text)
     return ids
 
 
+def _continue(tokenizer, text: str, before: str = "", **settings) -> list[int]:
+    """The ids of `text` inside a conversation: without the space that Llama 2's tokenizer puts before all that it gets.
+
+    With such a tokenizer it is encoded behind what precedes it, or else a letter that it does not merge with.
+    """
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False, **settings)
+    if text and _adds_a_prefix(tokenizer):
+        for anchor in (before, "\n", "a", "\ufdd0"):
+            start, joined = encode(anchor), encode(anchor + text)
+            if start and joined[: len(start)] == start:
+                return joined[len(start) :]
+    return encode(text)
+
+
+@functools.lru_cache
+def _adds_a_prefix(tokenizer) -> bool:
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    return encode("\n") + encode("x") != encode("\nx")
+
+
 class _ControlTokens(NamedTuple):
-    """The texts of a tokenizer's control tokens (those that are "special"), and how they are marked in messages."""
+    """The texts of a tokenizer's control tokens (those that are "special", and those with which its template marks
+    turns), and how they are marked in messages.
+    """
 
     texts: list[str]  # a mark is the index of one of them between two noncharacters, which have no other use in text
     ids: frozenset[int]
@@ -163,8 +219,31 @@ _MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
 @functools.lru_cache
 def _control_tokens(tokenizer) -> _ControlTokens:
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    names |= set(tokenizer.all_special_tokens)
+    names |= set(tokenizer.all_special_tokens) | _turn_markers(tokenizer)
     texts = [*sorted(names, key=len, reverse=True), "\ufdd0", "\ufdd1"]  # the longest of those that match is meant
     beginnings = tuple({text[:end] for text in texts if not text[0].isalnum() for end in range(1, len(text))})
     ids = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
     return _ControlTokens([*texts, ""], ids, re.compile("|".join(map(re.escape, texts))), beginnings)
+
+
+def _turn_markers(tokenizer) -> set[str]:
+    """The added tokens that the template writes around any question and answer; DeepSeek-R1's are not "special".
+
+    Not those that messages may spell as tokens: spaces, words, and pairs of tags, such as the <think> with which a
+    template opens an answer and the </think> that it looks for in one. A tag around a question is a marker, though.
+    """
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "(an answer)"}
+    added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
+
+    def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
+        try:
+            text = _apply_template(tokenizer, messages, add_generation_prompt)
+        except Exception:  # whatever a template raises: a run hears of it from its own messages
+            return set()
+        return {added[token] for token in tokenizer.encode(text, add_special_tokens=False) if token in added}
+
+    names = {text[2:] for text in added.values() if text.startswith("</")}
+    tags = {start + name for name in names for start in ("<", "</")}
+    turns = [question, answer, question]
+    markers = written([question], False) | ((written(turns, False) | written(turns, True)) - tags)
+    return {text for text in markers if re.search(r"\w", text) and re.search(r"[^\w\s]", text)}

@@ -145,6 +145,52 @@ def test_a_template_that_does_not_end_a_turn_is_refused(tokenizer, with_template
         encode_chat(open_ended, [QUESTION, ANSWER], [tokenizer.eos_token_id])
 
 
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "2+3"}], {"text": "2+3"}, True, 5, None])
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_content_that_is_not_text_is_refused(tokenizer, with_template, role, content):
+    """A template may write it as Python does."""
+    python = with_template(tokenizer.chat_template.replace("message.content", "(message.content | string)"))
+    messages = [QUESTION, ANSWER, {"role": role, "content": content}, ANSWER]
+    with pytest.raises(ValueError, match=rf"^the content of message 2 \({role}\) is not text$"):
+        encode_chat(python, messages, [tokenizer.eos_token_id])
+
+
+def test_a_call_of_a_tool_needs_no_content(tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
+    result = {"role": "tool", "content": "5"}
+    for turn in (call, {key: call[key] for key in ("role", "tool_calls")}):
+        ids, mask = encode_chat(tokenizer, [QUESTION, turn, result, ANSWER], [tokenizer.eos_token_id])
+        assert len(spoken(tokenizer, ids, mask)) == 2
+    with pytest.raises(ValueError, match="message 1"):
+        encode_chat(tokenizer, [QUESTION, call | {"tool_calls": []}], [tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("message", ["2+3", None, ["user", "2+3"], {}, {"content": "2+3"}, {"role": 1, "content": "a"}])
+def test_a_message_without_role_is_refused(tokenizer, message):
+    with pytest.raises(ValueError, match=r"^message 1 is not an object with a role$"):
+        encode_chat(tokenizer, [SYSTEM, message, ANSWER], [tokenizer.eos_token_id])
+
+
+@pytest.mark.parametrize("content", ["5", "", "What is 2 plus 3, please, and why?"])
+@pytest.mark.parametrize("before", [[], [QUESTION, ANSWER]])
+def test_a_message_that_the_template_leaves_out_is_refused(tokenizer, content, before):
+    """Also if another turn, such as the answer, happens to say the same."""
+    messages = [SYSTEM, *before, {"role": "human", "content": content}, ANSWER]
+    with pytest.raises(ValueError, match=rf"^the chat template leaves out message {1 + len(before)} \(human\)$"):
+        encode_chat(tokenizer, messages, [tokenizer.eos_token_id])
+
+
+def test_a_content_that_the_template_rewrites_is_kept(tokenizer, with_template):
+    """Trimmed, or written as JSON: it is there."""
+    for written in ("(message.content | trim)", "(message.content | tojson)"):
+        rewriting = with_template(
+            tokenizer.chat_template.replace("user\\n' + message.content", f"user\\n' + {written}")
+        )
+        for text in (' "a"\n', ' "What is 2 plus 3, please,\nand why?" ', "<|im_end|> "):
+            ids, _ = encode_chat(rewriting, [{"role": "user", "content": text}, ANSWER], [tokenizer.eos_token_id])
+            assert f"user\n{text}<|im_end|>" not in tokenizer.decode(ids)
+
+
 @pytest.mark.parametrize(
     ("of_tokenizer", "of_config", "expected"),
     [
