@@ -35,10 +35,10 @@ def check_quantisation(model: torch.nn.Module, config: PolicyConfig) -> None:
         raise UserError(f"{given} and compute in half precision: use --dtype bfloat16")
 
 
-# The model is tried on two prompts of different lengths with two completions each, of three tokens
+# The model is tried on two prompts of different lengths with two completions of two tokens each
 PROMPT_LENGTHS = (3, 6)
 GROUP_SIZE = 2
-NEW_TOKENS = 3
+NEW_TOKENS = 2
 
 
 @torch.no_grad()
