@@ -4,6 +4,7 @@ from math import comb
 from typing import NamedTuple
 
 from common.chat import decode, encode_prompt
+from common.parallel import gather_rows, part_of
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -41,6 +42,8 @@ def evaluate(
 ) -> Evaluation:
     """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
+    The questions are divided over the ranks, and every rank gets the whole evaluation.
+
     Args:
         task: has the functions of a task: `messages`, `reward` and `describe`.
         num_samples: k of mean@k and pass@k; 0: greedy only.
@@ -52,17 +55,19 @@ def evaluate(
         accuracy_<name> among the completions that it describes as 1; docs/metrics.md lists all of them.
     """
     forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
-    prompts = [encode_prompt(policy.tokenizer, task.messages(row, system_prompt)) + forced for row in rows]
+    own = part_of(len(rows))  # the questions that this rank asks
+    prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) + forced for index in own]
     settings = {"max_new_tokens": max_new_tokens, "generation_batch_size": generation_batch_size}
 
     def ask(group_size: int, greedy: bool) -> list[Trajectory]:
-        completions = sample(policy, prompts, group_size, key=(seed, EVALUATION), greedy=greedy, **settings)
+        key = (seed, EVALUATION)
+        completions = sample(policy, prompts, group_size, key=key, prompt_index=list(own), greedy=greedy, **settings)
         for completion in completions:
             row = rows[completion.prompt_index]
             completion.text = decode(policy.tokenizer, forced + completion.completion_ids)
             completion.rewards = task.reward(row, completion.text)
             completion.description = task.describe(row, completion.text)
-        return completions
+        return gather_rows(completions)
 
     greedy = ask(1, greedy=True)
     metrics = {f"greedy/{name}": value for name, value in _means(greedy).items()}

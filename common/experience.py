@@ -5,11 +5,12 @@ Shapes: Q prompts, G completions per prompt, B = Q*G rows with a group's rows ad
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from common.keyed import keyed_generator
+from common.parallel import gather, rank
 from common.trajectory import Trajectory
 
 _ABOUT_TOKEN_T = ("sequences", "attention_mask")  # their entry t is about token t, every other one's about token t+1
@@ -35,7 +36,7 @@ class Experience:
 
     def select(self, rows: torch.Tensor) -> "Experience":
         """The given rows, in the given order, padded no wider than the longest of them."""
-        width = int(self.attention_mask[rows].sum(dim=1).max())
+        width = int(self.attention_mask[rows].sum(dim=1).max()) if len(rows) else 1
 
         def take(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
             if x is None or x.dim() == 1:
@@ -47,37 +48,49 @@ class Experience:
     def minibatches(self, minibatch_size: int | None, group_size: int, key: tuple[int, ...]) -> Iterator["Experience"]:
         """Every row once, in shuffled minibatches of complete groups, so that a group's prompt can be encoded once.
 
+        The rows of all ranks, in the order of the ranks, are one rollout, and its minibatches are the same for any
+        number of ranks: each rank gets those of its rows that belong to a minibatch, which may be none.
+
         Args:
-            minibatch_size: rows per minibatch (the last one may be smaller); None: all rows in one.
+            minibatch_size: rows per minibatch (the last one may be smaller), of all ranks; None: all rows in one.
             group_size: G.
             key: fixes the shuffle, e.g. (seed, step, epoch).
 
         Raises:
             ValueError: the rows, or those of a minibatch, are not complete groups.
         """
-        minibatch_size = len(self) if minibatch_size is None else minibatch_size
-        for rows in (len(self), minibatch_size):
+        counts = gather(len(self))
+        first, num_rows = sum(counts[: rank()]), sum(counts)
+        minibatch_size = num_rows if minibatch_size is None else minibatch_size
+        for rows in (num_rows, minibatch_size):
             if rows % group_size:
                 raise ValueError(f"{rows} rows are not complete groups of {group_size}")
-        device = self.sequences.device
-        order = keyed_generator("minibatches", *key).permutation(len(self) // group_size)
-        for groups in torch.from_numpy(order).to(device).split(minibatch_size // group_size):
-            rows = groups[:, None] * group_size + torch.arange(group_size, device=device)
-            yield self.select(rows.flatten())
+        order = torch.from_numpy(keyed_generator("minibatches", *key).permutation(num_rows // group_size))
+        for groups in order.split(minibatch_size // group_size):
+            rows = (groups[:, None] * group_size + torch.arange(group_size)).flatten() - first
+            yield self.select(rows[(rows >= 0) & (rows < len(self))].to(self.sequences.device))
 
     def split(self, micro_batch_size: int, *, skip_zero_advantages: bool = False) -> Iterator["Experience"]:
         """Micro-batches of at most `micro_batch_size` rows.
 
         Rows of one prompt are adjacent, so that it need not be encoded twice, and so are prompts whose longest rows
         have similar lengths, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0, which
-        have no gradient without a KL penalty; one row is kept in any case, so that every parameter has a gradient.
+        have no gradient without a KL penalty; one row is kept, if there is any, so that every parameter has a gradient.
         """
         experience = self
         if skip_zero_advantages:
             rows = self.advantages.any(dim=1).nonzero()[:, 0]
             experience = self.select(rows if len(rows) else torch.zeros_like(self.prompt_index[:1]))
-        for rows in experience.micro_batch_rows(micro_batch_size):
+        for rows in experience.micro_batch_rows(micro_batch_size) if len(experience) else ():
             yield experience.select(rows)
+
+    def filler(self) -> "Experience":
+        """A micro-batch whose tokens do not count, for a rank that has fewer micro-batches than others: one short row.
+
+        Its loss is 0, and so is its gradient for every parameter.
+        """
+        row = self.select(self.attention_mask.sum(dim=1).argmin()[None])
+        return replace(row, action_mask=torch.zeros_like(row.action_mask))
 
     def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:
         """Which rows each micro-batch of `split` holds."""

@@ -3,14 +3,20 @@
 from collections.abc import Iterable
 from typing import TypeVar
 
+import torch
 from torch import distributed
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
 
 def rank() -> int:
-    """0 is the main process: only it writes and prints."""
+    """The number of this process; 0 is the main process, the only one that writes and prints."""
     return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def is_main() -> bool:
+    return rank() == 0
 
 
 def world_size() -> int:
@@ -52,3 +58,17 @@ def in_step(items: Iterable[T], filler: T) -> list[T]:
     """
     items = list(items)
     return items + [filler] * (max(gather(len(items))) - len(items))
+
+
+def clip_grad_norm_(parameters, max_norm: float) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """The weights of a model that is sharded over the ranks, whole, by name; None if every rank has all of it."""
+    if not any(isinstance(weight, DTensor) for weight in model.parameters()):
+        return None
+    return {
+        name: weight.full_tensor() if isinstance(weight, DTensor) else weight
+        for name, weight in model.state_dict().items()
+    }

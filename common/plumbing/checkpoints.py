@@ -2,7 +2,8 @@
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      optimizer.pt       what `torch.load(weights_only=True)` reads
-                     checkpoint.json    the step, and the size and CRC-32 of every other file, and of the run's logs
+                     checkpoint.json    the step, the number of processes, and the size and CRC-32 of every other file
+                                        and of the run's logs
 
 No state of any random number generator is needed: randomness is keyed by step (keyed.py).
 """
@@ -15,9 +16,11 @@ from typing import NamedTuple
 import torch
 
 from common.errors import UserError
+from common.parallel import gather, world_size
 from common.policy import Policy
 
 from common.plumbing.files import crc32, flush_to_disk
+from common.plumbing.ranks import has_lost_others, on_main
 from common.plumbing.saving import load_weights, save_policy
 from common.plumbing.terminal import say
 
@@ -38,8 +41,11 @@ def write_checkpoint(
     optimizer: torch.optim.Optimizer,
     keep: int = 2,
     logs: dict[str, tuple[int, int]] | None = None,
+    accelerator=None,
 ) -> Path:
     """Write `directory/step_<step>`, completely or not at all, and then remove all but the newest `keep`.
+
+    All processes call it together.
 
     Args:
         logs: size and CRC-32 of the run's logs, which are brought back to them when the run is resumed.
@@ -51,30 +57,50 @@ def write_checkpoint(
 
     target, partial = directory / f"step_{step}", directory / f"step_{step}.partial"
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_policy(policy, partial)
-        torch.save(optimizer.state_dict(), partial / "optimizer.pt")
-        files = {path.name: [path.stat().st_size, crc32(path)] for path in sorted(partial.iterdir())}
-        manifest = {"step": step, "files": files, "logs": logs or {}}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-        for path in (*partial.iterdir(), partial):
-            flush_to_disk(path)
-        shutil.rmtree(target, ignore_errors=True)  # there is one only if it was found to be corrupt
-        partial.rename(target)
-        flush_to_disk(directory)
+        on_main(lambda: _make_empty(partial))
+        if accelerator is None:
+            save_policy(policy, partial)
+            on_main(lambda: torch.save(optimizer.state_dict(), partial / "optimizer.pt"))
+        else:
+            accelerator.save_state(str(partial))
+            gather(None)  # wait until all processes have written their part
+        on_main(lambda: _complete(partial, target, step, logs or {}))
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns a full disk into a RuntimeError
+        if has_lost_others(error):
+            raise
         shutil.rmtree(partial, ignore_errors=True)
         newest = [found for found, _ in _all_checkpoints(directory) if found < step][:1]
         raise UserError(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
             + (f"The last complete one is that of step {newest[0]}" if newest else "There is no earlier one")
         ) from error
+    on_main(lambda: _remove_old(directory, step, keep))
+    return target
+
+
+def _make_empty(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _complete(partial: Path, target: Path, step: int, logs: dict[str, tuple[int, int]]) -> None:
+    """Write the manifest, wait for the disk, and rename."""
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {path.relative_to(partial).as_posix(): [path.stat().st_size, crc32(path)] for path in paths}
+    manifest = {"step": step, "processes": world_size(), "files": files, "logs": logs}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    for path in (*partial.rglob("*"), partial):
+        flush_to_disk(path)
+    shutil.rmtree(target, ignore_errors=True)  # there is one only if it was found to be corrupt
+    partial.rename(target)
+    flush_to_disk(target.parent)
+
+
+def _remove_old(directory: Path, step: int, keep: int) -> None:
     # a run resumes from the newest complete one: those of later steps are corrupt, and do not count
     old = [path for found, path in _all_checkpoints(directory) if found <= step][keep:]
     for path in (*old, *(path for pattern in LEFT_OVER for path in directory.glob(pattern))):
         shutil.rmtree(path)
-    return target
 
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
@@ -91,8 +117,11 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
     return None
 
 
-def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
     """Restore the state of the policy and of the optimizer."""
+    if accelerator is not None:
+        accelerator.load_state(str(path))
+        return
     load_weights(policy, path)
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
 

@@ -9,12 +9,14 @@ from common.keyed import keyed_generator
 from common.plumbing.checks import local_path, parse_numbers
 from common.plumbing.config import RunConfig, is_hub_id, shown
 from common.plumbing.hub import must_be_cached
+from common.plumbing.ranks import together
 from common.plumbing.solutions import try_solutions
 from common.plumbing.task import Row, Task
 from common.plumbing.task_file import import_task
 from common.plumbing.terminal import printable, say
 
 
+@together()
 def load_task(config: RunConfig) -> Task:
     """The task that `--task` names, with its training and evaluation rows, filtered alike.
 

@@ -16,7 +16,7 @@ BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # what a kill can leave of a ru
 
 class RunDirectory(NamedTuple):
     path: Path
-    lock: FileLock
+    lock: FileLock | None  # None: another process, the main one, holds it
     step: int = 0  # of the checkpoint that the run continues from; 0: there is none
     history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
 

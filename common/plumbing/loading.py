@@ -6,6 +6,7 @@ import os
 import warnings
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UserError
 from common.fast.matmul import use_fast_products
@@ -90,6 +91,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     policy = Policy(
         model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
     )
+    _exclude_frozen(policy)
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
     check_computation(policy)
     say(describe_parameters(model))
@@ -128,6 +130,16 @@ def _quantization(config: PolicyConfig):
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[config.dtype],
     )
+
+
+def _exclude_frozen(policy: Policy) -> None:
+    """Let DistributedDataParallel leave alone what is not trained: every process has loaded the same.
+
+    Otherwise it would send all frozen weights once, and all buffers in every forward pass.
+    """
+    frozen = [name for name, weight in policy.named_parameters() if not weight.requires_grad]
+    buffers = [name for name, _ in policy.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, frozen + buffers)
 
 
 def _forbid_repacking(model: torch.nn.Module) -> None:

@@ -45,7 +45,8 @@ def _restore(
         found = newest_checkpoint(directory / "checkpoints")
         if found is not None and found.step > getattr(config, "steps", found.step):
             raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
-        for name in ("versions", "machine", "commit"):
+        settings.setdefault("processes", 1)
+        for name in ("versions", "machine", "commit", "processes"):
             if settings.get(name) != machine[name]:
                 say(
                     f"the run began with {name} {settings.get(name)} and resumes with {machine[name]}: "

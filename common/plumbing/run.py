@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -16,11 +17,13 @@ import torch
 from common.errors import UserError
 from common.evaluate import Evaluation
 from common.experience import Experience
+from common.parallel import gather, is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
 
 from common.plumbing.checkpoints import read_checkpoint, write_checkpoint
-from common.plumbing.config import DTYPES, PolicyConfig
+from common.plumbing.clock import StepClock
+from common.plumbing.config import PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
 from common.plumbing.directory import RunDirectory
 from common.plumbing.files import replace_file
@@ -28,8 +31,9 @@ from common.plumbing.held_out import read_before
 from common.plumbing.history import BEFORE, METRICS, SAMPLES, flush_logs
 from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
+from common.plumbing.ranks import EndedElsewhereError, launcher, num_launched, on_main
 from common.plumbing.samples import describe_best, write_samples
-from common.plumbing.saving import save_base, save_merged, save_policy
+from common.plumbing.saving import save_base, save_final
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
@@ -37,6 +41,7 @@ from common.plumbing.terminal import say_above_progress
 from common.plumbing.weights import count_parameters
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
+SAME_CTRL_C = 1.0  # seconds in which signals to several processes count as one
 
 
 class Run:
@@ -56,27 +61,36 @@ class Run:
         self._num_skipped = 0  # consecutive steps
         self._parameters: dict[str, int] = {}  # how many, for the summary
         self._stop_requested = False
+        self._stop_requested_at = 0.0
+        self._is_stopping = False  # what all processes have agreed on
         self.is_interrupted = False  # stopped at once, not at the end of a step
         self._bar = None
         self._last_step = 0
-        self._step_began = 0.0
+        self._clock = StepClock(config.device)
         for row in directory.history:
             self._diagnosis.check(row)  # what it has said already
-        self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
+        self._metrics = None
+        if is_main():
+            self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
 
     @property
     def resume_command(self) -> str:
-        return f"python {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.directory))}"
+        return f"{launcher()} {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.directory))}"
 
     def tell(self, sentence: str) -> None:
         """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
         if not say_above_progress(sentence):
             self._stop_requested = True
 
-    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-        """Give a resumed run's policy and optimizer the state of its checkpoint; does nothing in a new run."""
+    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
+        """Give a resumed run's policy and optimizer the state of its checkpoint; does nothing in a new run.
+
+        Args:
+            accelerator: of Accelerate, if it has prepared the two; their state is then read, and written, by it.
+        """
         if self.resumed_at:
-            read_checkpoint(self.directory / "checkpoints" / f"step_{self.resumed_at}", policy, optimizer)
+            path = self.directory / "checkpoints" / f"step_{self.resumed_at}"
+            read_checkpoint(path, policy, optimizer, accelerator)
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Count the steps that are left, behind a progress bar, and end the run after one that has a reason to.
@@ -95,28 +109,33 @@ class Run:
             bar_format="{desc} [{elapsed}<{remaining}]",
             dynamic_ncols=True,
             mininterval=0.1 if sys.stderr.isatty() else 10,  # a log file needs no line per step
+            disable=not is_main(),
         )
         for step in self._bar:
-            self._step_began = time.perf_counter()
+            self._clock.start()
             yield step
-            if self.stop_reason is not None:
+            if self.stop_reason is not None and is_main():
                 raise UserError(self.stop_reason)
-            if self._stop_requested:
+            if self.stop_reason is not None:
+                raise EndedElsewhereError
+            if self._is_stopping:
                 raise KeyboardInterrupt
         self._bar = None
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the time within the block as spent waiting for other processes, see `costs`."""
+        return self._clock.waiting()
+
     def costs(self, num_tokens: int) -> dict[str, float]:
         """Seconds of this step up to now, tokens per second for so many tokens, and peak memory."""
-        seconds = time.perf_counter() - self._step_began
-        return {
-            "time/step": seconds,
-            "time/tokens_per_second": num_tokens / seconds,
-            "memory/peak_bytes": peak_memory_bytes(self.config.device),
-        }
+        return self._clock.costs(num_tokens)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop."""
-        self._metrics.write(step, metrics)
+        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop.
+
+        The metrics that are not about time are the same on all processes, and so are the conclusions.
+        """
+        on_main(lambda: self._metrics.write(step, metrics))
         if self._bar is not None:
             self._bar.set_description_str(progress_line(step, self._last_step, metrics), refresh=False)
         for sentence in self._diagnosis.check(metrics):
@@ -143,45 +162,46 @@ class Run:
         if every == 0 or step % every:
             return
         if step % 10 == 0 or step == 1:
-            self.tell(f"step {step}: {describe_best(self.task, trajectories)}")
-        write_samples(self.directory / SAMPLES, step, self.task, trajectories, experience, statistics)
+            self.tell(f"step {step}: {describe_best(self.task, trajectories[: self.config.group_size])}")
+        path, group_size = self.directory / SAMPLES, self.config.group_size
+        write_samples(path, step, self.task, group_size, trajectories, experience, statistics)
 
-    def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
 
         None is due while updates are being skipped: what led to that is nothing to continue from.
         """
+        self._is_stopping = any(gather(self._stop_requested))
         every = self.config.checkpoint_every
-        is_due = self._stop_requested or (every and (step % every == 0 or step == self._last_step))
+        is_due = self._is_stopping or (every and (step % every == 0 or step == self._last_step))
         if is_due and not self._num_skipped:
-            save_base(self.config, policy, self.directory / "base")
+            on_main(lambda: save_base(self.config, policy, self.directory / "base"))
+            logs = on_main(lambda: flush_logs(self.directory))
             checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
-            write_checkpoint(checkpoints, step, policy, optimizer, keep, flush_logs(self.directory))
+            write_checkpoint(checkpoints, step, policy, optimizer, keep, logs, accelerator)
 
     @property
     def has_before(self) -> bool:
         """Whether the evaluation before training has been logged; a resumed run can have lost it."""
-        return read_before(self.directory / BEFORE) is not None
+        return on_main(lambda: read_before(self.directory / BEFORE) is not None)
 
     def log_before(self, evaluation: Evaluation) -> None:
         """Log the evaluation before training as step 0, and keep it for a run that is resumed."""
-        replace_file(self.directory / BEFORE, json.dumps(evaluation).encode())
+        on_main(lambda: replace_file(self.directory / BEFORE, json.dumps(evaluation).encode()))
         if not self.resumed_at:
             self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
 
     def save_final(self, policy: Policy) -> Path:
         """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
-        path = self.directory / "final"
-        save_base(self.config, policy, self.directory / "base")
-        save_policy(policy, path)
-        if self.config.save_merged:
-            save_merged(path, self.directory / "final_merged", policy.tokenizer, DTYPES[self.config.dtype])
         self._parameters = count_parameters(policy.model)
-        return path
+        return save_final(self.config, policy, self.directory)
 
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print what was gained."""
         self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
+        on_main(lambda: self._finish(after))
+
+    def _finish(self, after: Evaluation) -> None:
         before = read_before(self.directory / BEFORE)
         results = summarise_gain(self.task, before, after)
         self.write_summary(results)
@@ -198,13 +218,17 @@ class Run:
             draw_curve(self.directory)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._lock.release()
+        if is_main():
+            self._metrics.close()
+            self._lock.release()
 
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM: in a step, let it end and write a checkpoint; elsewhere, or a second time, stop now."""
+        now = time.monotonic()
+        if self._stop_requested and num_launched() > 1 and now < self._stop_requested_at + SAME_CTRL_C:
+            return  # the terminal signals every process, and then torchrun passes its own signal on
         if self._bar is None or self._stop_requested:
             self.is_interrupted = True
             raise KeyboardInterrupt
-        self._stop_requested = True
+        self._stop_requested, self._stop_requested_at = True, now
         self.tell("stopping: this step is finished first, and a checkpoint written (Ctrl-C again: at once)")

@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 
 from common.experience import Experience
+from common.parallel import gather_rows, part_of, world_size
 from common.trajectory import Trajectory
 
 from common.plumbing.metrics import finite
+from common.plumbing.ranks import on_main
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable
@@ -18,34 +20,43 @@ def write_samples(
     path: Path,
     step: int,
     task: Task,
+    group_size: int,
     trajectories: list[Trajectory],
     experience: Experience,
     statistics: UpdateStatistics,
 ) -> None:
-    """Append two groups of most steps and all groups of every tenth step, one line per completion.
+    """Append two groups of most steps and all groups of every tenth step, one line per completion, from all ranks.
 
     Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled. A number that is not
     finite becomes null, as JSON has no name for it.
+
+    Args:
+        group_size: G; the ranks have equal parts of the step's rows, in the order of the ranks.
     """
-    kept = trajectories if step % 10 == 0 else trajectories[: 2 * _group_size(trajectories)]
-    with path.open("a", encoding="utf-8") as samples:
-        for index, trajectory in enumerate(kept):
-            row = task.train_rows[trajectory.prompt_index]
-            entry = {"step": step, "question": task.question(row), "answer": row.get("answer"), "text": trajectory.text}
-            entry |= _describe_row(trajectory, index, experience, statistics)
-            samples.write(json.dumps(finite(entry), default=str) + "\n")
+    num_rows = world_size() * len(trajectories)
+    kept = num_rows if step % 10 == 0 else 2 * group_size
+    lines = []
+    for index, (number, trajectory) in enumerate(zip(part_of(num_rows), trajectories, strict=True)):
+        if number >= kept:
+            break
+        row = task.train_rows[trajectory.prompt_index]
+        entry = {"step": step, "question": task.question(row), "answer": row.get("answer"), "text": trajectory.text}
+        entry |= _describe_row(trajectory, index, experience, statistics)
+        lines.append(json.dumps(finite(entry), default=str) + "\n")
+    lines = gather_rows(lines)
+
+    def write() -> None:
+        with path.open("a", encoding="utf-8") as samples:
+            samples.writelines(lines)
+
+    on_main(write)
 
 
-def describe_best(task: Task, trajectories: list[Trajectory]) -> str:
-    """The best completion of the first group, in two lines."""
-    group = trajectories[: _group_size(trajectories)]
+def describe_best(task: Task, group: list[Trajectory]) -> str:
+    """The best completion of a group, in two lines."""
     best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
     question = printable(task.question(task.train_rows[best.prompt_index]), 120)
     return f"{question}\n  -> {printable(best.text, 240)} (reward {task.total_reward(best.rewards):g})"
-
-
-def _group_size(trajectories: list[Trajectory]) -> int:
-    return sum(row.prompt_index == trajectories[0].prompt_index for row in trajectories)
 
 
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:

@@ -5,17 +5,29 @@ from pathlib import Path
 
 import torch
 
+from common.parallel import whole_weights
 from common.policy import Policy
 
 from common.plumbing.adapters import is_lora, load_adapter, merge_adapter
 from common.plumbing.config import DTYPES, PolicyConfig, find_directory, read_base
 from common.plumbing.pretrained import read_model
+from common.plumbing.ranks import on_main
 
 
 def save_policy(policy: Policy, path: Path) -> None:
-    """Write a Hugging Face directory that `from_pretrained` loads; with LoRA that of the adapter, for peft."""
+    """Write a Hugging Face directory that `from_pretrained` loads; with LoRA that of the adapter, for peft.
+
+    All processes call it together, and the main one writes.
+    """
+    weights = whole_weights(policy.model)
+    on_main(lambda: _save(policy, weights, path))
+
+
+def _save(policy: Policy, weights: dict[str, torch.Tensor] | None, path: Path) -> None:
     # "auto" would ask the hub whether the vocabulary has grown
     options = {"save_embedding_layers": False} if is_lora(policy) else {}
+    if weights is not None:
+        options |= {"state_dict": weights}
     policy.model.save_pretrained(path, **options)
     policy.tokenizer.save_pretrained(path)
 
@@ -43,6 +55,16 @@ def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> Non
     model = read_model(str(find_directory(base) or base), dtype, local_files_only=True)
     merge_adapter(load_adapter(model, adapter)).save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def save_final(config: PolicyConfig, policy: Policy, directory: Path) -> Path:
+    """Write a run's final/, and with --save-merged its final_merged/."""
+    path = directory / "final"
+    on_main(lambda: save_base(config, policy, directory / "base"))
+    save_policy(policy, path)
+    if config.save_merged:
+        on_main(lambda: save_merged(path, directory / "final_merged", policy.tokenizer, DTYPES[config.dtype]))
+    return path
 
 
 def save_base(config: PolicyConfig, policy: Policy, path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from common.errors import UserError
+from common.parallel import is_main
 
 from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
@@ -15,10 +16,14 @@ MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # o
 
 
 def describe_sources(config: PolicyConfig, task: Task | None) -> dict[str, dict]:
-    """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit."""
-    sources = {"model": config.model_path or config.model, "data": getattr(config, "data", None)}
-    if config.adapter_path is not None:
-        sources |= {"base": config.base}
+    """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
+
+    The model's only on the main process: it can be large, and the others get its weights.
+    """
+    sources = {"data": getattr(config, "data", None)}
+    if is_main():
+        sources |= {"model": config.model_path or config.model}
+        sources |= {"base": config.base} if config.adapter_path is not None else {}
     if task is not None:
         sources |= {"data": task.data, "eval_data": task.held_out_data, "task": task.path}
     described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}

@@ -6,14 +6,27 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
+from torch import distributed
 
 from common.errors import UserError
+from common.parallel import is_main, rank, world_size
 
+from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
-from common.plumbing.directory import make_directory
+from common.plumbing.directory import RunDirectory, make_directory
 from common.plumbing.machine import describe_machine
+from common.plumbing.ranks import (
+    EndedElsewhereError,
+    check_alike,
+    has_lost_others,
+    is_first,
+    num_launched,
+    on_main,
+    together,
+)
 from common.plumbing.resume import open_resumed_run
 from common.plumbing.run import Run
 from common.plumbing.settings import change_settings, describe_settings, wandb_settings, write_settings
@@ -33,6 +46,8 @@ def run_main(main: Callable[[], object]) -> None:
     prepare_output()
     try:
         status = _call(main)
+        if not status and distributed.is_initialized():
+            distributed.destroy_process_group()
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
@@ -46,7 +61,10 @@ def _call(main: Callable[[], object]) -> object:
     try:
         main()
     except UserError as error:
-        say(f"error: {error}".replace("\n", " "), sys.stderr)
+        process = "" if rank() == 0 else f"process {rank()}: "  # the main one knows nothing of this error
+        say(f"error: {process}{error}".replace("\n", " "), sys.stderr, anyway=rank() > 0)
+        return 2
+    except EndedElsewhereError:
         return 2
     except KeyboardInterrupt as interrupt:
         say(f"\n{interrupt or 'interrupted'}", sys.stderr)
@@ -68,18 +86,24 @@ def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -
     """
     from safetensors import SafetensorError
 
+    if num_launched() > world_size():
+        raise UserError(
+            f"{experiment} trains in one process, but {num_launched()} were started: start it with python, or several "
+            "processes of experiment_accelerate"
+        )
     torch.set_num_threads(config.threads)
-    machine = describe_machine()
-    run = (_resume_run if config.resume else _make_run)(experiment, config, task, machine)
+    run = _open_run(experiment, config, task)
     with signals_to(run.request_stop):
         try:
             try:
                 yield run
-            except Exception:
+            except Exception as error:
                 if run.is_interrupted:  # during an import, for example, which can turn it into an error of its own
                     raise KeyboardInterrupt from None
-                if not config.resume and not (run.directory / "metrics.jsonl").exists():
+                if is_main() and not config.resume and not (run.directory / "metrics.jsonl").exists():
                     shutil.rmtree(run.directory)
+                if has_lost_others(error):
+                    _end_alone(run)
                 raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; resume with: {run.resume_command}") from None
@@ -99,8 +123,39 @@ def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -
             run.close()
 
 
-def _make_run(experiment: str, config: PolicyConfig, task: Task | None, machine: dict) -> Run:
-    settings = describe_settings(experiment, config, machine) | {"sources": describe_sources(config, task)}
+def _end_alone(run: Run) -> NoReturn:
+    """End a process whose connection to another one was lost; the first that notices it says so."""
+    if is_first(f"connection lost {run.directory}"):
+        hint = f"; resume with: {run.resume_command}" if run.directory.exists() else ""
+        sentence = "the connection to another process was lost: its own message, or the launcher's, says why it ended"
+        say(f"error: {sentence}{hint}", sys.stderr, anyway=True)
+    raise EndedElsewhereError
+
+
+def _open_run(experiment: str, config: PolicyConfig, task: Task | None) -> Run:
+    """The run, whose directory the main process makes, or brings back to its checkpoint."""
+    machine = describe_machine() | {"processes": world_size()}
+    flags = dataclasses.asdict(config).items()
+    with together():
+        sources = describe_sources(config, task)
+    check_alike({flag(name): value for name, value in flags if name not in ("device", "threads")})
+    data = sources.keys() - {"model", "base"}
+    check_alike({f"the content of {flag(name)}": sources[name]["content"] for name in sorted(data)})
+    locks = []
+
+    def open_directory() -> RunDirectory:
+        directory = (open_resumed_run if config.resume else _make)(experiment, config, machine, sources)
+        locks.append(directory.lock)  # which cannot be sent to other processes
+        return directory._replace(lock=None)
+
+    directory = on_main(open_directory)
+    if locks:
+        directory = directory._replace(lock=locks[0])
+    return Run(directory, config, task, machine, wandb_settings(experiment, directory.path, config))
+
+
+def _make(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
+    settings = describe_settings(experiment, config, machine) | {"sources": sources}
     directory = make_directory(experiment, config)
     try:
         write_settings(directory.path, settings)
@@ -110,9 +165,4 @@ def _make_run(experiment: str, config: PolicyConfig, task: Task | None, machine:
         raise UserError(f"--runs-dir: {directory.path} cannot be written ({error.strerror})") from error
     flags = dataclasses.asdict(config).items()
     say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
-    return Run(directory, config, task, machine, wandb_settings(experiment, directory.path, config))
-
-
-def _resume_run(experiment: str, config: PolicyConfig, task: Task | None, machine: dict) -> Run:
-    directory = open_resumed_run(experiment, config, machine, describe_sources(config, task))
-    return Run(directory, config, task, machine, wandb_settings(experiment, directory.path, config))
+    return directory

@@ -7,6 +7,7 @@ import torch
 
 from common.experience import Experience
 from common.loss import approx_kl_divergence, masked_mean, probability_ratio
+from common.parallel import gather
 
 
 class RowUpdate(NamedTuple):
@@ -19,13 +20,12 @@ class RowUpdate(NamedTuple):
 
 
 class UpdateStatistics:
-    """Gathers what the updates of one step show, from micro-batches of different sizes."""
+    """Gathers what the updates of one step show, from micro-batches of different sizes, on all ranks."""
 
     def __init__(self, clip_eps: float, max_grad_norm: float):
         self._clip_eps, self._max_grad_norm = clip_eps, max_grad_norm
-        self._losses, self._kl_of_rows, self._grad_norms = [], [], []
-        self._all_updates, self._first_update = _TokenMeans(), _TokenMeans()
-        self._ratio_min = self._ratio_max = 1.0
+        self._grad_norms: list[float] = []
+        self._own = _Parts()
         self.rows: dict[tuple[int, int], list[RowUpdate]] = {}  # by (prompt_index, completion_index)
 
     def add(
@@ -45,18 +45,21 @@ class UpdateStatistics:
             loss: its part of the update's loss; the parts add up to it.
         """
         log_probs, mask = log_probs.detach(), micro.action_mask.bool()
+        if not mask.any():
+            return  # a filler, see `Experience.filler`
+        own = self._own
         ratio = probability_ratio(log_probs, micro.old_log_probs, mask)
         clipped = is_clipped(ratio, micro.advantages, self._clip_eps).float()
-        self._all_updates.add(mask, entropy=entropy, ratio=ratio, clipped=clipped)
-        self._ratio_min = min(self._ratio_min, ratio.min().item())
-        self._ratio_max = max(self._ratio_max, ratio.max().item())
+        own.all_updates.add(mask, entropy=entropy, ratio=ratio, clipped=clipped)
+        own.ratio_min = min(own.ratio_min, ratio.min().item())
+        own.ratio_max = max(own.ratio_max, ratio.max().item())
         if not self._grad_norms:  # before the first optimizer step the policy is still the one that sampled
             difference = (log_probs - micro.sampler_log_probs).abs()
-            self._first_update.add(mask, first_ratio=ratio, sampling_log_prob_difference=difference)
+            own.first_update.add(mask, first_ratio=ratio, sampling_log_prob_difference=difference)
             if micro.log_probs_ref is not None:  # later its tokens are no longer drawn from the current policy
                 kl = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
-                self._kl_of_rows += masked_mean(kl, mask, dim=1).tolist()
-        self._losses.append(loss.item())
+                own.kl_of_rows += masked_mean(kl, mask, dim=1).tolist()
+        own.losses.append(loss.item())
         keys = zip(micro.prompt_index.tolist(), micro.completion_index.tolist(), strict=True)
         for key, *values in zip(keys, entropy.cpu(), log_probs.cpu(), strict=True):
             self.rows.setdefault(key, []).append(RowUpdate(epoch, minibatch, *values))
@@ -66,18 +69,20 @@ class UpdateStatistics:
         self._grad_norms.append(grad_norm.item())
 
     def metrics(self) -> dict[str, float]:
-        """Means over the step's updates; docs/metrics.md explains each."""
+        """Means over the step's updates, the same on all ranks; docs/metrics.md explains each."""
         num_updates = len(self._grad_norms)
-        means = self._all_updates.means() | self._first_update.means()
-        known_kl = {"loss/kl": sum(self._kl_of_rows) / len(self._kl_of_rows)} if self._kl_of_rows else {}
+        ranks = gather(self._own)
+        kl_of_rows = [kl for own in ranks for kl in own.kl_of_rows]
+        means = _means([own.all_updates for own in ranks]) | _means([own.first_update for own in ranks])
+        known_kl = {"loss/kl": sum(kl_of_rows) / len(kl_of_rows)} if kl_of_rows else {}
         return known_kl | {
-            "loss/total": sum(self._losses) / num_updates,
+            "loss/total": sum(loss for own in ranks for loss in own.losses) / num_updates,
             "loss/grad_norm": sum(self._grad_norms) / num_updates,
             "loss/grad_clipped": sum(self._max_grad_norm < norm < math.inf for norm in self._grad_norms) / num_updates,
             "loss/skipped": sum(not math.isfinite(norm) for norm in self._grad_norms),
             **{f"policy/{name}": value for name, value in means.items()},
-            "policy/ratio_min": self._ratio_min,
-            "policy/ratio_max": self._ratio_max,
+            "policy/ratio_min": min(own.ratio_min for own in ranks),
+            "policy/ratio_max": max(own.ratio_max for own in ranks),
         }
 
 
@@ -91,18 +96,32 @@ def is_clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -
     return ((ratio > 1 + clip_eps) & (advantages > 0)) | ((ratio < 1 - clip_eps) & (advantages < 0))
 
 
-class _TokenMeans:
-    """Means over action tokens."""
+class _TokenSums:
+    """Sums over action tokens."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._count = 0
+        self.sums: dict[str, float] = {}
+        self.count = 0
 
     def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
         """Add the values, each (b, T-1), at the tokens where the mask is True."""
-        self._count += int(mask.sum())
+        self.count += int(mask.sum())
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value[mask].cpu().double().sum())
+            self.sums[name] = self.sums.get(name, 0.0) + float(value[mask].cpu().double().sum())
 
-    def means(self) -> dict[str, float]:
-        return {name: total / max(self._count, 1) for name, total in self._sums.items()}
+
+def _means(ranks: list[_TokenSums]) -> dict[str, float]:
+    """Means over the action tokens of all ranks."""
+    count = sum(tokens.count for tokens in ranks)
+    names = dict.fromkeys(name for tokens in ranks for name in tokens.sums)
+    return {name: sum(tokens.sums.get(name, 0.0) for tokens in ranks) / count for name in names}
+
+
+class _Parts:
+    """What one rank has seen."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.kl_of_rows: list[float] = []
+        self.all_updates, self.first_update = _TokenSums(), _TokenSums()
+        self.ratio_min = self.ratio_max = 1.0

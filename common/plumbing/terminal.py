@@ -11,16 +11,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import TextIO
 
+from common.plumbing.ranks import is_speaker
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print on stdout, or on `stream`. The lines are those of `text`; what else is not printable is replaced."""
-    print(visible(text), file=stream)
+
+def say(text: str, stream: TextIO | None = None, anyway: bool = False) -> None:
+    """Print on stdout, or on `stream`. The lines are those of `text`; what else is not printable is replaced.
+
+    Of several processes the main one prints, and others only what must be said `anyway`.
+    """
+    if anyway or is_speaker():
+        print(visible(text), file=stream, flush=anyway)
 
 
 def say_above_progress(text: str) -> bool:
     """Print above a progress bar; whether anybody can read it."""
     from tqdm import tqdm
 
+    if not is_speaker():
+        return True
     try:
         tqdm.write(visible(text))
     except OSError as error:
@@ -74,7 +82,7 @@ def prepare_output() -> None:
     """Make printing possible whatever stdout and stderr are, and let tracebacks of errors pass through `say`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by the shell; the next file that is opened would take its number
+        if stream is None or (name == "stdout" and not is_speaker()):  # closed by the shell; the next file that is opened would take its number
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):  # in PYTHONIOENCODING=ascii not every question can be encoded
             stream.reconfigure(errors="backslashreplace")

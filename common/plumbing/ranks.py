@@ -1,0 +1,113 @@
+"""What the processes of a run have to agree on: who speaks, what the main process has decided, and how they end."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+from torch import distributed
+
+from common.errors import UserError
+from common.parallel import gather, rank, world_size
+
+T = TypeVar("T")
+
+
+class EndedElsewhereError(Exception):
+    """Another process has ended the run, and says why."""
+
+
+def num_launched() -> int:
+    """How many processes the launcher (torchrun, accelerate launch, ...) has started, whether they have met or not."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launcher() -> str:
+    """The program that has started this one, as one would type it."""
+    if num_launched() == 1:
+        return "python"
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return "accelerate launch <its options>"
+    return f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', num_launched())}"
+
+
+def is_speaker() -> bool:
+    """Whether this process is the one that prints; until the processes have met, the first one of each machine is."""
+    return rank() == 0 if distributed.is_initialized() else int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def on_main(function: Callable[[], T]) -> T:
+    """Call `function` on the main process only; all processes wait for it and get what it returns.
+
+    Raises:
+        EndedElsewhereError: on the other processes, if it has raised an error, which the main process raises.
+    """
+    if world_size() == 1:
+        return function()
+    result, error = None, None
+    if rank() == 0:
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+    message = [(error is not None, result)]
+    distributed.broadcast_object_list(message, src=0)
+    if error is not None:
+        raise error
+    has_failed, result = message[0]
+    if has_failed:
+        raise EndedElsewhereError
+    return result
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Let an error of the user that one process finds in the block end all of them, with one sentence of the main one.
+
+    Within the block the processes must not communicate.
+    """
+    error = None
+    try:
+        yield
+    except UserError as raised:
+        error = raised
+    sentences = gather(None if error is None else str(error))
+    failed = [number for number, sentence in enumerate(sentences) if sentence is not None]
+    if not failed:
+        return
+    if rank() > 0:
+        raise EndedElsewhereError from error
+    if error is not None:
+        raise error
+    raise UserError(f"process {failed[0]}: {sentences[failed[0]]}")
+
+
+def check_alike(values: dict[str, object]) -> None:
+    """
+    Raises:
+        UserError: a value is not the same on all processes.
+    """
+    everywhere = gather(values)
+    with together():
+        for number, others in enumerate(everywhere if rank() == 0 else ()):
+            for name, value in values.items():
+                if others.get(name) != value:
+                    raise UserError(f"{name} is {value} in process 0, but {others.get(name)} in process {number}")
+
+
+def has_lost_others(error: BaseException) -> bool:
+    """Whether an error means that another process has gone."""
+    is_gloo = isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection closed by peer" in str(error))
+    return world_size() > 1 and (is_gloo or isinstance(error, distributed.DistError))
+
+
+def is_first(event: str) -> bool:
+    """Whether no other process has asked about `event` before: this one speaks of it, as the main one may be gone."""
+    try:
+        store = distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=5)
+        )
+        return store.add(event, 1) == 1
+    except (KeyError, ValueError, distributed.DistError):  # the process that held the store has gone
+        return True
