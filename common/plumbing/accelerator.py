@@ -1,23 +1,21 @@
 """Hugging Face Accelerate: the processes that it finds, their devices and arithmetic, and its checkpoints."""
 
 import dataclasses
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from common.errors import UserError
-from common.parallel import world_size
 from common.policy import Policy
 
 from common.plumbing.config import ConfigT
+from common.plumbing.processes import PATIENCE, check_divides, could_not_meet
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
 
-PATIENCE = timedelta(hours=1)  # for which a process waits for the others: for the longest rollout, or a slow disk
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
@@ -27,7 +25,11 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     Raises:
         UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
     """
-    accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE)]
+    try:
+        accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=handlers)
+    except distributed.DistError as error:
+        raise could_not_meet(error) from error
     with together():
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type not in SHARDED:
@@ -36,18 +38,6 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
     return dataclasses.replace(config, device=device, dtype=dtype), accelerator
-
-
-def check_divides(name: str, count: int, what: str) -> None:
-    """
-    Raises:
-        UserError: the processes cannot have equal parts.
-    """
-    if count % world_size():
-        raise UserError(
-            f"{name}: {count} {what} cannot be divided among {world_size()} processes: use a multiple of "
-            f"{world_size()}, or another number of processes"
-        )
 
 
 def _save(models: list[torch.nn.Module], weights: list[dict], path: str) -> None:

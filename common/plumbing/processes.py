@@ -1,0 +1,71 @@
+"""The processes that a launcher has started: they meet, and share the devices of their machine."""
+
+import dataclasses
+import os
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from common.errors import UserError
+from common.parallel import world_size
+
+from common.plumbing.config import ConfigT
+from common.plumbing.ranks import num_launched, together
+
+PATIENCE = timedelta(hours=1)  # for which a process waits for the others: for the longest rollout, or a slow disk
+
+
+def start_processes(config: ConfigT) -> ConfigT:
+    """Meet the other processes, or be one alone; the settings with the device of this one.
+
+    Raises:
+        UserError: they cannot meet, or cannot share the devices or the rows of a step.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if config.device == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"process {local_rank} of this machine has no GPU: start at most {torch.cuda.device_count()}"
+            )
+        config = dataclasses.replace(config, device=f"cuda:{local_rank}")
+        torch.cuda.set_device(local_rank)
+    meet("nccl" if config.device.startswith("cuda") else "gloo")
+    with together():
+        check_divides("--prompts-per-step times --group-size", config.prompts_per_step * config.group_size, "rows")
+    return config
+
+
+def meet(backend: str) -> None:
+    """Start the process group, through which ranks talk to each other; also that of one process.
+
+    Raises:
+        UserError: the processes did not meet.
+    """
+    if distributed.is_initialized():
+        return
+    alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
+    try:
+        distributed.init_process_group(backend, timeout=PATIENCE, **alone)
+    except (distributed.DistError, ValueError) as error:
+        raise could_not_meet(error) from error
+
+
+def could_not_meet(error: Exception) -> UserError:
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    return UserError(
+        f"the {num_launched()} processes could not meet at {place} ({' '.join(str(error).split())[:200]}): choose "
+        "another port (--master-port, or --main_process_port of accelerate launch), and see that each is started"
+    )
+
+
+def check_divides(name: str, count: int, what: str) -> None:
+    """
+    Raises:
+        UserError: the processes cannot have equal parts.
+    """
+    if count % world_size():
+        raise UserError(
+            f"{name}: {count} {what} cannot be divided among {world_size()} processes: use a multiple of "
+            f"{world_size()}, or another number of processes"
+        )

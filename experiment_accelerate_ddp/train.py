@@ -1,0 +1,202 @@
+"""GRPO on many devices, seen from the inside: experiment_accelerate with the synchronisation written out.
+
+    every rank, that is every process, in step with the others:
+        sample its part of the step's B completions; a group can begin on one rank and end on the next
+        reward them; gather the rewards of all ranks, and take the advantages within complete groups
+        its loss = sum of the losses of its rows / number of rows of all ranks * number of ranks
+        backward through all micro-batches; in that of the last one, gradients are averaged over the ranks
+        take an optimizer step, the same on every rank
+
+DistributedDataParallel does the averaging, with one message for some megabytes of gradients while backward is still
+computing others. It knows nothing of groups, of masks and of what a mean is taken over.
+
+    torchrun --nproc-per-node 2 experiment_accelerate_ddp/train.py                # two processes of a CPU
+    accelerate launch --multi_gpu experiment_accelerate_ddp/train.py              # all GPUs of a machine
+    diff experiment_accelerate/train.py experiment_accelerate_ddp/train.py
+
+Parent: experiment_accelerate, which explains ranks.
+
+Shapes: Q prompts per step, G completions per prompt; B = Q*G / number of ranks rows of this rank, T tokens, b rows per
+micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+"""
+
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from common.advantages import STD_EPS, group_advantages, group_std
+from common.chat import decode, encode_prompt
+from common.experience import Experience, collate
+from common.logprobs import token_log_probs
+from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
+from common.parallel import gather, gather_rows, part_of, world_size
+from common.policy import Policy
+from common.sampling import sample
+from common.trajectory import Trajectory
+
+from common.plumbing.config import RunConfig
+from common.plumbing.data import load_task, prompts_of_step
+from common.plumbing.held_out import evaluate_held_out
+from common.plumbing.loading import load_policy, make_reference
+from common.plumbing.parse import parse_config
+from common.plumbing.processes import start_processes
+from common.plumbing.rollout import rollout_metrics
+from common.plumbing.run import Run
+from common.plumbing.start import run_main, start_run
+from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    steps: int = 80  # each samples completions, rewards them and trains on them
+    prompts_per_step: int = 16  # Q: questions per step
+    group_size: int = 8  # G: completions per question, which are compared with one another
+    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
+    top_p: float = 1.0
+    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    # rows per forward and backward pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: int | None = None
+    # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
+    lr: float | None = None
+    weight_decay: float = 0.0  # of AdamW
+    # a token has no gradient once its ratio has moved by this much in the direction of its advantage
+    clip_eps: float = 0.2
+    kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = start_processes(parse_config(Config, argv, description=__doc__))
+    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    with start_run("experiment_accelerate_ddp", config, task) as run:
+        policy = load_policy(config, config.temperature)
+        reference = make_reference(policy) if config.kl_weight > 0 else None
+        if not run.has_before:
+            run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
+        train(config, run, task, policy, reference)
+        run.save_final(policy)
+        run.finish(evaluate_held_out(config, task, policy, num_samples=8))
+
+
+def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
+    """Run all steps, or those that a resumed run has left."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    model = DistributedDataParallel(policy)  # the policy in what synchronises its gradients
+    run.restore(policy, optimizer)
+    for step in run.steps(config.steps):
+        # 1 sample: G completions of each of Q prompts
+        trajectories = sample_completions(config, task, policy, step)
+
+        # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
+        for completion in trajectories:
+            row = task.train_rows[completion.prompt_index]
+            completion.text = decode(policy.tokenizer, completion.completion_ids)
+            completion.rewards = task.reward(row, completion.text)
+            completion.description = task.describe(row, completion.text)  # only logged
+        totals = [task.total_reward(completion.rewards) for completion in trajectories]
+
+        # 3 advantage: better or worse than the group, also where its rows are on two ranks
+        with run.waiting():  # for the rank with the longest completions
+            returns = torch.tensor(gather_rows(totals)).view(-1, config.group_size)  # (Q, G) of all ranks
+        own = part_of(returns.numel())  # the rows of this rank
+        advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)
+        experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
+        experience.advantages = (
+            advantages.view(-1, 1)[own].float().to(policy.device)
+        )  # (B, 1): one for all tokens of a row
+
+        # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
+        experience.old_log_probs = old_log_probs(config, policy, experience)
+        if reference is not None:
+            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+
+        # 5 update: one or more optimizer steps on this rollout
+        statistics = update(config, model, optimizer, experience, step)
+
+        # 6 log, evaluate, checkpoint
+        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
+        metrics = statistics.metrics() | rollout_metrics(completions, returns)
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        if config.eval_every and step % config.eval_every == 0:
+            evaluation = evaluate_held_out(config, task, policy)
+            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        run.log(step, metrics)
+        run.log_samples(step, trajectories, experience, statistics)
+        run.checkpoint(step, policy, optimizer)
+
+
+def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
+    """This rank's part of the G completions of each of the step's Q questions: B trajectories."""
+    prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+    conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
+    return sample(
+        policy,
+        [encode_prompt(policy.tokenizer, messages) for messages in conversations],
+        config.group_size,
+        max_new_tokens=config.max_new_tokens,
+        key=(config.seed, step),  # names the random numbers of this step
+        prompt_index=prompt_index,
+        rows=part_of(config.prompts_per_step * config.group_size),
+        top_p=config.top_p,
+        generation_batch_size=config.generation_batch_size,
+    )
+
+
+def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
+    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
+        return None  # only one update: that policy is still the current one, and the ratio is 1
+    if policy.compute_dtype == torch.float32:
+        return experience.sampler_log_probs
+    # In bfloat16 the sampler's numbers differ from the training forward's; the ratio must not see that difference.
+    return token_log_probs(policy, experience, config.micro_batch_size)
+
+
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
+    """A micro-batch's part of the loss of a minibatch of `num_rows` rows: the parts add up. Equation 3 of the paper."""
+    mask = micro.action_mask
+    ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
+    token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
+    if config.kl_weight > 0:
+        token_loss = token_loss + config.kl_weight * approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
+    return masked_mean(token_loss, mask, dim=1).sum() / num_rows  # mean over a row's tokens, then over rows
+
+
+def update(
+    config: Config,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    experience: Experience,
+    step: int,
+) -> UpdateStatistics:
+    """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
+    statistics = UpdateStatistics(config.clip_eps, config.max_grad_norm)
+    for epoch in range(config.epochs_per_step):
+        key = (config.seed, step, epoch)  # names the shuffle
+        for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
+            optimizer.zero_grad()
+            num_rows = sum(gather(len(minibatch)))  # of all ranks
+            micro_batches = minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0)
+            *first, last = list(micro_batches) or [experience.filler()]  # each rank has a last one, also without rows
+            for micro in (*first, last):
+                with nullcontext() if micro is last else model.no_sync():  # gradients are averaged in the last one
+                    log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+                    loss = policy_loss(config, log_probs, micro, num_rows)
+                    (loss * world_size()).backward()  # averaged over ranks, and to be summed
+                statistics.add(epoch, index, micro, log_probs, entropy, loss)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
+                optimizer.step()
+            statistics.end_update(grad_norm)
+    return statistics
+
+
+if __name__ == "__main__":
+    run_main(main)
