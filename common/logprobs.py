@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.experience import Experience
+from common.parallel import gathered_weights
 
 if TYPE_CHECKING:
     from common.policy import Policy
@@ -24,9 +25,10 @@ MAX_LOGITS = 2**25
 def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: int) -> torch.Tensor:
     """The log-probs of all action tokens of `experience` without gradient, a few rows at a time: (B, T-1), in nats."""
     log_probs = torch.zeros_like(experience.sampler_log_probs)
-    for rows in experience.micro_batch_rows(micro_batch_size):
-        part = experience.select(rows)
-        log_probs[rows, : part.action_mask.shape[1]] = policy(part.sequences, part.action_mask).log_probs
+    with gathered_weights(policy):  # ranks have different numbers of rows
+        for rows in experience.micro_batch_rows(micro_batch_size):
+            part = experience.select(rows)
+            log_probs[rows, : part.action_mask.shape[1]] = policy(part.sequences, part.action_mask).log_probs
     return log_probs
 
 
@@ -43,7 +45,7 @@ def log_probs_and_entropy(
     Returns:
         (N,) log-probs in nats, and (N,) entropies in nats, without gradient.
     """
-    tokens_per_chunk = max(1, max_logits // head.weight.shape[0])
+    tokens_per_chunk = max(1, max_logits // head.out_features)
     chunks = [
         # a single chunk fits in memory; computing it twice would only cost time
         _score_chunk(h, t, head, temperature)

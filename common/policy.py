@@ -30,6 +30,9 @@ class Policy(nn.Module):
         temperature: of the sampling distribution; log-probabilities are those of logits / temperature.
         compute_dtype: torch.float32, or torch.bfloat16 for autocast. Trained weights are in float32 either way: a step
             of 1e-6 would be rounded away in a bfloat16 weight, and training would silently do nothing.
+
+    `share_prompts` is to be False for sharded weights: complete rows are then run, in one call of the decoder, since
+    each call is a message that all ranks must send, and how many calls share the prompts depends on the data.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.gradient_checkpointing = gradient_checkpointing
+        self.share_prompts = True
 
     @property
     def device(self) -> torch.device:
@@ -77,10 +81,14 @@ class Policy(nn.Module):
         zeros = torch.zeros(action_mask.numel(), device=sequences.device)
         return PolicyOutput(*(zeros.scatter(0, positions, x).view_as(action_mask) for x in values))
 
+    def next_logits(self, **inputs) -> torch.Tensor:
+        """The logits (rows, V) that predict the token after the last one; `inputs` are those of `self.model`."""
+        return self.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
+
     def _hidden_states(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where action tokens are predicted: hidden states (N, H), and their positions in the flattened (B, T-1)."""
         decoder = self.model.get_decoder()
-        if not self.model.training:  # gradient checkpointing keeps no cache, which sharing needs
+        if self.share_prompts and not self.model.training:  # gradient checkpointing keeps no cache, which sharing needs
             shared = hidden_states_of_shared_prompts(decoder, sequences, action_mask)
             if shared is not None:
                 return shared

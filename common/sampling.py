@@ -5,12 +5,15 @@ token is drawn with a random number that belongs to its row alone. So batching c
 in the logits moves a token across a boundary.
 """
 
+from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
 from common.fast.shared_prompts import left_pad
 from common.keyed import keyed_generator
+from common.parallel import gathered_weights, gathered_when_called
 from common.policy import Policy
 from common.trajectory import Trajectory
 
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
     from common.fast.cache import RowCache
 
 
-@torch.inference_mode()
 def sample(
     policy: Policy,
     prompts: list[list[int]],
@@ -27,9 +29,11 @@ def sample(
     max_new_tokens: int,
     key: tuple[int, ...],
     prompt_index: list[int] | None = None,
+    rows: range | None = None,
     top_p: float = 1.0,
     greedy: bool = False,
     generation_batch_size: int | None = None,
+    everyone_done: Callable[[bool], bool] | None = None,
 ) -> list[Trajectory]:
     """Sample `group_size` completions of every prompt.
 
@@ -40,14 +44,18 @@ def sample(
         max_new_tokens: the completion budget; a row that reaches it has finish_reason "length".
         key: (seed, step). A row's random numbers depend on it, on its prompt's index and on its completion's, only.
         prompt_index: names the prompts, one for each; by default 0..Q-1.
+        rows: which of the Q*G rows to sample: a rank's part, which may begin or end within a group. None: all.
         top_p: draw from the smallest set of tokens with at least this probability. The recorded log-probs remain those
             of the full distribution.
         greedy: take the most probable token instead of drawing one.
         generation_batch_size: completions sampled at the same time, in complete groups. It bounds the memory of the
             cache and changes no sample. None: all.
+        everyone_done: for sharded weights that are too many to be gathered for the rollout, which is what None does:
+            every decode step gathers them, one layer after the other, so all ranks must make the same steps. Called
+            after each with whether this rank is done; returns whether all are: `lambda done: all(gather(done))`.
 
     Returns:
-        B = Q*G trajectories, a group's rows adjacent, in the order of `prompts`.
+        B trajectories, those of `rows` in their order: that of `prompts`, a group's rows adjacent.
 
     Raises:
         ValueError: a prompt is empty, or `prompt_index` does not have one index per prompt.
@@ -58,44 +66,60 @@ def sample(
     if not all(prompts):
         raise ValueError(f"prompt {prompt_index[prompts.index([])]} has no tokens")
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
-    trajectories: list[Trajectory] = []
+    wanted = range(len(prompts) * group_size) if rows is None else rows
     prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
-    for start in range(0, len(prompts), prompts_per_batch):
-        chunk = slice(start, start + prompts_per_batch)
-        rows = [
-            Trajectory(list(ids), len(ids), [0] * len(ids), [0.0] * len(ids), index, completion)
-            for ids, index in zip(prompts[chunk], prompt_index[chunk], strict=True)
-            for completion in range(group_size)
-        ]
-        exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-        uniforms = None if greedy else _uniforms(rows, max_new_tokens, key).to(policy.device, exact)
-        with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
-            _complete(policy, rows, group_size, max_new_tokens, top_p, uniforms)
-        trajectories += rows
+    rows_per_batch = prompts_per_batch * group_size
+    batches = [list(batch) for _, batch in groupby(wanted, lambda row: row // rows_per_batch)]
+    is_gathered = everyone_done is None
+    everyone_done = everyone_done or bool  # with whole weights, a rank that is done need not wait for the others
+    weights = gathered_weights(policy) if is_gathered else gathered_when_called(policy, "next_logits")
+    exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
+    trajectories: list[Trajectory] = []
+    # Weights that are gathered in inference mode could not be trained any more, so these are gathered before it.
+    with weights, torch.inference_mode(is_gathered), torch.no_grad():
+        while not everyone_done(not batches):
+            batch = batches.pop(0) if batches else []
+            sampled = [
+                _begin(prompts[row // group_size], prompt_index[row // group_size], row % group_size) for row in batch
+            ]
+            owner = [
+                row // group_size - batch[0] // group_size for row in batch
+            ]  # its prompt, among those of the batch
+            draws = None if greedy or not batch else _uniforms(sampled, max_new_tokens, key).to(policy.device, exact)
+            with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
+                _complete(policy, sampled, owner, max_new_tokens, top_p, draws, everyone_done)
+            trajectories += sampled
     return trajectories
+
+
+def _begin(prompt: list[int], prompt_index: int, completion_index: int) -> Trajectory:
+    num_ids = len(prompt)
+    return Trajectory(list(prompt), num_ids, [0] * num_ids, [0.0] * num_ids, prompt_index, completion_index)
 
 
 def _complete(
     policy: Policy,
     rows: list[Trajectory],
-    group_size: int,
+    owner: list[int],
     max_new_tokens: int,
     top_p: float,
     uniforms: torch.Tensor | None,
+    everyone_done: Callable[[bool], bool],
 ) -> None:
-    """Append sampled tokens to every row of one chunk."""
+    """Append sampled tokens to every row of one batch; row b continues the prompt `owner[b]` of the batch."""
     from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
 
+    done = not rows  # a rank that has no rows left makes the steps of the others, with a row of padding
+    prompts = dict(zip(owner, (row.ids for row in rows), strict=True)) or {0: [policy.pad_id]}
+    owner = torch.tensor(owner or [0], device=policy.device)  # (B,)
     cache = RowCache()
-    prompts = [row.ids for row in rows[::group_size]]
-    sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)  # (Q, P), (Q, P)
-    logits = next_logits(policy, sequences, attention_mask, cache)  # (Q, V)
-    cache.batch_repeat_interleave(group_size)  # the prompt was run once; its keys and values serve the group
-    logits = logits.repeat_interleave(group_size, dim=0)  # (B, V)
-    attention_mask = attention_mask.repeat_interleave(group_size, dim=0)  # (B, P), one column wider each round
+    sequences, attention_mask = left_pad(list(prompts.values()), policy.pad_id, policy.device)  # (Q, P), (Q, P)
+    logits = next_logits(policy, sequences, attention_mask, cache)[owner]  # (B, V)
+    cache.batch_select_indices(owner)  # the prompt was run once; its keys and values serve the group
+    attention_mask = attention_mask[owner]  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
-    active = torch.arange(len(rows), device=policy.device)  # the rows that are still in the batch
-    drawn = torch.zeros(len(rows), max_new_tokens, dtype=torch.long, device=policy.device)
+    active = torch.arange(len(owner), device=policy.device)  # the rows that are still in the batch
+    drawn = torch.zeros(len(owner), max_new_tokens, dtype=torch.long, device=policy.device)
     drawn_log_probs = torch.zeros(drawn.shape, device=policy.device)
 
     for position in range(max_new_tokens):
@@ -103,28 +127,23 @@ def _complete(
         tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
         drawn[active, position], drawn_log_probs[active, position] = tokens, log_probs
         ended = torch.isin(tokens, end_of_turn)
-        if ended.all() or position + 1 == max_new_tokens:
+        done = done or bool(ended.all())
+        if everyone_done(done) or position + 1 == max_new_tokens:
             break
-        if ended.any():
+        if ended.any() and not done:  # the last rows stay, if other ranks go on; what they draw now is not recorded
             order = cache.drop_rows(ended)
             active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
         logits = next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
-    _record(rows, drawn, drawn_log_probs, policy.end_of_turn_ids)
+    _record(rows, drawn[: len(rows)], drawn_log_probs[: len(rows)], policy.end_of_turn_ids)
 
 
 def next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
     """Feed `ids` (rows, new tokens) behind what the cache holds; the logits of the token that follows: (rows, V)."""
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # left padding does not count
-    output = policy.model(
-        input_ids=ids,
-        attention_mask=attention_mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
+    return policy.next_logits(
+        input_ids=ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache
     )
-    return output.logits[:, -1]
 
 
 def _draw(

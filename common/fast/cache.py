@@ -49,11 +49,15 @@ class _Layer(DynamicLayer):
         self._show(rows, end)
         return self.keys, self.values
 
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (any number of them), in this order; a row that occurs twice is repeated."""
+        tokens = self.get_seq_length()
+        self._room = [_make_room(states[indices], tokens + GROW_BY) for states in (self.keys, self.values)]
+        self._show(len(indices), tokens)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        rows, tokens = len(self.keys), self.get_seq_length()
-        self._room = [_make_room(states, tokens + GROW_BY, repeats) for states in (self.keys, self.values)]
-        self._show(rows * repeats, tokens)
+        self.batch_select_indices(torch.arange(len(self.keys), device=self.keys.device).repeat_interleave(repeats))
 
     def move_rows(self, movers: torch.Tensor, gaps: torch.Tensor, num_remaining: int) -> None:
         """Move the rows `movers` to the positions `gaps`, and keep only the first `num_remaining` rows."""
@@ -67,9 +71,9 @@ class _Layer(DynamicLayer):
         self.is_initialized = True
 
 
-def _make_room(states: torch.Tensor, tokens: int, repeats: int = 1) -> torch.Tensor:
-    """A tensor with room for `tokens` tokens. It starts with the states (rows, heads, ., size), each row repeated."""
+def _make_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A tensor with room for `tokens` tokens, which starts with the states (rows, heads, ., size)."""
     rows, heads, start, size = states.shape
-    room = states.new_empty(rows, repeats, heads, tokens, size)
-    room[:, :, :, :start] = states[:, None]
-    return room.flatten(0, 1)
+    room = states.new_empty(rows, heads, tokens, size)
+    room[:, :, :start] = states
+    return room

@@ -28,7 +28,11 @@ def test_cache_holds_what_plain_tensors_hold(monkeypatch, grow_by, seed):
     append(3, 4)
     cache.batch_repeat_interleave(4)
     plain = [[x.repeat_interleave(4, dim=0) for x in layer] for layer in plain]
-    rows = 12
+    append(12, 1)
+    chosen = torch.tensor([0, 0, 0, 1, 4, 4, 5, 7, 9, 9, 9, 9, 11])
+    cache.batch_select_indices(chosen)
+    plain = [[x[chosen] for x in layer] for layer in plain]
+    rows = 13
     while True:
         append(rows, 1)
         assert cache.get_seq_length() == plain[0][0].shape[2]

@@ -1,5 +1,7 @@
 """`sample`: what is recorded is what was drawn, and a row depends on its own key and prompt alone."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -220,6 +222,41 @@ def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
     for top_p, nucleus in ((0.01, {1}), (0.39, {1}), (0.5, {1, 3}), (0.8, {0, 1, 3}), (0.99, {0, 1, 2, 3, 4})):
         tokens, _ = _draw(logits.expand(201, -1), 1.0, top_p, uniforms)
         assert set(tokens.tolist()) == nucleus
+
+
+@pytest.mark.parametrize("generation_batch_size", [None, 6, 12])
+@pytest.mark.parametrize("num_parts", [2, 3, 5])
+def test_parts_of_the_rows_are_those_of_a_full_call(make_policy, num_parts, generation_batch_size):
+    """With 3 parts of 8 rows, the first has the first group of 6 and two rows of the second, as ranks have."""
+    policy, group_size = make_policy(VOCAB), 6
+    num_rows = len(PROMPTS) * group_size
+    settings = {"max_new_tokens": 15, "key": (0, 1), "prompt_index": [40, 30, 20, 10]}
+    settings["generation_batch_size"] = generation_batch_size
+    expected = sample(policy, PROMPTS, group_size, **settings)
+    bounds = [num_rows * part // num_parts for part in range(num_parts + 1)]
+    parts = [sample(policy, PROMPTS, group_size, rows=range(*pair), **settings) for pair in pairwise(bounds)]
+    assert [len(part) for part in parts] == [end - start for start, end in pairwise(bounds)]
+    for row, same in zip([row for part in parts for row in part], expected, strict=True):
+        assert (row.ids, row.action_mask, row.finish_reason) == (same.ids, same.action_mask, same.finish_reason)
+        assert (row.prompt_index, row.completion_index) == (same.prompt_index, same.completion_index)
+        assert row.sampler_log_probs == pytest.approx(same.sampler_log_probs, abs=1e-5)
+
+
+def test_only_prompts_of_wanted_rows_are_encoded(make_policy):
+    policy, shapes = make_policy(VOCAB), []
+    hook = policy.model.register_forward_pre_hook(
+        lambda module, args, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
+    )
+    rows = sample(policy, PROMPTS, 4, rows=range(3, 6), max_new_tokens=3, key=(0, 1))
+    hook.remove()
+    assert [(row.prompt_index, row.completion_index) for row in rows] == [(0, 3), (1, 0), (1, 1)]
+    assert shapes[0] == (2, 3)  # prompts 0 and 1, of at most three tokens, each once
+    assert all(shape[0] <= 3 for shape in shapes)
+
+
+def test_an_empty_part_of_the_rows_gives_no_trajectories(make_policy):
+    for rows in (range(0), range(5, 5), range(16, 16)):
+        assert sample(make_policy(VOCAB), PROMPTS, 4, rows=rows, max_new_tokens=3, key=(0,)) == []
 
 
 def test_no_prompts_give_no_trajectories(make_policy):
