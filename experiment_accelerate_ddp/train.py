@@ -108,9 +108,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         own = part_of(returns.numel())  # the rows of this rank
         advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
-        experience.advantages = (
-            advantages.view(-1, 1)[own].float().to(policy.device)
-        )  # (B, 1): one for all tokens of a row
+        experience.advantages = advantages.view(-1, 1)[own].float().to(policy.device)  # (B, 1): one for all tokens
 
         # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
