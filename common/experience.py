@@ -5,7 +5,7 @@ Shapes: Q prompts, G completions per prompt, B = Q*G rows with a group's rows ad
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -75,22 +75,30 @@ class Experience:
 
         Rows of one prompt are adjacent, so that it need not be encoded twice, and so are prompts whose longest rows
         have similar lengths, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0, which
-        have no gradient without a KL penalty; one row is kept, if there is any, so that every parameter has a gradient.
+        have no gradient without a KL penalty. If no row is left there is one micro-batch, a `filler`.
         """
         experience = self
         if skip_zero_advantages:
-            rows = self.advantages.any(dim=1).nonzero()[:, 0]
-            experience = self.select(rows if len(rows) else torch.zeros_like(self.prompt_index[:1]))
+            experience = self.select(self.advantages.any(dim=1).nonzero()[:, 0])
         for rows in experience.micro_batch_rows(micro_batch_size) if len(experience) else ():
             yield experience.select(rows)
+        if not len(experience):
+            yield self.filler()
 
     def filler(self) -> "Experience":
-        """A micro-batch whose tokens do not count, for a rank that has fewer micro-batches than others: one short row.
-
-        Its loss is 0, and so is its gradient for every parameter.
-        """
-        row = self.select(self.attention_mask.sum(dim=1).argmin()[None])
-        return replace(row, action_mask=torch.zeros_like(row.action_mask))
+        """A micro-batch of one row of which no token counts: its loss is 0, and so is each parameter's gradient."""
+        row, column = self.sequences.new_zeros(1), self.sampler_log_probs.new_zeros(1, 1)
+        return Experience(
+            sequences=row.expand(1, 2),
+            attention_mask=torch.ones_like(row.expand(1, 2)),
+            action_mask=row[None],
+            sampler_log_probs=column,
+            prompt_index=row,
+            prompt_lengths=row,
+            completion_index=row,
+            log_probs_ref=column,
+            advantages=column,
+        )
 
     def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:
         """Which rows each micro-batch of `split` holds."""

@@ -182,7 +182,7 @@ def update(
             optimizer.zero_grad()
             num_rows = sum(gather(len(minibatch)))  # of all ranks
             micro_batches = minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0)
-            *first, last = list(micro_batches) or [experience.filler()]  # each rank has a last one, also without rows
+            *first, last = micro_batches  # each rank has a last one, a filler if it has no rows
             for micro in (*first, last):
                 with nullcontext() if micro is last else model.no_sync():  # gradients are averaged in the last one
                     log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens

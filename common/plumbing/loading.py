@@ -91,7 +91,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
     policy = Policy(
         model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
     )
-    _exclude_frozen(policy)
+    exclude_frozen(policy)
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
     check_computation(policy)
     say(describe_parameters(model))
@@ -132,7 +132,7 @@ def _quantization(config: PolicyConfig):
     )
 
 
-def _exclude_frozen(policy: Policy) -> None:
+def exclude_frozen(policy: Policy) -> None:
     """Let DistributedDataParallel leave alone what is not trained: every process has loaded the same.
 
     Otherwise it would send all frozen weights once, and all buffers in every forward pass.
