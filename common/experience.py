@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from common.keyed import keyed_generator
-from common.parallel import gather, rank
+from common.parallel import gather, gather_rows, rank
 from common.trajectory import Trajectory
 
 _ABOUT_TOKEN_T = ("sequences", "attention_mask")  # their entry t is about token t, every other one's about token t+1
@@ -75,11 +75,17 @@ class Experience:
 
         Rows of one prompt are adjacent, so that it need not be encoded twice, and so are prompts whose longest rows
         have similar lengths, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0, which
-        have no gradient without a KL penalty. If no row is left there is one micro-batch, a `filler`.
+        have no gradient without a KL penalty; if no rank has any other, one row is kept, of which entropy is logged. A
+        rank without rows has one micro-batch, a `filler`, so that every parameter has a gradient.
         """
         experience = self
         if skip_zero_advantages:
-            experience = self.select(self.advantages.any(dim=1).nonzero()[:, 0])
+            rows = self.advantages.any(dim=1).nonzero()[:, 0]
+            names = list(zip(self.prompt_index.tolist(), self.completion_index.tolist(), strict=True))
+            if not any(gather(len(rows))):
+                first = min(gather_rows(names))
+                rows = torch.tensor([index for index, name in enumerate(names) if name == first], dtype=torch.long)
+            experience = self.select(rows)
         for rows in experience.micro_batch_rows(micro_batch_size) if len(experience) else ():
             yield experience.select(rows)
         if not len(experience):

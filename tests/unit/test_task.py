@@ -172,7 +172,7 @@ def test_the_best_completion_of_a_group_is_shown(load):
         Trajectory([], 0, [], [], text=text, rewards={"correct": correct, "short": 0.0})
         for text, correct in (("worse", 0.0), ("best", 1.0))
     ]
-    assert describe_best(task, group) == "What is 1+1?\n  -> best (reward 1)"
+    assert describe_best(task, group) == "What is 0+0?\n  -> best (reward 1)"
 
 
 def test_a_component_that_is_only_logged_never_stops_training(load):
