@@ -1,16 +1,17 @@
-"""Every flag of experiment_drgrpo does something: its own by itself, inherited ones what they do in experiment_base.
+"""Every flag of a sibling does something: its own by itself, inherited ones what they do in experiment_base.
 
-With `--critic-type grpo` it is experiment_base, so a flag that does not reach it makes the two differ.
-test_flags.py shows what each of the inherited flags does there.
+Each sibling here can be experiment_base, bit for bit: Dr. GRPO with `--critic-type grpo`, the two of many processes in
+one. So a flag that does not reach it makes the two differ. test_flags.py shows what each of the inherited flags does.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 from common.tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 
@@ -72,7 +73,11 @@ AN_ADAPTER = {
 # What reaches a run before any algorithm does, and needs a package, a stopped run, or another test: test_flags.py and
 # resume/test_resume.py have them.
 ELSEWHERE = {"load_in", "wandb", "resume"}
-OWN = {"critic_type"}
+AS_THE_PARENT = {  # the own flags of each sibling, with which it is experiment_base
+    "experiment_drgrpo": {"critic_type": ["grpo"]},
+    "experiment_accelerate": {},
+    "experiment_accelerate_ddp": {},
+}
 A_TASK = """
 REWARD_WEIGHTS = {"even": 1.0}
 def messages(row, system_prompt):
@@ -83,7 +88,7 @@ def reward(row, text):
 
 
 @pytest.fixture
-def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
+def run(load_script, tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
     """Run an experiment with some flags; returns the directory of the run. `files/` is a directory of files."""
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "tiny").symlink_to(TINY_POLICY)
@@ -98,7 +103,9 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
         (directory,) = Path.cwd().glob(f"*/{experiment}/*")
         return directory
 
-    return run
+    yield run
+    if distributed.is_initialized():
+        distributed.destroy_process_group()  # that of one process, which experiment_accelerate_ddp has started
 
 
 def contents(directory: Path) -> dict[str, object]:
@@ -106,9 +113,9 @@ def contents(directory: Path) -> dict[str, object]:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((directory / "summary.json").read_text())
     files = {
-        path.relative_to(directory).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(directory).with_suffix("").as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in directory.glob("**/*")
-        if path.is_file() and path.suffix in (".safetensors", ".pt")
+        if path.is_file() and path.suffix in (".safetensors", ".pt", ".bin")
     }
     return files | {
         "samples": [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()],
@@ -121,20 +128,24 @@ def fields_of(script) -> dict[str, object]:
     return {field.name: field.default for field in dataclasses.fields(script.Config)}
 
 
-def test_every_flag_has_an_entry(load_script):
+@pytest.mark.parametrize("sibling", AS_THE_PARENT)
+def test_every_flag_has_an_entry(load_script, sibling):
     """The inherited ones are those of experiment_base, with its defaults."""
-    own, parents = (fields_of(load_script(f"experiment_{name}/train.py")) for name in ("drgrpo", "base"))
-    assert own.keys() == ALL_WEIGHTS.keys() | AN_ADAPTER.keys() | ELSEWHERE | OWN
-    assert {name: value for name, value in own.items() if name not in OWN} == parents
+    own, parents = (fields_of(load_script(f"{name}/train.py")) for name in (sibling, "experiment_base"))
+    flags = AS_THE_PARENT[sibling].keys()
+    assert own.keys() == ALL_WEIGHTS.keys() | AN_ADAPTER.keys() | ELSEWHERE | flags
+    assert {name: value for name, value in own.items() if name not in flags} == parents
 
 
 @pytest.mark.parametrize("flags", [ALL_WEIGHTS, AN_ADAPTER], ids=["all weights", "an adapter"])
 def test_inherited_flags_do_what_they_do_in_the_parent(run, flags):
+    """Metrics, samples, weights and the optimizer's state are equal, bit for bit."""
     base = contents(run("base", "experiment_base", flags))
-    same = contents(run("same", "experiment_drgrpo", flags | {"critic_type": ["grpo"]}))
-    assert same.keys() == base.keys()
-    for name, content in base.items():
-        assert same[name] == content, name
+    for sibling, own in AS_THE_PARENT.items():
+        same = contents(run(sibling, sibling, flags | own))
+        assert same.keys() == base.keys()
+        for name, content in base.items():
+            assert same[name] == content, (sibling, name)
 
 
 def test_the_critic_type_changes_advantages_and_loss(run):
