@@ -1,6 +1,7 @@
 """A launch that starts less than it was asked for is refused; each test is a real launch, on the CPU."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,16 @@ def launch(tmp_path):
     return run
 
 
+SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames $SLURM_JOB_NODELIST" ] && printf "127.0.0.1\\nsecond\\n"
+"""
+SRUN = """#!/bin/sh
+shift  # --kill-on-bad-exit=1
+SLURM_NODEID=1 "$@" &
+SLURM_NODEID=0 "$@" && wait $!
+"""
+
+
 def config(name: str) -> list[str]:
     return ["--config_file", f"accelerate_configs/{name}.yaml", "--main_process_port", "0"]
 
@@ -46,6 +57,25 @@ def test_the_file_for_one_cpu_starts_one_process(launch):
 
 def test_torchrun_starts_two_connected_processes(launch):
     result = launch(TORCHRUN)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
+    """Commands in place of SLURM's start both machines' launchers here; each starts one process."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    result = launch(
+        ["bash", "accelerate_configs/two_nodes.slurm"],
+        PATH=os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        SCRIPT=SCRIPT,
+        MAIN_PROCESS_PORT=str(port),
+        **{"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"},
+    )
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
