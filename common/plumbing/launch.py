@@ -81,10 +81,14 @@ def check_launch(accelerator: Accelerator) -> None:
         )
     if accelerator.distributed_type == DistributedType.FSDP and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise UserError(f"fsdp_version 1 is not supported: set 2 {WHERE}, as {FILES['fsdp']} does")
+    if processes != got and got > 1:
+        raise UserError(
+            f"{count} were asked for, but Accelerate started {got}: give a multiple of the number of machines"
+        )
     if processes != got:
-        how = "" if os.environ.get("WORLD_SIZE", "1") == "1" else ", each for itself"
+        alone = ", each for itself" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         start = "torchrun --nproc-per-node" if on_cpu else "accelerate launch --multi_gpu --num_processes"
-        raise UserError(f"{count} were asked for, but Accelerate started {got}{how}: use {start} {processes} {script}")
+        raise UserError(f"{count} were asked for, but Accelerate started 1{alone}: use {start} {processes} {script}")
 
 
 def _arguments_of_accelerate_launch() -> list[str] | None:
