@@ -1,0 +1,19 @@
+"""What test_launch.py starts through a launcher: each process says what it has become, or why it ends."""
+
+import sys
+
+from accelerate import Accelerator
+
+from common.errors import UserError
+
+from common.plumbing.launch import check_launch
+
+# write and not print, which puts the end of a line after it by itself: two processes share the output
+accelerator = Accelerator(cpu="--not-on-cpu" not in sys.argv)  # with cpu=False, processes without a GPU do not connect
+try:
+    check_launch(accelerator)
+except UserError as error:
+    sys.stderr.write(f"error: {error}\n")
+    sys.exit(2)
+sys.stdout.write(f"rank {accelerator.process_index} of {accelerator.num_processes}\n")
+accelerator.end_training()  # leaves the process group
