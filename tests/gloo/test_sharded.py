@@ -139,11 +139,14 @@ def work(folder: Path, rank: int) -> dict:
     every_step = {"everyone_done": lambda done: all(gather(done))}
     results: dict = {"plain": {}, "sharded": {}}
 
-    # sampling is the first that is asked of the sharded policy: no forward pass of the whole module has been made
+    # Sampling is the first that is asked of a sharded policy: no forward pass of the whole module has been made. The
+    # one that is trained below is sampled at every step first, which must leave it weights that can be trained.
     results["rollouts"] = {
-        "plain": rollouts(plain, rank), "gathered": rollouts(sharded, rank),
-        "every step": rollouts(sharded, rank, **every_step), "gathered again": rollouts(sharded, rank),
-    }  # fmt: skip
+        "plain": rollouts(plain, rank),
+        "gathered": rollouts(shard(make_policy()), rank),
+        "every step": rollouts(sharded, rank, **every_step),
+        "gathered again": rollouts(sharded, rank),
+    }
 
     # the context
     experience = make_experience()
@@ -172,7 +175,7 @@ def work(folder: Path, rank: int) -> dict:
     hook = layer.mlp.register_forward_hook(fail)
     try:
         with gathered_weights(sharded):
-            forward()
+            sharded(experience.sequences, experience.action_mask)
     except ArithmeticError:
         context["after an exception"] = states()
     hook.remove()
