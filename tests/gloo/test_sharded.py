@@ -145,8 +145,9 @@ def work(folder: Path, rank: int) -> dict:
         "plain": rollouts(plain, rank),
         "gathered": rollouts(shard(make_policy()), rank),
         "every step": rollouts(sharded, rank, **every_step),
-        "gathered again": rollouts(sharded, rank),
     }
+    context: dict = {"before": [is_sharded(weight) for weight in sharded.parameters()]}
+    results["rollouts"]["gathered again"] = rollouts(sharded, rank)
 
     # the context
     experience = make_experience()
@@ -160,7 +161,6 @@ def work(folder: Path, rank: int) -> dict:
         with torch.no_grad():
             return sharded.model(ids, use_cache=False).logits
 
-    context: dict = {"before": states()}
     with gathered_weights(sharded):
         context["inside"] = states()
         context["messages inside"] = num_messages(lambda: (forward(), forward()))
@@ -290,7 +290,7 @@ def test_the_ranks_sample_as_differently_as_they_should(ranks):
 def test_gathered_weights_are_whole_inside_and_sharded_after(ranks):
     """Also after an inner context, which changes nothing, and after an exception in the middle of a forward pass."""
     for context in (results["context"] for results in ranks):
-        assert all(context["before"])
+        assert all(context["before"])  # after a rollout that has gathered them at every step
         assert not any(context["inside"])
         assert not any(context["after the inner one"])
         assert all(context["after"])
