@@ -91,9 +91,8 @@ def _gathered_by_fsdp(policy: nn.Module) -> Iterator[None]:
     for state in states:
         state._lazy_init()  # the first module becomes the root; it would be a layer if a layer were called first
     after_forward = [group.post_forward_mesh_info for group in groups]
-    with torch.inference_mode(False), torch.no_grad():  # training could not use what is made in inference mode
-        for module in modules:
-            module.unshard()
+    for module in modules:
+        module.unshard()
     for group in groups:
         group.post_forward_mesh_info = None  # keep the weights after a forward pass
     try:

@@ -78,8 +78,8 @@ class Policy(nn.Module):
             targets = sequences[:, 1:].flatten()[positions]  # (N,)
             head = self.model.get_output_embeddings()
             values = log_probs_and_entropy(hidden, targets, head, self.temperature, max_logits)  # (N,), (N,)
-        zeros = torch.zeros(action_mask.numel(), device=sequences.device)
-        return PolicyOutput(*(zeros.scatter(0, positions, x).view_as(action_mask) for x in values))
+        zeros, width = torch.zeros(action_mask.shape, device=sequences.device), action_mask.shape[1]
+        return PolicyOutput(*(zeros.index_put((positions // width, positions % width), x) for x in values))
 
     def next_logits(self, **inputs) -> torch.Tensor:
         """The logits (rows, V) that predict the token after the last one; `inputs` are those of `self.model`."""

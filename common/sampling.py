@@ -71,7 +71,9 @@ def sample(
     rows_per_batch = prompts_per_batch * group_size
     batches = [list(batch) for _, batch in groupby(wanted, lambda row: row // rows_per_batch)]
     is_gathered = everyone_done is None
-    everyone_done = everyone_done or bool  # with whole weights, a rank that is done need not wait for the others
+    everyone_done = (
+        everyone_done or bool
+    )  # with whole weights a rank that is done leaves; the others need nothing of it
     weights = gathered_weights(policy) if is_gathered else gathered_when_called(policy, "next_logits")
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
     trajectories: list[Trajectory] = []
@@ -79,12 +81,9 @@ def sample(
     with weights, torch.inference_mode(is_gathered), torch.no_grad():
         while not everyone_done(not batches):
             batch = batches.pop(0) if batches else []
-            sampled = [
-                _begin(prompts[row // group_size], prompt_index[row // group_size], row % group_size) for row in batch
-            ]
-            owner = [
-                row // group_size - batch[0] // group_size for row in batch
-            ]  # its prompt, among those of the batch
+            numbers = [divmod(row, group_size) for row in batch]  # of its prompt, and within its group
+            sampled = [_begin(prompts[prompt], prompt_index[prompt], completion) for prompt, completion in numbers]
+            owner = [prompt - numbers[0][0] for prompt, _ in numbers]  # its prompt, among those of the batch
             draws = None if greedy or not batch else _uniforms(sampled, max_new_tokens, key).to(policy.device, exact)
             with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
                 _complete(policy, sampled, owner, max_new_tokens, top_p, draws, everyone_done)

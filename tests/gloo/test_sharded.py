@@ -139,11 +139,15 @@ def work(folder: Path, rank: int) -> dict:
     every_step = {"everyone_done": lambda done: all(gather(done))}
     results: dict = {"plain": {}, "sharded": {}}
 
-    # sampling is the first that is asked of the sharded policy: no forward pass of the whole module has been made
+    # Sampling is the first that is asked of a sharded policy: no forward pass of the whole module has been made. The
+    # one that is trained below is sampled at every step first, which must leave it weights that can be trained.
     results["rollouts"] = {
-        "plain": rollouts(plain, rank), "gathered": rollouts(sharded, rank),
-        "every step": rollouts(sharded, rank, **every_step), "gathered again": rollouts(sharded, rank),
-    }  # fmt: skip
+        "plain": rollouts(plain, rank),
+        "gathered": rollouts(shard(make_policy()), rank),
+        "every step": rollouts(sharded, rank, **every_step),
+    }
+    context: dict = {"before": [is_sharded(weight) for weight in sharded.parameters()]}
+    results["rollouts"]["gathered again"] = rollouts(sharded, rank)
 
     # the context
     experience = make_experience()
@@ -157,7 +161,6 @@ def work(folder: Path, rank: int) -> dict:
         with torch.no_grad():
             return sharded.model(ids, use_cache=False).logits
 
-    context: dict = {"before": states()}
     with gathered_weights(sharded):
         context["inside"] = states()
         context["messages inside"] = num_messages(lambda: (forward(), forward()))
@@ -172,7 +175,7 @@ def work(folder: Path, rank: int) -> dict:
     hook = layer.mlp.register_forward_hook(fail)
     try:
         with gathered_weights(sharded):
-            forward()
+            sharded(experience.sequences, experience.action_mask)
     except ArithmeticError:
         context["after an exception"] = states()
     hook.remove()
@@ -287,7 +290,7 @@ def test_the_ranks_sample_as_differently_as_they_should(ranks):
 def test_gathered_weights_are_whole_inside_and_sharded_after(ranks):
     """Also after an inner context, which changes nothing, and after an exception in the middle of a forward pass."""
     for context in (results["context"] for results in ranks):
-        assert all(context["before"])
+        assert all(context["before"])  # after a rollout that has gathered them at every step
         assert not any(context["inside"])
         assert not any(context["after the inner one"])
         assert all(context["after"])
