@@ -32,12 +32,12 @@ from common.chat import decode, encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
-from common.parallel import clip_grad_norm_, gather, gather_rows, in_step, part_of, world_size
+from common.parallel import gather, gather_rows, in_step, part_of, world_size
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.accelerator import start_accelerator
+from common.plumbing.accelerator import clip_grad_norm_, start_accelerator
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.held_out import evaluate_held_out
@@ -183,12 +183,14 @@ def update(
             optimizer.zero_grad()
             num_rows = sum(gather(len(minibatch)))  # of all ranks
             micro_batches = minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0)
-            for micro in in_step(micro_batches, experience.filler()):
+            micro_batches = in_step(micro_batches, minibatch.filler())
+            for number, micro in enumerate(micro_batches, start=1):
+                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 loss = policy_loss(config, log_probs, micro, num_rows)
                 accelerator.backward(loss * world_size())  # gradients are averaged over ranks, and are to be summed
                 statistics.add(epoch, index, micro, log_probs, entropy, loss)
-            grad_norm = clip_grad_norm_(model.parameters(), config.max_grad_norm)  # also of shards
+            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

@@ -9,9 +9,12 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from common import parallel
 from common.policy import Policy
 
+from common.plumbing import deepspeed
 from common.plumbing.config import ConfigT
+from common.plumbing.launch import check_launch
 from common.plumbing.processes import PATIENCE, check_divides, could_not_meet
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
@@ -31,6 +34,7 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     except distributed.DistError as error:
         raise could_not_meet(error) from error
     with together():
+        check_launch(accelerator)
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type not in SHARDED:
         accelerator.register_save_state_pre_hook(_save)
@@ -38,6 +42,13 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
     return dataclasses.replace(config, device=device, dtype=dtype), accelerator
+
+
+def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradient down to `max_norm`; its norm before, the same on all ranks, however the model is sharded."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has clipped, and taken its step
+        return deepspeed.grad_norm(model)
+    return parallel.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def _save(models: list[torch.nn.Module], weights: list[dict], path: str) -> None:
