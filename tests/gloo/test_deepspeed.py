@@ -3,6 +3,7 @@
 As a program, this file is one of the two processes: `torchrun --nproc-per-node 2 tests/gloo/test_deepspeed.py 3`.
 """
 
+import faulthandler
 import os
 import socket
 import subprocess
@@ -97,6 +98,7 @@ def main(stage: int, directory: str) -> None:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import InitProcessGroupKwargs
 
+    faulthandler.dump_traceback_later(120, exit=True)  # ranks that wait for each other for good say where
     # Accelerate needs to be told the backend: on a CPU it would take itself for the only process.
     accelerator = Accelerator(
         mixed_precision="bf16",  # the policy alone decides
