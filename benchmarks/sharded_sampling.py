@@ -4,7 +4,8 @@
 
 Two processes on one machine (gloo, one thread each) sample the same number of completions, all of the same length, so
 that no rank waits for a longer one. Each process holds the policy whole and, sharded by FSDP2, once more. The three
-ways take turns; a turn's time is that of the slower rank. Between two GPUs, or two machines, the ratio of computing to
+ways take turns; a turn's time is that of the slower rank, and its CPU seconds, which depend less on what else the
+machine does, are the mean over the ranks. Between two GPUs, or two machines, the ratio of computing to
 moving bytes is another one; the bytes are the same.
 """
 
@@ -151,8 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, entry in results["models"].items():
         print(f"{name}: {entry['parameters'] / 1e6:.1f} million parameters, {entry['weight_bytes'] / 1e6:.1f} MB")
         for way in WAYS:
-            rollout_seconds, megabytes = entry["seconds_per_rollout"][way], entry["received_bytes_per_rank"][way] / 1e6
-            print(f"    {way:20} {rollout_seconds:8.3f} s per rollout {megabytes:10,.1f} MB received by each rank")
+            wall, cpu = entry["seconds_per_rollout"][way], entry["cpu_seconds_per_rollout"][way]
+            megabytes = entry["received_bytes_per_rank"][way] / 1e6
+            print(f"    {way:20} {wall:8.3f} s, {cpu:8.3f} s of CPU, {megabytes:10,.1f} MB received, by each rank")
     RESULTS.write_text(json.dumps(results | describe_machine(), indent=2) + "\n", encoding="utf-8")
 
 
