@@ -25,7 +25,8 @@ import tyro
 from torch import distributed
 
 from common.fast.matmul import use_fast_products
-from common.parallel import gather, gathered_weights
+from common.fast.sharded_weights import gathered_weights
+from common.parallel import gather
 from common.policy import Policy
 from common.sampling import sample
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.experience import Experience
-from common.parallel import gathered_weights
+from common.fast.sharded_weights import gathered_weights
 
 if TYPE_CHECKING:
     from common.policy import Policy

@@ -1,15 +1,12 @@
 """Processes that train together. Each is called a rank; a process that was started alone is rank 0 of 1."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
-GATHERED = "gathered_weights"  # the name under which it keeps DeepSpeed's weights
 
 
 def rank() -> int:
@@ -62,90 +59,6 @@ def in_step(items: Iterable[T], filler: T) -> list[T]:
     return items + [filler] * (max(gather(len(items))) - len(items))
 
 
-@contextmanager
-def gathered_weights(policy: nn.Module) -> Iterator[None]:
-    """Inside, every rank holds all weights of a policy of which it otherwise holds a shard.
-
-    No forward pass inside is a message to the other ranks, so each may make as many as it likes. To be entered and left
-    by all ranks together. Does nothing where weights are not sharded or are gathered already. The shards are those of
-    FSDP2 (torch's `fully_shard`), or of DeepSpeed's ZeRO-3.
-    """
-    partitioned = [weight for weight in policy.parameters() if hasattr(weight, "ds_id")]  # by ZeRO-3
-    with _gathered_by_deepspeed(partitioned) if partitioned else _gathered_by_fsdp(policy):
-        yield
-
-
-@contextmanager
-def _gathered_by_fsdp(policy: nn.Module) -> Iterator[None]:
-    if not distributed.is_initialized():
-        yield
-        return
-    from torch.distributed.fsdp import FSDPModule  # takes half a second, which one process need not wait for
-
-    modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    states = [module._get_fsdp_state() for module in modules]  # torch has no public way to what is asked of them here
-    groups = [group for state in states for group in state._fsdp_param_groups]
-    if all(group.is_unsharded and group.post_forward_mesh_info is None for group in groups):
-        yield  # nothing is sharded, or this context is inside another one
-        return
-    for state in states:
-        state._lazy_init()  # the first module becomes the root; it would be a layer if a layer were called first
-    after_forward = [group.post_forward_mesh_info for group in groups]
-    for module in modules:
-        module.unshard()
-    for group in groups:
-        group.post_forward_mesh_info = None  # keep the weights after a forward pass
-    try:
-        yield
-    except BaseException:
-        for module, state in zip(modules, states, strict=True):
-            if state._is_root:
-                module.reset_iter_state()  # a forward pass may not have come to its end
-        raise
-    finally:
-        for group, mesh_info in zip(groups, after_forward, strict=True):
-            group.post_forward_mesh_info = mesh_info
-        for module in modules:
-            module.reshard()
-
-
-@contextmanager
-def _gathered_by_deepspeed(weights: list[nn.Parameter]) -> Iterator[None]:
-    from deepspeed import zero
-
-    if GATHERED in weights[0].ds_active_sub_modules:
-        yield
-        return
-    with zero.GatheredParameters(weights):
-        for weight in weights:  # a module frees a weight after its forward pass unless another module still uses it
-            weight.ds_active_sub_modules.add(GATHERED)
-        try:
-            yield
-        finally:
-            for weight in weights:
-                weight.ds_active_sub_modules.discard(GATHERED)
-
-
-@contextmanager
-def gathered_when_called(policy: nn.Module, method: str) -> Iterator[None]:
-    """Inside, `policy.<method>(...)` gathers sharded weights as it needs them, layer by layer, as `policy(...)` does.
-
-    Each call is thus a message to the other ranks, and all must make the same number of calls.
-    """
-    if not distributed.is_initialized():
-        yield
-        return
-    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-
-    if method not in vars(policy):
-        register_fsdp_forward_method(policy, method)  # otherwise weights outside of the layers would not be gathered
-    try:
-        yield
-    finally:
-        if isinstance(policy, FSDPModule):
-            policy.reshard()  # the root's own weights stay whole after a forward pass
-
-
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """Scale all gradients down so that their norm is `max_norm`, if it is more: `torch.nn.utils.clip_grad_norm_`.
 
@@ -165,13 +78,3 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
     for weights in by_mesh.values():
         nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm
-
-
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The weights of a model that is sharded over the ranks, whole, by name; None if every rank has all of it."""
-    if not any(isinstance(weight, DTensor) for weight in model.parameters()):
-        return None
-    return {
-        name: weight.full_tensor() if isinstance(weight, DTensor) else weight
-        for name, weight in model.state_dict().items()
-    }

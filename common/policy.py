@@ -54,6 +54,7 @@ class Policy(nn.Module):
         self.compute_dtype = compute_dtype
         self.gradient_checkpointing = gradient_checkpointing
         self.share_prompts = True
+        self.max_logits = MAX_LOGITS
 
     @property
     def device(self) -> torch.device:
@@ -63,7 +64,7 @@ class Policy(nn.Module):
         """The arithmetic of every forward pass, in sampling and in training alike."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16)
 
-    def forward(self, sequences: torch.Tensor, action_mask: torch.Tensor, max_logits: int = MAX_LOGITS) -> PolicyOutput:
+    def forward(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> PolicyOutput:
         """Log-probs and entropy of the tokens of `sequences` where `action_mask` is 1.
 
         Args:
@@ -77,7 +78,7 @@ class Policy(nn.Module):
             hidden, positions = self._hidden_states(sequences, action_mask)  # (N, H), (N,)
             targets = sequences[:, 1:].flatten()[positions]  # (N,)
             head = self.model.get_output_embeddings()
-            values = log_probs_and_entropy(hidden, targets, head, self.temperature, max_logits)  # (N,), (N,)
+            values = log_probs_and_entropy(hidden, targets, head, self.temperature, self.max_logits)  # (N,), (N,)
         zeros, width = torch.zeros(action_mask.shape, device=sequences.device), action_mask.shape[1]
         return PolicyOutput(*(zeros.index_put((positions // width, positions % width), x) for x in values))
 

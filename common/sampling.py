@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.fast.sharded_weights import gathered_weights, gathered_when_called
 from common.fast.shared_prompts import left_pad
 from common.keyed import keyed_generator
-from common.parallel import gathered_weights, gathered_when_called
 from common.policy import Policy
 from common.trajectory import Trajectory
 

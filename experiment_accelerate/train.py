@@ -37,7 +37,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.accelerator import clip_grad_norm_, start_accelerator
+from common.plumbing.accelerator import clip_grad_norm_, prepare, start_accelerator
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.held_out import evaluate_held_out
@@ -90,7 +90,7 @@ def train(
 ) -> None:
     """Run all steps, or those that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = accelerator.prepare(policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

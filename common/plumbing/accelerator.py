@@ -1,6 +1,7 @@
 """Hugging Face Accelerate: the processes that it finds, their devices and arithmetic, and its checkpoints."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import torch
@@ -14,12 +15,10 @@ from common.policy import Policy
 
 from common.plumbing import deepspeed
 from common.plumbing.config import ConfigT
-from common.plumbing.launch import check_launch
+from common.plumbing.launch import check_launch, requested_launch
 from common.plumbing.processes import PATIENCE, check_divides, could_not_meet
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
-
-SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
@@ -28,20 +27,37 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     Raises:
         UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
     """
-    handlers = [InitProcessGroupKwargs(timeout=PATIENCE)]
+    on_cpu, by_deepspeed = config.device == "cpu", requested_launch().sharding == "deepspeed"
+    # With cpu=True Accelerate would ignore DeepSpeed, and without a backend the other processes
+    backend = "gloo" if on_cpu and by_deepspeed else None
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE, backend=backend)]
     try:
-        accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=handlers)
+        accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
     except distributed.DistError as error:
         raise could_not_meet(error) from error
     with together():
         check_launch(accelerator)
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
-    if accelerator.distributed_type not in SHARDED:
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        deepspeed.fill_settings(accelerator, config.micro_batch_size, config.max_grad_norm)
+    elif accelerator.distributed_type != DistributedType.FSDP:
         accelerator.register_save_state_pre_hook(_save)
         accelerator.register_load_state_pre_hook(_load)
     device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
     return dataclasses.replace(config, device=device, dtype=dtype), accelerator
+
+
+def prepare(
+    accelerator: Accelerator, policy: Policy, optimizer: torch.optim.Optimizer
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare`, for a policy that may be sharded."""
+    policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one after the other
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        # Each call of a layer, and under ZeRO-3 of the LM head, is a message to all ranks. So their number must not
+        # depend on the data.
+        policy.share_prompts, policy.max_logits = False, sys.maxsize
+    return accelerator.prepare(policy, optimizer)
 
 
 def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from common.parallel import whole_weights
+from common.fast.sharded_weights import whole_weights
 from common.policy import Policy
 
 from common.plumbing.adapters import is_lora, load_adapter, merge_adapter

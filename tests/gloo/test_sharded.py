@@ -16,8 +16,9 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.experience import Experience, collate
-from common.logprobs import token_log_probs
-from common.parallel import clip_grad_norm_, gather, gathered_weights, in_step
+from common.fast.sharded_weights import gathered_weights
+from common.logprobs import MAX_LOGITS, token_log_probs
+from common.parallel import clip_grad_norm_, gather, in_step
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -83,9 +84,9 @@ def make_experience() -> Experience:
     return experience
 
 
-def backward(policy: Policy, micros: list[Experience], scale: float, **settings) -> None:
+def backward(policy: Policy, micros: list[Experience], scale: float) -> None:
     for micro in micros:
-        log_probs, _ = policy(micro.sequences, micro.action_mask, **settings)
+        log_probs, _ = policy(micro.sequences, micro.action_mask)
         (-(log_probs * micro.advantages).sum() * scale).backward()
 
 
@@ -117,17 +118,16 @@ def num_messages(function) -> int:
     return messages.num
 
 
-def train(policy: Policy, rank: int, is_whole: bool, **settings) -> dict[str, torch.Tensor]:
+def train(policy: Policy, rank: int, is_whole: bool, max_logits: int = MAX_LOGITS) -> dict[str, torch.Tensor]:
     """The gradient of all rows. Of a sharded policy rank 1 has all of them, and rank 0 no micro-batch of its own."""
     experience = make_experience()
     micros = list(experience.split(5))
     if not is_whole:
-        filler = experience.select(torch.tensor([0]))
-        filler.action_mask = torch.zeros_like(filler.action_mask)
-        micros = in_step([] if rank == 0 else micros, filler)
+        micros = in_step([] if rank == 0 else micros, experience.filler())
         assert len(micros) == 3
     policy.zero_grad()
-    backward(policy, micros, scale=1.0 if is_whole else RANKS, **settings)  # FSDP takes the mean over the ranks
+    policy.max_logits = max_logits
+    backward(policy, micros, scale=1.0 if is_whole else RANKS)  # FSDP takes the mean over the ranks
     return gradients(policy)
 
 

@@ -57,7 +57,8 @@ def test_chunked_log_probs_and_entropy_equal_a_full_log_softmax(make_policy, tem
     sequences, mask = random_batch()
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1))
 
-    scores = policy(sequences, mask, max_logits=max_logits)
+    policy.max_logits = max_logits
+    scores = policy(sequences, mask)
     everything = full_log_probs(policy, sequences)
     expected = everything.gather(-1, sequences[:, 1:, None])[..., 0] * mask
     entropy = -(everything.exp() * everything).sum(dim=-1) * mask
@@ -125,7 +126,8 @@ def test_no_tensor_holds_the_logits_of_all_tokens():
     most = 10 * vocab_size  # also more than the 8 * V weights of the head and their gradient
     for max_logits, is_bounded in ((most, True), (2**40, False)):
         with LargestTensor() as largest:
-            policy(sequences, mask, max_logits=max_logits).log_probs.sum().backward()
+            policy.max_logits = max_logits
+            policy(sequences, mask).log_probs.sum().backward()
         assert (largest.numel <= most) == is_bounded
     assert largest.numel == num_tokens * vocab_size  # what it would be without chunks
 
@@ -144,7 +146,8 @@ def test_peak_memory_stays_far_below_that_of_all_logits():
         sequences, mask = torch.arange(2 * 97).view(2, 97), torch.ones(2, 96, dtype=torch.long)
 
         def peak(rows, max_logits):
-            policy(sequences[:, : rows + 1], mask[:, :rows], max_logits=max_logits).log_probs.sum().backward()
+            policy.max_logits = max_logits
+            policy(sequences[:, : rows + 1], mask[:, :rows]).log_probs.sum().backward()
             # not getrusage: its ru_maxrss begins with the peak of the process that started this one
             return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024
 
@@ -168,7 +171,8 @@ def test_log_probs_do_not_depend_on_padding_or_neighbours(make_policy, max_logit
     trajectories = [Trajectory(ids, 2, [0, 0] + [1] * (len(ids) - 2), [0.0] * len(ids)) for ids in rows]
     for pad_id in (0, 7):
         batch = collate(trajectories, pad_id)
-        together = policy(batch.sequences, batch.action_mask, max_logits)
+        policy.max_logits = max_logits
+        together = policy(batch.sequences, batch.action_mask)
         for index, row in enumerate(trajectories):
             single = collate([row], pad_id)
             alone = policy(single.sequences, single.action_mask)
