@@ -60,6 +60,11 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def trained(self) -> nn.Module:
+        """What holds the weights that ranks may share among them; for a reference it can be another policy."""
+        return self
+
     def autocast(self) -> torch.autocast:
         """The arithmetic of every forward pass, in sampling and in training alike."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16)

@@ -5,6 +5,7 @@ have ended would leave the others waiting. So they are gathered once before a ro
 whole model on each rank. benchmarks/sharded_sampling.py compares the two.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-GATHERED = "gathered_weights"  # the name under which DeepSpeed's weights are kept
+GATHERED = "gathered_weights"  # marks DeepSpeed's weights while they are
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def gathered_weights(policy: nn.Module) -> Iterator[None]:
     FSDP2 (torch's `fully_shard`), or of DeepSpeed's ZeRO-3.
     """
     partitioned = [weight for weight in policy.parameters() if hasattr(weight, "ds_id")]  # by ZeRO-3
-    with _gathered_by_deepspeed(partitioned) if partitioned else _gathered_by_fsdp(policy):
+    with _gathered_by_deepspeed(policy, partitioned) if partitioned else _gathered_by_fsdp(policy):
         yield
 
 
@@ -63,20 +64,24 @@ def _gathered_by_fsdp(policy: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _gathered_by_deepspeed(weights: list[nn.Parameter]) -> Iterator[None]:
+def _gathered_by_deepspeed(policy: nn.Module, weights: list[nn.Parameter]) -> Iterator[None]:
     from deepspeed import zero
 
+    modules = list(policy.modules())
+    hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in modules]
     if GATHERED in weights[0].ds_active_sub_modules:
         yield
         return
     with zero.GatheredParameters(weights):
-        for weight in weights:  # a module frees a weight after its forward pass unless another module still uses it
-            weight.ds_active_sub_modules.add(GATHERED)
+        weights[0].ds_active_sub_modules.add(GATHERED)
+        for module in modules:  # their hooks free weights after use, and compare the order of modules between ranks
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
         try:
             yield
         finally:
-            for weight in weights:
-                weight.ds_active_sub_modules.discard(GATHERED)
+            for module, (before, after) in zip(modules, hooks, strict=True):
+                module._forward_pre_hooks, module._forward_hooks = before, after
+            weights[0].ds_active_sub_modules.discard(GATHERED)
 
 
 @contextmanager

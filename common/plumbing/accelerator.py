@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from common import parallel
@@ -40,7 +41,12 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         deepspeed.fill_settings(accelerator, config.micro_batch_size, config.max_grad_norm)
-    elif accelerator.distributed_type != DistributedType.FSDP:
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        if accelerator.mixed_precision == "bf16":  # log-probs, and sums of gradients, are not rounded to it
+            accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+    else:
         accelerator.register_save_state_pre_hook(_save)
         accelerator.register_load_state_pre_hook(_load)
     device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)

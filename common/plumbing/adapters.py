@@ -129,6 +129,11 @@ class _Reference(Policy):
     def __init__(self, policy: Policy):
         ids = (policy.end_of_turn_ids, policy.pad_id)
         super().__init__(policy.model, policy.tokenizer, *ids, policy.temperature, policy.compute_dtype)
+        self._of = (policy,)  # not as a module: that would be a second way to the same weights
+
+    @property
+    def trained(self) -> Policy:
+        return self._of[0]
 
 
 class WithoutAdapter(_Reference):
@@ -156,5 +161,10 @@ class WithAdapterAsItWas(_Reference):
             self._exchange()
 
     def _exchange(self) -> None:
+        if not any(weight is self._weights[0] for weight in self.model.parameters()):
+            raise UserError(
+                "the reference of an adapter that is trained further is not available where weights are sharded: use "
+                "--kl-weight 0, or a configuration without sharding"
+            )
         for index, weight in enumerate(self._weights):
             weight.data, self._copies[index] = self._copies[index], weight.data
