@@ -1,0 +1,109 @@
+"""experiment_accelerate with a model that Accelerate shards over two processes: the training of one process."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = str(ROOT / "experiment_accelerate" / "train.py")
+FLAGS = (
+    *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "3", "--max-new-tokens", "24"),
+    *("--micro-batch-size", "4", "--checkpoint-every", "1", "--lr", "1e-5", "--name", "x"),
+)
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def start(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *command],
+        **{"env": os.environ | {"OMP_NUM_THREADS": "1"} | environment, "capture_output": True, "text": True},
+        timeout=150,
+    )
+
+
+def train_on_two(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    program = str(Path(__file__).with_name("as_on_gpus.py"))
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
+    return start(*launch, TRAIN, *arguments, **FSDP2, **environment)
+
+
+def rows_of(directory: Path, name: str) -> list[dict]:
+    lines = (directory / f"{name}.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{key: row[key] for key in row if not key.startswith(("time/", "memory/"))} for row in rows]
+
+
+def check_same_training(found: Path, expected: Path) -> None:
+    for new, old in zip(rows_of(found, "metrics"), rows_of(expected, "metrics"), strict=True):
+        assert new == pytest.approx(old, rel=1e-4, abs=1e-5)
+    for new, old in zip(rows_of(found, "samples"), rows_of(expected, "samples"), strict=True):
+        assert new["ids"] == old["ids"]
+        assert new["advantage"] == pytest.approx(old["advantage"])
+    weights, others = (load_file(directory / "final" / "model.safetensors") for directory in (found, expected))
+    start = load_file(ROOT / "assets" / "tiny_policy" / "model.safetensors")
+    assert weights.keys() == others.keys()
+    for name in weights:
+        assert (weights[name] - others[name]).abs().max() <= 1e-5
+    moved = sum((others[name] - start[name].float()).norm() ** 2 for name in others) ** 0.5
+    differs = sum((others[name] - weights[name]).norm() ** 2 for name in others) ** 0.5
+    assert differs <= 0.02 * moved  # AdamW turns rounding into a step where a gradient is nearly 0
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """The run of experiment_base in one process."""
+    runs = tmp_path_factory.mktemp("alone")
+    result = start(str(ROOT / "experiment_base" / "train.py"), *FLAGS, "--runs-dir", str(runs))
+    assert result.returncode == 0, result.stderr
+    return runs / "experiment_base" / "x"
+
+
+def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path):
+    """Weights, gradients and optimizer state are sharded; a run of a killed launch is resumed, bit for bit."""
+    result = train_on_two(*FLAGS, "--runs-dir", str(tmp_path))
+    assert result.returncode == 0, result.stderr[-3000:]
+    directory = tmp_path / "experiment_accelerate" / "x"
+    check_same_training(directory, alone)
+
+    checkpoint = directory / "checkpoints" / "step_1"
+    shards = list(checkpoint.glob("pytorch_model_fsdp_0/*.distcp"))
+    assert len(shards) == 2
+    copy = tmp_path / "stopped" / "x"
+    shutil.copytree(directory, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_2")
+    result = train_on_two("--resume", str(copy))
+    assert result.returncode == 0, result.stderr[-3000:]
+    for name in ("metrics", "samples"):
+        assert rows_of(copy, name) == rows_of(directory, name)
+
+    shutil.rmtree(copy / "checkpoints" / "step_2")
+    result = start(TRAIN, "--resume", str(copy))
+    assert result.returncode == 2
+    assert "cannot be continued by these processes" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_trains_as_one_process(alone, tmp_path, stage):
+    pytest.importorskip("deepspeed", exc_type=ImportError)
+    settings = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    settings |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 1}
+    (tmp_path / "deepspeed.json").write_text(json.dumps(settings))
+    launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--use_deepspeed", "--num_processes", "2")
+    options = ("--deepspeed_config_file", str(tmp_path / "deepspeed.json"), "--main_process_port", "0")
+    result = start(*launch, *options, TRAIN, *FLAGS, "--runs-dir", str(tmp_path), DS_ACCELERATOR="cpu")
+    assert result.returncode == 0, result.stderr[-3000:]
+    check_same_training(tmp_path / "experiment_accelerate" / "x", alone)
