@@ -16,8 +16,8 @@ Which devices, in which arithmetic, and whether each holds the whole model or a 
 
 Parent: experiment_base, which explains everything else.
 
-Shapes: Q prompts per step, of which a rank has Q / number of ranks; G completions per prompt, B rows of this rank with
-a group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
+Shapes: Q prompts per step of this rank, its part of --prompts-per-step; G completions per prompt, B = Q*G rows with a
+group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
 the logits at t predict.
 """
 
