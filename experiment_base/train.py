@@ -16,7 +16,7 @@ critic. The reference is the policy as it was before training. Source: DeepSeekM
     python experiment_base/train.py --task my_task.py --data my_rows.jsonl
     tensorboard --logdir runs/experiment_base      # watch it
 
-Left out: several devices, learning rate schedules, reward models, tools. Read next: the README beside this file, then
+Left out: several processes, learning rate schedules, reward models, tools. Read next: the README beside this file, then
 the files of common/ in the order of the main README's table. What is in common/plumbing you can skip.
 
 Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows

@@ -23,5 +23,5 @@ def handle_as_usual() -> None:
 
 
 # only in the program itself, and not where somebody else receives the signal, or has switched it off (nohup)
-if Path(sys.argv[0]).name == "train.py" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if Path(sys.argv[0]).name.startswith("train") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_at_once)

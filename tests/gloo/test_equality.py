@@ -6,6 +6,7 @@ compare that with the update of experiment_base, in this process, on all rows.
 
 import dataclasses
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -212,6 +213,20 @@ def main(path: str) -> None:
 # The tests
 
 
+def launch(num_processes: int, *arguments: str) -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes))
+    result = subprocess.run(
+        [sys.executable, *command, *arguments],
+        **{"env": os.environ | {"OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True, "cwd": ROOT},
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def rows_of(directory: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory) -> Callable[[int], dict]:
     found: dict[int, dict] = {}
@@ -219,13 +234,7 @@ def results_of(tmp_path_factory) -> Callable[[int], dict]:
     def start(num_processes: int) -> dict:
         if num_processes not in found:
             path = tmp_path_factory.mktemp("results") / f"{num_processes}.pt"
-            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-            result = subprocess.run(
-                [sys.executable, *command, __file__, str(path)],
-                **{"env": os.environ | {"OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True, "cwd": ROOT},
-                timeout=200,
-            )
-            assert result.returncode == 0, result.stderr[-3000:]
+            launch(num_processes, __file__, str(path))
             found[num_processes] = torch.load(path)
         return found[num_processes]
 
@@ -281,6 +290,31 @@ def test_gradients_are_equal_on_all_ranks_unless_ddp_is_bypassed(results_of, num
 @each_number
 def test_the_frozen_base_of_an_adapter_is_not_synchronised(results_of, num_processes):
     assert results_of(num_processes)["frozen base left alone"]
+
+
+def test_three_ranks_that_split_groups_train_as_one_process(tmp_path, load_script):
+    """Of four prompts with groups of six, rank 0 samples the first group and two rows of the second."""
+    flags = (
+        *("--steps", "2", "--prompts-per-step", "4", "--group-size", "6", "--eval-prompts", "5", "--runs-dir"),
+        *(str(tmp_path), "--max-new-tokens", "24", "--micro-batch-size", "3", "--lr", "1e-5", "--name", "x"),
+    )
+    load_script("experiment_base/train.py").main(list(flags))
+    launch(3, str(ROOT / "experiment_accelerate_ddp" / "train.py"), *flags)
+    old, new = (tmp_path / name / "x" for name in ("experiment_base", "experiment_accelerate_ddp"))
+
+    for row, expected in zip(rows_of(new, "samples"), rows_of(old, "samples"), strict=True):  # two groups of each step
+        for name in ("step", "prompt_index", "completion_index", "ids", "rewards", "finish_reason"):
+            assert row[name] == expected[name]
+        assert row["advantage"] == pytest.approx(expected["advantage"])
+        for name in ("sampler_log_probs", "log_probs_ref", "entropy"):
+            assert row[name] == pytest.approx(expected[name], abs=1e-4)
+    assert any(row["advantage"] for row in rows_of(old, "samples")[6:8])  # rows of rank 0 in the second group
+
+    for metrics, expected in zip(rows_of(new, "metrics"), rows_of(old, "metrics"), strict=True):
+        assert metrics.keys() - {"time/waiting"} == expected.keys()
+        for name in expected.keys() - {key for key in expected if key.startswith(("time/", "memory/"))}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+    assert 0 < rows_of(new, "metrics")[1]["time/waiting"] < 1
 
 
 if __name__ == "__main__":

@@ -11,8 +11,12 @@ FIRST_SHELF = [
     path for folder in ("common", "common/tasks", "common/fast") for path in sorted((ROOT / folder).glob("*.py"))
 ]
 PLUMBING = sorted((ROOT / "common/plumbing").glob("*.py"))
-MOST_LINES_TO_READ = 1125
-MOST_LINES_OF_TRAIN = {"experiment_sft": 220}  # 200 for others
+MOST_LINES_TO_READ = 1310
+MOST_LINES_OF_TRAIN = {
+    "experiment_sft": 220,
+    "experiment_accelerate": 205,
+    "experiment_accelerate_ddp": 205,
+}  # 200 for others
 
 
 def imports_of(path: Path) -> set[str]:
