@@ -55,10 +55,11 @@ class Policy(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.share_prompts = True
         self.max_logits = MAX_LOGITS
+        self.compute_device: torch.device | None = None  # if it is not where the weights are: they can be offloaded
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return self.compute_device or self.model.device
 
     @property
     def trained(self) -> nn.Module:

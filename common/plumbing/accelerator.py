@@ -63,6 +63,7 @@ def prepare(
         # Each call of a layer, and under ZeRO-3 of the LM head, is a message to all ranks. So their number must not
         # depend on the data.
         policy.share_prompts, policy.max_logits = False, sys.maxsize
+        policy.compute_device = accelerator.device
     return accelerator.prepare(policy, optimizer)
 
 

@@ -101,6 +101,13 @@ def test_a_run_is_kept_under_the_name_of_its_experiment(experiment):
     assert re.findall(r'start_run\("(\w+)"', (experiment / "train.py").read_text(encoding="utf-8")) == [experiment.name]
 
 
+@pytest.mark.parametrize("name", ["accelerate", "accelerate_ddp"])
+def test_names_of_earlier_documents_are_links(name):
+    link = ROOT / f"experiment_{name}" / f"train_{name}.py"
+    assert link.is_symlink()
+    assert link.readlink() == Path("train.py")
+
+
 def test_no_two_python_files_are_equal():
     """Except symbolic links and empty files: what two experiments share belongs in common/."""
     if not (ROOT / ".git").exists():
