@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 VOCAB, ROWS, STEPS = 24, 24, 3
 GROUP_SIZES = {"experiment_accelerate": 4, "experiment_accelerate_ddp": 6}  # groups of 6 are split by ranks of 8 rows
 SCENARIOS = ("ragged", "no_signal", "none_at_all", "longest", "minibatches", "constant", "adamw", "lora", "skipped")
+if importlib.util.find_spec("bitsandbytes") is not None:
+    SCENARIOS += ("lora_4bit",)
 
 
 # What every process does
@@ -45,8 +47,13 @@ def make_policy(scenario: str) -> Policy:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from common.plumbing.adapters import add_adapter
-    from common.plumbing.loading import exclude_frozen
+    from common.plumbing.config import PolicyConfig
+    from common.plumbing.loading import exclude_frozen, load_policy
 
+    if scenario == "lora_4bit":
+        policy = load_policy(PolicyConfig(device="cpu", lora_rank=4, load_in="4bit"))
+        train_adapter(policy)
+        return policy
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -55,12 +62,17 @@ def make_policy(scenario: str) -> Policy:
     model = LlamaForCausalLM(config)
     policy = Policy(add_adapter(model, rank=4) if scenario == "lora" else model, None, [2], pad_id=0)
     if scenario == "lora":
-        with torch.no_grad():
-            for name, weight in policy.named_parameters():
-                if "lora_B" in name:  # else A would have no gradient
-                    weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
+        train_adapter(policy)
     exclude_frozen(policy)
     return policy
+
+
+@torch.no_grad()
+def train_adapter(policy: Policy) -> None:
+    """Let B be something: while it is 0, A has no gradient."""
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
 
 
 def make_rows(group_size: int, scenario: str) -> tuple[list[Trajectory], torch.Tensor]:
