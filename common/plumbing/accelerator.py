@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.policy import Policy
 
 from common.plumbing.config import ConfigT
-from common.plumbing.processes import PATIENCE, check_divides, could_not_meet
+from common.plumbing.processes import TIME_TO_MEET, be_patient, check_divides, could_not_meet
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
 
@@ -25,11 +25,13 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     Raises:
         UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
     """
-    handlers = [InitProcessGroupKwargs(timeout=PATIENCE)]
+    handlers = [InitProcessGroupKwargs(timeout=TIME_TO_MEET)]
     try:
         accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=handlers)
     except distributed.DistError as error:
         raise could_not_meet(error) from error
+    if distributed.is_initialized():
+        be_patient()
     with together():
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type not in SHARDED:

@@ -13,7 +13,8 @@ from common.parallel import world_size
 from common.plumbing.config import ConfigT
 from common.plumbing.ranks import num_launched, together
 
-PATIENCE = timedelta(hours=1)  # for which a process waits for the others: for the longest rollout, or a slow disk
+TIME_TO_MEET = timedelta(minutes=5)  # for which the first process waits for the last one
+PATIENCE = timedelta(hours=1)  # for which they wait later: for the longest rollout, or a slow disk
 
 
 def start_processes(config: ConfigT) -> ConfigT:
@@ -46,9 +47,15 @@ def meet(backend: str) -> None:
         return
     alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
     try:
-        distributed.init_process_group(backend, timeout=PATIENCE, **alone)
+        distributed.init_process_group(backend, timeout=TIME_TO_MEET, **alone)
     except (distributed.DistError, ValueError) as error:
         raise could_not_meet(error) from error
+    be_patient()
+
+
+def be_patient() -> None:
+    """Let processes that have met wait longer for each other."""
+    distributed.distributed_c10d._set_pg_timeout(PATIENCE)  # torch has no public name for it
 
 
 def could_not_meet(error: Exception) -> UserError:
