@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
-from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from common.policy import Policy
 
 from common.plumbing.config import ConfigT
-from common.plumbing.processes import TIME_TO_MEET, be_patient, check_divides, could_not_meet
+from common.plumbing.processes import PATIENCE, check_divides, meeting
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
 
@@ -25,13 +24,9 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     Raises:
         UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
     """
-    handlers = [InitProcessGroupKwargs(timeout=TIME_TO_MEET)]
-    try:
+    handlers = [InitProcessGroupKwargs(timeout=PATIENCE)]
+    with meeting():
         accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=handlers)
-    except distributed.DistError as error:
-        raise could_not_meet(error) from error
-    if distributed.is_initialized():
-        be_patient()
     with together():
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type not in SHARDED:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -11,9 +14,12 @@ from common.errors import UserError
 from common.parallel import world_size
 
 from common.plumbing.config import ConfigT
+from common.plumbing.ending import leave
 from common.plumbing.ranks import num_launched, together
+from common.plumbing.signals import call_after
+from common.plumbing.terminal import say
 
-TIME_TO_MEET = timedelta(minutes=5)  # for which the first process waits for the last one
+TIME_TO_MEET = 600.0  # seconds for which the first process waits for the last one
 PATIENCE = timedelta(hours=1)  # for which they wait later: for the longest rollout, or a slow disk
 
 
@@ -47,15 +53,30 @@ def meet(backend: str) -> None:
         return
     alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
     try:
-        distributed.init_process_group(backend, timeout=TIME_TO_MEET, **alone)
-    except (distributed.DistError, ValueError) as error:
+        with meeting():
+            distributed.init_process_group(backend, timeout=PATIENCE, **alone)
+    except ValueError as error:  # a variable of the launcher is missing
         raise could_not_meet(error) from error
-    be_patient()
 
 
-def be_patient() -> None:
-    """Let processes that have met wait longer for each other."""
-    distributed.distributed_c10d._set_pg_timeout(PATIENCE)  # torch has no public name for it
+@contextmanager
+def meeting() -> Iterator[None]:
+    """End the process if it does not meet the others in the block within `TIME_TO_MEET`.
+
+    Raises:
+        UserError: they cannot meet.
+    """
+
+    def give_up() -> None:
+        waited = TimeoutError(f"waited for {TIME_TO_MEET:.0f} s")
+        say(f"error: {could_not_meet(waited)}", sys.stderr, anyway=True)
+        leave(2)
+
+    try:
+        with call_after(TIME_TO_MEET, give_up):  # torch has no limit for a port where a stranger is silent
+            yield
+    except distributed.DistError as error:
+        raise could_not_meet(error) from error
 
 
 def could_not_meet(error: Exception) -> UserError:
