@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.policy import Policy
 
 from common.plumbing.config import ConfigT
-from common.plumbing.processes import PATIENCE, check_divides, meeting
+from common.plumbing.processes import PATIENCE, check_divides, meet, meeting, num_restarts
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
 
@@ -25,6 +25,9 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
         UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
     """
     handlers = [InitProcessGroupKwargs(timeout=PATIENCE)]
+    if num_restarts():  # Accelerate would look for the addresses of before; it takes processes that have met
+        is_on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+        meet("gloo" if is_on_cpu else "cpu:gloo,cuda:nccl")
     with meeting():
         accelerator = Accelerator(cpu=config.device == "cpu", kwargs_handlers=handlers)
     with together():

@@ -51,12 +51,28 @@ def meet(backend: str) -> None:
     """
     if distributed.is_initialized():
         return
-    alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
+    place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
     try:
         with meeting():
-            distributed.init_process_group(backend, timeout=PATIENCE, **alone)
+            distributed.init_process_group(backend, timeout=PATIENCE, **(place or _place_after_restart()))
     except ValueError as error:  # a variable of the launcher is missing
         raise could_not_meet(error) from error
+
+
+def num_restarts() -> int:
+    """How often torchrun has started the processes again (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _place_after_restart() -> dict:
+    """Where processes meet that were started again: torchrun's store can hold the addresses of those that ended."""
+    if not num_restarts():
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
+    store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
+    store = distributed.PrefixStore(f"restart {num_restarts()}", store)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": num_launched()}
 
 
 @contextmanager

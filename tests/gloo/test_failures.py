@@ -315,3 +315,45 @@ def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_
     assert lines_of(directory) == lines_of(expected)
     for name in ("samples.jsonl", "final/model.safetensors"):
         assert (directory / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def interrupted(place) -> tuple[Path, str]:
+    """A run of experiment_accelerate that Ctrl-C in a terminal has ended in step 3 or 4, and what it printed."""
+    directory = place / "runs" / ACCELERATE / "interrupted"
+    flags = (*SMALL, "--checkpoint-every", "0", "--task", "task.py", "--name", "interrupted")
+    with started(*torchrun(ACCELERATE, *flags), cwd=place, FAULT="nan") as process:
+        wait_until(lambda: last_step(directory) >= 2, process)
+        os.killpg(process.pid, signal.SIGINT)
+        output = end(process)
+    assert process.returncode != 0
+    return directory, output
+
+
+def test_ctrl_c_ends_all_after_the_step_with_a_checkpoint(interrupted):
+    directory, output = interrupted
+    command = f"torchrun --nproc-per-node 2 {ROOT}/{ACCELERATE}/train.py --resume runs/{ACCELERATE}/interrupted"
+    assert re.findall("^interrupted; resume with: (.*)$", output, re.MULTILINE) == [command]
+    assert output.count("stopping: this step is finished first") == 1
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{last_step(directory)}"]
+
+
+def test_a_full_disk_ends_all(place, interrupted, tmp_path):
+    directory = copy_of(interrupted[0], tmp_path)
+    command = torchrun(ACCELERATE, "--resume", directory, "--steps", "6")
+    with started("bash", "-c", 'ulimit -f 2000; exec "$@"', "bash", *command, cwd=place, FAULT="nan") as process:
+        sentence = refusal(process)
+    assert sentence.startswith(f"{directory} could not be written"), sentence
+    assert sentence.endswith(f"--resume {directory}")
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_run_resumes_with_other_numbers_of_processes(place, interrupted, uninterrupted, tmp_path, processes):
+    """Of a checkpoint that two processes have written, with a sentence; the result is that of two."""
+    directory = copy_of(interrupted[0], tmp_path)
+    command = torchrun(ACCELERATE, "--resume", directory, processes=processes)
+    with started(*command, cwd=place, FAULT="nan") as process:
+        output = end(process)
+    assert process.returncode == 0, output
+    assert output.count(f"the run began with processes 2 and resumes with {processes}: figures may differ") == 1
+    assert_close(lines_of(directory), lines_of(uninterrupted[0]))
