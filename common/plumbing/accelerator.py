@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, InitProcessGroupKwargs
-from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +16,7 @@ from common.policy import Policy
 from common.plumbing import deepspeed
 from common.plumbing.config import ConfigT
 from common.plumbing.launch import check_launch, requested_launch
-from common.plumbing.processes import PATIENCE, check_divides, could_not_meet
+from common.plumbing.processes import PATIENCE, check_divides, meet, meeting, num_restarts
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
 
@@ -29,13 +28,13 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
         UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
     """
     on_cpu, by_deepspeed = config.device == "cpu", requested_launch().sharding == "deepspeed"
+    if num_restarts():  # Accelerate would look for the addresses of before; it takes processes that have met
+        meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
     # With cpu=True Accelerate would ignore DeepSpeed, and without a backend the other processes
     backend = "gloo" if on_cpu and by_deepspeed else None
     handlers = [InitProcessGroupKwargs(timeout=PATIENCE, backend=backend)]
-    try:
+    with meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
-    except distributed.DistError as error:
-        raise could_not_meet(error) from error
     with together():
         check_launch(accelerator)
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")

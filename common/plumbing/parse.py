@@ -1,10 +1,12 @@
 """The command line: read, resolved and checked, before anything is loaded."""
 
 import dataclasses
+import io
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from common.errors import UserError
@@ -19,10 +21,12 @@ from common.plumbing.checks import (
     flag,
 )
 from common.plumbing.config import RESOLVED, ConfigT, RunConfig, resolve
+from common.plumbing.ending import may_say_why
 from common.plumbing.flags import make_flags, show_description
+from common.plumbing.ranks import num_launched
 from common.plumbing.settings import NOT_FLAGS, read_settings
 from common.plumbing.task_file import bundled_tasks, import_task
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import printable, say
 
 MAX_DIGITS = 4000  # Python reads up to 4300 of an integer
 
@@ -74,12 +78,29 @@ def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
     markers = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)  # --lr, not --algorithm.lr; FLOAT, not {None}|FLOAT
-    groups = tyro.cli(make_flags(config), args=argv, description="", config=markers)
+    with _told_once():
+        groups = tyro.cli(make_flags(config), args=argv, description="", config=markers)
     config = dataclasses.replace(
         config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
     )
     check_texts(config)
     return with_absolute_paths(config)
+
+
+@contextmanager
+def _told_once() -> Iterator[None]:
+    """Let one of several processes print what is wrong with a command line, which is the same for all."""
+    if num_launched() == 1:
+        yield
+        return
+    errors = io.StringIO()
+    try:
+        with redirect_stderr(errors):
+            yield
+    except SystemExit as end:
+        if end.code and may_say_why():
+            say(errors.getvalue().rstrip("\n"), sys.stderr, anyway=True)
+        raise
 
 
 def _check_words(config_class: type[ConfigT], argv: Sequence[str]) -> None:

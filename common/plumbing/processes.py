@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -11,9 +14,13 @@ from common.errors import UserError
 from common.parallel import world_size
 
 from common.plumbing.config import ConfigT
+from common.plumbing.ending import leave
 from common.plumbing.ranks import num_launched, together
+from common.plumbing.signals import call_after
+from common.plumbing.terminal import say
 
-PATIENCE = timedelta(hours=1)  # for which a process waits for the others: for the longest rollout, or a slow disk
+TIME_TO_MEET = 600.0  # seconds for which the first process waits for the last one
+PATIENCE = timedelta(hours=1)  # for which they wait later: for the longest rollout, or a slow disk
 
 
 def start_processes(config: ConfigT) -> ConfigT:
@@ -44,10 +51,47 @@ def meet(backend: str) -> None:
     """
     if distributed.is_initialized():
         return
-    alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
+    place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
     try:
-        distributed.init_process_group(backend, timeout=PATIENCE, **alone)
-    except (distributed.DistError, ValueError) as error:
+        with meeting():
+            distributed.init_process_group(backend, timeout=PATIENCE, **(place or _place_after_restart()))
+    except ValueError as error:  # a variable of the launcher is missing
+        raise could_not_meet(error) from error
+
+
+def num_restarts() -> int:
+    """How often torchrun has started the processes again (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _place_after_restart() -> dict:
+    """Where processes meet that were started again: torchrun's store can hold the addresses of those that ended."""
+    if not num_restarts():
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
+    store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
+    store = distributed.PrefixStore(f"restart {num_restarts()}", store)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": num_launched()}
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """End the process if it does not meet the others in the block within `TIME_TO_MEET`.
+
+    Raises:
+        UserError: they cannot meet.
+    """
+
+    def give_up() -> None:
+        waited = TimeoutError(f"waited for {TIME_TO_MEET:.0f} s")
+        say(f"error: {could_not_meet(waited)}", sys.stderr, anyway=True)
+        leave(2)
+
+    try:
+        with call_after(TIME_TO_MEET, give_up):  # torch has no limit for a port where a stranger is silent
+            yield
+    except distributed.DistError as error:
         raise could_not_meet(error) from error
 
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import TypeVar
 
 from torch import distributed
@@ -100,14 +99,3 @@ def has_lost_others(error: BaseException) -> bool:
     """Whether an error means that another process has gone."""
     is_gloo = isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection closed by peer" in str(error))
     return world_size() > 1 and (is_gloo or isinstance(error, distributed.DistError))
-
-
-def is_first(event: str) -> bool:
-    """Whether no other process has asked about `event` before: this one speaks of it, as the main one may be gone."""
-    try:
-        store = distributed.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=5)
-        )
-        return store.add(event, 1) == 1
-    except (KeyError, ValueError, distributed.DistError):  # the process that held the store has gone
-        return True

@@ -7,7 +7,6 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out..
 import json
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from common.errors import UserError
 from common.evaluate import Evaluation
 from common.experience import Experience
-from common.parallel import gather, is_main
+from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
 
@@ -31,17 +30,17 @@ from common.plumbing.held_out import read_before
 from common.plumbing.history import BEFORE, METRICS, SAMPLES, flush_logs
 from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
-from common.plumbing.ranks import EndedElsewhereError, launcher, num_launched, on_main
+from common.plumbing.ranks import EndedElsewhereError, launcher, on_main
 from common.plumbing.samples import describe_best, write_samples
 from common.plumbing.saving import save_base, save_final
 from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.stopping import StopRequest
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
 from common.plumbing.terminal import say_above_progress
 from common.plumbing.weights import count_parameters
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
-SAME_CTRL_C = 1.0  # seconds in which signals to several processes count as one
 
 
 class Run:
@@ -60,10 +59,7 @@ class Run:
         self._diagnosis = Diagnosis(config)
         self._num_skipped = 0  # consecutive steps
         self._parameters: dict[str, int] = {}  # how many, for the summary
-        self._stop_requested = False
-        self._stop_requested_at = 0.0
-        self._is_stopping = False  # what all processes have agreed on
-        self.is_interrupted = False  # stopped at once, not at the end of a step
+        self.stop = StopRequest(self.tell)
         self._bar = None
         self._last_step = 0
         self._clock = StepClock(config.device)
@@ -80,7 +76,7 @@ class Run:
     def tell(self, sentence: str) -> None:
         """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
         if not say_above_progress(sentence):
-            self._stop_requested = True
+            self.stop.is_made = True
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Give a resumed run's policy and optimizer the state of its checkpoint; does nothing in a new run.
@@ -118,7 +114,7 @@ class Run:
                 raise UserError(self.stop_reason)
             if self.stop_reason is not None:
                 raise EndedElsewhereError
-            if self._is_stopping:
+            if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
 
@@ -171,9 +167,8 @@ class Run:
 
         None is due while updates are being skipped: what led to that is nothing to continue from.
         """
-        self._is_stopping = any(gather(self._stop_requested))
         every = self.config.checkpoint_every
-        is_due = self._is_stopping or (every and (step % every == 0 or step == self._last_step))
+        is_due = self.stop.agree() or (every and (step % every == 0 or step == self._last_step))
         if is_due and not self._num_skipped:
             on_main(lambda: save_base(self.config, policy, self.directory / "base"))
             logs = on_main(lambda: flush_logs(self.directory))
@@ -223,12 +218,5 @@ class Run:
             self._lock.release()
 
     def request_stop(self, *_) -> None:
-        """On Ctrl-C or SIGTERM: in a step, let it end and write a checkpoint; elsewhere, or a second time, stop now."""
-        now = time.monotonic()
-        if self._stop_requested and num_launched() > 1 and now < self._stop_requested_at + SAME_CTRL_C:
-            return  # the terminal signals every process, and then torchrun passes its own signal on
-        if self._bar is None or self._stop_requested:
-            self.is_interrupted = True
-            raise KeyboardInterrupt
-        self._stop_requested, self._stop_requested_at = True, now
-        self.tell("stopping: this step is finished first, and a checkpoint written (Ctrl-C again: at once)")
+        """On Ctrl-C or SIGTERM, see `StopRequest.receive`."""
+        self.stop.receive(is_in_step=self._bar is not None)

@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,37 @@ def signals_to(handler: Callable[..., None]) -> Iterator[None]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def call_after_signal(seconds: float, function: Callable[[], None]) -> Iterator[None]:
+    """Call `function`, in another thread, if the block has not ended so many seconds after a signal.
+
+    A handler could not do it: Python calls one when the main thread comes back from the library that it is in, and that
+    may be waiting for another process for good.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers, sender = socket.socketpair()
+    sender.setblocking(False)
+
+    def watch() -> None:
+        number = numbers.recv(1)  # of a signal; nothing at the end of the block
+        numbers.settimeout(seconds)
+        try:
+            while number:
+                number = numbers.recv(1)
+        except TimeoutError:
+            function()
+
+    threading.Thread(target=watch, daemon=True).start()
+    previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        sender.close()
 
 
 @contextmanager

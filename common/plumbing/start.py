@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 from torch import distributed
@@ -17,12 +16,13 @@ from common.parallel import is_main, rank, world_size
 from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
 from common.plumbing.directory import RunDirectory, make_directory
+from common.plumbing.ending import LOST, ignore_further_signals, leave, may_say_why, wait_until_said
 from common.plumbing.machine import describe_machine
 from common.plumbing.ranks import (
     EndedElsewhereError,
     check_alike,
     has_lost_others,
-    is_first,
+    is_speaker,
     num_launched,
     on_main,
     together,
@@ -30,8 +30,8 @@ from common.plumbing.ranks import (
 from common.plumbing.resume import open_resumed_run
 from common.plumbing.run import Run
 from common.plumbing.settings import change_settings, describe_settings, wandb_settings, write_settings
-from common.plumbing.signals import signals_to
 from common.plumbing.sources import describe_sources
+from common.plumbing.stopping import stoppable
 from common.plumbing.task import Task, TaskError
 from common.plumbing.terminal import discard_output, prepare_output, say
 
@@ -52,25 +52,36 @@ def run_main(main: Callable[[], object]) -> None:
     except BrokenPipeError:
         discard_output()
         status = 141
+    if num_launched() > 1:
+        leave(status or 0)
     if status:
         sys.exit(status)
 
 
-def _call(main: Callable[[], object]) -> object:
+def _call(main: Callable[[], object]) -> int:
     """The exit status of a program."""
     try:
         main()
-    except UserError as error:
-        process = "" if rank() == 0 else f"process {rank()}: "  # the main one knows nothing of this error
-        say(f"error: {process}{error}".replace("\n", " "), sys.stderr, anyway=rank() > 0)
-        return 2
     except EndedElsewhereError:
+        wait_until_said()
         return 2
     except KeyboardInterrupt as interrupt:
-        say(f"\n{interrupt or 'interrupted'}", sys.stderr)
+        ignore_further_signals()
+        if may_say_why(otherwise=is_speaker()):
+            say(f"\n{interrupt or 'interrupted'}", sys.stderr, anyway=True)
         return 130
     except SystemExit as end:  # after --help, for example
         return end.code
+    except Exception as error:
+        if not isinstance(error, UserError) and not has_lost_others(error):
+            raise
+        ignore_further_signals()
+        if may_say_why():
+            sentence = str(error if isinstance(error, UserError) else LOST).replace("\n", " ")
+            # the main process may know nothing of another one's error, and be in the middle of a line
+            start = f"\nerror: process {rank()}: " if rank() > 0 else "error: "
+            say(start + sentence, sys.stderr, anyway=True)
+        return 2
     return 0
 
 
@@ -93,22 +104,24 @@ def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -
         )
     torch.set_num_threads(config.threads)
     run = _open_run(experiment, config, task)
-    with signals_to(run.request_stop):
+    with stoppable(run.request_stop, run.resume_command):
         try:
             try:
                 yield run
             except Exception as error:
-                if run.is_interrupted:  # during an import, for example, which can turn it into an error of its own
+                if run.stop.is_interrupted:  # during an import, for example, which can turn it into an error of its own
                     raise KeyboardInterrupt from None
-                if is_main() and not config.resume and not (run.directory / "metrics.jsonl").exists():
+                is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
+                if is_main() and not is_kept:
                     shutil.rmtree(run.directory)
                 if has_lost_others(error):
-                    _end_alone(run)
+                    hint = f"; resume with: {run.resume_command}" if run.directory.exists() else ""
+                    raise UserError(f"{LOST}{hint}") from error
                 raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; resume with: {run.resume_command}") from None
         except TaskError as error:
-            if not run.directory.exists():
+            if not is_kept:
                 raise
             change_settings(run.directory, task_failed=True)  # so that a corrected one is accepted
             raise UserError(f"{error}. When it is corrected, resume with: {run.resume_command}") from error
@@ -121,15 +134,6 @@ def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -
             ) from error
         finally:
             run.close()
-
-
-def _end_alone(run: Run) -> NoReturn:
-    """End a process whose connection to another one was lost; the first that notices it says so."""
-    if is_first(f"connection lost {run.directory}"):
-        hint = f"; resume with: {run.resume_command}" if run.directory.exists() else ""
-        sentence = "the connection to another process was lost: its own message, or the launcher's, says why it ended"
-        say(f"error: {sentence}{hint}", sys.stderr, anyway=True)
-    raise EndedElsewhereError
 
 
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None) -> Run:

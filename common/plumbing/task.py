@@ -182,7 +182,7 @@ class Task:
             ) from None
 
     def _tell(self, function: str, row: dict, problem: str) -> None:
-        say(str(self._error(function, row, problem)), sys.stderr)
+        say(str(self._error(function, row, problem)), sys.stderr, anyway=True)  # another process does not know it
 
     def _error(self, function: str, row: dict, problem: str) -> TaskError:
         return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")

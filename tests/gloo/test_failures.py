@@ -1,0 +1,361 @@
+"""What goes wrong with several processes ends all of them, soon, with one sentence; and what was learned is not lost.
+
+Every launch is a real one, of `torchrun` or by hand, and ends with a timeout if a process waits in vain.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
+
+ROOT = Path(__file__).resolve().parents[2]
+ACCELERATE, DDP = "experiment_accelerate", "experiment_accelerate_ddp"
+PATIENCE = 100  # seconds after which a launch counts as hung; on busy cores a start alone takes a minute
+SMALL = (
+    *("--steps", "6", "--prompts-per-step", "6", "--group-size", "2", "--eval-prompts", "4", "--eval-every", "0"),
+    *("--max-new-tokens", "12", "--checkpoint-every", "2"),
+)
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# arithmetic, with rewards that are not numbers, or that raise an error, for the last prompt of step 2: on the last rank
+TASK = """
+import os
+from common.tasks.arithmetic import *
+from common.tasks import arithmetic
+del solution  # which is asked for once per row, before training
+def reward(row, text):
+    if row["question"] == {question!r} and "<answer>" in text and os.environ.get("FAULT") == "raise":
+        raise ValueError("broken")
+    rewards = arithmetic.reward(row, text)
+    if row["question"] == {question!r} and os.environ.get("FAULT") == "nan":
+        rewards["correct"] = float("nan")
+    return rewards
+"""
+# The unchanged program; at its end all processes compare the policies that they hold.
+AND_COMPARE_POLICIES = """
+import runpy, sys
+from common.parallel import gather
+from common.plumbing.run import Run
+save_final = Run.save_final
+def compare_and_save(run, policy):
+    sums = gather([weight.double().sum().item() for weight in policy.parameters()])
+    print(f"equal policies: {sums[0] == sums[-1]}, {len(sums)} processes", flush=True)
+    return save_final(run, policy)
+Run.save_final = compare_and_save
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# The unchanged program, which waits less for the others.
+WITHOUT_PATIENCE = """
+import runpy, sys
+from common.plumbing import processes
+processes.TIME_TO_MEET = 3.0
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+# Launches
+
+
+@contextmanager
+def started(*command: str | Path, cwd: Path, **environment: str) -> Iterator[subprocess.Popen]:
+    """A program started as from a user's shell, with what it starts; all of them end with the block."""
+    process = subprocess.Popen(
+        [str(part) for part in command], cwd=cwd, env=ENVIRONMENT | environment, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def torchrun(script: str, *flags: str | Path, processes: int = 2, options: tuple[str, ...] = ()) -> list[str]:
+    where = ("--master-port", str(free_port())) if processes == 2 else ("--standalone",)  # two ways to meet
+    command = ["torchrun", *where, "--nproc-per-node", str(processes), *options, ROOT / script / "train.py", *flags]
+    return [str(part) for part in command]
+
+
+def by_hand(rank: int, port: int) -> dict[str, str]:
+    """The environment of one of two processes that no launcher has started."""
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def end(process: subprocess.Popen) -> str:
+    """What was printed, also by all that it has started; there is no traceback of ours."""
+    output = process.communicate(timeout=PATIENCE)[0]
+    assert 'train.py", line' not in output, output
+    assert "terminate called" not in output, output  # an abort at the very end
+    return output
+
+
+def refusal(process: subprocess.Popen) -> str:
+    """The one sentence of a launch that has failed."""
+    output = end(process)
+    assert process.returncode != 0
+    sentences = re.findall("^error: (.*)$", output, re.MULTILINE)
+    assert len(sentences) == 1, output
+    return sentences[0]
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None, f"it ended too early:\n{process.communicate()[0]}"
+        assert time.monotonic() < deadline, "it hangs"
+        time.sleep(0.01)
+
+
+def worker(launcher: subprocess.Popen, rank: int) -> int:
+    """The id of the process that torchrun has started as a rank."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher.pid and f"\0RANK={rank}\0".encode() in (path / "environ").read_bytes():
+                return int(path.name)
+        except OSError:
+            continue
+    raise ProcessLookupError(rank)
+
+
+# Runs
+
+
+def lines_of(directory: Path) -> list[dict]:
+    """The complete lines of metrics.jsonl, without time and memory."""
+    path = directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+    return [{name: row[name] for name in row if not name.startswith(("time/", "memory/"))} for row in rows]
+
+
+def last_step(directory: Path) -> int:
+    return max((row["step"] for row in lines_of(directory)), default=-1)
+
+
+def assert_close(found: list[dict], expected: list[dict]) -> None:
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name in row:
+            assert row[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), (name, row["step"])
+
+
+def copy_of(directory: Path, runs: Path) -> Path:
+    return Path(shutil.copytree(directory, runs / directory.parent.name / directory.name))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Where launches start; it has a task whose rewards fail when FAULT says so."""
+    from common.plumbing.data import prompts_of_step, read_rows
+
+    place = tmp_path_factory.mktemp("place")
+    rows = read_rows(str(ROOT / "data" / "math_tasks.jsonl"), {})
+    question = rows[prompts_of_step(len(rows), 6, 2, seed=0)[-1]]["question"]
+    (place / "task.py").write_text(TASK.format(question=question))
+    return place
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(place) -> tuple[Path, str]:
+    """A run of two processes without interruption, and what it printed; it skips the update of step 2."""
+    script = ROOT / DDP / "train.py"
+    command = torchrun(DDP, *SMALL, "--task", "task.py", "--name", "uninterrupted")
+    command = [*command[: command.index(str(script))], "--no-python", sys.executable, "-c", AND_COMPARE_POLICIES,
+               *command[command.index(str(script)) :]]  # fmt: skip
+    with started(*command, cwd=place, FAULT="nan") as process:
+        output = end(process)
+    assert process.returncode == 0, output
+    return place / "runs" / DDP / "uninterrupted", output
+
+
+# Mistakes
+
+
+def test_unequal_parts_are_refused(tmp_path):
+    """And nothing is left behind, not even the directory of the experiment's runs."""
+    for script, flags, sentence in (
+        (ACCELERATE, ("--prompts-per-step", "5"), "--prompts-per-step: 5 prompts cannot be divided among 2 processes"),
+        (DDP, ("--prompts-per-step", "3", "--group-size", "3"), "9 rows cannot be divided among 2 processes"),
+    ):
+        with started(*torchrun(script, *flags), cwd=tmp_path) as process:
+            assert sentence in refusal(process)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_command_line_is_explained_once(tmp_path):
+    with started(*torchrun(DDP, "--nonsense"), cwd=tmp_path) as process:
+        assert end(process).count("Unrecognized options: --nonsense") == 1
+    assert process.returncode != 0
+    with started(*torchrun(DDP, "--group-size", "1"), cwd=tmp_path) as process:
+        assert re.match("--group-size must be 2 to ", refusal(process))
+    with started(*torchrun(ACCELERATE, "--help", processes=3), cwd=tmp_path) as process:
+        assert end(process).count("--prompts-per-step") == 1
+    assert process.returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", [ACCELERATE, DDP])
+def test_processes_that_cannot_meet_say_so(tmp_path, script):
+    """Of two started by hand, the main one finds its port taken, and the other one a stranger; one is alone."""
+    program = (sys.executable, "-c", WITHOUT_PATIENCE, ROOT / script / "train.py")
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        with (
+            started(*program, cwd=tmp_path, **by_hand(0, port)) as main,
+            started(*program, cwd=tmp_path, **by_hand(1, port)) as other,
+            started(*program, cwd=tmp_path, **by_hand(0, free_port())) as lonely,
+        ):
+            for process, reason in ((main, "in use"), (other, "waited for 3 s"), (lonely, "waited for 3 s")):
+                sentence = refusal(process)
+                assert sentence.startswith("the 2 processes could not meet at 127.0.0.1:")
+                assert reason in sentence
+    assert not list(tmp_path.iterdir())
+
+
+DIFFERENCES = [
+    (ACCELERATE, ("--data", "nowhere.jsonl"), "process 1: nowhere.jsonl: there is no such file"),
+    (DDP, ("--data", "data.jsonl", "--seed", "1"), "--seed is 0 in process 0, but 1 in process 1"),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "sentence"), DIFFERENCES, ids=["a missing file", "another flag"])
+def test_processes_that_differ_are_refused(tmp_path, script, flags, sentence):
+    """The main process says it; the other one has nothing to add."""
+    rows = (ROOT / "data" / "math_tasks.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "data.jsonl").write_text("".join(rows[:40]))
+    program, port = (sys.executable, ROOT / script / "train.py", *SMALL), free_port()
+    with (
+        started(*program, "--data", "data.jsonl", cwd=tmp_path, **by_hand(0, port)) as main,
+        started(*program, *flags, cwd=tmp_path, **by_hand(1, port)) as other,
+    ):
+        assert re.match(sentence, refusal(main))
+        assert "error" not in end(other)
+        assert other.returncode == 2
+    assert not (tmp_path / "runs").exists()
+
+
+# Faults in a run
+
+
+def test_an_update_is_skipped_by_all_together(uninterrupted):
+    """Where one rank has a reward that is not a number; the policies of the ranks remain equal."""
+    directory, output = uninterrupted
+    assert "equal policies: True, 2 processes" in output
+    assert [row["loss/skipped"] for row in lines_of(directory)[1:-1]] == [0, 1, 0, 0, 0, 0]
+    assert len(re.findall("step 2: the gradient was not finite", output)) == 1
+    assert len(re.findall("an update with it is skipped", output)) == 1  # by the rank that has the row
+
+
+def test_an_error_of_one_rank_ends_all(place):
+    """Of the task, in a step; the directory stays, and what the run began with."""
+    flags = (*SMALL, "--task", "task.py", "--name", "broken")
+    with started(*torchrun(ACCELERATE, *flags), cwd=place, FAULT="raise") as process:
+        sentence = refusal(process)
+    assert re.match("process 1: --task task.py: reward of .* raised ValueError: broken .line", sentence)
+    command = f"torchrun --nproc-per-node 2 {ROOT}/{ACCELERATE}/train.py --resume runs/{ACCELERATE}/broken"
+    assert sentence.endswith(f"When it is corrected, resume with: {command}")
+    assert last_step(place / "runs" / ACCELERATE / "broken") == 1
+
+
+def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path):
+    """kill -9 of the main process; then torchrun restarts all after another kill. The result is bit for bit the same.
+
+    Meanwhile no other launch can have the run.
+    """
+    directory = place / "runs" / DDP / "killed"
+    flags = (*SMALL, "--task", "task.py", "--name", "killed")
+    with started(*torchrun(DDP, *flags), cwd=place, FAULT="nan") as process:
+        wait_until(lambda: last_step(directory) == 5, process)
+        os.kill(worker(process, 0), signal.SIGKILL)
+        killed = time.monotonic()
+        sentence = refusal(process)
+    assert time.monotonic() - killed < 60
+    resume = f"torchrun --nproc-per-node 2 {ROOT}/{DDP}/train.py --resume runs/{DDP}/killed"
+    assert sentence.startswith("process 1: the connection to another process was lost")
+    assert sentence.endswith(f"; resume with: {resume}")
+
+    command = torchrun(DDP, "--resume", directory, options=("--max-restarts", "1"))
+    with started(*command, cwd=tmp_path, FAULT="nan") as process:
+        log, before = directory / "metrics.jsonl", (directory / "metrics.jsonl").stat().st_mtime_ns
+        wait_until(lambda: log.stat().st_mtime_ns > before and last_step(directory) == 5, process)
+        os.kill(worker(process, 1), signal.SIGKILL)
+        output = end(process)
+    assert process.returncode == 0, output
+    assert len(re.findall("resuming .* after step 4\n", output)) == 2, output
+    expected = uninterrupted[0]
+    assert lines_of(directory) == lines_of(expected)
+    for name in ("samples.jsonl", "final/model.safetensors"):
+        assert (directory / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def interrupted(place) -> tuple[Path, str]:
+    """A run of experiment_accelerate that Ctrl-C in a terminal has ended in a step, and what it printed."""
+    directory = place / "runs" / ACCELERATE / "interrupted"
+    flags = (*SMALL, "--checkpoint-every", "6", "--task", "task.py", "--name", "interrupted")
+    with started(*torchrun(ACCELERATE, *flags), cwd=place, FAULT="nan") as process:
+        wait_until(lambda: last_step(directory) >= 3, process)  # no checkpoint is written where an update is skipped
+        os.killpg(process.pid, signal.SIGINT)
+        output = end(process)
+    assert process.returncode != 0
+    return directory, output
+
+
+def test_ctrl_c_ends_all_after_the_step_with_a_checkpoint(interrupted):
+    directory, output = interrupted
+    command = f"torchrun --nproc-per-node 2 {ROOT}/{ACCELERATE}/train.py --resume runs/{ACCELERATE}/interrupted"
+    assert re.findall("^interrupted; resume with: (.*)$", output, re.MULTILINE) == [command]
+    assert output.count("stopping: this step is finished first") == 1
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{last_step(directory)}"]
+
+
+def test_a_full_disk_ends_all(place, interrupted, tmp_path):
+    directory = copy_of(interrupted[0], tmp_path)
+    command = torchrun(ACCELERATE, "--resume", directory)
+    with started("bash", "-c", 'ulimit -f 2000; exec "$@"', "bash", *command, cwd=place, FAULT="nan") as process:
+        sentence = refusal(process)
+    assert sentence.startswith(f"the checkpoint of step 6 could not be written to {directory / 'checkpoints'} ")
+    step = last_step(interrupted[0])
+    assert sentence.endswith(f"The last complete one is that of step {step}")
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{step}"]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_run_resumes_with_other_numbers_of_processes(place, interrupted, uninterrupted, tmp_path, processes):
+    """Of a checkpoint that two processes have written, with a sentence; the result is that of two."""
+    directory = copy_of(interrupted[0], tmp_path)
+    command = torchrun(ACCELERATE, "--resume", directory, processes=processes)
+    with started(*command, cwd=place, FAULT="nan") as process:
+        output = end(process)
+    assert process.returncode == 0, output
+    assert output.count(f"the run began with processes 2 and resumes with {processes}: figures may differ") == 1
+    assert_close(lines_of(directory), lines_of(uninterrupted[0]))
