@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ def parse_config(
     """Read the command line, resolve defaults, and refuse what cannot work, before anything is loaded.
 
     Args:
-        description: shown by `--help`, up to what is left out.
+        description: shown by `--help`, up to what is left out, or to its parent.
         resolved: the table that resolves flags left at None, by the kind of policy.
 
     Raises:
@@ -47,7 +48,7 @@ def parse_config(
 
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        what_it_is = description.partition("\nLeft out:")[0]  # what follows is for readers of the file
+        what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # what follows is for readers of the file
         show_description(what_it_is, shutil.get_terminal_size().columns)
     _check_words(config_class, argv)
     config = _read(config_class(), argv)
