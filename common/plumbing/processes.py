@@ -29,18 +29,27 @@ def start_processes(config: ConfigT) -> ConfigT:
     Raises:
         UserError: they cannot meet, or cannot share the devices or the rows of a step.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if config.device == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"process {local_rank} of this machine has no GPU: start at most {torch.cuda.device_count()}"
-            )
-        config = dataclasses.replace(config, device=f"cuda:{local_rank}")
-        torch.cuda.set_device(local_rank)
+    config = dataclasses.replace(config, device=own_device(config.device))
+    if torch.device(config.device).type == "cuda":
+        torch.cuda.set_device(torch.device(config.device).index or 0)
     meet("nccl" if config.device.startswith("cuda") else "gloo")
     with together():
         check_divides("--prompts-per-step times --group-size", config.prompts_per_step * config.group_size, "rows")
     return config
+
+
+def own_device(device: str) -> str:
+    """The device of this process, where the flag, or the run that is resumed, says `device`: of several, one GPU each.
+
+    Raises:
+        UserError: there are fewer GPUs than processes.
+    """
+    if num_launched() == 1 or torch.device(device).type != "cuda":
+        return device
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(f"process {local_rank} of this machine has no GPU: start at most {torch.cuda.device_count()}")
+    return f"cuda:{local_rank}"
 
 
 def meet(backend: str) -> None:

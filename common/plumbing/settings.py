@@ -6,6 +6,7 @@ import sys
 import typing
 from pathlib import Path
 
+import torch
 from typeguard import TypeCheckError, check_type
 
 from common.errors import UserError
@@ -55,7 +56,10 @@ def read_settings(directory: Path, config_class: type[PolicyConfig]) -> dict:
 
 
 def describe_settings(experiment: str, config: PolicyConfig, machine: dict) -> dict:
-    return dataclasses.asdict(config) | machine | {"experiment": experiment, "command": sys.argv}
+    settings = dataclasses.asdict(config) | machine | {"experiment": experiment, "command": sys.argv}
+    if machine.get("processes", 1) > 1:
+        settings["device"] = torch.device(config.device).type  # without the number of the main process's GPU
+    return settings
 
 
 def wandb_settings(experiment: str, directory: Path, config: PolicyConfig) -> dict | None:
