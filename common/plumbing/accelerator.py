@@ -11,11 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from common import parallel
+from common.errors import UserError
 from common.policy import Policy
 
 from common.plumbing import deepspeed
 from common.plumbing.config import ConfigT
-from common.plumbing.launch import check_launch, requested_launch
+from common.plumbing.launch import WHERE, check_launch, requested_launch
 from common.plumbing.processes import PATIENCE, check_divides, meet, meeting, num_restarts
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
@@ -35,8 +36,10 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     handlers = [InitProcessGroupKwargs(timeout=PATIENCE, backend=backend)]
     with meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
+    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
     with together():
         check_launch(accelerator)
+        _check_resumed(config, dtype)
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         deepspeed.fill_settings(accelerator, config.micro_batch_size, config.max_grad_norm)
@@ -49,7 +52,6 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
         accelerator.register_save_state_pre_hook(_save)
         accelerator.register_load_state_pre_hook(_load)
     device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)
-    dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
     return dataclasses.replace(config, device=device, dtype=dtype), accelerator
 
 
@@ -71,6 +73,18 @@ def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: 
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has clipped, and taken its step
         return deepspeed.grad_norm(model)
     return parallel.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def _check_resumed(config: ConfigT, dtype: str) -> None:
+    """
+    Raises:
+        UserError: the run that is resumed would go on in another arithmetic than it has had.
+    """
+    if config.resume is not None and dtype != config.dtype:
+        raise UserError(
+            f"--resume {config.resume} is a run in {config.dtype}, and Accelerate is told to compute in {dtype}: set "
+            f"mixed_precision no {WHERE}"
+        )
 
 
 def _save(models: list[torch.nn.Module], weights: list[dict], path: str) -> None:

@@ -135,6 +135,10 @@ class _Reference(Policy):
     def trained(self) -> Policy:
         return self._of[0]
 
+    @property
+    def device(self) -> torch.device:
+        return self.trained.device  # not that of the weights, which can be offloaded
+
 
 class WithoutAdapter(_Reference):
     """A policy with a new LoRA adapter as it was before any training, at no memory of its own."""

@@ -337,6 +337,14 @@ def test_ctrl_c_ends_all_after_the_step_with_a_checkpoint(interrupted):
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{last_step(directory)}"]
 
 
+def test_a_run_is_not_resumed_in_another_arithmetic(place, interrupted):
+    """Which Accelerate would bring without a word."""
+    script = ROOT / ACCELERATE / "train.py"
+    command = (sys.executable, script, "--resume", interrupted[0])
+    with started(*command, cwd=place, ACCELERATE_MIXED_PRECISION="bf16") as process:
+        assert " is a run in float32, and Accelerate is told to compute in bfloat16: set " in refusal(process)
+
+
 def test_a_full_disk_ends_all(place, interrupted, tmp_path):
     directory = copy_of(interrupted[0], tmp_path)
     command = torchrun(ACCELERATE, "--resume", directory)

@@ -153,6 +153,14 @@ def test_the_reference_of_an_adapter_is_the_unchanged_model():
     assert {id(weight) for weight in reference.parameters()} == {id(weight) for weight in policy.parameters()}
 
 
+def test_the_reference_computes_where_the_policy_does():
+    """Also where that is not the device of the weights."""
+    policy = load(lora_rank=4)
+    reference = make_reference(policy)
+    policy.compute_device = torch.device("meta")
+    assert reference.device == policy.device == policy.compute_device
+
+
 def test_scoring_with_the_reference_leaves_the_adapter_on():
     policy = load(lora_rank=4)
     reference = make_reference(policy)
