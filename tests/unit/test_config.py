@@ -16,6 +16,8 @@ from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
 from common.plumbing.flags import read_comments
 from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.parse import parse_config
+from common.plumbing.processes import own_device
+from common.plumbing.settings import describe_settings
 
 
 def parse(load_script, *argv: str) -> RunConfig:
@@ -142,3 +144,41 @@ def test_every_field_has_a_comment_that_help_shows(load_script):
     assert comments["lr"].startswith("learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6")
     assert comments["dtype"].startswith("arithmetic, and the dtype of frozen weights; trained weights are float32,")
     assert not [field.name for field in dataclasses.fields(RunConfig) if not comments.get(field.name)]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Be one of several processes of a machine with two GPUs."""
+
+    def start(num_processes: int, local_rank: int) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(num_processes))
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+    return start
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_each_of_several_processes_takes_its_own_gpu(launched, device):
+    """Also where the run that is resumed, or the user, names one."""
+    for local_rank in (0, 1):
+        launched(2, local_rank)
+        assert own_device(device) == f"cuda:{local_rank}"
+    launched(3, 2)
+    with pytest.raises(UserError, match="process 2 of this machine has no GPU: start at most 2"):
+        own_device(device)
+
+
+def test_one_process_takes_the_device_that_is_named(launched):
+    launched(1, 0)
+    for device in ("cuda", "cuda:1", "cpu"):
+        assert own_device(device) == device
+    launched(2, 1)
+    assert own_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(("processes", "kept"), [(1, "cuda:1"), (2, "cuda")])
+def test_a_run_of_several_processes_keeps_no_number_of_a_gpu(processes, kept):
+    """Otherwise all of them would be on the main one's GPU when it is resumed."""
+    settings = describe_settings("experiment_base", RunConfig(device="cuda:1"), {"processes": processes})
+    assert settings["device"] == kept
