@@ -5,6 +5,7 @@ import torch
 
 from common.trajectory import Trajectory
 
+from common.plumbing.clock import StepClock
 from common.plumbing.rollout import rollout_metrics
 
 
@@ -55,3 +56,17 @@ def test_a_task_without_correct_has_no_right_completions():
     metrics = rollout_metrics([completion(3, {"short": 1.0})] * 2, RETURNS[:1])
     assert metrics["reward/short"] == 1.0
     assert not {"completion/length_right", "completion/length_wrong", "reward/correct"} & metrics.keys()
+
+
+@pytest.mark.parametrize("others", [(0.5, 10**18), (0.0, 1)], ids=["which needs more", "which needs less"])
+def test_costs_are_those_of_all_processes(monkeypatch, others):
+    """Memory of the one that needs most, and the mean share of waiting, with another process of two."""
+    monkeypatch.setattr("common.plumbing.clock.gather", lambda own: [own, others])
+    monkeypatch.setattr("common.plumbing.clock.peak_memory_bytes", lambda device: 1000)
+    clock = StepClock("cpu")
+    with clock.waiting():
+        pass
+    costs = clock.costs(num_tokens=100)
+    assert costs["memory/peak_bytes"] == max(1000, others[1])
+    assert others[0] / 2 < costs["time/waiting"] < (others[0] + 1) / 2
+    assert costs["time/tokens_per_second"] == 100 / costs["time/step"]
