@@ -262,6 +262,23 @@ def test_processes_that_differ_are_refused(tmp_path, script, flags, sentence):
     assert not (tmp_path / "runs").exists()
 
 
+def test_processes_with_other_rows_are_refused(tmp_path):
+    """In files of the same name, as two machines can have them."""
+    rows = (ROOT / "data" / "math_tasks.jsonl").read_text().splitlines(keepends=True)
+    for place, part in (("a", rows[:40]), ("b", rows[1:41])):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "data.jsonl").write_text("".join(part))
+    program = (sys.executable, ROOT / DDP / "train.py", *SMALL, "--data", "/proc/self/cwd/data.jsonl")
+    port = free_port()
+    with (
+        started(*program, cwd=tmp_path / "a", **by_hand(0, port)) as main,
+        started(*program, cwd=tmp_path / "b", **by_hand(1, port)) as other,
+    ):
+        assert re.match("the content of --data is [0-9a-f]+ in process 0, but [0-9a-f]+ in process 1$", refusal(main))
+        assert "error" not in end(other)
+    assert not list(tmp_path.glob("*/runs"))
+
+
 # Faults in a run
 
 

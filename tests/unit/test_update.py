@@ -1,6 +1,7 @@
 """The update of every experiment: skipping rows changes no gradient; what is drawn depends on seed and step."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,3 +129,19 @@ def test_the_gradient_of_an_update_is_not_added_to_the_next(load_script, experim
     once, twice = gradient(epochs=1), gradient(epochs=2)
     assert once.norm() > 0
     assert (twice - once).norm() <= 1e-6 * once.norm()
+
+
+def test_the_last_micro_batch_of_each_update_is_marked(load_script):
+    """DeepSpeed takes its step in the backward pass that is marked; without it, nothing else shows a wrong mark."""
+    train, marks = load_script("experiment_accelerate/train.py"), []
+    policy = load_policy(RunConfig(device="cpu"))
+    accelerator = SimpleNamespace(distributed_type=None)
+    accelerator.backward = lambda loss: (loss.backward(), marks.append(accelerator.sync_gradients))
+    experience = collate(sample(policy, [[5, 6], [7]], 4, max_new_tokens=4, key=(0,)), policy.pad_id)
+    experience.advantages = torch.tensor([1.0, -1.0] * 4)[:, None]
+    experience.old_log_probs = experience.sampler_log_probs
+    config = train.Config(
+        prompts_per_step=2, group_size=4, minibatch_size=4, micro_batch_size=2, kl_weight=0.0, max_new_tokens=4
+    )
+    train.update(config, accelerator, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
+    assert marks == [False, True, False, True]
