@@ -61,10 +61,10 @@ def prepare(
     """`accelerator.prepare`, for a policy that may be sharded."""
     policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one after the other
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        # Each call of a layer, and under ZeRO-3 of the LM head, is a message to all ranks. So their number must not
-        # depend on the data.
-        policy.share_prompts, policy.max_logits = False, sys.maxsize
+        policy.share_prompts = False  # each call of a layer is a message to all ranks, so data must not decide on one
         policy.compute_device = accelerator.device
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        policy.max_logits = sys.maxsize  # under ZeRO-3 each call of the LM head is one too
     return accelerator.prepare(policy, optimizer)
 
 

@@ -5,16 +5,20 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DistributedType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.experience import collate
-from common.logprobs import token_log_probs
+from common.logprobs import MAX_LOGITS, token_log_probs
 from common.sampling import sample
 from common.trajectory import Trajectory
+
+from common.plumbing.accelerator import prepare
 
 VOCAB = 24
 
@@ -273,3 +277,16 @@ def test_micro_batches_change_neither_gradient_nor_update(
     (split, _), (complete, _) = both(torch.optim.AdamW, 1e-4, epochs_per_step=3)
     for a, b in zip(split.parameters(), complete.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares", "is_bounded"), [("MULTI_GPU", True, True), ("FSDP", False, True), ("DEEPSPEED", False, False)]
+)
+def test_logits_stay_bounded_where_the_head_may_be_chunked(make_policy, kind, shares, is_bounded):
+    """Under ZeRO-3 each call of the LM head is a message, whose number must not depend on the data."""
+    accelerator = SimpleNamespace(
+        distributed_type=DistributedType(kind), device=None, prepare=lambda *prepared: prepared
+    )
+    policy, _ = prepare(accelerator, make_policy(), None)
+    assert policy.share_prompts == shares
+    assert (policy.max_logits == MAX_LOGITS) == is_bounded
