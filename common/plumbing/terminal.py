@@ -82,9 +82,8 @@ def prepare_output() -> None:
     """Make printing possible whatever stdout and stderr are, and let tracebacks of errors pass through `say`."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None or (
-            name == "stdout" and not is_speaker()
-        ):  # closed by the shell; the next file that is opened would take its number
+        # None: closed by the shell; the next file that is opened would take its number
+        if stream is None or (name == "stdout" and not is_speaker()):
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):  # in PYTHONIOENCODING=ascii not every question can be encoded
             stream.reconfigure(errors="backslashreplace")
