@@ -1,0 +1,483 @@
+"""Several processes: whether they are the same training as one, what they gain, and what breaks it without an error.
+
+    python benchmarks/processes.py                             # all parts, on two cores; about 45 minutes
+    python benchmarks/processes.py --parts equality            # 25 steps in one process, and in 1, 2 and 3 that share them
+    python benchmarks/processes.py --parts scaling             # seconds per step; needs a quiet machine
+    python benchmarks/processes.py --parts broken              # the broken variants, beside correct runs
+    python benchmarks/processes.py --draw-only                 # draws the figures again, from the committed data
+
+Every variant runs in processes of its own; those whose times are compared take turns. Runs of the broken variants that
+exist already in --runs-dir are not repeated. Writes benchmarks/results/processes.json, the runs of the broken variants
+into the results/ of the two experiments, and the figures equality.png, scaling.png and broken*.png beside their train.py.
+"""
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Literal
+
+import torch
+import tyro
+from seeds import keep
+from torch import distributed
+
+from common.parallel import gather as gather_from_ranks
+from common.parallel import is_main, world_size
+from common.plumbing.machine import describe_machine, peak_memory_bytes
+from common.plumbing.run import Run
+from common.plumbing.start import run_main
+from viewer.compare import draw_comparison
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "processes.json"
+BASE, ACCELERATE, DDP = "experiment_base", "experiment_accelerate", "experiment_accelerate_ddp"
+QUIET = "--samples-every 0 --checkpoint-every 0 --eval-every 0 --eval-prompts 4"
+
+EQUALITY = "--seed 0 --steps 25 --prompts-per-step 12 --group-size 8"  # 12 prompts are divisible by 1, 2 and 3 ranks
+EQUAL = {ACCELERATE: (2,), DDP: (1, 2, 3)}  # experiment: numbers of processes
+
+POLICIES = {  # of the scaling part: name: flags, which fix the work of a step
+    "bundled, 1.8 M": "--steps 8",
+    "Llama, 24 M": "--steps 4 --prompts-per-step 8 --group-size 4 --max-new-tokens 48 --micro-batch-size 32",
+}
+LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": True}  # fmt: skip
+ONE, TWO = "1 process", "2 processes"
+VARIANTS = {  # of the scaling part: experiment, processes, threads of each
+    f"base, {ONE}": (BASE, 1, 1),
+    f"base, {ONE}, 2 threads": (BASE, 1, 2),
+    f"accelerate, {ONE}": (ACCELERATE, 1, 1),
+    f"accelerate, {TWO}": (ACCELERATE, 2, 1),
+    f"ddp, {ONE}": (DDP, 1, 1),
+    f"ddp, {TWO}": (DDP, 2, 1),
+}
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A broken variant, and the correct runs that it is compared with."""
+
+    experiment: str
+    patch: str
+    processes: int
+    flags: str  # of the runs
+    correct: str  # what the correct runs are called, without their seed
+    broken: str
+    label: str  # in the figure
+    picture: str
+    counts: tuple[int, ...]  # numbers of processes for which the first step is compared
+    panels: tuple[str, ...] = ("reward/correct", "loss/grad_norm", "policy/entropy", "loss/kl")
+
+
+BROKEN = (
+    Broken(ACCELERATE, "broken.patch", 2, "--steps 40 --minibatch-size 32 --epochs-per-step 2", "minibatches_seed",
+           "broken_mean_seed", "mean of the ranks' means", "broken.png", (1, 2, 4)),
+    Broken(DDP, "broken.patch", 3, "--steps 60 --prompts-per-step 4 --group-size 6", "cut_groups_seed",
+           "broken_groups_seed", "advantages within each rank's part", "broken.png", (1, 2, 3)),
+    Broken(DDP, "broken_forward.patch", 2, "--steps 40", "two_processes_seed",
+           "broken_forward_seed", "called past the wrapper", "broken_forward.png", (1, 2)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    parts: tuple[Literal["equality", "scaling", "broken"], ...] = ("equality", "scaling", "broken")  # what is measured
+    seeds: tuple[int, ...] = (0, 1)  # of the runs of the broken variants
+    repetitions: int = 3  # of every variant of the scaling part
+    port: int = 29690  # at which the processes of one machine meet
+    runs_dir: str = "runs"  # where the runs of the broken variants are written
+    draw_only: bool = False  # draw the figures without measuring
+    worker: str | None = None  # used by the program itself: train in this process and measure it, given as JSON
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if config.worker:
+        work(**json.loads(config.worker))
+        return
+    data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if not config.draw_only:
+        torch.set_num_threads(1)
+        measure = {"equality": measure_equality, "scaling": measure_scaling, "broken": measure_broken}
+        for part in config.parts:
+            began, load = time.time(), os.getloadavg()[0]
+            measured = measure[part](config)
+            loads = {"load_before": load, "load_after": os.getloadavg()[0], "seconds": time.time() - began}
+            data[part] = {"measured": measured} | loads | describe_machine()
+            data[part]["command"] = f"python benchmarks/processes.py --parts {part}"
+            RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    draw(data, config.seeds)
+
+
+# Start processes
+
+
+def start(script: Path, processes: int, arguments: Sequence[str], port: int) -> None:
+    """Run a script in several processes of this machine, or alone without a launcher; its output only if it fails."""
+    launcher = ["-m", "torch.distributed.run", "--master-port", str(port), "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), str(script), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
+    if result.returncode:
+        sys.exit(f"{shlex.join(command)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+
+
+def train(script: Path, processes: int, flags: str, port: int, what: str = "") -> dict:
+    """Train in processes of their own, in a temporary directory, and return what `work` has measured."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "measured.json"
+        arguments = [*shlex.split(flags), "--runs-dir", directory, "--name", "run"]
+        worker = {"script": str(script), "arguments": arguments, "out": str(out), "began": time.time(), "what": what}
+        start(Path(__file__), processes, ["--worker", json.dumps(worker)], port)
+        measured = json.loads(out.read_text(encoding="utf-8"))
+        lines = (Path(directory) / script.parent.name / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    steps = [json.loads(line) for line in lines.splitlines()]
+    print(script.parent.name, processes, flags, f"{time.time() - worker['began']:.0f} s", flush=True)
+    return measured | {"metrics": [row for row in steps if "loss/total" in row]}
+
+
+@contextmanager
+def patched(experiment: str, patch: str | None):
+    """A copy of an experiment's train.py with a patch applied to it, or the file itself."""
+    name = f"{experiment}/train.py"
+    if patch is None:
+        yield ROOT / name
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / name
+        copy.parent.mkdir()
+        shutil.copy(ROOT / name, copy)
+        subprocess.run(["git", "apply", str(ROOT / experiment / patch)], cwd=directory, check=True)
+        if copy.read_bytes() == (ROOT / name).read_bytes():
+            sys.exit(f"{patch} has changed nothing: is {directory} inside of a git checkout?")
+        yield copy
+
+
+# In one of the processes
+
+
+def work(script: str, arguments: list[str], out: str, began: float, what: str) -> None:
+    """Call main() of a train.py, and write what was measured while it trained, rank by rank, into `out`.
+
+    Args:
+        began: when the command was given, as time.time().
+        what: "parameters" compares the ranks' parameters after each step; "all_reduce" trains nothing, and times the
+            averaging of as many numbers as `arguments` says.
+    """
+    if what == "all_reduce":
+        time_all_reduce(int(arguments[0]), out)
+        return
+    spec = importlib.util.spec_from_file_location("train", script)
+    module = sys.modules["train"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    steps: list[dict] = []
+    waited = [0.0]  # in calls that wait for values of the other ranks
+
+    def timed(name: str, part: str) -> None:
+        """Count the seconds of a function of train.py, without those that it waited, as a part of the step."""
+        function: Callable = getattr(module, name)
+
+        def wrapped(*args, **keywords):
+            if part == "sampling":
+                steps.append({"at": time.time()})
+            start, waited_before = time.perf_counter(), waited[0]
+            result = function(*args, **keywords)
+            steps[-1][part] = time.perf_counter() - start - (waited[0] - waited_before)
+            return result
+
+        setattr(module, name, wrapped)
+
+    def waits(name: str) -> None:
+        function: Callable = getattr(module, name)
+
+        def wrapped(*args):
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                waited[0] += time.perf_counter() - start
+
+        setattr(module, name, wrapped)
+
+    timed("sample_completions", "sampling")
+    timed("token_log_probs", "reference")
+    timed("update", "update")
+    for name in {"gather", "gather_rows"} & vars(module).keys():
+        waits(name)
+    rollout_metrics, checkpoint, finish = module.rollout_metrics, Run.checkpoint, Run.finish
+
+    def keep_ids(completions, returns):
+        steps[-1]["ids"] = [zlib.crc32(json.dumps(row.ids).encode()) for row in completions]
+        return rollout_metrics(completions, returns)
+
+    def end_step(run, step, policy, *rest):
+        steps[-1]["waiting"], waited[0] = waited[0], 0.0
+        if what == "parameters":
+            steps[-1]["parameter_difference"] = difference_between_ranks(policy)
+        return checkpoint(run, step, policy, *rest)
+
+    def end_run(run, after):
+        ranks = gather_from_ranks({"steps": steps, "peak_bytes": peak_memory_bytes("cpu")})
+        if is_main():
+            Path(out).write_text(json.dumps({"ranks": ranks, "startup": steps[0]["at"] - began}), encoding="utf-8")
+        return finish(run, after)
+
+    module.rollout_metrics, Run.checkpoint, Run.finish = keep_ids, end_step, end_run
+    run_main(lambda: module.main(arguments))
+
+
+def difference_between_ranks(policy: torch.nn.Module) -> float:
+    """The largest difference between two ranks' values of one parameter."""
+    if world_size() == 1:
+        return 0.0
+    highest = torch.cat([weight.detach().flatten() for weight in policy.parameters()])
+    lowest = highest.clone()
+    distributed.all_reduce(highest, distributed.ReduceOp.MAX)
+    distributed.all_reduce(lowest, distributed.ReduceOp.MIN)
+    return (highest - lowest).max().item()
+
+
+def time_all_reduce(count: int, out: str) -> None:
+    """Seconds that an all-reduce of `count` float32 numbers takes in messages of 25 MiB, as DDP sends them."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    messages = torch.ones(count).split(25 * 2**20 // 4)
+    seconds = []
+    for _ in range(22):
+        distributed.barrier()
+        start = time.perf_counter()
+        for message in messages:
+            distributed.all_reduce(message)
+            message /= world_size()
+        seconds.append(time.perf_counter() - start)
+    if is_main():
+        Path(out).write_text(json.dumps(seconds[2:]), encoding="utf-8")
+    distributed.destroy_process_group()
+
+
+# Measure
+
+
+def measure_equality(config: Config) -> dict:
+    """Per step, how far several processes are from experiment_base in one."""
+    flags = f"{EQUALITY} {QUIET}"
+    base = train(ROOT / BASE / "train.py", 1, flags, config.port)
+    found = {}
+    for experiment, counts in EQUAL.items():
+        for count in counts:
+            run = train(ROOT / experiment / "train.py", count, flags, config.port, "parameters")
+            found[f"{experiment}, {count}"] = compare(base, run)
+    return {"flags": EQUALITY, "runs": found}
+
+
+def compare(base: dict, run: dict) -> list[dict]:
+    rows = []
+    steps = zip(base["metrics"], run["metrics"], base["ranks"][0]["steps"], run["ranks"][0]["steps"], strict=True)
+    for old, new, old_step, new_step in steps:
+        equal = [a == b for a, b in zip(old_step["ids"], new_step["ids"], strict=True)]
+        rows.append({
+            "step": old["step"],
+            "grad_norm": abs(new["loss/grad_norm"] / old["loss/grad_norm"] - 1),
+            "entropy": abs(new["policy/entropy"] - old["policy/entropy"]),
+            "equal_completions": sum(equal) / len(equal),
+            "parameters_between_ranks": new_step["parameter_difference"],
+        })  # fmt: skip
+    return rows
+
+
+def measure_scaling(config: Config) -> dict:
+    """Repetitions of each variant, in turns, and the averaging of as many numbers as there are parameters."""
+    found: dict = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for policy, flags in POLICIES.items():
+            model, parameters = make_policy(policy, Path(directory))
+            runs: dict[str, list[dict]] = {name: [] for name in VARIANTS}
+            for _ in range(config.repetitions):
+                for name, (experiment, processes, threads) in VARIANTS.items():
+                    load = os.getloadavg()[0]
+                    flags_of_run = f"{flags} {QUIET} --model {model} --threads {threads}"
+                    if model != "tiny":
+                        flags_of_run += " --system-prompt ''"  # as for the bundled policy
+                    run = train(ROOT / experiment / "train.py", processes, flags_of_run, config.port)
+                    runs[name].append(summarise(run) | {"load_before": load})
+            found[policy] = {"flags": flags, "parameters": parameters, "runs": runs}
+            out = Path(directory) / "seconds.json"
+            worker = {"script": "", "arguments": [str(parameters)], "out": str(out), "began": 0, "what": "all_reduce"}
+            start(Path(__file__), 2, ["--worker", json.dumps(worker)], config.port)
+            found[policy]["all_reduce_seconds"] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def make_policy(name: str, directory: Path) -> tuple[str, int]:
+    """What to give to --model, and how many parameters it has."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tiny = ROOT / "assets" / "tiny_policy"
+    if name.startswith("bundled"):
+        return "tiny", sum(weight.numel() for weight in LlamaForCausalLM.from_pretrained(tiny).parameters())
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    settings = LlamaConfig.from_pretrained(tiny).to_dict() | LLAMA | {"head_dim": 64}
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.save_pretrained(directory / "llama")
+    tokenizer.save_pretrained(directory / "llama")
+    return str(directory / "llama"), sum(weight.numel() for weight in model.parameters())
+
+
+def summarise(run: dict) -> dict:
+    """Medians over the steps after the first, means over ranks of the parts of a step, memory of the largest rank."""
+    metrics = run["metrics"][1:]
+    ranks = [rank["steps"][1:] for rank in run["ranks"]]
+    parts = ("sampling", "reference", "update", "waiting")
+    return {
+        "seconds": median(row["time/step"] for row in metrics),
+        "tokens_per_second": median(row["time/tokens_per_second"] for row in metrics),
+        "tokens": mean(row["time/tokens_per_second"] * row["time/step"] for row in metrics),
+        "logged_waiting": median(row.get("time/waiting", 0.0) for row in metrics),
+        "peak_bytes": [rank["peak_bytes"] for rank in run["ranks"]],
+        "startup": run["startup"],
+        **{part: median(mean(step.get(part, 0.0) for step in steps) for steps in zip(*ranks, strict=True))
+           for part in parts},
+    }  # fmt: skip
+
+
+def measure_broken(config: Config) -> dict:
+    """Train each broken variant and the correct one, and compare their first steps for several numbers of processes."""
+    found = {}
+    kept = []
+    for variant in BROKEN:
+        for names, patch in ((variant.correct, None), (variant.broken, variant.patch)):
+            with patched(variant.experiment, patch) as script:
+                for seed in config.seeds:
+                    run = Path(config.runs_dir) / variant.experiment / f"{names}{seed}"
+                    kept.append(run)
+                    if (run / "summary.json").exists():
+                        continue
+                    flags = f"{variant.flags} --eval-every 0 --checkpoint-every 0 --seed {seed} --name {run.name}"
+                    arguments = [*shlex.split(flags), "--runs-dir", config.runs_dir]
+                    start(script, variant.processes, arguments, config.port)
+                    print(script.parent.name, variant.patch if patch else "as it is", flags, flush=True)
+                first = {}
+                for count in variant.counts:
+                    flags = variant.flags.split(maxsplit=2)  # --steps N, and the others
+                    steps = "10" if "forward" in variant.patch else "1"
+                    short = f"--steps {steps} {' '.join(flags[2:])} {QUIET}"
+                    measured = train(script, count, short, config.port, "parameters")
+                    first[count] = {
+                        "grad_norm": measured["metrics"][0]["loss/grad_norm"],
+                        "parameter_difference": [s["parameter_difference"] for s in measured["ranks"][0]["steps"]],
+                    }
+                key = f"{variant.experiment}/{variant.patch}"
+                found.setdefault(key, {})["broken" if patch else "correct"] = first
+    for run in kept:  # only now: new files here would mark the commit of later runs as changed
+        keep(run, ROOT / run.parent.name / "results" / run.name)
+    return found
+
+
+# Draw
+
+
+def draw(data: dict, seeds: Sequence[int]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    if "equality" in data:
+        for experiment in EQUAL:
+            draw_equality(data["equality"]["measured"]["runs"], experiment)
+    if "scaling" in data:
+        draw_scaling(data["scaling"]["measured"])
+    for variant in BROKEN if "broken" in data else ():
+        results = ROOT / variant.experiment / "results"
+        names = {f"as it is, {variant.processes} processes": variant.correct, variant.label: variant.broken}
+        groups = {label: [results / f"{name}{seed}" for seed in seeds] for label, name in names.items()}
+        draw_comparison(groups, ROOT / variant.experiment / variant.picture, variant.panels)
+
+
+def draw_equality(runs: dict[str, list[dict]], experiment: str) -> None:
+    """Differences to experiment_base in one process, by step."""
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(1, 3, figsize=(11, 3.6))
+    headings = {
+        "grad_norm": "gradient norm, relative difference",
+        "entropy": "entropy, difference (nats)",
+        "equal_completions": "share of completions with equal tokens",
+    }
+    for axes, (key, heading) in zip(places, headings.items(), strict=True):
+        for count in EQUAL[experiment]:
+            rows = runs[f"{experiment}, {count}"]
+            label = f"{count} process{'es' if count > 1 else ''}"
+            style = {"color": f"C{count - 1}", "markersize": 3, "label": label}
+            axes.plot([row["step"] for row in rows], [row[key] for row in rows], "o-", **style)
+        axes.set_title(heading, fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if key == "equal_completions":
+            axes.set_ylim(0, 1.02)
+        else:
+            axes.set_yscale("symlog", linthresh=1e-9)
+            axes.set_yticks([0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1])
+            axes.set_ylim(0, 1)
+    handles, labels = places[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.93))
+    figure.savefig(ROOT / experiment / "equality.png", dpi=110)
+    plt.close(figure)
+
+
+def draw_scaling(measured: dict[str, dict]) -> None:
+    """One row per policy: seconds of a step with its parts, tokens per second, memory of a process."""
+    import matplotlib.pyplot as plt
+
+    figure, places = plt.subplots(len(measured), 3, figsize=(11, 5.5), width_ratios=(2, 1, 1), squeeze=False)
+    parts = {"sampling": "C2", "reference": "C4", "update": "C0", "waiting": "C1"}
+    for (policy, found), row in zip(measured.items(), places, strict=True):
+        names = list(found["runs"])[::-1]  # the first at the top
+        for place, name in enumerate(names):
+            runs = found["runs"][name]
+            left = 0.0
+            for part, color in parts.items():
+                seconds = median(run[part] for run in runs)
+                row[0].barh(place, seconds, left=left, color=color, label=part if place == 0 else None)
+                left += seconds
+            total = median(run["seconds"] for run in runs)
+            row[0].barh(place, max(0.0, total - left), left=left, color="0.7", label="rest" if place == 0 else None)
+            row[1].barh(place, median(run["tokens_per_second"] for run in runs), color="C0")
+            row[2].barh(place, median(max(run["peak_bytes"]) for run in runs) / 1e9, color="C0")
+            for axes, values in (
+                (row[0], [run["seconds"] for run in runs]),
+                (row[1], [run["tokens_per_second"] for run in runs]),
+            ):
+                axes.plot([min(values), max(values)], [place, place], color="black", linewidth=1)
+        row[0].set_yticks(range(len(names)), names, fontsize=8)
+        headings = (f"{policy}: seconds per step", "tokens per second", "peak memory of a process (GB)")
+        for axes, heading in zip(row, headings, strict=True):
+            axes.set_title(heading, fontsize=10)
+            axes.grid(alpha=0.3, axis="x")
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+        for axes in row[1:]:
+            axes.set_yticks([])
+    handles, labels = places[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
+    figure.savefig(ROOT / DDP / "scaling.png", dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
