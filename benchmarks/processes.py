@@ -1,14 +1,15 @@
 """Several processes: whether they are the same training as one, what they gain, and what breaks it without an error.
 
     python benchmarks/processes.py                             # all parts, on two cores; about 45 minutes
-    python benchmarks/processes.py --parts equality            # 25 steps in one process, and in 1, 2 and 3 that share them
+    python benchmarks/processes.py --parts equality            # 25 steps, one process against 1, 2 and 3
     python benchmarks/processes.py --parts scaling             # seconds per step; needs a quiet machine
     python benchmarks/processes.py --parts broken              # the broken variants, beside correct runs
     python benchmarks/processes.py --draw-only                 # draws the figures again, from the committed data
 
 Every variant runs in processes of its own; those whose times are compared take turns. Runs of the broken variants that
-exist already in --runs-dir are not repeated. Writes benchmarks/results/processes.json, the runs of the broken variants
-into the results/ of the two experiments, and the figures equality.png, scaling.png and broken*.png beside their train.py.
+exist already in --runs-dir are not repeated. Writes benchmarks/results/processes.json, the runs of the broken
+variants into the results/ of the two experiments, and the figures equality.png, scaling.png and broken*.png beside
+their train.py.
 """
 
 import importlib.util
@@ -35,10 +36,11 @@ from torch import distributed
 
 from common.parallel import gather as gather_from_ranks
 from common.parallel import is_main, world_size
+from viewer.compare import draw_comparison
+
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 from common.plumbing.run import Run
 from common.plumbing.start import run_main
-from viewer.compare import draw_comparison
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "processes.json"
