@@ -121,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             data[part]["command"] = f"python benchmarks/processes.py --parts {part}"
             RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     draw(data, config.seeds)
+    print_tables(data)
 
 
 # Start processes
@@ -479,6 +480,67 @@ def draw_scaling(measured: dict[str, dict]) -> None:
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(ROOT / DDP / "scaling.png", dpi=110)
     plt.close(figure)
+
+
+# Tables
+
+
+def print_tables(data: dict) -> None:
+    """The tables of the READMEs."""
+    if "equality" in data:
+        print_equality(data["equality"]["measured"]["runs"])
+    for policy, found in data.get("scaling", {}).get("measured", {}).items():
+        print_scaling(policy, found)
+    for name, found in data.get("broken", {}).get("measured", {}).items():
+        counts = list(found["correct"])
+        print(
+            f"\n{name}: gradient norm of step 1, by processes\n| | {' | '.join(counts)} |\n|---{'|---' * len(counts)}|"
+        )
+        for kind, by_count in found.items():
+            norms = (f"{by_count[count]['grad_norm']:.5f}" for count in counts)
+            print(f"| {kind} | {' | '.join(norms)} |")
+        for kind, by_count in found.items():
+            differences = {count: by_count[count]["parameter_difference"] for count in counts}
+            print(f"{kind}: parameters between ranks, after each step: {differences}")
+
+
+def print_equality(runs: dict[str, list[dict]]) -> None:
+    """The largest differences over the steps before the first other token, and the step of that."""
+    print("\n| | first other token | gradient norm | entropy | parameters between ranks |\n|---|---|---|---|---|")
+    for name, rows in runs.items():
+        first = next((row["step"] for row in rows if row["equal_completions"] < 1), None)
+        equal = [row for row in rows if first is None or row["step"] < first]
+        cells = (f"{max((row[key] for row in equal), default=0):.1e}" for key in ("grad_norm", "entropy"))
+        apart = max(row["parameters_between_ranks"] for row in rows)
+        print(f"| {name} | {f'step {first}' if first else 'none'} | {' | '.join(cells)} | {apart:g} |")
+
+
+def print_scaling(policy: str, found: dict) -> None:
+    """Medians over the repetitions, with the lowest and the highest."""
+    reduce = found["all_reduce_seconds"]
+    print(f"\n{policy}, {found['parameters']:,} parameters; {found['flags']}; all-reduce of the gradients alone: "
+          f"{median(reduce):.4f} s ({min(reduce):.4f} to {max(reduce):.4f})")  # fmt: skip
+    columns = (
+        "seconds",
+        "tokens_per_second",
+        "sampling",
+        "reference",
+        "update",
+        "waiting",
+        "logged_waiting",
+        "startup",
+    )
+    print(f"| | {' | '.join(columns)} | peak GB | load |\n|---{'|---' * (len(columns) + 2)}|")
+    for name, runs in found["runs"].items():
+        cells = []
+        for key in columns:
+            values = [run[key] for run in runs]
+            digits = 0 if key == "tokens_per_second" else 2
+            cells.append(f"{median(values):,.{digits}f} ({min(values):,.{digits}f}-{max(values):,.{digits}f})")
+        peak = "/".join(f"{median(run['peak_bytes'][rank] for run in runs) / 1e9:.2f}"
+                        for rank in range(len(runs[0]["peak_bytes"])))  # fmt: skip
+        loads = [run["load_before"] for run in runs]
+        print(f"| {name} | {' | '.join(cells)} | {peak} | {min(loads):.1f}-{max(loads):.1f} |")
 
 
 if __name__ == "__main__":
