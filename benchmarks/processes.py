@@ -430,7 +430,8 @@ def draw_equality(runs: dict[str, list[dict]], experiment: str) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if key == "equal_completions":
-            axes.set_ylim(0, 1.02)
+            lowest = min(row[key] for count in EQUAL[experiment] for row in runs[f"{experiment}, {count}"])
+            axes.set_ylim(min(0.9, lowest - 0.01), 1.003)
         else:
             axes.set_yscale("symlog", linthresh=1e-9)
             axes.set_yticks([0, 1e-9, 1e-7, 1e-5, 1e-3, 1e-1])
