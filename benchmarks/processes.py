@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +51,8 @@ EQUALITY = "--seed 0 --steps 25 --prompts-per-step 12 --group-size 8"  # 12 prom
 EQUAL = {ACCELERATE: (2,), DDP: (1, 2, 3)}  # experiment: numbers of processes
 
 POLICIES = {  # of the scaling part: name: flags, which fix the work of a step
-    "bundled, 1.8 M": "--steps 8",
-    "Llama, 24 M": "--steps 4 --prompts-per-step 8 --group-size 4 --max-new-tokens 48 --micro-batch-size 32",
+    "bundled, 1.8 M": "--steps 6",
+    "Llama, 24 M": "--steps 3 --prompts-per-step 8 --group-size 4 --max-new-tokens 48 --micro-batch-size 32",
 }
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
          "num_key_value_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": True}  # fmt: skip
@@ -114,12 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         measure = {"equality": measure_equality, "scaling": measure_scaling, "broken": measure_broken}
         for part in config.parts:
-            began, load = time.time(), os.getloadavg()[0]
-            measured = measure[part](config)
-            loads = {"load_before": load, "load_after": os.getloadavg()[0], "seconds": time.time() - began}
-            data[part] = {"measured": measured} | loads | describe_machine()
-            data[part]["command"] = f"python benchmarks/processes.py --parts {part}"
-            RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            began, load, machine = time.time(), os.getloadavg()[0], describe_machine()
+            for measured in measure[part](config):  # also what an interrupted measurement has found so far
+                loads = {"load_before": load, "load_after": os.getloadavg()[0], "seconds": time.time() - began}
+                data[part] = {"measured": measured} | loads | machine
+                data[part]["command"] = f"python benchmarks/processes.py --parts {part}"
+                RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     draw(data, config.seeds)
     print_tables(data)
 
@@ -220,7 +220,7 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
     timed("update", "update")
     for name in {"gather", "gather_rows"} & vars(module).keys():
         waits(name)
-    rollout_metrics, checkpoint, finish = module.rollout_metrics, Run.checkpoint, Run.finish
+    rollout_metrics, checkpoint = module.rollout_metrics, Run.checkpoint
 
     def keep_ids(completions, returns):
         steps[-1]["ids"] = [zlib.crc32(json.dumps(row.ids).encode()) for row in completions]
@@ -236,9 +236,8 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
         ranks = gather_from_ranks({"steps": steps, "peak_bytes": peak_memory_bytes("cpu")})
         if is_main():
             Path(out).write_text(json.dumps({"ranks": ranks, "startup": steps[0]["at"] - began}), encoding="utf-8")
-        return finish(run, after)
 
-    module.rollout_metrics, Run.checkpoint, Run.finish = keep_ids, end_step, end_run
+    module.rollout_metrics, Run.checkpoint, Run.finish = keep_ids, end_step, end_run  # without a summary and a figure
     run_main(lambda: module.main(arguments))
 
 
@@ -274,7 +273,7 @@ def time_all_reduce(count: int, out: str) -> None:
 # Measure
 
 
-def measure_equality(config: Config) -> dict:
+def measure_equality(config: Config) -> Iterator[dict]:
     """Per step, how far several processes are from experiment_base in one."""
     flags = f"{EQUALITY} {QUIET}"
     base = train(ROOT / BASE / "train.py", 1, flags, config.port)
@@ -283,7 +282,7 @@ def measure_equality(config: Config) -> dict:
         for count in counts:
             run = train(ROOT / experiment / "train.py", count, flags, config.port, "parameters")
             found[f"{experiment}, {count}"] = compare(base, run)
-    return {"flags": EQUALITY, "runs": found}
+    yield {"flags": EQUALITY, "runs": found}
 
 
 def compare(base: dict, run: dict) -> list[dict]:
@@ -301,27 +300,27 @@ def compare(base: dict, run: dict) -> list[dict]:
     return rows
 
 
-def measure_scaling(config: Config) -> dict:
+def measure_scaling(config: Config) -> Iterator[dict]:
     """Repetitions of each variant, in turns, and the averaging of as many numbers as there are parameters."""
     found: dict = {}
     with tempfile.TemporaryDirectory() as directory:
+        models = {policy: make_policy(policy, Path(directory)) for policy in POLICIES}
         for policy, flags in POLICIES.items():
-            model, parameters = make_policy(policy, Path(directory))
             runs: dict[str, list[dict]] = {name: [] for name in VARIANTS}
-            for _ in range(config.repetitions):
+            found[policy] = {"flags": flags, "parameters": models[policy][1], "all_reduce_seconds": [], "runs": runs}
+        for _ in range(config.repetitions):
+            for policy, flags in POLICIES.items():
+                model, parameters = models[policy]
                 for name, (experiment, processes, threads) in VARIANTS.items():
                     load = os.getloadavg()[0]
-                    flags_of_run = f"{flags} {QUIET} --model {model} --threads {threads}"
-                    if model != "tiny":
-                        flags_of_run += " --system-prompt ''"  # as for the bundled policy
+                    flags_of_run = f"{flags} {QUIET} --model {model} --threads {threads} --system-prompt ''"
                     run = train(ROOT / experiment / "train.py", processes, flags_of_run, config.port)
-                    runs[name].append(summarise(run) | {"load_before": load})
-            found[policy] = {"flags": flags, "parameters": parameters, "runs": runs}
-            out = Path(directory) / "seconds.json"
-            worker = {"script": "", "arguments": [str(parameters)], "out": str(out), "began": 0, "what": "all_reduce"}
-            start(Path(__file__), 2, ["--worker", json.dumps(worker)], config.port)
-            found[policy]["all_reduce_seconds"] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+                    found[policy]["runs"][name].append(summarise(run) | {"load_before": load})
+                out = Path(directory) / "seconds.json"
+                worker = {"script": "", "arguments": [str(parameters)], "out": str(out), "began": 0}
+                start(Path(__file__), 2, ["--worker", json.dumps(worker | {"what": "all_reduce"})], config.port)
+                found[policy]["all_reduce_seconds"] += json.loads(out.read_text(encoding="utf-8"))
+            yield found
 
 
 def make_policy(name: str, directory: Path) -> tuple[str, int]:
@@ -357,37 +356,34 @@ def summarise(run: dict) -> dict:
     }  # fmt: skip
 
 
-def measure_broken(config: Config) -> dict:
+def measure_broken(config: Config) -> Iterator[dict]:
     """Train each broken variant and the correct one, and compare their first steps for several numbers of processes."""
     found = {}
+    for variant in BROKEN:
+        flags = shlex.join(shlex.split(variant.flags)[2:])  # without --steps
+        steps = 10 if "forward" in variant.patch else 1
+        for kind, patch in (("correct", None), ("broken", variant.patch)):
+            with patched(variant.experiment, patch) as script:
+                for count in variant.counts:
+                    run = train(script, count, f"--steps {steps} {flags} {QUIET}", config.port, "parameters")
+                    differences = [step["parameter_difference"] for step in run["ranks"][0]["steps"]]
+                    norm = run["metrics"][0]["loss/grad_norm"]
+                    by_count = found.setdefault(f"{variant.experiment}/{variant.patch}", {}).setdefault(kind, {})
+                    by_count[str(count)] = {"grad_norm": norm, "parameter_difference": differences}
     kept = []
     for variant in BROKEN:
-        for names, patch in ((variant.correct, None), (variant.broken, variant.patch)):
+        for name, patch in ((variant.correct, None), (variant.broken, variant.patch)):
             with patched(variant.experiment, patch) as script:
                 for seed in config.seeds:
-                    run = Path(config.runs_dir) / variant.experiment / f"{names}{seed}"
-                    kept.append(run)
-                    if (run / "summary.json").exists():
-                        continue
-                    flags = f"{variant.flags} --eval-every 0 --checkpoint-every 0 --seed {seed} --name {run.name}"
-                    arguments = [*shlex.split(flags), "--runs-dir", config.runs_dir]
-                    start(script, variant.processes, arguments, config.port)
-                    print(script.parent.name, variant.patch if patch else "as it is", flags, flush=True)
-                first = {}
-                for count in variant.counts:
-                    flags = variant.flags.split(maxsplit=2)  # --steps N, and the others
-                    steps = "10" if "forward" in variant.patch else "1"
-                    short = f"--steps {steps} {' '.join(flags[2:])} {QUIET}"
-                    measured = train(script, count, short, config.port, "parameters")
-                    first[count] = {
-                        "grad_norm": measured["metrics"][0]["loss/grad_norm"],
-                        "parameter_difference": [s["parameter_difference"] for s in measured["ranks"][0]["steps"]],
-                    }
-                key = f"{variant.experiment}/{variant.patch}"
-                found.setdefault(key, {})["broken" if patch else "correct"] = first
+                    kept.append(Path(config.runs_dir) / variant.experiment / f"{name}{seed}")
+                    if not (kept[-1] / "summary.json").exists():
+                        flags = f"{variant.flags} --eval-every 0 --checkpoint-every 0 --seed {seed}"
+                        arguments = [*shlex.split(flags), "--name", kept[-1].name, "--runs-dir", config.runs_dir]
+                        start(script, variant.processes, arguments, config.port)
+                        print(variant.experiment, patch or "as it is", flags, flush=True)
     for run in kept:  # only now: new files here would mark the commit of later runs as changed
         keep(run, ROOT / run.parent.name / "results" / run.name)
-    return found
+    yield found
 
 
 # Draw
