@@ -41,6 +41,7 @@ from viewer.compare import draw_comparison
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 from common.plumbing.run import Run
 from common.plumbing.start import run_main
+from common.plumbing.statistics import UpdateStatistics
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "processes.json"
@@ -85,7 +86,8 @@ class Broken:
 
 BROKEN = (
     Broken(ACCELERATE, "broken.patch", 2, "--steps 40 --minibatch-size 32 --epochs-per-step 2", "minibatches_seed",
-           "broken_mean_seed", "mean of the ranks' means", "broken.png", (1, 2, 4)),
+           "broken_mean_seed", "mean of the ranks' means", "broken.png", (1, 2, 4),
+           ("reward/correct", "completion/length", "policy/entropy", "loss/kl")),
     Broken(DDP, "broken.patch", 3, "--steps 60 --prompts-per-step 4 --group-size 6", "cut_groups_seed",
            "broken_groups_seed", "advantages within each rank's part", "broken.png", (1, 2, 3)),
     Broken(DDP, "broken_forward.patch", 2, "--steps 40", "two_processes_seed",
@@ -146,6 +148,8 @@ def train(script: Path, processes: int, flags: str, port: int, what: str = "") -
         worker = {"script": str(script), "arguments": arguments, "out": str(out), "began": time.time(), "what": what}
         start(Path(__file__), processes, ["--worker", json.dumps(worker)], port)
         measured = json.loads(out.read_text(encoding="utf-8"))
+        if what == "parameters":
+            measured["gradient"] = torch.load(out.with_suffix(".pt"))
         lines = (Path(directory) / script.parent.name / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     steps = [json.loads(line) for line in lines.splitlines()]
     print(script.parent.name, processes, flags, f"{time.time() - worker['began']:.0f} s", flush=True)
@@ -177,8 +181,9 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
 
     Args:
         began: when the command was given, as time.time().
-        what: "parameters" compares the ranks' parameters after each step; "all_reduce" trains nothing, and times the
-            averaging of as many numbers as `arguments` says.
+        what: "parameters" compares the ranks' parameters after each step, and keeps the main process's first gradient
+            in a file beside `out`; "all_reduce" trains nothing, and times the averaging of as many numbers as
+            `arguments` says.
     """
     if what == "all_reduce":
         time_all_reduce(int(arguments[0]), out)
@@ -187,6 +192,7 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
     module = sys.modules["train"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     steps: list[dict] = []
+    models: list[torch.nn.Module] = []
     waited = [0.0]  # in calls that wait for values of the other ranks
 
     def timed(name: str, part: str) -> None:
@@ -196,6 +202,8 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
         def wrapped(*args, **keywords):
             if part == "sampling":
                 steps.append({"at": time.time()})
+            if part == "update" and not models:
+                models.extend(argument for argument in args if isinstance(argument, torch.nn.Module))
             start, waited_before = time.perf_counter(), waited[0]
             result = function(*args, **keywords)
             steps[-1][part] = time.perf_counter() - start - (waited[0] - waited_before)
@@ -220,7 +228,14 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
     timed("update", "update")
     for name in {"gather", "gather_rows"} & vars(module).keys():
         waits(name)
-    rollout_metrics, checkpoint = module.rollout_metrics, Run.checkpoint
+    rollout_metrics, checkpoint, end_update = module.rollout_metrics, Run.checkpoint, UpdateStatistics.end_update
+    gradient = Path(out).with_suffix(".pt")
+
+    def keep_gradient(statistics, norm):
+        if what == "parameters" and is_main() and not gradient.exists():
+            clipped = torch.cat([weight.grad.flatten() for weight in models[0].parameters()])
+            torch.save(clipped * (norm / clipped.norm()), gradient)  # as it was before it was clipped
+        return end_update(statistics, norm)
 
     def keep_ids(completions, returns):
         steps[-1]["ids"] = [zlib.crc32(json.dumps(row.ids).encode()) for row in completions]
@@ -237,6 +252,7 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
         if is_main():
             Path(out).write_text(json.dumps({"ranks": ranks, "startup": steps[0]["at"] - began}), encoding="utf-8")
 
+    UpdateStatistics.end_update = keep_gradient
     module.rollout_metrics, Run.checkpoint, Run.finish = keep_ids, end_step, end_run  # without a summary and a figure
     run_main(lambda: module.main(arguments))
 
@@ -362,14 +378,18 @@ def measure_broken(config: Config) -> Iterator[dict]:
     for variant in BROKEN:
         flags = shlex.join(shlex.split(variant.flags)[2:])  # without --steps
         steps = 10 if "forward" in variant.patch else 1
+        alone = None  # the gradient of one process, as it is
         for kind, patch in (("correct", None), ("broken", variant.patch)):
             with patched(variant.experiment, patch) as script:
                 for count in variant.counts:
                     run = train(script, count, f"--steps {steps} {flags} {QUIET}", config.port, "parameters")
-                    differences = [step["parameter_difference"] for step in run["ranks"][0]["steps"]]
-                    norm = run["metrics"][0]["loss/grad_norm"]
+                    alone = run["gradient"] if alone is None else alone
                     by_count = found.setdefault(f"{variant.experiment}/{variant.patch}", {}).setdefault(kind, {})
-                    by_count[str(count)] = {"grad_norm": norm, "parameter_difference": differences}
+                    by_count[str(count)] = {
+                        "gradient_norm": run["gradient"].norm().item(),
+                        "gradient_difference": ((run["gradient"] - alone).norm() / alone.norm()).item(),
+                        "parameters_between_ranks": [s["parameter_difference"] for s in run["ranks"][0]["steps"]],
+                    }
     kept = []
     for variant in BROKEN:
         for name, patch in ((variant.correct, None), (variant.broken, variant.patch)):
@@ -489,16 +509,12 @@ def print_tables(data: dict) -> None:
     for policy, found in data.get("scaling", {}).get("measured", {}).items():
         print_scaling(policy, found)
     for name, found in data.get("broken", {}).get("measured", {}).items():
-        counts = list(found["correct"])
-        print(
-            f"\n{name}: gradient norm of step 1, by processes\n| | {' | '.join(counts)} |\n|---{'|---' * len(counts)}|"
-        )
+        print(f"\n{name}\n| | processes | norm | difference | parameters between ranks |\n|---|---|---|---|---|")
         for kind, by_count in found.items():
-            norms = (f"{by_count[count]['grad_norm']:.5f}" for count in counts)
-            print(f"| {kind} | {' | '.join(norms)} |")
-        for kind, by_count in found.items():
-            differences = {count: by_count[count]["parameter_difference"] for count in counts}
-            print(f"{kind}: parameters between ranks, after each step: {differences}")
+            for count, first in by_count.items():
+                apart = first["parameters_between_ranks"]
+                print(f"| {kind} | {count} | {first['gradient_norm']:.5f} | {first['gradient_difference']:.1e} "
+                      f"| {apart[0]:.1e} (step 1), {apart[-1]:.1e} (step {len(apart)}) |")  # fmt: skip
 
 
 def print_equality(runs: dict[str, list[dict]]) -> None:
