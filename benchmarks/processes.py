@@ -460,29 +460,38 @@ def draw_equality(runs: dict[str, list[dict]], experiment: str) -> None:
 
 
 def draw_scaling(measured: dict[str, dict]) -> None:
-    """One row per policy: seconds of a step with its parts, tokens per second, memory of a process."""
+    """One row per policy: seconds of a step with its parts, tokens per second, memory of a process.
+
+    Bars are the fastest repetition, since other work on the machine only adds to a time; dots are the medians.
+    """
     import matplotlib.pyplot as plt
 
     figure, places = plt.subplots(len(measured), 3, figsize=(11, 5.5), width_ratios=(2, 1, 1), squeeze=False)
     parts = {"sampling": "C2", "reference": "C4", "update": "C0", "waiting": "C1"}
     for (policy, found), row in zip(measured.items(), places, strict=True):
         names = list(found["runs"])[::-1]  # the first at the top
+        limit = 1.5 * max(min(run["seconds"] for run in runs) for runs in found["runs"].values())
+        row[0].set_xlim(0, limit)
         for place, name in enumerate(names):
             runs = found["runs"][name]
+            fastest = min(runs, key=lambda run: run["seconds"])
             left = 0.0
             for part, color in parts.items():
-                seconds = median(run[part] for run in runs)
-                row[0].barh(place, seconds, left=left, color=color, label=part if place == 0 else None)
-                left += seconds
-            total = median(run["seconds"] for run in runs)
-            row[0].barh(place, max(0.0, total - left), left=left, color="0.7", label="rest" if place == 0 else None)
-            row[1].barh(place, median(run["tokens_per_second"] for run in runs), color="C0")
+                row[0].barh(place, fastest[part], left=left, color=color, label=part if place == 0 else None)
+                left += fastest[part]
+            rest = max(0.0, fastest["seconds"] - left)
+            row[0].barh(place, rest, left=left, color="0.7", label="rest" if place == 0 else None)
+            middle = median(run["seconds"] for run in runs)
+            if middle < limit:
+                label = "median of the repetitions" if place == 0 else None
+                row[0].plot(middle, place, "o", color="black", markersize=4, label=label)
+            else:
+                row[0].text(
+                    limit, place, f"median {middle:.1f} \N{RIGHTWARDS ARROW}", ha="right", va="center", fontsize=8
+                )
+            row[1].barh(place, fastest["tokens_per_second"], color="C0")
+            row[1].plot(median(run["tokens_per_second"] for run in runs), place, "o", color="black", markersize=4)
             row[2].barh(place, median(max(run["peak_bytes"]) for run in runs) / 1e9, color="C0")
-            for axes, values in (
-                (row[0], [run["seconds"] for run in runs]),
-                (row[1], [run["tokens_per_second"] for run in runs]),
-            ):
-                axes.plot([min(values), max(values)], [place, place], color="black", linewidth=1)
         row[0].set_yticks(range(len(names)), names, fontsize=8)
         headings = (f"{policy}: seconds per step", "tokens per second", "peak memory of a process (GB)")
         for axes, heading in zip(row, headings, strict=True):
