@@ -34,6 +34,7 @@ import tyro
 from seeds import keep
 from torch import distributed
 
+from common import sampling
 from common.parallel import gather as gather_from_ranks
 from common.parallel import is_main, world_size
 from viewer.compare import draw_comparison
@@ -181,9 +182,9 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
 
     Args:
         began: when the command was given, as time.time().
-        what: "parameters" compares the ranks' parameters after each step, and keeps the main process's first gradient
-            in a file beside `out`; "all_reduce" trains nothing, and times the averaging of as many numbers as
-            `arguments` says.
+        what: "parameters" compares the ranks' parameters after each step, notes how near to the boundary of a token's
+            interval a number was drawn, and keeps the main process's first gradient in a file beside `out`;
+            "all_reduce" trains nothing, and times the averaging of as many numbers as `arguments` says.
     """
     if what == "all_reduce":
         time_all_reduce(int(arguments[0]), out)
@@ -252,7 +253,16 @@ def work(script: str, arguments: list[str], out: str, began: float, what: str) -
         if is_main():
             Path(out).write_text(json.dumps({"ranks": ranks, "startup": steps[0]["at"] - began}), encoding="utf-8")
 
-    UpdateStatistics.end_update = keep_gradient
+    draw_tokens = sampling._draw
+
+    def draw_near(logits, temperature, top_p, uniforms):
+        if what == "parameters" and steps and "sampling" not in steps[-1]:  # not in an evaluation
+            cdf = (logits.float() / temperature).log_softmax(dim=-1).to(uniforms.dtype).exp().cumsum(dim=-1)
+            nearest = (cdf - uniforms[:, None] * cdf[:, -1:]).abs().min().item()
+            steps[-1]["nearest_boundary"] = min(nearest, steps[-1].get("nearest_boundary", 1.0))
+        return draw_tokens(logits, temperature, top_p, uniforms)
+
+    UpdateStatistics.end_update, sampling._draw = keep_gradient, draw_near
     module.rollout_metrics, Run.checkpoint, Run.finish = keep_ids, end_step, end_run  # without a summary and a figure
     run_main(lambda: module.main(arguments))
 
@@ -292,7 +302,7 @@ def time_all_reduce(count: int, out: str) -> None:
 def measure_equality(config: Config) -> Iterator[dict]:
     """Per step, how far several processes are from experiment_base in one."""
     flags = f"{EQUALITY} {QUIET}"
-    base = train(ROOT / BASE / "train.py", 1, flags, config.port)
+    base = train(ROOT / BASE / "train.py", 1, flags, config.port, "parameters")
     found = {}
     for experiment, counts in EQUAL.items():
         for count in counts:
@@ -312,6 +322,7 @@ def compare(base: dict, run: dict) -> list[dict]:
             "entropy": abs(new["policy/entropy"] - old["policy/entropy"]),
             "equal_completions": sum(equal) / len(equal),
             "parameters_between_ranks": new_step["parameter_difference"],
+            "nearest_boundary": old_step["nearest_boundary"],  # in the sampling of experiment_base
         })  # fmt: skip
     return rows
 
@@ -528,6 +539,8 @@ def print_tables(data: dict) -> None:
 
 def print_equality(runs: dict[str, list[dict]]) -> None:
     """The largest differences over the steps before the first other token, and the step of that."""
+    some = next(iter(runs.values()))
+    print("\ndraws nearest to a boundary:", sorted((row["nearest_boundary"], row["step"]) for row in some)[:3])
     print("\n| | first other token | gradient norm | entropy | parameters between ranks |\n|---|---|---|---|---|")
     for name, rows in runs.items():
         first = next((row["step"] for row in rows if row["equal_completions"] < 1), None)
