@@ -82,12 +82,13 @@ class Broken:
     label: str  # in the figure
     picture: str
     counts: tuple[int, ...]  # numbers of processes for which the first step is compared
+    first_seed: int = 0  # whose first step is compared
     panels: tuple[str, ...] = ("reward/correct", "loss/grad_norm", "policy/entropy", "loss/kl")
 
 
 BROKEN = (
     Broken(ACCELERATE, "broken.patch", 2, "--steps 40 --minibatch-size 32 --epochs-per-step 2", "minibatches_seed",
-           "broken_mean_seed", "mean of the ranks' means", "broken.png", (1, 2, 4),
+           "broken_mean_seed", "mean of the ranks' means", "broken.png", (1, 2, 4), 2,
            ("reward/correct", "completion/length", "policy/entropy", "loss/kl")),
     Broken(DDP, "broken.patch", 3, "--steps 60 --prompts-per-step 4 --group-size 6", "cut_groups_seed",
            "broken_groups_seed", "advantages within each rank's part", "broken.png", (1, 2, 3)),
@@ -383,24 +384,28 @@ def summarise(run: dict) -> dict:
     }  # fmt: skip
 
 
+def first_gradients(variant: Broken, port: int) -> dict[str, dict]:
+    """The first gradient for several numbers of processes, against that of one process, and the ranks' parameters."""
+    flags = shlex.join(shlex.split(variant.flags)[2:])  # without --steps
+    flags = f"--steps {10 if 'forward' in variant.patch else 1} {flags} --seed {variant.first_seed} {QUIET}"
+    found: dict[str, dict] = {"flags": flags, "correct": {}, "broken": {}}
+    alone = None  # the gradient of one process, as it is
+    for kind, patch in (("correct", None), ("broken", variant.patch)):
+        with patched(variant.experiment, patch) as script:
+            for count in variant.counts:
+                run = train(script, count, flags, port, "parameters")
+                alone = run["gradient"] if alone is None else alone
+                found[kind][str(count)] = {
+                    "gradient_norm": run["gradient"].norm().item(),
+                    "gradient_difference": ((run["gradient"] - alone).norm() / alone.norm()).item(),
+                    "parameters_between_ranks": [step["parameter_difference"] for step in run["ranks"][0]["steps"]],
+                }
+    return found
+
+
 def measure_broken(config: Config) -> Iterator[dict]:
     """Train each broken variant and the correct one, and compare their first steps for several numbers of processes."""
-    found = {}
-    for variant in BROKEN:
-        flags = shlex.join(shlex.split(variant.flags)[2:])  # without --steps
-        steps = 10 if "forward" in variant.patch else 1
-        alone = None  # the gradient of one process, as it is
-        for kind, patch in (("correct", None), ("broken", variant.patch)):
-            with patched(variant.experiment, patch) as script:
-                for count in variant.counts:
-                    run = train(script, count, f"--steps {steps} {flags} {QUIET}", config.port, "parameters")
-                    alone = run["gradient"] if alone is None else alone
-                    by_count = found.setdefault(f"{variant.experiment}/{variant.patch}", {}).setdefault(kind, {})
-                    by_count[str(count)] = {
-                        "gradient_norm": run["gradient"].norm().item(),
-                        "gradient_difference": ((run["gradient"] - alone).norm() / alone.norm()).item(),
-                        "parameters_between_ranks": [s["parameter_difference"] for s in run["ranks"][0]["steps"]],
-                    }
+    found = {f"{variant.experiment}/{variant.patch}": first_gradients(variant, config.port) for variant in BROKEN}
     kept = []
     for variant in BROKEN:
         for name, patch in ((variant.correct, None), (variant.broken, variant.patch)):
@@ -530,8 +535,8 @@ def print_tables(data: dict) -> None:
         print_scaling(policy, found)
     for name, found in data.get("broken", {}).get("measured", {}).items():
         print(f"\n{name}\n| | processes | norm | difference | parameters between ranks |\n|---|---|---|---|---|")
-        for kind, by_count in found.items():
-            for count, first in by_count.items():
+        for kind in ("correct", "broken"):
+            for count, first in found[kind].items():
                 apart = first["parameters_between_ranks"]
                 print(f"| {kind} | {count} | {first['gradient_norm']:.5f} | {first['gradient_difference']:.1e} "
                       f"| {apart[0]:.1e} (step 1), {apart[-1]:.1e} (step {len(apart)}) |")  # fmt: skip
