@@ -71,7 +71,7 @@ def sample(
     rows_per_batch = prompts_per_batch * group_size
     batches = [list(batch) for _, batch in groupby(wanted, lambda row: row // rows_per_batch)]
     is_gathered = everyone_done is None
-    everyone_done = everyone_done or bool  # with whole weights a rank leaves when it is done: nobody needs it
+    everyone_done = everyone_done or bool  # with whole weights each rank ends by itself
     weights = gathered_weights(policy) if is_gathered else gathered_when_called(policy, "next_logits")
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
     trajectories: list[Trajectory] = []

@@ -58,7 +58,8 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_understood_by_their_scripts(page, load_script, monkeypatch):
     """Flags and their values, as the script itself reads them; nothing is run."""
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    for folder in ("experiment_sft", "benchmarks"):  # where scripts import what is beside them
+        monkeypatch.syspath_prepend(ROOT / folder)
     for script, arguments in commands_of(page):
         assert (ROOT / script).is_file(), script
         if script in PLAIN_SCRIPTS or not arguments:
