@@ -6,8 +6,8 @@
         backward: gradients are averaged over the ranks, which makes them the gradient of the mean over all rows
         take an optimizer step, the same on every rank
 
-Which devices, in which arithmetic, and whether each holds the whole model or a shard of it, Accelerate is told by
-`accelerate config`, or by a file of accelerate_configs/.
+`accelerate config`, or a file of accelerate_configs/, tells Accelerate which devices to use, in which arithmetic, and
+whether each holds the whole model or a shard of it.
 
     python experiment_accelerate/train.py                                        # experiment_base, bit for bit
     torchrun --nproc-per-node 2 experiment_accelerate/train.py                   # two processes of a CPU

@@ -20,6 +20,7 @@ from common.plumbing.launch import WHERE, check_launch, requested_launch
 from common.plumbing.processes import PATIENCE, check_divides, meet, meeting, num_restarts
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
+from common.plumbing.terminal import say
 
 
 def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
@@ -37,6 +38,8 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     with meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
+    if dtype != config.dtype:
+        say(f"Accelerate is told to compute in bf16: --dtype is {dtype}")
     with together():
         check_launch(accelerator)
         _check_resumed(config, dtype)

@@ -20,7 +20,7 @@ from common.parallel import gather, world_size
 from common.policy import Policy
 
 from common.plumbing.files import crc32, flush_to_disk
-from common.plumbing.ranks import has_lost_others, on_main, together
+from common.plumbing.ranks import has_lost_others, on_main
 from common.plumbing.saving import load_weights, save_policy
 from common.plumbing.terminal import say
 
@@ -124,16 +124,15 @@ def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer
         UserError: Accelerate cannot read what it has written for another number of processes or another sharding.
     """
     if accelerator is not None:
-        with together():
-            try:
-                accelerator.load_state(str(path))
-            except Exception as error:  # of DeepSpeed or of torch's distributed checkpoints, of many kinds
-                if has_lost_others(error):
-                    raise
-                raise UserError(
-                    f"{path} cannot be continued by these processes ({' '.join(str(error).split())[:300]}): start as "
-                    f"many, and sharded in the same way, as those that wrote it ({_read_manifest(path)['processes']})"
-                ) from error
+        try:
+            accelerator.load_state(str(path))
+        except Exception as error:  # of DeepSpeed or of torch's distributed checkpoints, of many kinds
+            if has_lost_others(error):
+                raise
+            raise UserError(
+                f"{path} cannot be continued by these processes ({' '.join(str(error).split())[:300]}): start as "
+                f"many, and sharded in the same way, as those that wrote it ({_read_manifest(path)['processes']})"
+            ) from error
         return
     load_weights(policy, path)
     optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))

@@ -25,7 +25,6 @@ def fill_settings(accelerator, micro_batch_size: int, max_grad_norm: float) -> N
     settings["gradient_accumulation_steps"] = 1  # a loss would be divided by it
     settings["gradient_clipping"] = max_grad_norm
     settings["fp16"] = settings["bf16"] = {"enabled": False}
-    settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True  # for accelerator.get_state_dict
     # Under ZeRO-3 `from_pretrained` would now load empty shards, even with zero3_init_flag: false; the reference and
     # the evaluation before training need complete weights. `prepare` shards the policy.
     unset_hf_deepspeed_config()

@@ -31,9 +31,14 @@ def launcher() -> str:
     return f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', num_launched())}"
 
 
+def is_first_here() -> bool:
+    """Whether this process is the first one of its machine."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 def is_speaker() -> bool:
     """Whether this process is the one that prints; until the processes have met, the first one of each machine is."""
-    return rank() == 0 if distributed.is_initialized() else int(os.environ.get("LOCAL_RANK", 0)) == 0
+    return rank() == 0 if distributed.is_initialized() else is_first_here()
 
 
 def on_main(function: Callable[[], T]) -> T:
@@ -85,14 +90,14 @@ def together() -> Iterator[None]:
 def check_alike(values: dict[str, object]) -> None:
     """
     Raises:
-        UserError: a value is not the same on all processes.
+        UserError: a value is not the same on all processes that know it.
     """
     everywhere = gather(values)
     with together():
         for number, others in enumerate(everywhere if rank() == 0 else ()):
             for name, value in values.items():
-                if others.get(name) != value:
-                    raise UserError(f"{name} is {value} in process 0, but {others.get(name)} in process {number}")
+                if others.get(name, value) != value:
+                    raise UserError(f"{name} is {value} in process 0, but {others[name]} in process {number}")
 
 
 def has_lost_others(error: BaseException) -> bool:

@@ -204,8 +204,10 @@ class Run:
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, and curve.png."""
-        summary = results | summarise_steps(read_lines(self.directory / METRICS)) | self._parameters
-        summary |= {"peak_memory_bytes": peak_memory_bytes(self.config.device)} | self._machine
+        rows = read_lines(self.directory / METRICS)
+        peaks = [row["memory/peak_bytes"] for row in rows if "memory/peak_bytes" in row]  # of all processes
+        peak = max([*peaks, peak_memory_bytes(self.config.device)])
+        summary = results | summarise_steps(rows) | self._parameters | {"peak_memory_bytes": peak} | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
         if (self.directory / METRICS).exists():  # without a step there is no curve
             from viewer.curve import draw_curve

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from common.errors import UserError
-from common.parallel import is_main
 
 from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
 from common.plumbing.files import sha256
 from common.plumbing.hub import commit_of
+from common.plumbing.ranks import is_first_here
 from common.plumbing.task import Task
 from common.plumbing.terminal import say
 
@@ -18,10 +18,10 @@ MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # o
 def describe_sources(config: PolicyConfig, task: Task | None) -> dict[str, dict]:
     """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
 
-    The model's only on the main process: it can be large, and the others get its weights.
+    The model's only in one process of each machine: it can be large.
     """
     sources = {"data": getattr(config, "data", None)}
-    if is_main():
+    if is_first_here():
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}
     if task is not None:

@@ -143,8 +143,7 @@ def _open_run(experiment: str, config: PolicyConfig, task: Task | None) -> Run:
     with together():
         sources = describe_sources(config, task)
     check_alike({flag(name): value for name, value in flags if name not in ("device", "threads")})
-    data = sources.keys() - {"model", "base"}
-    check_alike({f"the content of {flag(name)}": sources[name]["content"] for name in sorted(data)})
+    check_alike({f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
     locks = []
 
     def open_directory() -> RunDirectory:
