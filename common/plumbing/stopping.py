@@ -1,5 +1,6 @@
 """Stopping a run: on Ctrl-C, on SIGTERM, or when nobody reads what it prints any more."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from common.plumbing.signals import call_after_signal, signals_to
 from common.plumbing.terminal import say
 
 SAME_CTRL_C = 2.0  # seconds in which signals to several processes count as one
-GRACE = 30  # seconds after which torchrun kills a process that it has asked to end
+# Seconds after which torchrun kills what it has asked to end; its option --shutdown-timeout cannot be seen from here
+GRACE = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 
 
 class StopRequest:
@@ -45,7 +47,7 @@ class StopRequest:
             self.is_interrupted = True
             raise KeyboardInterrupt
         self.is_made = True
-        limit = f" if that takes less than {GRACE} s and no process is lost" if is_under_torchrun() else ""
+        limit = f" if that takes less than {GRACE:g} s and no process is lost" if is_under_torchrun() else ""
         self._tell(f"stopping: this step is finished first, and a checkpoint written{limit} (Ctrl-C again: at once)")
 
 
@@ -57,8 +59,8 @@ def stoppable(handler: Callable[..., None], resume_command: str) -> Iterator[Non
     """
 
     warning = (
-        f"\nerror: the step has not ended {GRACE - 5} s after the signal, and the launcher is about to kill it; resume "
-        f"with: {resume_command}"
+        f"\nerror: the step has not ended {GRACE - 5:g} s after the signal, and the launcher will kill it after "
+        f"{GRACE:g} s, unless it was told to wait longer; resume with: {resume_command}"
     )
 
     def warn() -> None:
