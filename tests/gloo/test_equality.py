@@ -21,12 +21,16 @@ from torch import distributed
 
 from common.experience import collate
 from common.logprobs import token_log_probs
-from common.parallel import gather, part_of, rank
+from common.parallel import gather, part_of, rank, world_size
 from common.policy import Policy
 from common.trajectory import Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, ROWS, STEPS = 24, 24, 3
+SPLIT_GROUPS = (
+    *("--steps", "2", "--prompts-per-step", "4", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "24"),
+    *("--micro-batch-size", "3", "--lr", "1e-5", "--name", "x"),
+)
 GROUP_SIZES = {"experiment_accelerate": 4, "experiment_accelerate_ddp": 6}  # groups of 6 are split by ranks of 8 rows
 SCENARIOS = ("ragged", "no_signal", "none_at_all", "longest", "minibatches", "constant", "adamw", "lora", "skipped")
 if importlib.util.find_spec("bitsandbytes") is not None:
@@ -217,6 +221,8 @@ def main(path: str) -> None:
     }
     results["gradients differ"] = (gradients_differ(by_hand), gradients_differ(past_the_wrapper))
     results["frozen base left alone"] = is_frozen_base_left_alone()
+    if world_size() == 3:
+        load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(Path(path).parent)])
     if rank() == 0:
         torch.save(results, path)
     distributed.destroy_process_group()
@@ -247,7 +253,7 @@ def results_of(tmp_path_factory) -> Callable[[int], dict]:
         if num_processes not in found:
             path = tmp_path_factory.mktemp("results") / f"{num_processes}.pt"
             launch(num_processes, __file__, str(path))
-            found[num_processes] = torch.load(path)
+            found[num_processes] = torch.load(path) | {"directory": path.parent}
         return found[num_processes]
 
     return start
@@ -304,15 +310,11 @@ def test_the_frozen_base_of_an_adapter_is_not_synchronised(results_of, num_proce
     assert results_of(num_processes)["frozen base left alone"]
 
 
-def test_three_ranks_that_split_groups_train_as_one_process(tmp_path, load_script):
+def test_three_ranks_that_split_groups_train_as_one_process(results_of, tmp_path, load_script):
     """Of four prompts with groups of six, rank 0 samples the first group and two rows of the second."""
-    flags = (
-        *("--steps", "2", "--prompts-per-step", "4", "--group-size", "6", "--eval-prompts", "5", "--runs-dir"),
-        *(str(tmp_path), "--max-new-tokens", "24", "--micro-batch-size", "3", "--lr", "1e-5", "--name", "x"),
-    )
-    load_script("experiment_base/train.py").main(list(flags))
-    launch(3, str(ROOT / "experiment_accelerate_ddp" / "train.py"), *flags)
-    old, new = (tmp_path / name / "x" for name in ("experiment_base", "experiment_accelerate_ddp"))
+    load_script("experiment_base/train.py").main([*SPLIT_GROUPS, "--runs-dir", str(tmp_path)])
+    old = tmp_path / "experiment_base" / "x"
+    new = results_of(3)["directory"] / "experiment_accelerate_ddp" / "x"
 
     for row, expected in zip(rows_of(new, "samples"), rows_of(old, "samples"), strict=True):  # two groups of each step
         for name in ("step", "prompt_index", "completion_index", "ids", "rewards", "finish_reason"):
