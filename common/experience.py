@@ -81,8 +81,8 @@ class Experience:
         experience = self
         if skip_zero_advantages:
             rows = self.advantages.any(dim=1).nonzero()[:, 0]
-            names = list(zip(self.prompt_index.tolist(), self.completion_index.tolist(), strict=True))
             if not any(gather(len(rows))):
+                names = list(zip(self.prompt_index.tolist(), self.completion_index.tolist(), strict=True))
                 first = min(gather_rows(names))
                 rows = torch.tensor([index for index, name in enumerate(names) if name == first], dtype=torch.long)
             experience = self.select(rows)

@@ -15,7 +15,7 @@ from common.plumbing.config import PolicyConfig
 from common.plumbing.files import replace_file
 
 # What config.json holds besides flags
-NOT_FLAGS = (*("versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"),)
+NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
 
 
 def write_settings(directory: Path, settings: dict) -> None:
