@@ -1,6 +1,7 @@
 """--model names a LoRA adapter: it is trained further, or merged under a new one; what is not plain LoRA is refused."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -297,7 +298,8 @@ def test_flags_that_a_given_adapter_excludes_are_refused(load_script, first, fla
     config_class = load_script("experiment_base/train.py").Config
     with pytest.raises(UserError, match=sentence):
         parse_config(config_class, ("--model", str(first / "final"), *flags.split()), description="")
-    for fine in ("--load-in 4bit", "--save-merged", "--lora-rank 2 --lora-alpha 8"):
+    quantised = ("--load-in 4bit",) if importlib.util.find_spec("bitsandbytes") else ()  # refused without the package
+    for fine in (*quantised, "--save-merged", "--lora-rank 2 --lora-alpha 8"):
         parse_config(config_class, ("--model", str(first / "final"), *fine.split()), description="")
 
 
