@@ -61,21 +61,29 @@ def sample(
     Raises:
         ValueError: a prompt is empty, or `prompt_index` does not have one index per prompt.
     """
+    trajectories = begin_rows(prompts, group_size, prompt_index, rows)
+    prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
+    numbers = range(len(prompts) * group_size) if rows is None else rows
+    paired = groupby(zip(numbers, trajectories, strict=True), lambda pair: pair[0] // (prompts_per_batch * group_size))
+    batches = [[trajectory for _, trajectory in batch] for _, batch in paired]
+    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy, everyone_done)
+    return trajectories
+
+
+def begin_rows(
+    prompts: list[list[int]], group_size: int, prompt_index: list[int] | None = None, rows: range | None = None
+) -> list[Trajectory]:
+    """Trajectories that hold their prompts only. Arguments, order and errors as in `sample`."""
     prompt_index = list(range(len(prompts))) if prompt_index is None else prompt_index
     if len(prompt_index) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts, but {len(prompt_index)} entries in prompt_index")
     if not all(prompts):
         raise ValueError(f"prompt {prompt_index[prompts.index([])]} has no tokens")
-    wanted = range(len(prompts) * group_size) if rows is None else rows
-    prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
-    rows_per_batch = prompts_per_batch * group_size
-    batches = [list(batch) for _, batch in groupby(wanted, lambda row: row // rows_per_batch)]
-    trajectories = [
-        _begin(prompts[row // group_size], prompt_index[row // group_size], row % group_size) for row in wanted
-    ]
-    paired = groupby(zip(wanted, trajectories, strict=True), lambda pair: pair[0] // rows_per_batch)
-    batches = [[trajectory for _, trajectory in batch] for _, batch in paired]
-    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy, everyone_done)
+    trajectories = []
+    for row in range(len(prompts) * group_size) if rows is None else rows:
+        prompt, completion = divmod(row, group_size)
+        ids, num_ids = list(prompts[prompt]), len(prompts[prompt])
+        trajectories.append(Trajectory(ids, num_ids, [0] * num_ids, [0.0] * num_ids, prompt_index[prompt], completion))
     return trajectories
 
 
@@ -135,11 +143,6 @@ def _continue_batches(
             draws = None if greedy or not rows else _uniforms(rows, max(budgets), key).to(policy.device, exact)
             with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
                 _complete(policy, rows, budgets, top_p, draws, everyone_done)
-
-
-def _begin(prompt: list[int], prompt_index: int, completion_index: int) -> Trajectory:
-    num_ids = len(prompt)
-    return Trajectory(list(prompt), num_ids, [0] * num_ids, [0.0] * num_ids, prompt_index, completion_index)
 
 
 def _complete(

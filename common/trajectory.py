@@ -4,6 +4,7 @@
 it belongs to no completion: no length, budget, reward, loss or denominator counts it.
 """
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -41,8 +42,14 @@ class Trajectory:
     def num_action_tokens(self) -> int:
         return sum(self.action_mask)
 
-    def observe(self, ids: list[int]) -> None:
-        """Append what was not sampled: the answers of tools, as the template renders them."""
+    @property
+    def num_turns(self) -> int:
+        """Of the policy; 0 if `turns` is not recorded, as in experiments of one turn."""
+        return sum(role == "assistant" for role, _ in self.turns)
+
+    def observe(self, ids: list[int], max_length: float = math.inf) -> None:
+        """Append what was not sampled: the answers of tools, as the template renders them; as much as fits."""
+        ids = ids[: int(min(len(ids), max_length - len(self.ids)))]
         self.ids += ids
         self.action_mask += [0] * len(ids)
         self.sampler_log_probs += [0.0] * len(ids)
