@@ -74,7 +74,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base**exponent
 
 
-def _round(number: Fraction, digits: Fraction = Fraction(0)) -> Fraction:  # noqa: B008
+def _round(number: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
     """Halves go to the even neighbour, as in Python; here 2.675 is such a half."""
     if digits.denominator != 1 or abs(digits) > MAX_DIGITS:
         raise ValueError(f"round takes a whole number of digits, {MAX_DIGITS} at most")
