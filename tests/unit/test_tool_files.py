@@ -23,7 +23,7 @@ from common.plumbing.tool_processes import close, in_threads
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30  # longer than a call takes on the busiest machine
 TOOLS = '''
-import json, os, re, signal, statistics, subprocess, sys, threading, time
+import json, multiprocessing, os, re, signal, statistics, subprocess, sys, threading, time
 from pathlib import Path
 
 HELD = []
@@ -116,6 +116,9 @@ def test_arguments_and_answers_are_passed_on(tools):
         ("'a' * 10**7", "a" * 4000 + " ..."),
         ("[7] * 10**6", "[" + "7, " * 1333 + " ..."),
         ("sys.stdin.read()", ""),
+        ("os.fork() == 0", "false"),  # the child gives no answer
+        # a pool ends its processes by a signal
+        ("[pool := multiprocessing.get_context('fork').Pool(1), pool.map(str, [5]), pool.terminate()][1]", '["5"]'),
     ],
 )
 def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
