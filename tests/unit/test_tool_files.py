@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -185,6 +186,14 @@ def test_a_crash_becomes_an_error(tools, code, how):
     assert answer.startswith("error: evaluate ended its process (")
     assert how in answer or how == "Killed"  # without its files it can end in several ways
     assert tools["count"]() == "1"
+
+
+def test_what_a_tool_started_ends_with_its_process(tools, tmp_path):
+    file = tmp_path / "number"
+    code = f"(print(subprocess.Popen(['sleep', '60']).pid, file=open({str(file)!r}, 'w')), os._exit(0))"
+    assert tools["evaluate"](code=code) == "error: evaluate ended its process (status 0)"
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(file.read_text())).wait(timeout=10)
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced(tools):
