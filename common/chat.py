@@ -16,25 +16,30 @@ TEMPLATE_DATE = "26 Jul 2024"
 _PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro %}"
 
 
-def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """The ids of a conversation, up to the point where the assistant's turn begins.
+
+    Args:
+        tools: JSON schemas of the tools that the template is to present, as `common.tools.schemas` makes them.
 
     Raises:
         UserError: the chat template refuses the messages; some do so with every system turn.
     """
     try:
-        return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+        return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True, tools=tools))
     except ValueError as error:
         hint = "; if it knows no system turn: --system-prompt ''" if messages[0]["role"] == "system" else ""
         raise UserError(f"{error}{hint}") from error
 
 
-def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> tuple[list[int], list[int]]:
+def encode_chat(
+    tokenizer, messages: list[dict], end_of_turn_ids: list[int], tools: list[dict] | None = None
+) -> tuple[list[int], list[int]]:
     """The ids of a complete conversation, and a mask that is 1 on what the assistant says.
 
     The mask covers every assistant turn *including its end-of-turn token*, so that the policy learns to stop, and
-    nothing that the template puts around it. Each turn is encoded separately from what precedes it, just as the
-    sampler continues a prompt that is already encoded.
+    nothing that the template puts around it; none of a turn with `"weight": 0`, which is read and not learned. Each
+    turn is encoded separately from what precedes it, just as the sampler continues a prompt that is already encoded.
 
     Returns:
         ids and mask, of equal length.
@@ -62,14 +67,14 @@ def encode_chat(tokenizer, messages: list[dict], end_of_turn_ids: list[int]) -> 
     for position, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = advance(_render(tokenizer, messages[:position], add_generation_prompt=True), "assistant prompt")
-        turn = advance(_render(tokenizer, messages[: position + 1], add_generation_prompt=False), "assistant")
+        before = advance(_render(tokenizer, messages[:position], True, tools), "assistant prompt")
+        turn = advance(_render(tokenizer, messages[: position + 1], False, tools), "assistant")
         ends = [index for index, token in enumerate(turn) if token in end_of_turn_ids]
         if not ends:
             raise ValueError(f"the chat template does not end message {position} with an end-of-turn token")
         spoken = ends[-1] + 1
         ids += before + turn
-        mask += [0] * len(before) + [1] * spoken + [0] * (len(turn) - spoken)
+        mask += [0] * len(before) + [int(message.get("weight") != 0)] * spoken + [0] * (len(turn) - spoken)
         _check_kept(tokenizer, messages[: position + 1], rendered, checked)
         checked = position + 1
     return ids, mask
@@ -80,7 +85,7 @@ def _check_message(message: object, position: int) -> None:
         raise ValueError(f"message {position} is not an object with a role")
     role, content = message["role"], message.get("content")
     only_calls = role == "assistant" and content is None and message.get("tool_calls")
-    if role in ("system", "user", "assistant") and not isinstance(content, str) and not only_calls:
+    if role in ("system", "user", "assistant", "tool") and not isinstance(content, str) and not only_calls:
         raise ValueError(f"the content of message {position} ({role}) is not text")
 
 
@@ -97,8 +102,72 @@ def _check_kept(tokenizer, messages: list[dict], rendered: str, start: int) -> N
             raise ValueError(f"the chat template leaves out message {position} ({role})")
 
 
+def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int]) -> list[int]:
+    """The ids of what tools answer, as they are appended to a row that ends with the policy's end-of-turn token.
+
+    They begin with what the template puts behind that token, and end where the assistant's next turn begins. The turns
+    before are not rendered again: a short conversation takes their place, since the row's ids are already known.
+
+    Raises:
+        UserError: the chat template has no turns for tools.
+    """
+    rendered, start = _render_observation(tokenizer, contents, tuple(end_of_turn_ids))
+    return _encode(tokenizer, rendered[start:], before=rendered[:start])
+
+
+def _render_observation(tokenizer, contents: list[str], end_of_turn_ids: tuple[int, ...]) -> tuple[str, int]:
+    """A conversation in which tools answer, and where in it that begins which follows the end of the turn before."""
+    call, written = _call_before_tools(tokenizer, end_of_turn_ids)
+    rendered = _render(tokenizer, [_QUESTION, call, *map(_tool_turn, contents)], add_generation_prompt=True)
+    return rendered, _end_of_turn(tokenizer, rendered, written, end_of_turn_ids)
+
+
+@functools.lru_cache
+def _call_before_tools(tokenizer, end_of_turn_ids: tuple[int, ...]) -> tuple[dict, str]:
+    """A turn that the template lets tools answer, and a text in it: one that only speaks, or else one with a call."""
+    speaks, calls = {"role": "assistant", "content": "(an answer)"}, {"role": "assistant", "tool_calls": [_CALL]}
+    refusal = "it leaves out what a tool answers"
+    for call, written in ((speaks, speaks["content"]), (calls, _CALL["function"]["name"])):
+        try:
+            turns = [[_QUESTION, call, _tool_turn(text)] for text in ("first", "second")]
+            one, other = (_render(tokenizer, messages, add_generation_prompt=True) for messages in turns)
+        except ValueError as error:
+            refusal = str(error)
+        else:
+            if one != other and _end_of_turn(tokenizer, one, written, end_of_turn_ids) > 0:
+                return call, written
+    raise UserError(f"the chat template has no turns for tools ({refusal}): a model is needed that was made for them")
+
+
+_QUESTION = {"role": "user", "content": "?"}
+_CALL = {"id": "anycall01", "type": "function", "function": {"name": "a_tool", "arguments": {}}}
+
+
+def _tool_turn(content: str) -> dict:
+    return {"role": "tool", "content": content, "name": _CALL["function"]["name"], "tool_call_id": _CALL["id"]}
+
+
+def _end_of_turn(tokenizer, rendered: str, written: str, end_of_turn_ids: tuple[int, ...]) -> int:
+    """Where the turn that holds the text `written` has ended; 0 if it does not end."""
+    start = rendered.find(written) + len(written)
+    ends = [re.search(re.escape(tokenizer.decode([token])), rendered[start:]) for token in end_of_turn_ids]
+    return min((start + end.end() for end in ends if end), default=0)
+
+
+def removes_thoughts(tokenizer) -> bool:
+    """Whether the template removes the thought of a turn once a tool has answered it.
+
+    A row keeps every token that was sampled. It is then another text than the one that the template would render.
+    """
+    turn = {"role": "assistant", "content": "<think>(a thought)</think>(an answer)"}
+    try:
+        return "(a thought)" not in _render(tokenizer, [_QUESTION, turn, _tool_turn("?")], add_generation_prompt=True)
+    except ValueError:
+        return False
+
+
 def decode(tokenizer, ids: list[int]) -> str:
-    """The text of a completion, for rewards and for people; it is never tokenised again.
+    """The text of a turn, for rewards and for people; it is never tokenised again.
 
     It begins with what the template has written of the answer, such as the `<think>` that DeepSeek-R1's opens.
     """
@@ -109,11 +178,11 @@ def decode(tokenizer, ids: list[int]) -> str:
 def _opening(tokenizer) -> str:
     """What the prompt of a question holds beyond the header of an answer, which earlier answers have as well."""
     answer = "(an answer)"
-    question, turn = ({"role": role, "content": text} for role, text in (("user", "?"), ("assistant", answer)))
+    turn = {"role": "assistant", "content": answer}
     try:
-        asked = _render(tokenizer, [question], add_generation_prompt=False)
-        prompt = _render(tokenizer, [question], add_generation_prompt=True)
-        answered = _render(tokenizer, [question, turn, question], add_generation_prompt=False)
+        asked = _render(tokenizer, [_QUESTION], add_generation_prompt=False)
+        prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True)
+        answered = _render(tokenizer, [_QUESTION, turn, _QUESTION], add_generation_prompt=False)
     except ValueError:
         return ""
     header = answered.partition(answer)[0]
@@ -123,7 +192,7 @@ def _opening(tokenizer) -> str:
     return opening if opening.strip() else ""
 
 
-def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None) -> str:
     """The conversation as text, with a mark in the place of every control token that a message spells.
 
     Raises:
@@ -133,16 +202,21 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str
 
     control_tokens = _control_tokens(tokenizer)
     try:
-        return _apply_template(tokenizer, control_tokens.mark(messages), add_generation_prompt)
+        return _apply_template(
+            tokenizer, control_tokens.mark(messages), add_generation_prompt, control_tokens.mark(tools)
+        )
     except Exception as error:  # whatever a template raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         reason = _MARK.sub(lambda mark: control_tokens.texts[int(mark[1])], str(error))
         raise ValueError(f"the chat template refuses the messages: {kind}{reason}") from error
 
 
-def _apply_template(tokenizer, messages: list[dict], add_generation_prompt: bool) -> str:
+def _apply_template(
+    tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None
+) -> str:
     return tokenizer.apply_chat_template(
         messages,
+        tools=tools,
         chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
         add_generation_prompt=add_generation_prompt,
         tokenize=False,
@@ -161,7 +235,8 @@ def _encode(tokenizer, rendered: str, before: str = "") -> list[int]:
     for mark, text in zip(others[::2], others[1::2], strict=True):
         spelled = control_tokens.texts[int(mark)]
         as_text = _continue(tokenizer, spelled, split_special_tokens=True)
-        if not control_tokens.ids.isdisjoint(as_text):  # some tokenizers know it as a word, too
+        if not control_tokens.ids.isdisjoint(as_text) or tokenizer.convert_tokens_to_ids(spelled) in as_text:
+            # some tokenizers know it as a word, too
             as_text = [i for letter in spelled for i in _continue(tokenizer, letter, split_special_tokens=True)]
         ids += as_text + _continue(tokenizer, text)
     return ids
@@ -196,16 +271,18 @@ class _ControlTokens(NamedTuple):
     ids: frozenset[int]
     pattern: re.Pattern  # any of them
     beginnings: tuple[str, ...]  # of any of them; all but the last letter at most
+    tag: re.Pattern  # any of them, or of the tags that are one token: a tool has no use for them, and may quote a page
 
-    def mark(self, value: object) -> object:
+    def mark(self, value: object, by_tool: bool = False) -> object:
         """`value`, a message or any part of one, with marks in all of its strings."""
         if isinstance(value, dict):
-            return {self.mark(key): self.mark(entry) for key, entry in value.items()}
+            by_tool = by_tool or value.get("role") == "tool"
+            return {self.mark(key): self.mark(entry, by_tool) for key, entry in value.items()}
         if isinstance(value, list | tuple):
-            return [self.mark(entry) for entry in value]
+            return [self.mark(entry, by_tool) for entry in value]
         if not isinstance(value, str):
             return value
-        marked = self.pattern.sub(lambda match: self._mark_of(match[0]), value)
+        marked = (self.tag if by_tool else self.pattern).sub(lambda match: self._mark_of(match[0]), value)
         # a template may join this string to the next one, and complete a control token that begins here
         return marked + self._mark_of("") if value.rstrip().endswith(self.beginnings) else marked
 
@@ -220,10 +297,13 @@ _MARK = re.compile("\ufdd0([0-9]+)\ufdd1")
 def _control_tokens(tokenizer) -> _ControlTokens:
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     names |= set(tokenizer.all_special_tokens) | _turn_markers(tokenizer)
-    texts = [*sorted(names, key=len, reverse=True), "\ufdd0", "\ufdd1"]  # the longest of those that match is meant
+    tags = set(filter(_is_marker, (token.content for token in tokenizer.added_tokens_decoder.values()))) | names
+    texts, tag_texts = ([*sorted(some, key=len, reverse=True), "\ufdd0", "\ufdd1"] for some in (names, tags))
     beginnings = tuple({text[:end] for text in texts if not text[0].isalnum() for end in range(1, len(text))})
     ids = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
-    return _ControlTokens([*texts, ""], ids, re.compile("|".join(map(re.escape, texts))), beginnings)
+    # the longest of those that match is meant
+    pattern, tag = (re.compile("|".join(map(re.escape, some))) for some in (texts, tag_texts))
+    return _ControlTokens([*tag_texts, ""], ids, pattern, beginnings, tag)
 
 
 def _turn_markers(tokenizer) -> set[str]:
@@ -232,7 +312,7 @@ def _turn_markers(tokenizer) -> set[str]:
     Not those that messages may spell as tokens: spaces, words, and pairs of tags, such as the <think> with which a
     template opens an answer and the </think> that it looks for in one. A tag around a question is a marker, though.
     """
-    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "(an answer)"}
+    answer = {"role": "assistant", "content": "(an answer)"}
     added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
 
     def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
@@ -244,6 +324,10 @@ def _turn_markers(tokenizer) -> set[str]:
 
     names = {text[2:] for text in added.values() if text.startswith("</")}
     tags = {start + name for name in names for start in ("<", "</")}
-    turns = [question, answer, question]
-    markers = written([question], False) | ((written(turns, False) | written(turns, True)) - tags)
-    return {text for text in markers if re.search(r"\w", text) and re.search(r"[^\w\s]", text)}
+    turns = [_QUESTION, answer, _QUESTION]
+    markers = written([_QUESTION], False) | ((written(turns, False) | written(turns, True)) - tags)
+    return set(filter(_is_marker, markers))
+
+
+def _is_marker(text: str) -> bool:
+    return re.search(r"\w", text) is not None and re.search(r"[^\w\s]", text) is not None
