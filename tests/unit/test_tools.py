@@ -337,8 +337,12 @@ def test_an_exception_of_a_tool_is_an_answer():
     assert answering(SystemExit(3)) == ("error: SystemExit: 3", False)
     assert answering(RecursionError("deep"))[0] == "error: RecursionError: deep"
     assert answering(TypeError("in the tool"))[0] == "error: TypeError: in the tool"
-    with pytest.raises(KeyboardInterrupt):
-        answering(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no process for tools can be started")])
+def test_what_is_meant_for_people_passes(error):
+    with pytest.raises(type(error)):
+        answering(error)
 
 
 def test_every_result_is_a_short_text():
