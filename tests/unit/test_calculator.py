@@ -341,6 +341,8 @@ def test_an_error_says_what_to_change():
         "1/0": "division by zero",
         "": "not an arithmetic expression",
         "17*23=": "cannot read '='",
+        "1e9999": "cannot read '1e9999'",
+        "1_000": "cannot read '1_000'",
         "2\x00": "cannot read '\\x00'",
         "sin(1)": "unknown name 'sin'; known are abs, max, min, round, sqrt",
         "1,234*2": "a comma may only separate the arguments of a function",
