@@ -16,6 +16,7 @@ MOST_LINES_OF_TRAIN = {
     "experiment_sft": 220,
     "experiment_accelerate": 205,
     "experiment_accelerate_ddp": 205,
+    "experiment_multiturn_tool_calling": 240,
 }  # 200 for others
 
 
