@@ -102,7 +102,8 @@ def test_without_the_tool_no_call_is_executed(train):
     assert not any("Tools" in tokenizer.decode(row["ids"][: row["prompt_length"]]) for row in samples)
     metrics = rows_of(directory, "metrics")[1]
     assert metrics["reward/executed_calls"] == 0
-    assert metrics["completion/unknown_calls"] + metrics["completion/malformed_calls"] == metrics["reward/calls"]
+    outcomes = ("unknown", "malformed", "unanswered")
+    assert sum(metrics[f"completion/{name}_calls"] for name in outcomes) == pytest.approx(metrics["reward/calls"])
 
 
 def test_in_the_last_turn_calls_are_not_executed(train):
@@ -117,11 +118,9 @@ def test_in_the_last_turn_calls_are_not_executed(train):
 def test_a_users_tool_is_offered_and_has_a_time_limit(train):
     """The bundled policy knows the name `search`; this one never answers."""
     Path("my_tools.py").write_text(A_TOOL)
-    questions = [
-        {"question": f"Where was {name} born?", "answer": "1", "kind": "search"} for name in ("Bamor", "Tolan")
-    ]
-    Path("rows.jsonl").write_text("\n".join(json.dumps(row) for row in questions * 2))
-    Path("held_out.jsonl").write_text(json.dumps({"question": "Who?", "answer": "1", "kind": "search"}))
+    question = {"question": "Where was Bamor born?", "answer": "1", "kind": "search"}
+    Path("rows.jsonl").write_text(f"{json.dumps(question)}\n" * 4)
+    Path("held_out.jsonl").write_text(json.dumps(question | {"question": "Where was Tolan born?"}))
     flags = ("--data", "rows.jsonl", "--eval-data", "held_out.jsonl", "--max-turns", "2", "--tool-seconds", "0.05")
     directory, _ = run(train, *flags, "--tools", "my_tools.py")
     answers = [text for row in rows_of(directory, "samples") for role, text in row["turns"] if role == "tool"]
@@ -131,8 +130,8 @@ def test_a_users_tool_is_offered_and_has_a_time_limit(train):
 
 
 def test_tools_that_cannot_be_used_are_refused(train):
-    Path("my_tools.py").write_text("def calculator(x: str) -> str:\n    '''Mine.'''\n")
-    with pytest.raises(UserError, match=r"^--tools my_tools\.py: there is another tool called calculator"):
+    Path("my_tools.py").write_text(A_TOOL.replace("search(", "calculator("))
+    with pytest.raises(UserError, match=r"^--tools \S+my_tools\.py: there is another tool called calculator"):
         train.main([*SMALL, "--tools", "my_tools.py"])
     with pytest.raises(UserError, match=r"^--tools nowhere\.py: there is no such file"):
         train.main([*SMALL, "--tools", "nowhere.py"])
