@@ -107,7 +107,7 @@ def test_the_time_of_the_hyperparameters_is_that_of_their_runs():
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()
-    for path in ROOT.glob("experiment_base/results/seed*/metrics.jsonl"):
+    for path in ROOT.glob("experiment_[bm]*/results/seed*/metrics.jsonl"):
         keys |= {key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)}
     assert len(keys) > 20
     for key in keys - {"step"}:
