@@ -177,7 +177,8 @@ def converse(
         texts = [decode(tokenizer, ids) for ids in sampled]  # for the environment; the row keeps the ids
         for (row, state), text in zip(open_ones, texts, strict=True):
             row.turns.append(("assistant", text))
-            state.is_last_turn = turn == config.max_turns or row.finish_reason == "length"
+            is_spent = row.finish_reason == "length" or row.num_action_tokens == config.max_new_tokens
+            state.is_last_turn = turn == config.max_turns or is_spent
         results = in_threads(env_step, [state for _, state in open_ones], texts, parallel=config.tools is not None)
         for (row, _), (observation, rewards, done) in zip(open_ones, results, strict=True):
             if done:
