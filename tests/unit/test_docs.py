@@ -44,7 +44,8 @@ def test_flags_in_commands_exist(page):
     for command in re.findall(r"(experiment_\w+/train\.py [^`\n]*)", page.read_text(encoding="utf-8")):
         script, *arguments = command.split("#")[0].split()
         own = re.findall(r"^    (\w+): ", (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
-        known = {flag(name) for name in (*own, *(field.name for field in dataclasses.fields(RunConfig)))}
+        names = (*own, *(field.name for field in dataclasses.fields(RunConfig)))
+        known = {flag(name) for name in names} | {flag(f"no_{name}") for name in names}
         assert {argument for argument in arguments if argument.startswith("--")} <= known, command
 
 
