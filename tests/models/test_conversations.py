@@ -18,6 +18,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from common.calculator import calculator
 from common.chat import encode_chat, encode_observation, encode_prompt
 from common.environment import CALL_WEIGHTS
 from common.errors import UserError
@@ -26,7 +27,7 @@ from common.fast.cache import RowCache
 from common.fast.matmul import use_fast_products
 from common.policy import Policy
 from common.tasks import calculator as calculator_task
-from common.tools import calculator, call_tool, parse_calls, schemas
+from common.tools import call_tool, parse_calls, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.config import TINY_POLICY

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from common.calculator import calculator
 from common.environment import CALL_WEIGHTS, MAX_CALLS, OUTCOMES, State, env_step
 from common.tasks import calculator as calculator_task
-from common.tools import calculator
 
 from common.plumbing.task import Task
 
