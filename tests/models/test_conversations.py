@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common.calculator import calculator
-from common.chat import encode_chat, encode_observation, encode_prompt
+from common.chat import encode_chat, encode_observation, encode_prompt, removes_thoughts
 from common.environment import CALL_WEIGHTS
 from common.errors import UserError
 from common.experience import Experience, collate
@@ -571,6 +571,7 @@ def test_a_row_ends_at_the_context_of_the_model(talk, converse, monkeypatch):
         for row, full in zip(converse(talk.policy, group_size=8), talk.rows[:8] + talk.rows[16:24], strict=True):
             assert row.ids == full.ids[: min(len(row.ids), context)]
             assert row.action_mask == full.action_mask[: len(row.ids)]
+            assert row.num_turns == len(actions(row))
             if len(row.ids) < len(full.ids) and row.ids[-1] not in talk.policy.end_of_turn_ids:
                 assert (len(row.ids), row.finish_reason) == (context, "length")
                 ends.add(row.action_mask[-1])
@@ -711,6 +712,18 @@ def test_a_template_that_drops_thoughts_is_told_of(thinker, converse, capsys, mo
             [{"role": role, "content": text} for role, text in row.turns] * 2, tokenize=False
         )
         assert rendered.count("<think>") < 2 * "".join(text for _, text in row.turns).count("<think>")
+
+
+def test_thoughts_of_other_templates_are_looked_for_too():
+    """Of one that keeps all since the last question, as Qwen3's does; of one whose tools only answer calls."""
+    original = make_tokenizer("bundled").chat_template
+    since_question = (
+        f"({AFTER_THOUGHT} if messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list else {CONTENT})"
+    )
+    only_after_calls = ONLY_AFTER_CALLS.replace("CALL }}", HERMES_CALL + " }}")
+    assert not removes_thoughts(bundled(original.replace(CONTENT, since_question)))
+    assert not removes_thoughts(bundled(only_after_calls))
+    assert removes_thoughts(bundled(only_after_calls.replace(CONTENT, AFTER_THOUGHT)))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """`sample`: what is recorded is what was drawn, and a row depends on its own key and prompt alone."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 
 from common.experience import collate
+from common.policy import Policy
 from common.sampling import _draw, begin_rows, continue_rows, sample
 from common.trajectory import Trajectory
 
@@ -137,16 +139,22 @@ def test_greedy_completions_equal_a_loop_without_cache(make_policy, pad_id):
         assert [row.completion_ids for row in rows] == expected
 
 
-def test_left_padding_is_harmless_with_absolute_positions():
-    """Rotary positions tolerate a shift; GPT-2's absolute positions do not, so `position_ids` must be given."""
+@pytest.fixture
+def make_gpt2() -> Callable[[], Policy]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from common.policy import Policy
+    def make() -> Policy:
+        sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        config = GPT2Config(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=END)
+        torch.manual_seed(0)
+        return Policy(GPT2LMHeadModel(config).eval(), None, [END], pad_id=0)
 
-    sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=END)).eval()
-    policy = Policy(model, None, [END], pad_id=0)
+    return make
+
+
+def test_left_padding_is_harmless_with_absolute_positions(make_gpt2):
+    """Rotary positions tolerate a shift; GPT-2's absolute positions do not, so `position_ids` must be given."""
+    policy = make_gpt2()
     trajectories = sample(policy, PROMPTS, 3, max_new_tokens=10, key=(0, 1))
     for row in trajectories:
         alone = sample(
@@ -305,6 +313,26 @@ def test_what_tools_answer_takes_no_random_number_or_budget(make_policy):
     assert added == [[]] * len(rows)
     assert [row.completion_ids for row in rows] == [row.completion_ids for row in whole]
     assert [row.action_mask for row in rows] == masks
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_log_probs_of_later_turns_are_those_of_training(make_policy, make_gpt2, kind):
+    """At a temperature, with top-p and left padding; what tools answer holds the pad and end-of-turn token."""
+    policy = make_gpt2() if kind == "gpt2" else make_policy(VOCAB, pad_id=END)
+    policy.temperature, policy.end_of_turn_ids = 1.5, [END, 5, 9, 11]
+    rows = begin_rows(PROMPTS, 3)
+    for turn in range(3):
+        continue_rows(policy, rows, max_new_tokens=24, key=(0, 1), top_p=0.9)
+        for row in rows:
+            row.observe([END, 5, END, 7, 8, 9][: 1 + (row.completion_index + turn) % 6])
+    assert len({row.num_action_tokens for row in rows}) > 4
+    experience = collate(rows, policy.pad_id)
+    recomputed = policy(experience.sequences, experience.action_mask).log_probs
+    torch.testing.assert_close(experience.sampler_log_probs, recomputed, atol=1e-4, rtol=0)
+    for index in range(len(rows)):
+        one = experience.select(torch.tensor([index]))
+        alone = policy(one.sequences, one.action_mask).log_probs
+        torch.testing.assert_close(one.sampler_log_probs, alone, atol=1e-4, rtol=0)
 
 
 def test_rows_without_budget_or_room_are_left_alone(make_policy):
