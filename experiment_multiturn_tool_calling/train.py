@@ -176,9 +176,10 @@ def converse(
             generation_batch_size=config.generation_batch_size,
         )
         texts = [decode(tokenizer, ids) for ids in sampled]  # for the environment; the row keeps the ids
-        for (row, state), text in zip(open_ones, texts, strict=True):
-            row.turns.append(("assistant", text))
-            state.is_last_turn = turn == config.max_turns or row.finish_reason == "length"
+        for (row, state), ids, text in zip(open_ones, sampled, texts, strict=True):
+            row.turns += [("assistant", text)] if ids else []  # none if what the tools answered has filled the context
+            is_spent = row.finish_reason == "length" or row.num_action_tokens == config.max_new_tokens
+            state.is_last_turn = turn == config.max_turns or is_spent
         results = in_threads(env_step, [state for _, state in open_ones], texts, parallel=config.tools is not None)
         for (row, _), (observation, rewards, done) in zip(open_ones, results, strict=True):
             if done:
