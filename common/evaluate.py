@@ -1,5 +1,6 @@
 """What a policy can do on held-out questions: greedily, when sampled, and with k attempts."""
 
+from collections.abc import Callable
 from math import comb
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ def evaluate(
     seed: int = 0,
     prefix: str = "",
     generation_batch_size: int = 128,
+    converse: Callable[..., list[Trajectory]] | None = None,
 ) -> Evaluation:
     """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
@@ -48,6 +50,8 @@ def evaluate(
         task: has the functions of a task: `messages`, `reward` and `describe`.
         num_samples: k of mean@k and pass@k; 0: greedy only.
         prefix: what every completion is made to begin with, e.g. "<think>".
+        converse: answers in several turns, instead of one, and rewards them: called with all rows, the indices of those
+            to ask, the group size, and key and greedy as in `sample`; returns trajectories.
 
     Returns:
         Among others means over all completions, as `greedy/...` and `sampled/...`: accuracy (of the reward component
@@ -56,11 +60,13 @@ def evaluate(
     """
     forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
     own = part_of(len(rows))  # the questions that this rank asks
-    prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) + forced for index in own]
     settings = {"max_new_tokens": max_new_tokens, "generation_batch_size": generation_batch_size}
 
     def ask(group_size: int, greedy: bool) -> list[Trajectory]:
         key = (seed, EVALUATION)
+        if converse is not None:
+            return gather_rows(converse(rows, list(own), group_size, key=key, greedy=greedy))
+        prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) + forced for index in own]
         completions = sample(policy, prompts, group_size, key=key, prompt_index=list(own), greedy=greedy, **settings)
         for completion in completions:
             row = rows[completion.prompt_index]
@@ -111,7 +117,8 @@ def _means(completions: list[Trajectory]) -> dict[str, float]:
             means[f"accuracy_{name}"] = mean(among)
     if "reward_correct" in means:
         means["accuracy"] = means.pop("reward_correct")
-    return means | {
+    turns = {"turns": mean([x.num_turns for x in completions])} if first.turns else {}
+    return means | turns | {
         "length": mean([x.num_action_tokens for x in completions]),
         "stopped": mean([x.finish_reason == "stop" for x in completions]),
     }

@@ -5,8 +5,9 @@ token is drawn with a random number that belongs to its row alone. So batching c
 in the logits moves a token across a boundary.
 """
 
+import math
 from collections.abc import Callable
-from itertools import groupby
+from itertools import count, groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,79 +61,132 @@ def sample(
     Raises:
         ValueError: a prompt is empty, or `prompt_index` does not have one index per prompt.
     """
+    trajectories = begin_rows(prompts, group_size, prompt_index, rows)
+    prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
+    numbers = range(len(prompts) * group_size) if rows is None else rows
+    paired = groupby(zip(numbers, trajectories, strict=True), lambda pair: pair[0] // (prompts_per_batch * group_size))
+    batches = [[trajectory for _, trajectory in batch] for _, batch in paired]
+    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy, everyone_done)
+    return trajectories
+
+
+def begin_rows(
+    prompts: list[list[int]], group_size: int, prompt_index: list[int] | None = None, rows: range | None = None
+) -> list[Trajectory]:
+    """Trajectories that hold their prompts only. Arguments, order and errors as in `sample`."""
     prompt_index = list(range(len(prompts))) if prompt_index is None else prompt_index
     if len(prompt_index) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts, but {len(prompt_index)} entries in prompt_index")
     if not all(prompts):
         raise ValueError(f"prompt {prompt_index[prompts.index([])]} has no tokens")
+    trajectories = []
+    for row in range(len(prompts) * group_size) if rows is None else rows:
+        prompt, completion = divmod(row, group_size)
+        ids, num_ids = list(prompts[prompt]), len(prompts[prompt])
+        trajectories.append(Trajectory(ids, num_ids, [0] * num_ids, [0.0] * num_ids, prompt_index[prompt], completion))
+    return trajectories
+
+
+def continue_rows(
+    policy: Policy,
+    rows: list[Trajectory],
+    *,
+    max_new_tokens: int,
+    key: tuple[int, ...],
+    max_length: float = math.inf,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    generation_batch_size: int | None = None,
+    everyone_done: Callable[[bool], bool] | None = None,
+) -> None:
+    """Sample one more turn of every row, behind the ids that it has. Arguments as in `sample`, and:
+
+    Args:
+        rows: B trajectories, which grow in place. Those with the same ids are encoded once.
+        max_new_tokens: the completion budget of *all* turns of a row; what a tool has answered does not count. A row
+            that has reached it is left as it is, with finish_reason "length".
+        key: as for the turns before. A row's n-th token is drawn with its n-th random number, whatever its turn.
+        max_length: of all ids of a row: the model's context.
+    """
+    size = len(rows) if generation_batch_size is None else generation_batch_size
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, everyone_done)
+
+
+def _continue_batches(
+    policy: Policy,
+    batches: list[list[Trajectory]],
+    max_new_tokens: int,
+    max_length: float,
+    key: tuple[int, ...],
+    top_p: float,
+    greedy: bool,
+    everyone_done: Callable[[bool], bool] | None,
+) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
-    wanted = range(len(prompts) * group_size) if rows is None else rows
-    prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
-    rows_per_batch = prompts_per_batch * group_size
-    batches = [list(batch) for _, batch in groupby(wanted, lambda row: row // rows_per_batch)]
     is_gathered = everyone_done is None
     everyone_done = everyone_done or bool  # with whole weights each rank ends by itself
     weights = gathered_weights(policy) if is_gathered else gathered_when_called(policy, "next_logits")
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-    trajectories: list[Trajectory] = []
+    waiting = list(batches)
     # Weights that are gathered in inference mode could not be trained any more, so these are gathered before it.
     with weights, torch.inference_mode(is_gathered), torch.no_grad():
-        while not everyone_done(not batches):
-            batch = batches.pop(0) if batches else []
-            numbers = [divmod(row, group_size) for row in batch]  # of its prompt, and within its group
-            sampled = [_begin(prompts[prompt], prompt_index[prompt], completion) for prompt, completion in numbers]
-            owner = [prompt - numbers[0][0] for prompt, _ in numbers]  # its prompt, among those of the batch
-            draws = None if greedy or not batch else _uniforms(sampled, max_new_tokens, key).to(policy.device, exact)
+        while not everyone_done(not waiting):
+            rows = waiting.pop(0) if waiting else []
+            budgets = [int(min(max_new_tokens - row.num_action_tokens, max_length - len(row.ids))) for row in rows]
+            for row in rows:
+                row.finish_reason = "length"  # until it has ended its turn
+            rows = [row for row, budget in zip(rows, budgets, strict=True) if budget > 0]
+            budgets = [budget for budget in budgets if budget > 0]
+            if not rows and is_gathered:
+                continue
+            draws = None if greedy or not rows else _uniforms(rows, max(budgets), key).to(policy.device, exact)
             with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
-                _complete(policy, sampled, owner, max_new_tokens, top_p, draws, everyone_done)
-            trajectories += sampled
-    return trajectories
-
-
-def _begin(prompt: list[int], prompt_index: int, completion_index: int) -> Trajectory:
-    num_ids = len(prompt)
-    return Trajectory(list(prompt), num_ids, [0] * num_ids, [0.0] * num_ids, prompt_index, completion_index)
+                _complete(policy, rows, budgets, top_p, draws, everyone_done)
 
 
 def _complete(
     policy: Policy,
     rows: list[Trajectory],
-    owner: list[int],
-    max_new_tokens: int,
+    budgets: list[int],
     top_p: float,
     uniforms: torch.Tensor | None,
     everyone_done: Callable[[bool], bool],
 ) -> None:
-    """Append sampled tokens to every row of one batch; row b continues the prompt `owner[b]` of the batch."""
+    """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
     from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
 
     done = not rows  # a rank that has no rows left makes the steps of the others, with a row of padding
-    prompts = dict(zip(owner, (row.ids for row in rows), strict=True)) or {0: [policy.pad_id]}
-    owner = torch.tensor(owner or [0], device=policy.device)  # (B,)
+    beginnings = [tuple(row.ids) for row in rows] or [(policy.pad_id,)]
+    index_of = {ids: index for index, ids in enumerate(dict.fromkeys(beginnings))}
+    owner = torch.tensor([index_of[ids] for ids in beginnings], device=policy.device)  # (B,)
     cache = RowCache()
-    sequences, attention_mask = left_pad(list(prompts.values()), policy.pad_id, policy.device)  # (Q, P), (Q, P)
+    sequences, attention_mask = left_pad(list(index_of), policy.pad_id, policy.device)  # (U, P), (U, P)
     logits = next_logits(policy, sequences, attention_mask, cache)[owner]  # (B, V)
-    cache.batch_select_indices(owner)  # the prompt was run once; its keys and values serve the group
+    cache.batch_select_indices(owner)  # a prompt was run once; its keys and values serve the group
     attention_mask = attention_mask[owner]  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
     active = torch.arange(len(owner), device=policy.device)  # the rows that are still in the batch
-    drawn = torch.zeros(len(owner), max_new_tokens, dtype=torch.long, device=policy.device)
+    last = torch.tensor(budgets or [1], device=policy.device) - 1  # (B,) the position of a row's last token
+    width = int(last.max()) + 1
+    drawn = torch.zeros(len(owner), width + 1, dtype=torch.long, device=policy.device)
     drawn_log_probs = torch.zeros(drawn.shape, device=policy.device)
 
-    for position in range(max_new_tokens):
-        u = None if uniforms is None else uniforms[active, position]
+    for position in count():
+        column = min(position, width)  # the last column is for what is drawn only because other ranks go on
+        u = None if uniforms is None else uniforms[active, min(position, width - 1)]
         tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
-        drawn[active, position], drawn_log_probs[active, position] = tokens, log_probs
-        ended = torch.isin(tokens, end_of_turn)
+        drawn[active, column], drawn_log_probs[active, column] = tokens, log_probs
+        ended = torch.isin(tokens, end_of_turn) | (position >= last[active])
         done = done or bool(ended.all())
-        if everyone_done(done) or position + 1 == max_new_tokens:
+        if everyone_done(done):
             break
         if ended.any() and not done:  # the last rows stay, if other ranks go on; what they draw now is not recorded
             order = cache.drop_rows(ended)
             active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
         logits = next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
-    _record(rows, drawn[: len(rows)], drawn_log_probs[: len(rows)], policy.end_of_turn_ids)
+    _record(rows, budgets, drawn[: len(rows)], drawn_log_probs[: len(rows)], policy.end_of_turn_ids)
 
 
 def next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
@@ -176,15 +230,26 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, before < top_p)
 
 
-def _uniforms(rows: list[Trajectory], max_new_tokens: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Numbers in [0, 1) for every row and position: (B, max_new_tokens), each row's from its own key."""
-    keys = [(*key, row.prompt_index, row.completion_index) for row in rows]
-    return torch.stack([torch.from_numpy(keyed_generator("tokens", *key).random(max_new_tokens)) for key in keys])
+def _uniforms(rows: list[Trajectory], width: int, key: tuple[int, ...]) -> torch.Tensor:
+    """Numbers in [0, 1) for the next `width` tokens of every row: (B, width), each row's from its own key."""
+    numbers = []
+    for row in rows:
+        start = row.num_action_tokens
+        generator = keyed_generator("tokens", *key, row.prompt_index, row.completion_index)
+        numbers.append(torch.from_numpy(generator.random(start + width)[start:]))
+    return torch.stack(numbers)
 
 
-def _record(rows: list[Trajectory], tokens: torch.Tensor, log_probs: torch.Tensor, end_of_turn_ids: list[int]) -> None:
+def _record(
+    rows: list[Trajectory],
+    budgets: list[int],
+    tokens: torch.Tensor,
+    log_probs: torch.Tensor,
+    end_of_turn_ids: list[int],
+) -> None:
     """Write each row's tokens (B, C) up to its end of turn, with mask and log-probs: masks are made nowhere else."""
-    for row, ids, values in zip(rows, tokens.tolist(), log_probs.tolist(), strict=True):
+    for row, budget, ids, values in zip(rows, budgets, tokens.tolist(), log_probs.tolist(), strict=True):
+        ids = ids[:budget]
         end = next((position for position, token in enumerate(ids) if token in end_of_turn_ids), None)
         if end is not None:
             ids, row.finish_reason = ids[: end + 1], "stop"

@@ -1,5 +1,10 @@
-"""What happened to one row: which tokens were fed, which were sampled, and what they earned."""
+"""What happened to one row: which tokens were fed, which were sampled, and what they earned.
 
+*The completion* is what the policy has sampled, in one turn or several. What tools answer in between is in the row, but
+it belongs to no completion: no length, budget, reward, loss or denominator counts it.
+"""
+
+import math
 from dataclasses import dataclass, field
 
 
@@ -8,11 +13,13 @@ class Trajectory:
     """One completion of one prompt, as ragged lists. The ids that were sampled are the ids that are trained on.
 
     `action_mask` and `sampler_log_probs` have one entry for every id and are written where the token is made: 1 and its
-    log-probability on exactly the tokens that the policy sampled, including its end-of-turn token; 0 on the prompt.
+    log-probability on exactly the tokens that the policy sampled, including its end-of-turn token; 0 on the prompt, and
+    on what a tool answers and the template puts around it.
 
     >>> row = Trajectory([5, 6, 7, 2], 2, action_mask=[0, 0, 1, 1], sampler_log_probs=[0.0, 0.0, -0.7, -0.1])
-    >>> row.completion_ids, row.num_action_tokens
-    ([7, 2], 2)
+    >>> row.observe([3, 9])
+    >>> row.ids, row.completion_ids, row.num_action_tokens
+    ([5, 6, 7, 2, 3, 9], [7, 2], 2)
     """
 
     ids: list[int]
@@ -23,13 +30,26 @@ class Trajectory:
     completion_index: int = 0  # 0..G-1 within the group
     finish_reason: str = "length"  # "stop": ended with an end-of-turn token; "length": cut off by the budget
     text: str = ""  # the completion as text, for rewards and for people
+    turns: list[tuple[str, str]] = field(default_factory=list)  # (role, text) after the prompt, if there are several
     rewards: dict[str, float] = field(default_factory=dict)  # by component, unweighted
     description: dict[str, float] = field(default_factory=dict)  # what else the task measures; only logged
 
     @property
     def completion_ids(self) -> list[int]:
-        return self.ids[self.prompt_length :]
+        return [token for token, is_action in zip(self.ids, self.action_mask, strict=True) if is_action]
 
     @property
     def num_action_tokens(self) -> int:
         return sum(self.action_mask)
+
+    @property
+    def num_turns(self) -> int:
+        """Of the policy; 0 if `turns` is not recorded, as in experiments of one turn."""
+        return sum(role == "assistant" for role, _ in self.turns)
+
+    def observe(self, ids: list[int], max_length: float = math.inf) -> None:
+        """Append what was not sampled: the answers of tools, as the template renders them; as much as fits."""
+        ids = ids[: int(min(len(ids), max_length - len(self.ids)))]
+        self.ids += ids
+        self.action_mask += [0] * len(ids)
+        self.sampler_log_probs += [0.0] * len(ids)

@@ -17,6 +17,7 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
+BUNDLED = {"tiny": TINY_POLICY, "tiny_tools": ROOT / "assets" / "tiny_policy_tools"}  # the second knows tools
 ADAPTER_SETTINGS = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -125,8 +126,8 @@ def shown(source: str | Path) -> str:
 
 def find_directory(model: str) -> Path | None:
     """The directory of a model, whether it exists or not; None for a hub id."""
-    if model == "tiny":
-        return TINY_POLICY
+    if model in BUNDLED:
+        return BUNDLED[model]
     path = Path(model).expanduser()
     return None if is_hub_id(model) and not path.is_dir() else path
 

@@ -3,6 +3,7 @@
 import math
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 
 from common.chat import encode_prompt
 from common.errors import UserError
@@ -31,7 +32,8 @@ def check_context(config: RunConfig, task: Task, policy: Policy) -> None:
     """
     rows = [*task.eval_rows, *task.train_rows]
     remedy = "leave out long questions with --max-question-length, or lower --max-new-tokens"
-    check_prompts(policy, rows, lambda row: task.messages(row, config.system_prompt), config.max_new_tokens, remedy)
+    messages = partial(task.messages, system_prompt=config.system_prompt)
+    check_prompts(policy, rows, messages, config.max_new_tokens, remedy, task.tools)
 
 
 def check_prompts(
@@ -40,6 +42,7 @@ def check_prompts(
     messages: Callable[[Row], list[dict]],
     max_new_tokens: int,
     remedy: str = "choose another --model",
+    tools: list[dict] | None = None,
 ) -> None:
     """Refuse a row whose prompt leaves less than `max_new_tokens` of the model's context.
 
@@ -47,7 +50,8 @@ def check_prompts(
         UserError: naming the row, its tokens, and what to do.
     """
     context = context_length(policy)
-    found = None if context == math.inf else _find_long_prompt(policy, rows, messages, int(context) - max_new_tokens)
+    room = 0 if context == math.inf else int(context) - max_new_tokens
+    found = None if context == math.inf else _find_long_prompt(policy, rows, messages, room, tools)
     if found is not None:
         row, num_tokens = found
         raise UserError(
@@ -57,7 +61,7 @@ def check_prompts(
 
 
 def _find_long_prompt(
-    policy: Policy, rows: list[Row], messages: Callable[[Row], list[dict]], room: int
+    policy: Policy, rows: list[Row], messages: Callable[[Row], list[dict]], room: int, tools: list[dict] | None
 ) -> tuple[Row, int] | None:
     """A row with a prompt of more than `room` tokens, and how many they are.
 
@@ -71,22 +75,22 @@ def _find_long_prompt(
         turns = messages(row)
         roles = tuple(turn["role"] for turn in turns)
         if roles not in costs:
-            costs[roles] = _cost_of_template(policy, turns)
+            costs[roles] = _cost_of_template(policy, turns, tools)
         tokens, copies = costs[roles]
         size = sum(num_bytes(str(value)) for turn in turns for key, value in turn.items() if key != "role")
         if tokens + copies * size > room:
             candidates.append((size, row, turns))
     for _, row, turns in sorted(candidates, key=lambda candidate: -candidate[0]):
-        num_tokens = len(encode_prompt(policy.tokenizer, turns))
+        num_tokens = len(encode_prompt(policy.tokenizer, turns, tools))
         if num_tokens > room:
             return row, num_tokens
     return None
 
 
-def _cost_of_template(policy: Policy, turns: list[dict]) -> tuple[float, int]:
+def _cost_of_template(policy: Policy, turns: list[dict], tools: list[dict] | None) -> tuple[float, int]:
     """The tokens of a conversation with a short text in every turn, and how often the template writes a text."""
     try:
-        ids = encode_prompt(policy.tokenizer, [turn | {"content": PROBE} for turn in turns])
+        ids = encode_prompt(policy.tokenizer, [turn | {"content": PROBE} for turn in turns], tools)
     except UserError:  # a template can refuse this text: then every prompt is encoded
         return math.inf, 1
     return len(ids), max(1, policy.tokenizer.decode(ids).count(PROBE) - len(turns) + 1)

@@ -17,16 +17,23 @@ from common.plumbing.terminal import printable, say
 
 
 @together()
-def load_task(config: RunConfig) -> Task:
+def load_task(
+    config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None
+) -> Task:
     """The task that `--task` names, with its training and evaluation rows, filtered alike.
 
     Without `--eval-data`, a task with files of its own is evaluated on its held-out file. A user's `--data` is divided:
     `--eval-prompts` rows, chosen by `--seed`, are held out.
 
+    Args:
+        more_weights: of reward components that the experiment gives, next to those of the task.
+        tools: JSON schemas of the tools that the policy may call.
+
     Raises:
         UserError: the task, a file or a row cannot be used, or too few rows are left.
     """
-    task = import_task(config)
+    task = import_task(config, more_weights)
+    task.tools = tools
     source = config.data if config.data is not None else task.train_data
     if source is None:
         raise UserError(f"{task} has no data of its own: give --data")

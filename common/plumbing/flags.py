@@ -51,6 +51,7 @@ RANGES = {
     "weight_decay": Range(0, 1000),
     "clip_eps": Range(0, 1000, above=True),
     "kl_weight": Range(0, 1000),
+    "max_turns": Range(1, 1000, "turns"),
     "max_grad_norm": Range(0, 10**9, above=True),
     "epochs": Range(1, 1000, "epochs"),
     "tokens_per_batch": Range(1, 10**8, "tokens"),
@@ -61,6 +62,7 @@ RANGES = {
     "lora_alpha": Range(0, 10**6, above=True),
     # of data and evaluation
     "max_question_length": Range(1, 10**9, "characters"),
+    "tool_seconds": Range(0, 3600, "seconds", above=True),
     "num_copying": Range(0, 10**7, "rows"),
     "num_reasoning": Range(0, 10**7, "rows"),
     "num_answering": Range(0, 10**7, "rows"),
@@ -84,7 +86,7 @@ GROUPS = {
     ),
     "data and task": (
         *("task", "reward_weight", "data", "at_most", "max_question_length", "system_prompt"),
-        *("num_copying", "num_reasoning", "num_answering", "max_length"),
+        *("tools", "tool_seconds", "no_tool", "num_copying", "num_reasoning", "num_answering", "max_length"),
     ),
     "evaluation": ("eval_data", "eval_prompts", "eval_every"),
     "run": (

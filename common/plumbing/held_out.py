@@ -1,6 +1,7 @@
 """The evaluation of a run: the held-out questions of its task, with its settings."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from common.evaluate import Answer, Evaluation, evaluate
@@ -11,8 +12,10 @@ from common.plumbing.context import check_context
 from common.plumbing.task import Task
 
 
-def evaluate_held_out(config: RunConfig, task: Task, policy: Policy, num_samples: int = 0) -> Evaluation:
-    """Ask the held-out questions, greedily and `num_samples` times each by sampling.
+def evaluate_held_out(
+    config: RunConfig, task: Task, policy: Policy, num_samples: int = 0, converse: Callable | None = None
+) -> Evaluation:
+    """Ask the held-out questions, greedily and `num_samples` times each by sampling, in one turn or as `converse` does.
 
     Raises:
         UserError: before the first evaluation of a run, if a prompt is too long for the model.
@@ -29,6 +32,7 @@ def evaluate_held_out(config: RunConfig, task: Task, policy: Policy, num_samples
         num_samples=num_samples,
         seed=config.seed,
         generation_batch_size=config.generation_batch_size,
+        converse=converse,
     )
 
 

@@ -21,7 +21,7 @@ from common.plumbing.checks import (
     check_texts,
     flag,
 )
-from common.plumbing.config import RESOLVED, ConfigT, RunConfig, resolve
+from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, RunConfig, resolve
 from common.plumbing.ending import may_say_why
 from common.plumbing.flags import make_flags, show_description
 from common.plumbing.ranks import num_launched
@@ -62,7 +62,7 @@ def parse_config(
     defaults = resolved[config.kind]
     check_ranges(config)  # before the task, whose first reward takes time
     if isinstance(config, RunConfig):
-        defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else import_task(config).system_prompt}
+        defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else import_task(dataclasses.replace(config, reward_weight=())).system_prompt}
     config = resolve(config, defaults)
     check_combinations(config)
     handle_as_usual()
@@ -158,8 +158,8 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
-    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in ("data", "eval_data")}
-    if config.model != "tiny":
+    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in ("data", "eval_data", "tools")}
+    if config.model not in BUNDLED:
         named["model"] = config.model_path
     if getattr(config, "task", None) not in bundled_tasks():
         named["task"] = getattr(config, "task", None)

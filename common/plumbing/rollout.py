@@ -21,6 +21,8 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
         f"completion/{name}": mean([row.description[name] for row in trajectories]) for name in first.description
     }
     metrics["completion/length"] = mean(lengths)
+    if first.turns:
+        metrics["completion/turns"] = mean([row.num_turns for row in trajectories])
     if "correct" in first.rewards:
         is_right = [row.rewards["correct"] == 1 for row in trajectories]  # partly right is not right, as in pass@k
         for name, wanted in (("right", True), ("wrong", False)):

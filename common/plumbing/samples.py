@@ -13,7 +13,9 @@ from common.plumbing.metrics import finite
 from common.plumbing.ranks import on_main
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.task import Task
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import POLICY, REWARD, TOOL, printable
+
+MOST_TURNS = 12  # of a conversation that is printed
 
 
 def write_samples(
@@ -41,6 +43,7 @@ def write_samples(
             break
         row = task.train_rows[trajectory.prompt_index]
         entry = {"step": step, "question": task.question(row), "answer": row.get("answer"), "text": trajectory.text}
+        entry |= {"turns": trajectory.turns} if trajectory.turns else {}
         entry |= _describe_row(trajectory, index, experience, statistics)
         lines.append(json.dumps(finite(entry), default=str) + "\n")
     lines = gather_rows(lines)
@@ -53,10 +56,15 @@ def write_samples(
 
 
 def describe_best(task: Task, group: list[Trajectory]) -> str:
-    """The best completion of a group, in two lines."""
+    """The best completion of a group: in two lines, or with a line per turn if there are several."""
     best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
     question = printable(task.question(task.train_rows[best.prompt_index]), 120)
-    return f"{question}\n  -> {printable(best.text, 240)} (reward {task.total_reward(best.rewards):g})"
+    reward = f"{task.total_reward(best.rewards):g}"
+    if not best.turns:
+        return f"{question}\n  -> {printable(best.text, 240)} (reward {reward})"
+    names = {"assistant": POLICY, "tool": TOOL}
+    turns = [f"{names[role]} {printable(text, 240)}" for role, text in best.turns[:MOST_TURNS]]
+    return "\n".join([question, *turns, f"{REWARD} {reward}"])
 
 
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:

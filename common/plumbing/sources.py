@@ -20,7 +20,7 @@ def describe_sources(config: PolicyConfig, task: Task | None) -> dict[str, dict]
 
     The model's only in one process of each machine: it can be large.
     """
-    sources = {"data": getattr(config, "data", None)}
+    sources = {name: getattr(config, name, None) for name in ("data", "tools")}
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}

@@ -48,8 +48,8 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
         gain     = sum_s (w_s' - w_s) a_s  +  sum_s w_s' (a_s' - a_s)
                    choice of style            better answers, style by style
 
-    The styles are what the task describes as 0 or 1, such that exactly one is 1 in every answer: for the bundled task
-    `reasoned` and `direct`. The gain is divided for every kind of question separately, and averaged: hard kinds are
+    The styles are the first names that the task describes as 0 or 1 and of which exactly one is 1 in every answer: for
+    the bundled task `reasoned` and `direct`. The gain is divided for every kind of question separately, and averaged: hard kinds are
     reasoned about more often, and over all kinds together a change in their mix would be mistaken for skill.
 
     Args:
@@ -82,8 +82,10 @@ def _styles(answers: list[Answer]) -> list[str]:
     if any(answer.description.keys() != answers[0].description.keys() for answer in answers):
         return []  # the task was changed between two parts of a run
     flags = [name for name in answers[0].description if {answer.description[name] for answer in answers} <= {0.0, 1.0}]
-    is_partition = all(sum(answer.description[name] for name in flags) == 1 for answer in answers)
-    return flags if is_partition else []
+    for styles in (*(flags[:end] for end in range(2, len(flags))), flags):
+        if all(sum(answer.description[name] for name in styles) == 1 for answer in answers):
+            return styles
+    return []
 
 
 def _accuracies(before: list[Answer], after: list[Answer], style: str) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from common.plumbing.terminal import describe_error, printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN, TAKEN_PREFIXES = (
-    ("length", "length_right", "length_wrong", "stopped", "truncated"),
+    ("length", "length_right", "length_wrong", "turns", "stopped", "truncated"),
     ("accuracy", "reward_", "pass@"),
 )
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
@@ -41,12 +41,19 @@ class Task:
         module: the file, imported.
         name: what the user calls it.
         weights: NAME=NUMBER, as in `--reward-weight`.
+        more_weights: of components that the experiment gives; the task's functions know nothing of them.
 
     Raises:
         UserError: the file lacks a function or a constant, or one of them cannot be used.
     """
 
-    def __init__(self, module: ModuleType, name: str, weights: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        module: ModuleType,
+        name: str,
+        weights: tuple[str, ...] = (),
+        more_weights: dict[str, float] | None = None,
+    ):
         self._name, self._module = name, module
         for function, arguments in (("messages", "row, system_prompt"), ("reward", "row, text")):
             if not callable(getattr(module, function, None)):
@@ -56,6 +63,10 @@ class Task:
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {_short(own)}")
         if "total" in own:
             raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
+        self._components = tuple(own)
+        if taken := own.keys() & (more_weights or {}).keys():
+            raise UserError(f"{self}: the experiment itself rewards {min(taken)!r}: give the task's component another name")
+        own = own | (more_weights or {})
         self.weights: dict[str, float] = {component: float(weight) for component, weight in own.items()}
         for component, weight in parse_numbers("--reward-weight", weights).items():
             if component not in own:
@@ -78,6 +89,7 @@ class Task:
         self.eval_data = self._data("EVAL_DATA")
         self.path = Path(module.__file__)
         self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
+        self.tools: list[dict] | None = None  # schemas of those that every prompt presents
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self.fits_context = False  # whether it is known that all rows do
@@ -103,15 +115,15 @@ class Task:
         found = self._call("reward", row, text)
         if not isinstance(found, dict):
             raise self._error("reward", row, f"must return a dict of components, not {_short(found)}")
-        for component in self.weights.keys() - found.keys():
+        for component in set(self._components) - found.keys():
             raise self._error("reward", row, f"lacks the component {component!r} of REWARD_WEIGHTS")
-        for component in found.keys() - self.weights.keys():
+        for component in found.keys() - set(self._components):
             raise self._error(
                 "reward",
                 row,
                 f"has a component {component!r} without a weight: give it one in REWARD_WEIGHTS (0: log it)",
             )
-        rewards = {component: self._number("reward", row, component, found[component]) for component in self.weights}
+        rewards = {name: self._number("reward", row, name, found[name]) for name in self._components}
         for component, value in rewards.items():
             if self.weights[component] and not math.isfinite(value) and not self._has_warned:
                 self._has_warned = True  # one sentence is enough; the run counts the updates that it skips
@@ -146,7 +158,7 @@ class Task:
 
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""
-        return sum(weight * rewards[component] for component, weight in self.weights.items() if weight)
+        return sum(weight * rewards.get(component, 0.0) for component, weight in self.weights.items() if weight)
 
     def try_out(self, row: dict) -> None:
         """Reward and describe an empty completion, so that a task that cannot work is refused early."""

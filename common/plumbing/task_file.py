@@ -16,13 +16,13 @@ from common.plumbing.terminal import describe_error
 BUNDLED = Path(__file__).resolve().parents[1] / "tasks"
 
 
-def import_task(config: RunConfig) -> Task:
+def import_task(config: RunConfig, more_weights: dict[str, float] | None = None) -> Task:
     """The task that `--task` names, without its rows.
 
     Raises:
         UserError: there is no such task, or its file cannot be used.
     """
-    return Task(_import_module(config.task), shown(config.task), config.reward_weight)
+    return Task(_import_module(config.task), shown(config.task), config.reward_weight, more_weights)
 
 
 def bundled_tasks() -> list[str]:

@@ -14,6 +14,11 @@ from typing import TextIO
 from common.plumbing.ranks import is_speaker
 
 
+# The beginnings of the lines of a conversation that is printed, and their colors: cyan, yellow, green
+POLICY, TOOL, REWARD = "  policy", "  tool", "  reward"
+_COLORS = {POLICY: 36, TOOL: 33, REWARD: 32}
+
+
 def say(text: str, stream: TextIO | None = None, anyway: bool = False) -> None:
     """Print on stdout, or on `stream`. The lines are those of `text`; what else is not printable is replaced.
 
@@ -30,12 +35,20 @@ def say_above_progress(text: str) -> bool:
     if not is_speaker():
         return True
     try:
-        tqdm.write(visible(text))
+        tqdm.write(_colored(visible(text)))
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, and of a closed terminal
             raise
         return False
     return True
+
+
+def _colored(text: str) -> str:
+    """The lines of a conversation in colors, on a terminal that is to show them (https://no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    lines = [(_COLORS.get(re.match(" *[a-z]*", line)[0]), line) for line in text.split("\n")]
+    return "\n".join(line if color is None else f"\x1b[{color}m{line}\x1b[0m" for color, line in lines)
 
 
 def visible(text: str) -> str:

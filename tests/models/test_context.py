@@ -110,8 +110,8 @@ def encoded(monkeypatch) -> list[int]:
     """The lengths of all prompts that the check has encoded."""
     lengths = []
 
-    def encode_and_note(tokenizer, messages):
-        ids = encode_prompt(tokenizer, messages)
+    def encode_and_note(tokenizer, messages, tools):
+        ids = encode_prompt(tokenizer, messages, tools)
         lengths.append(len(ids))
         return ids
 

@@ -1,0 +1,93 @@
+"""What the policy acts upon: tools that it may call turn after turn, and rewards at the end.
+
+One plain function per turn, `env_step(state, action_text) -> (observation | None, rewards, done)`. A turn that calls no
+tool is the answer, and ends the conversation. Every other case has an outcome too, which the metrics count:
+
+    several calls in one turn    are executed in their order, up to MAX_CALLS; each gets its own answer
+    a malformed call             gets a message that says what is wrong with it, so that the policy can try again
+    an unknown tool              gets a message that names the known ones; it earns nothing
+    a call that fails            gets the error's message
+    a call within <think>        is a thought, and no call
+    a call in the last turn      is not executed, since the policy could not read the result: `unanswered`. So are calls
+                                 in a turn that the token budget has cut off. Calls without end lead here.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.tools import ToolCall, call_tool, parse_calls
+
+MAX_CALLS = 8  # executed per turn
+OUTCOMES = ("malformed", "unknown", "failed", "unanswered")  # of calls that were not executed
+# Reward components besides those of the task: the shares of its calls that were well-formed and that were executed
+# without an error (0 without a call), and their number, which a negative weight makes a price.
+CALL_WEIGHTS = {"well_formed_calls": 0.0, "executed_calls": 0.0, "calls": 0.0}
+
+
+@dataclass
+class State:
+    """One conversation, as its environment sees it."""
+
+    task: object  # its `reward` and `describe` judge what the policy says
+    row: dict  # of the task's data: the question
+    tools: dict[str, Callable[..., str]]  # by name
+    call_form: str  # how calls are written, see `common.tools.call_form`
+    is_last_turn: bool = False  # to be set before the turn that uses up the turns or tokens
+    said: list[str] = field(default_factory=list)  # by the policy, turn by turn, without its calls
+    outcomes: Counter[str] = field(default_factory=Counter)  # of its calls
+
+    @property
+    def text(self) -> str:
+        """What the policy has said in all turns."""
+        return "\n".join(self.said)
+
+    def describe(self) -> dict[str, float]:
+        """What else to log: nothing of it is rewarded."""
+        called = float(self.outcomes.total() > 0)
+        counts = {f"{outcome}_calls": float(self.outcomes[outcome]) for outcome in OUTCOMES}
+        return {"called": called, "unaided": 1 - called} | counts | self.task.describe(self.row, self.text)
+
+
+def env_step(state: State, action_text: str) -> tuple[list[str] | None, dict[str, float], bool]:
+    """Take one turn of the policy: execute its calls, or, if there are none, end the conversation and reward it.
+
+    Args:
+        action_text: what the policy has sampled in this turn.
+
+    Returns:
+        observation: what the tools answer, one text per call; None at the end.
+        rewards: the components that are earned with this turn; all of them are earned at the end.
+        done: whether the conversation has ended.
+    """
+    calls, said = parse_calls(action_text, state.call_form)
+    state.said.append(said)
+    observation = [_answer(state, call, number) for number, call in enumerate(calls)]
+    if calls and not state.is_last_turn:
+        return observation, {}, False
+    num_calls, outcomes = state.outcomes.total(), state.outcomes
+    rewards = {
+        "well_formed_calls": 1 - outcomes["malformed"] / num_calls if num_calls else 0.0,
+        "executed_calls": outcomes["executed"] / num_calls if num_calls else 0.0,
+        "calls": float(num_calls),
+    }
+    return None, state.task.reward(state.row, state.text) | rewards, True
+
+
+def _answer(state: State, call: ToolCall, number: int) -> str:
+    """Execute a turn's call of this number, and count its outcome."""
+    text, is_executed = "", False
+    if number >= MAX_CALLS:
+        text = f"error: at most {MAX_CALLS} calls per turn"
+    elif not state.is_last_turn:
+        text, is_executed = call_tool(state.tools, call)
+    if call.error is not None:
+        outcome = "malformed"
+    elif state.is_last_turn:
+        outcome = "unanswered"
+    elif call.name not in state.tools:
+        outcome = "unknown"
+    else:
+        outcome = "executed" if is_executed else "failed"
+    state.outcomes[outcome] += 1
+    return text

@@ -1,0 +1,116 @@
+"""Tools of the user's own: the functions that a file defines. `--tools` names the file."""
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+from common.errors import UserError
+
+from common.plumbing.checks import local_path
+from common.plumbing.terminal import describe_error, printable
+from common.plumbing.tool_processes import Workers
+
+Tool = Callable[..., str]
+
+
+def load_tools(paths: tuple[str, ...] | str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Tool]:
+    """The public functions that the user's files define, by name.
+
+    A function that is returned has the name, docstring and signature of the user's, so that a schema can be made of it.
+    It never raises an error of the user's code: a call that raises, crashes, or takes longer than `seconds` returns a
+    line that begins with "error:".
+
+    Args:
+        taken: names of other tools.
+
+    Raises:
+        UserError: a file cannot be used as tools: one sentence that names file and function.
+    """
+    tools: dict[str, Tool] = {}
+    for name in (paths,) if isinstance(paths, str) else paths or ():
+        path = local_path(name, "--tools")
+        if not path.is_file():
+            raise UserError(f"--tools {name}: there is no such file")
+        module, source = _import_file(path.resolve(), name)
+        workers = Workers(module, source, name, seconds)
+        for function in _public_functions(module, name):
+            if function.__name__ in taken or function.__name__ in tools:
+                raise UserError(f"--tools {name}: there is another tool called {function.__name__}: rename this one")
+            tools[function.__name__] = _make_tool(function, workers)
+        workers.start_one()  # what fails only there is found before training
+    return tools
+
+
+def _import_file(path: Path, shown: str) -> tuple[ModuleType, bytes]:
+    """The user's file as a module, for names, docstrings and signatures, and its content."""
+    module = ModuleType(f"tools_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        source = path.read_bytes()
+        exec(compile(source, path, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise UserError(f"--tools {shown}: the file cannot be imported: {describe_error(error, module)}") from error
+    return module, source
+
+
+def _public_functions(module: ModuleType, shown: str) -> list[FunctionType]:
+    """The functions that a file itself defines, in its order.
+
+    Raises:
+        UserError: there is none, or one that cannot be a tool.
+    """
+    functions = []
+    for name, value in vars(module).items():
+        is_own = callable(value) and getattr(value, "__module__", None) == module.__name__
+        if is_own and not name.startswith("_") and inspect.isfunction(inspect.unwrap(value)):
+            problem = _problem_of(name, value)
+            if problem:
+                raise UserError(f"--tools {shown}: {printable(name, 60)} {printable(problem, 250)}")
+            functions.append(value)
+    if not functions:
+        raise UserError(f"--tools {shown}: the file defines no function whose name does not begin with _")
+    return functions
+
+
+def _problem_of(name: str, function: FunctionType) -> str | None:
+    """Why a function cannot be a tool, as the end of a sentence that begins with its name."""
+    from transformers.utils import get_json_schema
+
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", name):
+        return "is not a name that every chat template can show: use at most 64 letters, digits and _ of ASCII"
+    if function.__name__ != name:
+        return f"is another name of {function.__name__}: give it a def of its own, or a name that begins with _"
+    plain = inspect.unwrap(function)
+    if inspect.iscoroutinefunction(plain) or inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+        return "must return its result: async and yield are not supported"
+    if not (function.__doc__ or "").strip():
+        return "has no docstring: write one, which the policy reads"
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            return f"has the parameter {parameter}, which cannot be given by name: the policy gives all by name"
+        if parameter.annotation is parameter.empty:
+            return f"has no type for its parameter {parameter.name}: write {parameter.name}: str, for example"
+    try:
+        get_json_schema(function)
+    except Exception as error:  # of many kinds, also those of a type hint that is evaluated
+        return f"cannot be described to the policy: {error}"
+    return None
+
+
+def _make_tool(function: FunctionType, workers: Workers) -> Tool:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def tool(*values: object, **named: object) -> str:
+        try:
+            arguments = signature.bind(*values, **named).arguments
+        except TypeError as error:
+            return f"error: TypeError: {printable(str(error), 300)}"
+        return workers.call(function.__name__, arguments)
+
+    return tool

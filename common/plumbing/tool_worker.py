@@ -1,0 +1,126 @@
+"""The process in which functions of a user's file are called. It imports nothing but that file.
+
+`tool_processes.py` starts it by its path. It reads and answers lines of JSON on a socket, which is its stdin. Its
+stdout is the reading end of a pipe on which nothing ever comes, and whose other end closes when the parent ends, even
+if it is killed.
+"""
+
+import fcntl
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from types import ModuleType
+
+LONGEST = 4000  # characters of an answer; a policy reads few more
+FIRST_FREE = 3  # the number of the first file that is not stdin, stdout or stderr
+
+
+class Harmless(io.RawIOBase):
+    """What the user's code prints: on stderr, where neither it nor a model's text in it can control a terminal."""
+
+    def __init__(self, file: int):
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> int:
+        text = bytes(data).decode("utf-8", "replace")
+        shown = "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
+        with suppress(OSError):  # nobody reads it any more
+            os.write(self._file, shown.encode("utf-8", "replace"))
+        return len(data)
+
+
+def main() -> None:
+    channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+    _end_with_parent(fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE))
+    _replace_standard_files()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a handler: what is ignored, programs that a tool starts ignore too
+        signal.signal(number, lambda *_: None)  # whether the run ends is for the parent to decide
+    with open(channel, "rb") as requests, open(channel, "wb", closefd=False) as answers:
+
+        def answer(message: dict) -> None:
+            with suppress(Exception):  # the user's code may have replaced or closed it
+                sys.stdout.flush()
+            answers.write(json.dumps(message).encode() + b"\n")
+            answers.flush()
+
+        module = None
+        for line in requests:
+            request = json.loads(line)
+            try:
+                if module is None:
+                    module = _import(**request)
+                    answer({"text": ""})
+                else:
+                    answer({"text": _as_text(getattr(module, request["name"])(**request["arguments"]))})
+            except BaseException as error:  # also SystemExit: it is an answer like others
+                answer({"error": _describe(error)})
+
+
+def _end_with_parent(pipe: int) -> None:
+    """Let this process, and those that it starts, be killed as soon as the parent is gone."""
+
+    def wait() -> None:
+        os.read(pipe, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+    if hasattr(fcntl, "F_SETSIG"):
+        # a thread has to wait for a computation in C, such as 9**9**9 or a regular expression; the kernel does not
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgid(0))
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _replace_standard_files() -> None:
+    """Nothing can be read, and only Python's `print` and the like are shown."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    try:
+        shown = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+    except OSError:  # it is closed
+        shown = fcntl.fcntl(nowhere, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+    for number in range(FIRST_FREE):
+        os.dup2(nowhere, number)
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(Harmless(shown)), encoding="utf-8", errors="replace", line_buffering=True
+    )
+
+
+def _import(name: str, path: str, source: str, search: list[str]) -> ModuleType:
+    """The user's file as it was when the run read it, whatever it is now."""
+    sys.path[:] = search
+    module = ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module
+    exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
+    return module
+
+
+def _as_text(result: object) -> str:
+    """Text as it is, JSON where there is one, else `str`; cut, and such that it can be encoded."""
+    if not isinstance(result, str):
+        try:
+            result = json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            result = str(result)
+    text = result if len(result) <= LONGEST else result[:LONGEST] + " ..."
+    return text.encode("utf-8", "replace").decode()
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        text = str(error)[:LONGEST]
+    except Exception:  # of the error's own __str__
+        text = ""
+    return f"{type(error).__name__}{': ' if text else ''}{text}"
+
+
+if __name__ == "__main__":
+    main()

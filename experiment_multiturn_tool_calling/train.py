@@ -1,0 +1,226 @@
+"""GRPO with tools, turn by turn: a policy learns to use a calculator for what it cannot do in its head.
+
+    for every step:
+        turn after turn, until every conversation has ended:
+            the policy continues all open rows; its tokens are appended with mask 1
+            its calls are executed; what the tools answer is appended with mask 0
+        reward each conversation, and train on it as in experiment_base: only tokens with mask 1 count
+
+A conversation is a row of ids that only grows. It is never rendered or tokenised again, so the policy is trained on
+exactly what it has seen and sampled.
+
+    python experiment_multiturn_tool_calling/train.py                   # the bundled policy, questions and calculator
+    python experiment_multiturn_tool_calling/train.py --no-tool         # the same without the calculator
+    python experiment_multiturn_tool_calling/train.py --tools my_tools.py --task my_task.py --data my_rows.jsonl
+
+Parent: experiment_base. Read next: common/environment.py, which says what becomes of calls, and common/tools.py.
+
+Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
+per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+"""
+
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from common.advantages import STD_EPS, group_advantages, group_std
+from common.chat import decode, encode_observation, encode_prompt
+from common.environment import CALL_WEIGHTS, State, env_step
+from common.experience import Experience, collate
+from common.logprobs import token_log_probs
+from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
+from common.policy import Policy
+from common.sampling import begin_rows, continue_rows
+from common.tools import calculator, call_form, schemas
+from common.trajectory import Trajectory
+
+from common.plumbing.config import RunConfig
+from common.plumbing.context import context_length
+from common.plumbing.data import load_task, prompts_of_step
+from common.plumbing.held_out import evaluate_held_out
+from common.plumbing.loading import load_policy, make_reference
+from common.plumbing.parse import parse_config
+from common.plumbing.rollout import rollout_metrics
+from common.plumbing.run import Run
+from common.plumbing.start import run_main, start_run
+from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.task import Task
+from common.plumbing.tool_files import load_tools
+from common.plumbing.tool_processes import in_threads
+from common.plumbing.turns import check_turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    max_turns: int = 3  # turns of the policy per conversation; what it calls in the last one is not executed
+    steps: int = 80  # each samples completions, rewards them and trains on them
+    prompts_per_step: int = 16  # Q: questions per step
+    group_size: int = 8  # G: completions per question, which are compared with one another
+    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
+    top_p: float = 1.0
+    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    # rows per forward and backward pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: int | None = None
+    # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
+    lr: float | None = None
+    weight_decay: float = 0.0  # of AdamW
+    # a token has no gradient once its ratio has moved by this much in the direction of its advantage
+    clip_eps: float = 0.2
+    kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+    # the bundled policy that knows tools, "tiny_tools", or any that --model of experiment_base can be
+    model: str = "tiny_tools"
+    task: str = "calculator"  # what is asked and rewarded: a file of common/tasks, or the path of your own
+    tools: str | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
+    tool_seconds: float = 5.0  # time limit of a call of a tool of your own
+    no_tool: bool = False  # the same questions without any tool
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_config(Config, argv, description=__doc__)
+    tools = {} if config.no_tool else {"calculator": calculator} | load_tools(config.tools, config.tool_seconds, taken=("calculator",))  # functions by name
+    task = load_task(config, CALL_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
+    with start_run("experiment_multiturn_tool_calling", config, task) as run:
+        policy = load_policy(config, config.temperature)
+        reference = make_reference(policy) if config.kl_weight > 0 else None
+        check_turns(policy, tools)
+        talk = partial(converse, config, task, tools, policy)
+        if not run.has_before:
+            run.log_before(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
+        train(config, run, task, policy, reference, talk)
+        run.save_final(policy)
+        run.finish(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
+
+
+def train(
+    config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None, talk: Callable[..., list[Trajectory]]
+) -> None:
+    """Run all steps, or those that a resumed run has left."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    run.restore(policy, optimizer)
+    for step in run.steps(config.steps):
+        # 1 sample: G conversations about each of Q questions
+        prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+        trajectories = talk(task.train_rows, prompt_index, config.group_size, key=(config.seed, step))
+
+        # 2 reward: each conversation by itself, by its environment; its return is the weighted sum of the components
+        totals = [task.total_reward(completion.rewards) for completion in trajectories]
+        returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)
+
+        # 3 advantage: better or worse than the group, in units of the group's standard deviation
+        advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)
+        experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
+        experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
+
+        # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
+        experience.old_log_probs = old_log_probs(config, policy, experience)
+        if reference is not None:
+            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+
+        # 5 update: one or more optimizer steps on this rollout
+        statistics = update(config, policy, optimizer, experience, step)
+
+        # 6 log, evaluate, checkpoint
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
+        if config.eval_every and step % config.eval_every == 0:
+            evaluation = evaluate_held_out(config, task, policy, converse=talk)
+            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        run.log(step, metrics)
+        run.log_samples(step, trajectories, experience, statistics)
+        run.checkpoint(step, policy, optimizer)
+
+
+def converse(
+    config: Config,
+    task: Task,
+    tools: dict[str, Callable[..., str]],
+    policy: Policy,
+    questions: list[dict],
+    prompt_index: list[int],
+    group_size: int,
+    key: tuple[int, ...],
+    greedy: bool = False,
+) -> list[Trajectory]:
+    """G conversations about each of the questions that `prompt_index` names: B trajectories, with their rewards."""
+    tokenizer, max_length, form = policy.tokenizer, context_length(policy), call_form(policy.tokenizer)
+    conversations = [task.messages(questions[index], config.system_prompt) for index in prompt_index]
+    prompts = [encode_prompt(tokenizer, messages, task.tools) for messages in conversations]
+    trajectories = begin_rows(prompts, group_size, prompt_index)
+    open_ones = [(row, State(task, questions[row.prompt_index], tools, form)) for row in trajectories]
+    for turn in range(1, config.max_turns + 1):
+        lengths = [len(row.ids) for row, _ in open_ones]
+        continue_rows(
+            policy,
+            [row for row, _ in open_ones],
+            max_new_tokens=config.max_new_tokens,  # of all turns together
+            max_length=max_length,
+            key=key,
+            top_p=config.top_p,
+            greedy=greedy,
+            generation_batch_size=config.generation_batch_size,
+        )
+        for (row, state), length in zip(open_ones, lengths, strict=True):
+            row.turns.append(("assistant", decode(tokenizer, row.ids[length:])))
+            state.is_last_turn = turn == config.max_turns or row.finish_reason == "length"
+        results = in_threads(lambda pair: env_step(pair[1], pair[0].turns[-1][1]), open_ones, parallel=bool(config.tools))
+        for (row, state), (observation, rewards, done) in zip(open_ones, results, strict=True):
+            if done:
+                row.rewards, row.description = rewards, state.describe()
+                row.text = "\n".join(text for role, text in row.turns if role == "assistant")
+            else:
+                row.turns += [("tool", text) for text in observation]
+                row.observe(encode_observation(tokenizer, observation, policy.end_of_turn_ids), max_length)
+        open_ones = [pair for pair, (_, _, done) in zip(open_ones, results, strict=True) if not done]
+    return trajectories
+
+
+def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
+    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
+        return None  # only one update: that policy is still the current one, and the ratio is 1
+    if policy.compute_dtype == torch.float32:
+        return experience.sampler_log_probs
+    # In bfloat16 the sampler's numbers differ from the training forward's; the ratio must not see that difference.
+    return token_log_probs(policy, experience, config.micro_batch_size)
+
+
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
+    """A micro-batch's part of the loss of a minibatch of `num_rows` rows: the parts add up. Equation 3 of the paper."""
+    mask = micro.action_mask
+    ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
+    token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
+    if config.kl_weight > 0:
+        token_loss = token_loss + config.kl_weight * approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
+    return masked_mean(token_loss, mask, dim=1).sum() / num_rows  # mean over a row's tokens, then over rows
+
+
+def update(
+    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
+) -> UpdateStatistics:
+    """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
+    statistics = UpdateStatistics(config.clip_eps, config.max_grad_norm)
+    for epoch in range(config.epochs_per_step):
+        key = (config.seed, step, epoch)  # names the shuffle
+        for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
+            optimizer.zero_grad()
+            for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
+                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+                loss = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
+                loss.backward()
+                statistics.add(epoch, index, micro, log_probs, entropy, loss)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
+                optimizer.step()
+            statistics.end_update(grad_norm)
+    return statistics
+
+
+if __name__ == "__main__":
+    run_main(main)

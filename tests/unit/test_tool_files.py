@@ -1,0 +1,348 @@
+"""Tools of the user's own, in real processes: whatever their code does becomes a text, and nothing is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers.utils import get_json_schema
+
+from common.errors import UserError
+
+from common.plumbing import tool_processes
+from common.plumbing.tool_files import load_tools
+from common.plumbing.tool_processes import close, in_threads
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 30  # longer than a call takes on the busiest machine
+TOOLS = '''
+import json, os, re, signal, statistics, subprocess, sys, threading, time
+from pathlib import Path
+
+HELD = []
+
+def echo(value: str, times: int = 1) -> str:
+    """Say it again.
+
+    Args:
+        value: what
+        times: how often
+    """
+    return value * times
+
+def evaluate(code: str) -> str:
+    """Run Python.
+
+    Args:
+        code: an expression
+    """
+    return eval(code)
+
+def count() -> int:
+    """Count the calls that this process has had."""
+    HELD.append(1)
+    return len(HELD)
+
+def wait(seconds: float) -> float:
+    """Wait.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return seconds
+
+def process() -> int:
+    """The number of the process."""
+    return os.getpid()
+
+def _private(): pass
+'''
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tools") / "my_tools.py"
+    path.write_text(TOOLS)
+    yield load_tools(str(path), SECONDS)
+    close()
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Load tools from the text of a file."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(text: str, seconds: float = SECONDS, **settings):
+        Path("my_tools.py").write_text(text)
+        return load_tools("my_tools.py", seconds, **settings)
+
+    close()
+    yield load
+    close()
+
+
+def test_a_tool_is_described_as_its_function(tools):
+    """By name, docstring and signature, which is what a schema is made of; imported and private names are none."""
+    assert list(tools) == ["echo", "evaluate", "count", "wait", "process"]
+    schema = get_json_schema(tools["echo"])["function"]
+    assert (schema["name"], schema["description"]) == ("echo", "Say it again.")
+    assert schema["parameters"]["properties"]["times"] == {"type": "integer", "description": "how often"}
+    assert schema["parameters"]["required"] == ["value"]
+
+
+def test_arguments_and_answers_are_passed_on(tools):
+    assert tools["echo"](value="ab", times=2) == "abab"
+    assert tools["echo"]("é 😀\n\0 <|im_end|>") == "é 😀\n\0 <|im_end|>"
+    assert tools["evaluate"](code="statistics.__file__") != str(ROOT / "common/plumbing/statistics.py")
+    assert tools["evaluate"](code="Path(__file__).name") == "my_tools.py"
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("{'a': [1, None, 'é']}", '{"a": [1, null, "é"]}'),
+        ("7", "7"),
+        ("None", "null"),
+        ("{1, 1}", "{1}"),
+        ("'\\ud83d'", "?"),
+        ("'a' * 10**7", "a" * 4000 + " ..."),
+        ("[7] * 10**6", "[" + "7, " * 1333 + " ..."),
+        ("sys.stdin.read()", ""),
+    ],
+)
+def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
+    assert tools["evaluate"](code=code) == answer
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("1 / 0", "error: ZeroDivisionError: division by zero"),
+        ("{}['\\x1b[31m\\n']", "error: KeyError: '\\x1b[31m\\n'"),
+        ("exec('raise ValueError(chr(27) + \"[31m\\\\n\" * 2)')", "error: ValueError: \ufffd[31m [31m"),
+        ("exec('raise ValueError')", "error: ValueError"),
+        ("sys.exit('bye')", "error: SystemExit: bye"),
+        ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt"),
+        ("exec('def f(): f()\\nf()', {})", "error: RecursionError: maximum recursion depth exceeded"),
+        ("bytearray(1 << 60)", "error: MemoryError"),
+        ("10 ** 5000", "error: ValueError: Exceeds the limit (4300 digits) for integer string conversion"),
+        ("exec('class E(Exception):\\n  def __str__(self): return 1 / 0\\nraise E')", "error: E"),
+    ],
+)
+def test_an_exception_becomes_one_harmless_line(tools, code, answer):
+    """And the process goes on: it is the same one."""
+    before = tools["process"]()
+    got = tools["evaluate"](code=code)
+    assert got.startswith(answer)
+    assert got.isprintable()
+    assert len(got) < 400
+    assert tools["process"]() == before
+
+
+def test_wrong_arguments_are_an_error_that_can_be_read(tools):
+    assert tools["echo"]() == "error: TypeError: missing a required argument: 'value'"
+    assert tools["echo"](value="a", size=2) == "error: TypeError: got an unexpected keyword argument 'size'"
+    assert tools["echo"](value=b"a") == "error: TypeError: Object of type bytes is not JSON serializable"
+    assert tools["echo"](value="a", times="b").startswith("error: TypeError: can't multiply sequence")
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["time.sleep(60)", "exec('while True: pass')", "9 ** 9 ** 9", "signal.pause()"],
+    ids=["sleep", "loop", "C", "signals"],
+)
+def test_a_slow_answer_becomes_an_error(load, code):
+    """And its process is replaced by another, also if it never lets Python run."""
+    tools = load(TOOLS, seconds=0.1)
+    (first,) = tool_processes._running
+    for _ in range(2):
+        assert tools["evaluate"](code=code) == "error: evaluate gave no answer within 0.1 s"
+        assert not tool_processes._running
+    assert not psutil.pid_exists(first._process.pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("os._exit(3)", "status 3"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "Segmentation fault"),
+        ("os.closerange(3, 256)", "Killed"),
+    ],
+)
+def test_a_crash_becomes_an_error(tools, code, how):
+    answer = tools["evaluate"](code=code)
+    assert answer.startswith("error: evaluate ended its process (")
+    assert how in answer or how == "Killed"  # without its files it can end in several ways
+    assert tools["count"]() == "1"
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced(tools):
+    process = psutil.Process(int(tools["process"]()))
+    process.kill()
+    while process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.001)
+    assert tools["echo"](value="a") == "a"
+
+
+def test_signals_for_the_run_do_not_end_a_tool(tools):
+    """Ctrl-C in the terminal does not reach its session, and a batch system's SIGTERM to all processes does nothing."""
+    number = int(tools["process"]())
+    assert os.getsid(number) == number
+    for name in (signal.SIGINT, signal.SIGTERM):
+        os.kill(number, name)
+    assert tools["process"]() == str(number)
+
+
+def test_what_a_tool_prints_is_harmless(load, capfd):
+    """It is shown on stderr, disturbs no answer, and cannot control the terminal."""
+    tools = load(TOOLS)
+    code = (
+        "[print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')][3]"
+    )
+    assert tools["evaluate"](code=code) == "0"
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert printed.err == "\ufffd[31mred\nno end of line"
+
+
+def test_calls_of_several_threads_run_at_the_same_time(tools, tmp_path):
+    """Each of four waits until it has met the others; more than four calls need no further process."""
+    others = f"[time.sleep(0.001) for _ in iter(lambda: len(os.listdir({str(tmp_path)!r})), 4)]"
+    meet = f"(Path({str(tmp_path)!r}, str(os.getpid())).touch(), {others})"
+    answers = in_threads(lambda _: tools["evaluate"](code=meet), range(4), parallel=True)
+    assert [answer for answer in answers if answer.startswith("error")] == []
+    values = [0.02, 0.01, 0.0, 0.03, 0.01, 0.0]
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(tools["wait"], values)) == [str(value) for value in values]
+    assert {str(worker._process.pid) for worker in tool_processes._running} == set(os.listdir(tmp_path))
+
+
+def test_ctrl_c_ends_calls_in_threads_at_once(tmp_path):
+    """The calls would take a minute, and two of them have not begun."""
+    (tmp_path / "my_tools.py").write_text(TOOLS)
+    tools = load_tools(str(tmp_path / "my_tools.py"), 60)
+    interrupt = f"os.kill({os.getpid()}, signal.SIGINT)"
+    codes = ["time.sleep(60)", "9 ** 9 ** 9", "time.sleep(60)", f"({interrupt}, time.sleep(60))", "1", "1"]
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(lambda code: tools["evaluate"](code=code), codes, parallel=True)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPool")] == []
+    assert not tool_processes._running
+    assert tools["echo"](value="a") == "a"
+    close()
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_map_keeps_the_order_and_passes_errors_on(parallel):
+    names = in_threads(lambda _: threading.current_thread().name, range(9), parallel)
+    assert ({threading.current_thread().name} == set(names)) is not parallel
+    assert in_threads(str, range(9), parallel) == list("012345678")
+    assert in_threads(str, [], parallel) == []
+    with pytest.raises(ZeroDivisionError):
+        in_threads(lambda number: 1 // number, [1, 0, 2], parallel)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from common.plumbing.tool_processes import Workers, in_threads
+path = sys.argv[1]
+workers = Workers(SimpleNamespace(__name__="my_tools", __file__=path), Path(path).read_bytes(), path, seconds=60)
+codes = ["(print(os.getpid()), time.sleep(60))", "(print(os.getpid()), 9 ** 9 ** 9)",
+         "(print(os.getpid()), print(subprocess.Popen(['sleep', '60']).pid), time.sleep(60))"]
+in_threads(lambda code: workers.call("evaluate", {"code": code}), codes, parallel=True)
+"""
+
+
+def test_no_process_is_left_when_the_run_is_killed(tmp_path):
+    """Busy ones, one in C, and one with a child of its own. Their own limit is a minute."""
+    path = tmp_path / "my_tools.py"
+    path.write_text(TOOLS)
+    command = [sys.executable, "-c", PROGRAM, str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        left = [psutil.Process(int(run.stderr.readline())) for _ in range(4)]
+        run.kill()
+        assert psutil.wait_procs(left, timeout=10)[1] == []
+        assert run.stderr.read() == ""
+
+
+def test_a_process_uses_the_file_as_the_run_has_read_it(load):
+    """Whatever it is when a process is replaced."""
+    tools = load(TOOLS)
+    Path("my_tools.py").write_text("syntax error")
+    assert tools["evaluate"](code="os._exit(0)").startswith("error:")
+    assert tools["echo"](value="a") == "a"
+
+
+def test_tools_that_no_process_can_import_end_the_run(load, monkeypatch):
+    """Rather than teach the policy that they are broken."""
+    with pytest.raises(
+        UserError, match=r"^--tools my_tools\.py: no process for .*: error: ModuleNotFoundError: No mod"
+    ):
+        load("import sys\nif 'torch' not in sys.modules:\n    import nowhere\n" + TOOLS)
+    with pytest.raises(UserError, match=r"can be started: ended its process \(status 3\)$"):
+        load("import os, sys\nif 'torch' not in sys.modules:\n    os._exit(3)\n" + TOOLS)
+
+
+GOOD = 'def good(a: int) -> int:\n    """Good.\n\n    Args:\n        a: a\n    """\n    return a\n'
+FAULTY = {
+    "def f(:": r"the file cannot be imported: SyntaxError: .* \(line 1 of my_tools\.py\)$",
+    "\nimport nowhere": r"the file cannot be imported: ModuleNotFoundError: No module .* \(line 2 of my_tools\.py\)$",
+    "raise SystemExit('\\x1b[0m')": r"the file cannot be imported: SystemExit: \ufffd\[0m \(line 1 of my_tools\.py\)$",
+    "": "the file defines no function whose name does not begin with _$",
+    "from json import loads\nfrom typing import Any\nclass A: pass\ndef _f(): pass": "the file defines no function",
+    GOOD.replace("Good.", " ").replace("Args:\n        a: a", ""): "good has no docstring: write one, which the policy",
+    GOOD.replace("a: int", "a"): "good has no type for its parameter a: write a: str, for example$",
+    GOOD.replace("a: int", "*a: int"): r"good has the parameter \*a: int, which cannot be given by name",
+    GOOD.replace("a: int", "**a: int"): r"good has the parameter \*\*a: int, which cannot be given by name",
+    GOOD.replace("a: int", "a: int, /"): "good has the parameter a: int, which cannot be given by name",
+    GOOD.replace("a: a", "b: a"): "good cannot be described to the policy: .* no description for the argument 'a'",
+    GOOD.replace("a: int", "a: complex"): "good cannot be described to the policy: .*complex",
+    GOOD.replace("a: int", "a: 'Nowhere'"): "good cannot be described to the policy: name 'Nowhere' is not defined",
+    GOOD.replace("good", "größe"): "größe is not a name that every chat template can show",
+    GOOD + "better = good": "better is another name of good: give it a def of its own",
+    "double = lambda a: 2 * a": "double is another name of <lambda>",
+    "async " + GOOD: "good must return its result: async and yield are not supported$",
+    GOOD.replace("return", "yield"): "good must return its result",
+    GOOD.replace("good", "calculator"): "there is another tool called calculator: rename this one$",
+}
+
+
+@pytest.mark.parametrize("text", FAULTY, ids=range(len(FAULTY)))
+def test_a_faulty_file_is_refused_in_one_sentence(load, text):
+    with pytest.raises(UserError, match=rf"^--tools my_tools\.py: .*{FAULTY[text]}") as caught:
+        load(text, taken=("calculator",))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+
+
+def test_files_are_found_and_their_names_are_unique(load):
+    assert load_tools(None, SECONDS) == load_tools((), SECONDS) == {}
+    for name in ("nowhere.py", ".", "a\0b"):
+        with pytest.raises(UserError, match=r"^--tools .*(there is no such file|this path cannot be used)"):
+            load_tools(name, SECONDS)
+    cached = "import functools\n@functools.cache\n" + GOOD.replace("return", "print('computed')\n    return")
+    assert load(cached)["good"](a=5) == "5"
+    Path("more.py").write_text("from __future__ import annotations\n" + GOOD.replace("good", "more"))
+    assert list(load_tools(("my_tools.py", "more.py"), SECONDS)) == ["good", "more"]
+    with pytest.raises(UserError, match=r"^--tools \./my_tools\.py: there is another tool called good"):
+        load_tools(("my_tools.py", "./my_tools.py"), SECONDS)
+
+
+def test_the_template_of_tools_can_be_called():
+    tools = load_tools(str(ROOT / "docs" / "tools_template.py"), seconds=10)
+    assert tools["convert_length"](value=3, unit="mile", to="km") == "4.82803"
+    assert tools["density"](material="iron") == "7874"
+    assert tools["density"](material="wood") == (
+        "error: ValueError: unknown material, known are water, ice, oil, iron, copper, gold"
+    )
+    assert json.dumps([get_json_schema(tool) for tool in tools.values()])
