@@ -14,7 +14,15 @@ from common.plumbing.flags import RANGES
 from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
-PATHS = ("model", "task", "data", "eval_data", "tools", "runs_dir", "resume")  # flags that can name a file or a directory
+PATHS = (
+    "model",
+    "task",
+    "data",
+    "eval_data",
+    "tools",
+    "runs_dir",
+    "resume",
+)  # flags that can name a file or a directory
 
 
 def flag(name: str) -> str:
