@@ -234,7 +234,7 @@ def mean_cosine(vectors: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def renew_collapsed_embeddings(policy: Policy, seed: int) -> tuple[float, float]:
+def renew_collapsed_embeddings(policy: Policy, seed: int, at_random: bool = False) -> tuple[float, float]:
     """Make the tokens of names tell apart again, by giving them vectors like those that the policy can copy.
 
     A token that training never uses is still pushed: as a wrong answer of every softmax, always in about the same
@@ -249,6 +249,8 @@ def renew_collapsed_embeddings(policy: Policy, seed: int) -> tuple[float, float]
 
     with e of length 1 and r random, of its own for each syllable. A capital without and with a space in front, which
     are two tokens, share one such vector, with 0.5 s of noise for each of them.
+
+    With `at_random` all of these are random vectors as long as those of the digits, to compare with.
 
     Nothing is changed if these tokens are apart already (mean cosine below 0.5), as those of a policy that was taught
     with them are.
@@ -271,6 +273,8 @@ def renew_collapsed_embeddings(policy: Policy, seed: int) -> tuple[float, float]
         return torch.nn.functional.normalize(vectors, dim=-1)
 
     def like_digits() -> torch.Tensor:
+        if at_random:
+            return digits.norm(dim=-1).mean() * noise()
         return mean + scale * (unit(torch.randn(10, generator=generator) @ deviations) + 0.6 * noise())
 
     def noise() -> torch.Tensor:

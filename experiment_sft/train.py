@@ -56,7 +56,8 @@ class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
     data: str | None = None  # JSONL with rows {"messages": [...], "tools": [...]}, without tools if there are none
     lessons: Literal["arithmetic", "tools"] = "arithmetic"  # without --data: those of warm_start.py, or tool_lessons.py
-    renew_embeddings: bool = True  # with --lessons tools: before it, give names vectors that can be told apart
+    # with --lessons tools, of the tokens of names, which have never been used: made like those of digits, random, as is
+    embeddings: Literal["like_digits", "random", "as_is"] = "like_digits"
     num_copying: int = 38_000  # conversations of the first lesson
     num_reasoning: int = 200_000  # conversations of the second lesson: all are reasoned, or call a tool
     num_answering: int = 120_000  # conversations of the third lesson: some of them
@@ -87,8 +88,9 @@ def main(argv: list[str] | None = None) -> None:
         policy = new_policy(config) if config.model == "new" else load_policy(config)
         if config.data is None:  # the examination at the end would fail
             check_prompts(policy, read_rows(str(task.EVAL_DATA), task.FIELDS), task.messages, max_new_tokens=96)
-        if config.lessons == "tools" and config.renew_embeddings:
-            renew_collapsed_embeddings(policy, config.seed)
+        if config.lessons == "tools" and config.embeddings != "as_is":
+            cosines = renew_collapsed_embeddings(policy, config.seed, at_random=config.embeddings == "random")
+            say("mean cosine between the syllables of names: {:.3f}, renewed {:.3f}".format(*cosines))
         rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
         train(config, run, policy, rows)
 

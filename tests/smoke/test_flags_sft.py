@@ -334,8 +334,8 @@ def lessons(new, old):
     assert new.read("summary.json").keys() > old.read("summary.json").keys()  # it is examined with its tools as well
 
 
-@changes("--no-renew-embeddings", base=(*LESSONS, "--lessons", "tools"))
-def renew_embeddings(new, old):
+@changes("--embeddings", "as_is", base=(*LESSONS, "--lessons", "tools"))
+def embeddings(new, old):
     assert new.texts == old.texts
     assert new.values("loss/total")[0] != pytest.approx(old.values("loss/total")[0], rel=1e-2)
 
