@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from common.advantages import STD_EPS, group_advantages, group_std
+from common.calculator import calculator
 from common.chat import decode, encode_observation, encode_prompt
 from common.environment import CALL_WEIGHTS, State, env_step
 from common.experience import Experience, collate
@@ -34,7 +35,7 @@ from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
-from common.tools import calculator, call_form, schemas
+from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.config import RunConfig
@@ -79,12 +80,12 @@ class Config(RunConfig):
     task: str = "calculator"  # what is asked and rewarded: a file of common/tasks, or the path of your own
     tools: str | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
     tool_seconds: float = 5.0  # time limit of a call of a tool of your own
-    no_tool: bool = False  # the same questions without any tool
+    tool: bool = True  # offer the calculator; --no-tool asks the same questions without any tool
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
-    tools = {} if config.no_tool else {"calculator": calculator}  # functions by name
+    tools = {"calculator": calculator} if config.tool else {}  # functions by name
     tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
     task = load_task(config, CALL_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
     with start_run("experiment_multiturn_tool_calling", config, task) as run:
@@ -113,7 +114,8 @@ def train(
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions
         prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-        trajectories = talk(task.train_rows, prompt_index, config.group_size, key=(config.seed, step))
+        key = (config.seed, step)  # names the random numbers of this step
+        trajectories = talk(task.train_rows, prompt_index, config.group_size, key, top_p=config.top_p)
 
         # 2 reward: each conversation by itself, by its environment; its return is the weighted sum of the components
         totals = [task.total_reward(completion.rewards) for completion in trajectories]
@@ -152,6 +154,7 @@ def converse(
     prompt_index: list[int],
     group_size: int,
     key: tuple[int, ...],
+    top_p: float = 1.0,
     greedy: bool = False,
 ) -> list[Trajectory]:
     """G conversations about each of the questions that `prompt_index` names: B trajectories, with their rewards."""
@@ -168,7 +171,7 @@ def converse(
             max_new_tokens=config.max_new_tokens,  # in all turns together; what tools answer does not count
             max_length=context_length(policy),
             key=key,
-            top_p=config.top_p,
+            top_p=top_p,
             greedy=greedy,
             generation_batch_size=config.generation_batch_size,
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import numbers
 from pathlib import Path
 
 import torch
@@ -14,15 +15,8 @@ from common.plumbing.flags import RANGES
 from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
-PATHS = (
-    "model",
-    "task",
-    "data",
-    "eval_data",
-    "tools",
-    "runs_dir",
-    "resume",
-)  # flags that can name a file or a directory
+# Flags that can name a file or a directory
+PATHS = ("model", "task", "data", "eval_data", "tools", "runs_dir", "resume")
 
 
 def flag(name: str) -> str:
@@ -123,7 +117,7 @@ def check_combinations(config: PolicyConfig) -> None:
         )
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
-    if getattr(config, "tools", None) and config.no_tool:
+    if getattr(config, "tools", None) and not config.tool:
         raise UserError("--no-tool leaves no tool, and --tools gives some: omit one of them")
     if getattr(config, "top_p", 1.0) < 1:
         say(
@@ -191,3 +185,12 @@ def _check_minibatches(config: PolicyConfig) -> None:
         raise UserError(f"--minibatch-size {minibatch_size} is not a multiple of --group-size {group_size}")
     if minibatch_size > rows:
         raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rows} rows of a rollout")
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
