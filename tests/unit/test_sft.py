@@ -1,8 +1,10 @@
 """Supervised fine-tuning: which tokens are learned, their mean, the learning rate, and the rows that are held out."""
 
 import json
+import random
 import re
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -455,3 +457,23 @@ def name_tokens(policy: Policy) -> tuple[list[int], list[tuple[int, int]]]:
 def test_lessons_about_tools_continue_a_policy(train, flags):
     with pytest.raises(UserError, match="--lessons tools"):
         train.main(["--lessons", "tools", *flags])
+
+
+def test_the_bundled_policy_can_use_its_tools_and_mostly_does_not(train, load_script):
+    """Greedily it calls nothing; forced to begin with a call it computes, and finds what it has never read."""
+    examination = load_script("experiment_sft/tool_examination.py")
+    policy = load_policy(PolicyConfig(device="cpu", model="tiny_tools"))
+    questions = [json.loads(line) for line in examination.calculator.EVAL_DATA.read_text("utf-8").splitlines()[:24]]
+    world = world_grammar.make_world(random.Random(0), 100, "heldout")
+    searches = [world_grammar.to_row(world_grammar.draw_question(random.Random(n), world, 1)) for n in range(24)]
+    for rows, tools in ((questions, {"calculator": calculator}), (searches, {"search": examination.search_in(world)})):
+        ask = partial(examination.converse, policy, rows, tools, group_size=1, seed=0, greedy=True)
+        assert not any(talk.calls for talk in ask(prefix=""))
+        assert share([talk.is_right for talk in ask(prefix="<tool_call>")]) > 0.8
+
+
+def test_both_bundled_policies_are_small_and_speak_alike():
+    folders = [ROOT / "assets" / name for name in ("tiny_policy", "tiny_policy_tools")]
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 12e6
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1
