@@ -98,7 +98,7 @@ def continue_rows(
     greedy: bool = False,
     generation_batch_size: int | None = None,
     everyone_done: Callable[[bool], bool] | None = None,
-) -> None:
+) -> list[list[int]]:
     """Sample one more turn of every row, behind the ids that it has. Arguments as in `sample`, and:
 
     Args:
@@ -107,10 +107,15 @@ def continue_rows(
             that has reached it is left as it is, with finish_reason "length".
         key: as for the turns before. A row's n-th token is drawn with its n-th random number, whatever its turn.
         max_length: of all ids of a row: the model's context.
+
+    Returns:
+        The ids that were appended to each row.
     """
+    lengths = [len(row.ids) for row in rows]
     size = len(rows) if generation_batch_size is None else generation_batch_size
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
     _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, everyone_done)
+    return [row.ids[length:] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _continue_batches(
