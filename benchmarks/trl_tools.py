@@ -148,7 +148,7 @@ def train_tools_ours(job: ToolsJob, clock: Clock, directory: str) -> None:
             task, questions = arguments[1], arguments[4]
             if questions is not task.train_rows:
                 return converse(*arguments, **settings)
-            return sample_lengths(*arguments, rows_before=rollouts[settings["key"][1] - 1], **settings)
+            return sample_lengths(*arguments[:8], rollouts.pop(0))
 
         train.calculator = counted(clock, job)
         train.converse = one_turn if job.trainer == "one_turn" else note
