@@ -37,7 +37,8 @@ import tyro
 from vs_trl import ROOT, WARM_UP, Clock, Job, describe, measure, print_table, start, summarise, train_ours, train_trl
 
 RESULTS = ROOT / "benchmarks" / "results" / "trl_tools.json"
-COUNTS = ("correct", "calls", "turns", "tool_tokens", "truncated")  # per row, but tool tokens per step
+COUNTS = ("correct", "calls", "turns", "truncated")  # per row
+COUNTS_OF_STEP = ("tokens", "tool_tokens", "empty_turns")
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result["settings"][name] = compare(job, config.repetitions) | describe()
         config.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print_table(result["settings"])
-    for name, setting in result["settings"].items():
-        print(f"{name}: {setting['ratio']:.2f} times TRL's, {setting['ratio_to_one_turn']:.2f} times one turn's rate")
-        for trainer, counts in setting["counts"].items():
-            print(f"  {trainer}: " + ", ".join(f"{count} {value:.3g}" for count, value in counts.items()))
+    print_rows(result["settings"])
 
 
 def compare(job: ToolsJob, repetitions: int) -> dict:
@@ -104,11 +102,31 @@ def compare(job: ToolsJob, repetitions: int) -> dict:
 def count(runs: list[dict]) -> dict[str, float]:
     """Means over the counted steps, and how much was learned."""
     steps = [step for run in runs for step in run["steps"][WARM_UP:]]
-    means = {name: statistics.mean(step.get(name, 0.0) for step in steps) for name in ("tokens", *COUNTS)}
+    means = {name: statistics.mean(step.get(name, 0.0) for step in steps) for name in (*COUNTS_OF_STEP, *COUNTS)}
     means["tokens_per_cpu_second"] = sum(step["tokens"] for step in steps) / sum(step["cpu/step"] for step in steps)
     for name, part in (("correct_first", slice(0, 3)), ("correct_last", slice(-3, None))):
         means[name] = statistics.mean(step["correct"] for run in runs for step in run["steps"][part])
     return means | {"moved": statistics.mean(run["moved"] for run in runs)}
+
+
+def print_rows(settings: dict[str, dict]) -> None:
+    """The rows of the tables in README.md."""
+    names = {"trl": "TRL, `tools=`", "ours": "ours", "one_turn": "ours, in one turn"}
+    for setting, result in settings.items():
+        print(f"\n{setting}: {result['ratio']:.2f} times TRL's tokens per second {result['ratio_of_pairs']}, ", end="")
+        print(f"{result['wall_ratio']:.2f} in wall-clock seconds; {result['ratio_to_one_turn']:.2f} times one turn's")
+        for trainer, name in names.items():
+            parts = " | ".join(
+                f"{result[f'{trainer}_{part}']:.2f}" for part in ("step", "sampling", "log_probs", "update")
+            )
+            peak = result[f"{trainer}_peak_bytes"] / 1e9
+            print(f"| {name} | {result[f'{trainer}_tokens_per_second']:,.0f} | {parts} | {peak:.2f} |")
+        for trainer, name in names.items():
+            counts = result["counts"][trainer]
+            first, last = counts["correct_first"], counts["correct_last"]
+            each = " | ".join(f"{counts[count]:.2f}" for count in ("calls", "turns", "truncated"))
+            print(f"| {name} | {counts['tokens']:,.0f} | {counts['tool_tokens']:,.0f} | {each} | ", end="")
+            print(f"{first:.2f} to {last:.2f} | {counts['moved']:.2f} |")
 
 
 # One process ---------------------------------------------------------------------------------------------------------
@@ -148,6 +166,7 @@ def train_tools_ours(job: ToolsJob, clock: Clock, directory: str) -> None:
             task, questions = arguments[1], arguments[4]
             if questions is not task.train_rows:
                 return converse(*arguments, **settings)
+            clock.counts["turns"] = 1.0
             return sample_lengths(*arguments[:8], rollouts.pop(0))
 
         train.calculator = counted(clock, job)
@@ -190,6 +209,17 @@ def train_tools_trl(job: ToolsJob, clock: Clock, directory: str) -> None:
 
     def read_calls(tokenizer) -> None:
         tokenizer.response_template = qwen3_template
+        parse = tokenizer.parse_response
+
+        def parse_response(ids, **settings) -> dict:
+            """Without this TRL stops with an AttributeError where a tool's answer ends exactly at the budget: nothing
+            remains of the turn after it, and transformers takes an empty list of ids for an empty list of texts."""
+            if len(ids):
+                return parse(ids, **settings)
+            clock.counts["empty_turns"] = clock.counts.get("empty_turns", 0) + 1
+            return {"role": "assistant", "content": ""}
+
+        tokenizer.parse_response = parse_response
 
     tools, rounds = [counted(clock, job)], job.max_turns - 1
     train_trl(job, clock, directory, task, tools, read_calls, max_tool_calling_iterations=rounds)
