@@ -38,7 +38,7 @@ from vs_trl import ROOT, WARM_UP, Clock, Job, describe, measure, print_table, st
 
 RESULTS = ROOT / "benchmarks" / "results" / "trl_tools.json"
 COUNTS = ("correct", "calls", "turns", "truncated")  # per row
-COUNTS_OF_STEP = ("tokens", "tool_tokens", "empty_turns")
+COUNTS_OF_STEP = ("tokens", "tool_tokens")
 
 
 @dataclass(frozen=True)
@@ -209,17 +209,6 @@ def train_tools_trl(job: ToolsJob, clock: Clock, directory: str) -> None:
 
     def read_calls(tokenizer) -> None:
         tokenizer.response_template = qwen3_template
-        parse = tokenizer.parse_response
-
-        def parse_response(ids, **settings) -> dict:
-            """Without this TRL stops with an AttributeError where a tool's answer ends exactly at the budget: nothing
-            remains of the turn after it, and transformers takes an empty list of ids for an empty list of texts."""
-            if len(ids):
-                return parse(ids, **settings)
-            clock.counts["empty_turns"] = clock.counts.get("empty_turns", 0) + 1
-            return {"role": "assistant", "content": ""}
-
-        tokenizer.parse_response = parse_response
 
     tools, rounds = [counted(clock, job)], job.max_turns - 1
     train_trl(job, clock, directory, task, tools, read_calls, max_tool_calling_iterations=rounds)
