@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from common.advantages import STD_EPS, group_advantages, group_std
+from common.calculator import calculator
 from common.chat import decode, encode_observation, encode_prompt
 from common.environment import CALL_WEIGHTS, State, env_step
 from common.experience import Experience, collate
@@ -34,7 +35,7 @@ from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
-from common.tools import calculator, call_form, schemas
+from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.config import RunConfig
