@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_turns=config.max_turns,
         )  # fmt: skip
         name = f"calculator, beta {beta}, budget {config.max_new_tokens}, 1 thread"
-        result["settings"][name] = compare(job, config.repetitions) | describe()
+        result["settings"][name] = compare(job, config.repetitions) | {"beta": beta} | describe()
         config.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print_table(result["settings"])
     print_rows(result["settings"])
@@ -120,12 +120,16 @@ def print_rows(settings: dict[str, dict]) -> None:
                 f"{result[f'{trainer}_{part}']:.2f}" for part in ("step", "sampling", "log_probs", "update")
             )
             peak = result[f"{trainer}_peak_bytes"] / 1e9
-            print(f"| {name} | {result[f'{trainer}_tokens_per_second']:,.0f} | {parts} | {peak:.2f} |")
+            rate = f"**{result[f'{trainer}_tokens_per_second']:,.0f}**"
+            print(f"| {result['beta']:g} | {name} | {rate} | {parts} | {peak:.2f} |")
         for trainer, name in names.items():
             counts = result["counts"][trainer]
             first, last = counts["correct_first"], counts["correct_last"]
             each = " | ".join(f"{counts[count]:.2f}" for count in ("calls", "turns", "truncated"))
-            print(f"| {name} | {counts['tokens']:,.0f} | {counts['tool_tokens']:,.0f} | {each} | ", end="")
+            print(
+                f"| {result['beta']:g} | {name} | {counts['tokens']:,.0f} | {counts['tool_tokens']:,.0f} | {each} | ",
+                end="",
+            )
             print(f"{first:.2f} to {last:.2f} | {counts['moved']:.2f} |")
 
 

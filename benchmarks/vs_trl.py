@@ -220,6 +220,7 @@ def work(job: Job) -> None:
         from common.tasks import arithmetic
 
         arithmetic.reward = lambda row, text: {"correct": float(len(text.replace(" ", "")) % 10 == 0), "format": 0.0}
+        arithmetic.solution = lambda row: "0123456789"
     measure(job, train_ours if job.trainer == "ours" else train_trl)
 
 
