@@ -138,7 +138,7 @@ def print_rows(settings: dict[str, dict]) -> None:
 
 def counted(clock: Clock, job: Job) -> Callable[[str], str]:
     """The calculator; how often it is called is counted, per row of the step."""
-    from common.tools import calculator
+    from common.calculator import calculator
 
     @wraps(calculator)
     def call(expression: str) -> str:
