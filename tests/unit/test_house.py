@@ -11,7 +11,7 @@ FIRST_SHELF = [
     path for folder in ("common", "common/tasks", "common/fast") for path in sorted((ROOT / folder).glob("*.py"))
 ]
 PLUMBING = sorted((ROOT / "common/plumbing").glob("*.py"))
-MOST_LINES_TO_READ = 1900
+MOST_LINES_TO_READ = 2000
 MOST_LINES_OF_TRAIN = {
     "experiment_sft": 220,
     "experiment_accelerate": 205,
