@@ -46,7 +46,7 @@ class State:
     def describe(self) -> dict[str, float]:
         """What else to log: nothing of it is rewarded."""
         called = float(self.outcomes.total() > 0)
-        counts = {f"{outcome}_calls": float(self.outcomes[outcome]) for outcome in OUTCOMES}
+        counts = {f"{outcome}_calls": self.outcomes[outcome] for outcome in OUTCOMES}
         return {"called": called, "unaided": 1 - called} | counts | self.task.describe(self.row, self.text)
 
 
