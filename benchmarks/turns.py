@@ -5,21 +5,21 @@
 Two ways to continue rows take turns on the same work: each turn runs all ids of every row again, or only those that
 the row has gained (common/fast/kept_rows.py). The conversations are forced, so that both ways sample the same tokens:
 a prompt of 101 tokens as the calculator's is, then turns whose lengths are drawn from 8 to 40 tokens, each answered by
-16 tokens (a calculator) or 100 (results of a search). Every turn ends by an end-of-turn token that is forced through the
-row's random numbers, so that rows leave the batch one after the other, as they do in training. No two rows have the
-same ids after the first turn; where a group's rows make the same call, a row run again costs less than here.
+16 tokens (a calculator) or 100 (results of a search). A row's random numbers force the end-of-turn token, so that rows
+leave the batch one after the other, as they do in training. No two rows have the same ids after the first turn, or, as
+another extreme, all rows of a group do (a policy that has learned which call to make): they are then run once.
 
-A step is sampling and what follows it, which is the same work for both ways and measured once for both: log-probs of the
-reference, forward, backward, AdamW. Times are medians over the rounds of CPU seconds (and wall-clock seconds). A ratio is
-the median of the ratios of each round. Memory is the peak of a process that only samples once, beyond that of loading.
+A step is sampling and what follows it, which is the same work for both ways and measured once for both: log-probs of
+the reference, forward, backward, AdamW. Times are medians over the rounds, in CPU and in wall-clock seconds; a ratio is
+the median of the rounds' ratios. Memory is the peak of a process that only samples once, beyond that of loading.
 """
 
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
@@ -44,6 +44,7 @@ from common.plumbing.machine import describe_machine, peak_memory_bytes
 RESULTS = Path(__file__).resolve().parent / "results" / "turns.json"
 GROUP_SIZE, PROMPT_TOKENS = 8, 101
 SHORTEST, LONGEST = 8, 40  # tokens of a turn
+CONTEXT = 2048  # tokens
 WAYS = {"run again": lambda: None, "kept": KeptRows}  # what continue_rows gets
 
 
@@ -55,10 +56,12 @@ class Work:
     prompts: int = 16
     turns: int = 2
     observation: int = 16  # tokens
+    same_calls: bool = False  # the rows of a group have the same ids in all turns
 
 
 WORKLOADS = [
     *(Work(turns=turns, observation=tokens) for tokens in (16, 100) for turns in (2, 4, 8)),
+    *(Work(turns=turns, same_calls=True) for turns in (2, 4)),
     *(Work(model="larger", prompts=4, turns=turns) for turns in (2, 4, 8)),
     *(Work(model="larger", prompts=4, turns=turns, observation=100) for turns in (2, 4)),
 ]
@@ -66,7 +69,7 @@ WORKLOADS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    rounds: int = 5  # each measures both ways, after one of warm-up
+    rounds: int = 3  # each measures both ways, after one of warm-up with two turns
     only: str = ""  # measure, and print, the workloads of this model alone
     memory_of: str | None = None  # used by the program itself: a workload and a way as JSON, to sample it once
 
@@ -92,19 +95,21 @@ def measure(work: Work, num_rounds: int) -> dict:
     policy, reference = make_policy(work.model), make_policy(work.model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-8)
     rounds = []
-    for number in range(num_rounds + 1):
+    for way in WAYS:
+        converse(policy, replace(work, turns=2, observation=16), 0, way)  # warm up
+    for number in range(1, num_rounds + 1):
         ways = list(WAYS)[:: 1 if number % 2 else -1]  # each way comes first in turn
         seconds, rows = {}, {}
         for way in ways:
-            seconds[way], rows[way] = timed(lambda way=way: converse(policy, work, number, way))
+            seconds[way], rows[way] = timed(converse, policy, work, number, way)
         check_equal(*(rows[way] for way in WAYS))
-        seconds["rest"], _ = timed(lambda: train(policy, reference, optimizer, rows["kept"]))
+        seconds["rest"], _ = timed(train, policy, reference, optimizer, rows["kept"])
         rounds.append(seconds)
-    return summary(rounds[1:]) | {
+    return summary(rounds) | {
         "sampled_tokens": sum(row.num_action_tokens for row in rows["kept"]),
         "tokens": sum(len(row.ids) for row in rows["kept"]),
         "largest_difference_of_log_probs": difference(*(rows[way] for way in WAYS)),
-        "rounds": rounds[1:],
+        "rounds": rounds,
     }
 
 
@@ -124,9 +129,9 @@ def summary(rounds: list[dict]) -> dict:
     return found
 
 
-def timed(function) -> tuple[dict[str, float], object]:
+def timed(function: Callable, *arguments) -> tuple[dict[str, float], object]:
     wall, cpu = time.perf_counter(), time.process_time()
-    result = function()
+    result = function(*arguments)
     return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}, result
 
 
@@ -157,26 +162,28 @@ def converse(policy: Policy, work: Work, number: int, way: str) -> list[Trajecto
     def some_ids(count: int) -> list[int]:
         return random.integers(vocabulary.start, vocabulary.stop, count).tolist()
 
+    def for_rows(make: Callable[[], object]) -> list:
+        """One value for every row, or the same for all rows of a group."""
+        values = [make() for _ in rows]
+        return [values[index - index % GROUP_SIZE if work.same_calls else index] for index in range(len(rows))]
+
     rows = begin_rows([some_ids(PROMPT_TOKENS) for _ in range(work.prompts)], GROUP_SIZE)
     kept = WAYS[way]()
     for turn in range(work.turns):
-        lengths = random.integers(SHORTEST, LONGEST + 1, len(rows))
-        with patch("common.sampling._uniforms", lambda rows, width, key, lengths=lengths: forced(rows, lengths, key)):
-            continue_rows(policy, rows, max_new_tokens=10**6, max_length=2048, key=(number,), kept=kept)
+        uniforms = torch.tensor(np.stack(for_rows(lambda: forced(random))))
+        with patch("common.sampling._uniforms", lambda *arguments, uniforms=uniforms: uniforms):
+            continue_rows(policy, rows, max_new_tokens=10**6, max_length=CONTEXT, key=(), kept=kept)
         if turn < work.turns - 1:
-            for row in rows:
-                row.observe(some_ids(work.observation))
+            for row, ids in zip(rows, for_rows(lambda: some_ids(work.observation)), strict=True):
+                row.observe(ids)
     return rows
 
 
-def forced(rows: list[Trajectory], lengths: np.ndarray, key: tuple[int, ...]) -> torch.Tensor:
-    """Random numbers with which the last token of the vocabulary ends row b's turn after `lengths[b]` tokens."""
-    numbers = np.zeros((len(rows), LONGEST))
-    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        random = np.random.default_rng([*key, row.prompt_index, row.completion_index, len(row.ids)])
-        numbers[index] = random.random(LONGEST) * 0.999
-        numbers[index, length - 1] = 1.0
-    return torch.from_numpy(numbers)
+def forced(random: np.random.Generator) -> np.ndarray:
+    """Random numbers of one row, with which the last token of the vocabulary ends its turn after some tokens."""
+    numbers = random.random(CONTEXT) * 0.999
+    numbers[random.integers(SHORTEST, LONGEST + 1) - 1] = 1.0
+    return numbers
 
 
 def train(policy: Policy, reference: Policy, optimizer: torch.optim.Optimizer, rows: list[Trajectory]) -> None:

@@ -33,7 +33,8 @@ class State:
     row: dict  # of the task's data: the question
     tools: dict[str, Callable[..., str]]  # by name
     call_form: str  # how calls are written, see `common.tools.call_form`
-    is_last_turn: bool = False  # to be set before the turn that uses up the turns or tokens
+    is_last_turn: bool = False  # to be set if this turn has used up the turns or the tokens
+    is_over: bool = False
     said: list[str] = field(default_factory=list)  # by the policy, turn by turn, without its calls
     outcomes: Counter[str] = field(default_factory=Counter)  # of its calls
 
@@ -65,6 +66,7 @@ def env_step(state: State, action_text: str) -> tuple[list[str] | None, dict[str
     observation = [_answer(state, call, number) for number, call in enumerate(calls)]
     if calls and not state.is_last_turn:
         return observation, {}, False
+    state.is_over = True
     num_calls, outcomes = state.outcomes.total(), state.outcomes
     rewards = {
         "well_formed_calls": 1 - outcomes["malformed"] / num_calls if num_calls else 0.0,

@@ -118,10 +118,14 @@ def _means(completions: list[Trajectory]) -> dict[str, float]:
     if "reward_correct" in means:
         means["accuracy"] = means.pop("reward_correct")
     turns = {"turns": mean([x.num_turns for x in completions])} if first.turns else {}
-    return means | turns | {
-        "length": mean([x.num_action_tokens for x in completions]),
-        "stopped": mean([x.finish_reason == "stop" for x in completions]),
-    }
+    return (
+        means
+        | turns
+        | {
+            "length": mean([x.num_action_tokens for x in completions]),
+            "stopped": mean([x.finish_reason == "stop" for x in completions]),
+        }
+    )
 
 
 def mean(values: list) -> float:

@@ -100,7 +100,7 @@ def continue_rows(
     generation_batch_size: int | None = None,
     everyone_done: Callable[[bool], bool] | None = None,
     kept: "KeptRows | None" = None,
-) -> None:
+) -> list[list[int]]:
     """Sample one more turn of every row, behind the ids that it has. Arguments as in `sample`, and:
 
     Args:
@@ -109,13 +109,17 @@ def continue_rows(
             that has reached it is left as it is, with finish_reason "length".
         key: as for the turns before. A row's n-th token is drawn with its n-th random number, whatever its turn.
         max_length: of all ids of a row: the model's context.
-        kept: keys and values of the turns before, which are then not run again; the same object for all turns.
+        kept: where the keys and values of these rows are from turn to turn, so that only what a row has gained is run;
+            a new `KeptRows()` for each rollout. It holds one batch: rows of several batches are run again.
+
+    Returns:
+        The ids that were appended to each row.
     """
-    size = len(rows) if generation_batch_size is None else generation_batch_size
+    lengths = [len(row.ids) for row in rows]
+    size = max(1, len(rows)) if generation_batch_size is None else generation_batch_size
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    if kept is not None:
-        kept.discard_others(rows)
     _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, everyone_done, kept)
+    return [row.ids[length:] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _continue_batches(
@@ -169,8 +173,8 @@ def _complete(
     owner = torch.tensor([index_of[ids] for ids in beginnings], device=policy.device)  # (B,)
     cache = RowCache()
     sequences, attention_mask = left_pad(list(index_of), policy.pad_id, policy.device)  # (U, P), (U, P)
-    start = 0 if kept is None else kept.fill(cache, list(dict(zip(beginnings, rows, strict=False)).values()))
-    logits = next_logits(policy, sequences[:, start:], attention_mask, cache)[owner]  # (B, V)
+    known = 0 if kept is None else kept.fill(cache, list(dict(zip(beginnings, rows, strict=False)).values()))
+    logits = next_logits(policy, sequences[:, known:], attention_mask, cache)[owner]  # (B, V)
     cache.batch_select_indices(owner)  # a prompt was run once; its keys and values serve the group
     attention_mask = attention_mask[owner]  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
@@ -187,8 +191,7 @@ def _complete(
         drawn[active, column], drawn_log_probs[active, column] = tokens, log_probs
         ended = torch.isin(tokens, end_of_turn) | (position >= last[active])
         if kept is not None and not done:
-            indices, lengths = ended.nonzero()[:, 0], attention_mask[ended].sum(dim=1)
-            kept.put([rows[row] for row in active[ended].tolist()], cache, indices.tolist(), lengths.tolist())
+            kept.put([rows[row] for row in active[ended].tolist()], cache, ended, attention_mask)
         done = done or bool(ended.all())
         if everyone_done(done):
             break

@@ -74,7 +74,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base**exponent
 
 
-def _round(number: Fraction, digits: Fraction = Fraction(0)) -> Fraction:  # noqa: B008
+def _round(number: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
     """Halves go to the even neighbour, as in Python; here 2.675 is such a half."""
     if digits.denominator != 1 or abs(digits) > MAX_DIGITS:
         raise ValueError(f"round takes a whole number of digits, {MAX_DIGITS} at most")
@@ -189,7 +189,7 @@ def parse_calls(text: str, form: str) -> tuple[list[ToolCall], str]:
     if form == "hermes":
         blocks = [block for block in _BLOCK.finditer(text) if block[1] is not None]
         calls = [_read(block[1], _END)[0] if block[2] else _malformed("it is not closed") for block in blocks]
-        return calls, _BLOCK.sub(lambda block: "" if block[0].startswith("<tool_call>") else block[0], text)
+        return calls, _BLOCK.sub(lambda block: block[0] if block[1] is None else "", text)
     if form != "llama3":
         raise ValueError(f"unknown form of calls: {form}")
     said = re.sub(_THOUGHT, "", text, flags=re.DOTALL).strip().removeprefix("<|python_tag|>").strip()
@@ -262,7 +262,8 @@ def call_tool(tools: dict[str, Callable], call: ToolCall) -> tuple[str, bool]:
     """What the tool answers, and whether it did what was asked: an answer that begins with "error:" is a failure.
 
     A malformed call, an unknown tool, arguments that do not fit and an exception of the tool are such answers; only
-    `KeyboardInterrupt` passes. Lists and objects become JSON, and a long answer is cut to `MAX_RESULT` characters.
+    `KeyboardInterrupt` and `UserError` pass. Lists and objects become JSON; a long answer is cut to `MAX_RESULT`
+    characters.
     """
     text = _answer(tools, call).encode("utf-8", "replace").decode("utf-8")  # a tokenizer refuses half a character
     text = text if len(text) <= MAX_RESULT else text[: MAX_RESULT - len(_CUT)] + _CUT
@@ -286,6 +287,8 @@ def _answer(tools: dict[str, Callable], call: ToolCall) -> str:
     try:
         result = tool(**call.arguments)
         return json.dumps(result, ensure_ascii=False) if isinstance(result, dict | list | tuple) else str(result)
+    except UserError:  # for people: the tool could not even be tried
+        raise
     except (Exception, SystemExit) as error:
         return f"error: {type(error).__name__}: {error}"
 

@@ -79,12 +79,13 @@ class Config(RunConfig):
     task: str = "calculator"  # what is asked and rewarded: a file of common/tasks, or the path of your own
     tools: str | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
     tool_seconds: float = 5.0  # time limit of a call of a tool of your own
-    no_tool: bool = False  # the same questions without any tool
+    tool: bool = True  # offer the calculator; --no-tool asks the same questions without any tool
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
-    tools = {} if config.no_tool else {"calculator": calculator} | load_tools(config.tools, config.tool_seconds, taken=("calculator",))  # functions by name
+    tools = {"calculator": calculator} if config.tool else {}  # functions by name
+    tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
     task = load_task(config, CALL_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
     with start_run("experiment_multiturn_tool_calling", config, task) as run:
         policy = load_policy(config, config.temperature)
@@ -99,7 +100,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(
-    config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None, talk: Callable[..., list[Trajectory]]
+    config: Config,
+    run: Run,
+    task: Task,
+    policy: Policy,
+    reference: Policy | None,
+    talk: Callable[..., list[Trajectory]],
 ) -> None:
     """Run all steps, or those that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
@@ -107,7 +113,8 @@ def train(
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions
         prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
-        trajectories = talk(task.train_rows, prompt_index, config.group_size, key=(config.seed, step))
+        key = (config.seed, step)  # names the random numbers of this step
+        trajectories = talk(task.train_rows, prompt_index, config.group_size, key, top_p=config.top_p)
 
         # 2 reward: each conversation by itself, by its environment; its return is the weighted sum of the components
         totals = [task.total_reward(completion.rewards) for completion in trajectories]
@@ -146,38 +153,41 @@ def converse(
     prompt_index: list[int],
     group_size: int,
     key: tuple[int, ...],
+    top_p: float = 1.0,
     greedy: bool = False,
 ) -> list[Trajectory]:
     """G conversations about each of the questions that `prompt_index` names: B trajectories, with their rewards."""
-    tokenizer, max_length, form = policy.tokenizer, context_length(policy), call_form(policy.tokenizer)
-    conversations = [task.messages(questions[index], config.system_prompt) for index in prompt_index]
-    prompts = [encode_prompt(tokenizer, messages, task.tools) for messages in conversations]
+    tokenizer, form = policy.tokenizer, call_form(policy.tokenizer)
+    asked = [task.messages(questions[index], config.system_prompt) for index in prompt_index]
+    prompts = [encode_prompt(tokenizer, messages, task.tools) for messages in asked]
     trajectories = begin_rows(prompts, group_size, prompt_index)
-    open_ones = [(row, State(task, questions[row.prompt_index], tools, form)) for row in trajectories]
+    conversations = [(row, State(task, questions[row.prompt_index], tools, form)) for row in trajectories]
     for turn in range(1, config.max_turns + 1):
-        lengths = [len(row.ids) for row, _ in open_ones]
-        continue_rows(
+        open_ones = [(row, state) for row, state in conversations if not state.is_over]
+        sampled = continue_rows(
             policy,
             [row for row, _ in open_ones],
-            max_new_tokens=config.max_new_tokens,  # of all turns together
-            max_length=max_length,
+            max_new_tokens=config.max_new_tokens,  # in all turns together; what tools answer does not count
+            max_length=context_length(policy),
             key=key,
-            top_p=config.top_p,
+            top_p=top_p,
             greedy=greedy,
             generation_batch_size=config.generation_batch_size,
         )
-        for (row, state), length in zip(open_ones, lengths, strict=True):
-            row.turns.append(("assistant", decode(tokenizer, row.ids[length:])))
+        texts = [decode(tokenizer, ids) for ids in sampled]  # for the environment; the row keeps the ids
+        for (row, state), text in zip(open_ones, texts, strict=True):
+            row.turns.append(("assistant", text))
             state.is_last_turn = turn == config.max_turns or row.finish_reason == "length"
-        results = in_threads(lambda pair: env_step(pair[1], pair[0].turns[-1][1]), open_ones, parallel=bool(config.tools))
-        for (row, state), (observation, rewards, done) in zip(open_ones, results, strict=True):
+        results = in_threads(env_step, [state for _, state in open_ones], texts, parallel=config.tools is not None)
+        for (row, _), (observation, rewards, done) in zip(open_ones, results, strict=True):
             if done:
-                row.rewards, row.description = rewards, state.describe()
-                row.text = "\n".join(text for role, text in row.turns if role == "assistant")
-            else:
+                row.rewards = rewards
+            else:  # only what the tools answer is rendered and tokenised, and it gets mask 0
+                row.observe(encode_observation(tokenizer, observation, policy.end_of_turn_ids), context_length(policy))
                 row.turns += [("tool", text) for text in observation]
-                row.observe(encode_observation(tokenizer, observation, policy.end_of_turn_ids), max_length)
-        open_ones = [pair for pair, (_, _, done) in zip(open_ones, results, strict=True) if not done]
+    for row, state in conversations:
+        row.text = "\n".join(text for role, text in row.turns if role == "assistant")
+        row.description = state.describe()  # only logged
     return trajectories
 
 

@@ -1,7 +1,7 @@
-"""Keys and values of rows whose turn has ended: the next turn of a row runs only the tokens that it has gained.
+"""Keys and values of rows from turn to turn: a row's next turn runs only the tokens that it has gained.
 
-What is kept was computed with the weights that the policy had then. So this belongs to one rollout: it is made anew for
-each, and given to all turns of the same rows.
+What is kept belongs to the weights that it was computed with, hence to one rollout. benchmarks/turns.py measures what
+it saves.
 
 Shapes: U rows of at most T tokens; keys and values are (heads, tokens, head size) per row and layer.
 """
@@ -16,52 +16,46 @@ if TYPE_CHECKING:
 
 
 class KeptRows:
-    """What the cache held of some rows when their turns ended, without padding."""
+    """What the cache held of some rows when their turns ended."""
 
     def __init__(self):
-        # Rows are told apart as objects; each is kept with its tensors, so that no other object can get its id.
+        # By the row's identity. The row is kept as well, so that no other one can get its identity.
         self._kept: dict[int, tuple[Trajectory, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
-    def put(self, rows: "list[Trajectory]", cache: "RowCache", indices: list[int], lengths: list[int]) -> None:
-        """Keep `rows`, which are the rows `indices` of the cache, each with the last `lengths` tokens of it."""
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, rows: "list[Trajectory]", cache: "RowCache", ended: torch.Tensor, mask: torch.Tensor) -> None:
+        """Keep `rows`, which are those of the cache where `ended` is true, without what `mask` tells to be padding."""
+        indices, lengths = ended.nonzero()[:, 0].tolist(), mask[ended].sum(dim=1).tolist()
         for row, index, length in zip(rows, indices, lengths, strict=True):
-            states = [(layer.keys[index, :, -length:].clone(), layer.values[index, :, -length:].clone())
-                      for layer in cache.layers]  # fmt: skip
+            states = [[x[index, :, -length:].clone() for x in (layer.keys, layer.values)] for layer in cache.layers]
             self._kept[id(row)] = row, states
 
-    def discard_others(self, rows: "list[Trajectory]") -> None:
-        """Forget all rows but these."""
-        wanted = {id(row) for row in rows}
-        self._kept = {key: entry for key, entry in self._kept.items() if key in wanted}
-
     def fill(self, cache: "RowCache", rows: "list[Trajectory]") -> int:
-        """Put what is known of `rows` into an empty cache, as if their ids had been padded on the left to T and run.
+        """Move the beginnings of `rows` into an empty cache, as if their ids had been left-padded to T and run up to
+        one position. Whatever else is kept is forgotten, so that there is never more than one batch of it.
 
-        All rows continue at the same position. The row that has gained the most tokens decides which: the others run
-        some of their known ones again, which costs no more than the padding that would stand there.
+        That position is the same in all rows, and the row that has gained the most tokens decides where it is. The
+        others will run some of their known tokens again, instead of padding: so no row has a gap, which would put its
+        tokens further apart than a sliding window takes them to be.
 
         Returns:
-            The number of tokens that the cache holds, of T: 0 if nothing is known of one of the rows.
+            The position: how many of the T tokens the cache then holds. 0 if nothing is known of one of the rows.
         """
-        entries = [self._kept.get(id(row)) for row in rows]
-        if not rows or None in entries:
+        kept, self._kept = self._kept, {}
+        if not rows or any(id(row) not in kept for row in rows):
             return 0
-        width = max(len(row.ids) for row in rows)
-        num_new = max(len(row.ids) - _num_tokens(states) for row, states in entries)
-        start = width - num_new
-        if start <= 0:
-            return 0
-        for number, (keys, _) in enumerate(entries[0][1]):
-            heads, _, size = keys.shape
-            padded = [keys.new_zeros(len(rows), heads, start, size) for _ in range(2)]
-            for index, (row, states) in enumerate(entries):
-                length = len(row.ids) - num_new
-                if length > 0:
-                    for target, source in zip(padded, states[number], strict=True):
-                        target[index, :, start - length :] = source[:, :length]
-            cache.update(*padded, number)
-        return start
-
-
-def _num_tokens(states: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
-    return states[0][0].shape[1]
+        states = [kept[id(row)][1] for row in rows]
+        num_new = max(len(row.ids) - x[0][0].shape[1] for row, x in zip(rows, states, strict=True))
+        lengths = [max(len(row.ids) - num_new, 0) for row in rows]  # (U,) of the known tokens that are not run again
+        position = max(lengths)
+        for layer in range(len(states[0]) if position else 0):
+            padded = []
+            for kind in range(2):  # keys, values
+                heads, _, size = states[0][layer][kind].shape
+                padded.append(states[0][layer][kind].new_zeros(len(rows), heads, position, size))
+                for target, x, length in zip(padded[kind], states, lengths, strict=True):
+                    target[:, position - length :] = x[layer][kind][:, :length]
+            cache.update(*padded, layer)
+        return position

@@ -14,7 +14,15 @@ from common.plumbing.flags import RANGES
 from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
-PATHS = ("model", "task", "data", "eval_data", "tools", "runs_dir", "resume")  # flags that can name a file or a directory
+PATHS = (
+    "model",
+    "task",
+    "data",
+    "eval_data",
+    "tools",
+    "runs_dir",
+    "resume",
+)  # flags that can name a file or a directory
 
 
 def flag(name: str) -> str:
@@ -115,7 +123,7 @@ def check_combinations(config: PolicyConfig) -> None:
         )
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
-    if getattr(config, "tools", None) and config.no_tool:
+    if getattr(config, "tools", None) and not config.tool:
         raise UserError("--no-tool leaves no tool, and --tools gives some: omit one of them")
     if getattr(config, "top_p", 1.0) < 1:
         say(

@@ -17,9 +17,7 @@ from common.plumbing.terminal import printable, say
 
 
 @together()
-def load_task(
-    config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None
-) -> Task:
+def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
     """The task that `--task` names, with its training and evaluation rows, filtered alike.
 
     Without `--eval-data`, a task with files of its own is evaluated on its held-out file. A user's `--data` is divided:

@@ -62,7 +62,11 @@ def parse_config(
     defaults = resolved[config.kind]
     check_ranges(config)  # before the task, whose first reward takes time
     if isinstance(config, RunConfig):
-        defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else import_task(dataclasses.replace(config, reward_weight=())).system_prompt}
+        defaults = defaults | {
+            "system_prompt": ""
+            if config.kind == "tiny"
+            else import_task(dataclasses.replace(config, reward_weight=())).system_prompt
+        }
     config = resolve(config, defaults)
     check_combinations(config)
     handle_as_usual()

@@ -49,8 +49,9 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
                    choice of style            better answers, style by style
 
     The styles are the first names that the task describes as 0 or 1 and of which exactly one is 1 in every answer: for
-    the bundled task `reasoned` and `direct`. The gain is divided for every kind of question separately, and averaged: hard kinds are
-    reasoned about more often, and over all kinds together a change in their mix would be mistaken for skill.
+    the bundled task `reasoned` and `direct`. The gain is divided for every kind of question separately, and averaged:
+    hard kinds are reasoned about more often, and over all kinds together a change in their mix would be mistaken for
+    skill.
 
     Args:
         before, after: answers to the same questions. If no answer of a kind has a style, the accuracy that does not

@@ -65,7 +65,9 @@ class Task:
             raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
         self._components = tuple(own)
         if taken := own.keys() & (more_weights or {}).keys():
-            raise UserError(f"{self}: the experiment itself rewards {min(taken)!r}: give the task's component another name")
+            raise UserError(
+                f"{self}: the experiment itself rewards {min(taken)!r}: give the task's component another name"
+            )
         own = own | (more_weights or {})
         self.weights: dict[str, float] = {component: float(weight) for component, weight in own.items()}
         for component, weight in parse_numbers("--reward-weight", weights).items():

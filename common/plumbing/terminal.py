@@ -13,7 +13,6 @@ from typing import TextIO
 
 from common.plumbing.ranks import is_speaker
 
-
 # The beginnings of the lines of a conversation that is printed, and their colors: cyan, yellow, green
 POLICY, TOOL, REWARD = "  policy", "  tool", "  reward"
 _COLORS = {POLICY: 36, TOOL: 33, REWARD: 32}

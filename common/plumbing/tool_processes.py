@@ -27,19 +27,19 @@ from common.plumbing.terminal import printable
 NUM_WORKERS = 4  # processes a file, and calls at the same time
 START_SECONDS = 60.0  # for a process to start and to import the user's file, which may read a table
 WORKER = Path(__file__).with_name("tool_worker.py")
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Result = TypeVar("Result")
 
 
-def in_threads(function: Callable[[Item], Result], items: Sequence[Item], parallel: bool) -> list[Result]:
-    """The results of `function` for each item, in order: some calls at a time, or one after the other.
+def in_threads(function: Callable[..., Result], *items: Sequence, parallel: bool) -> list[Result]:
+    """`list(map(function, *items))`, some calls at a time or one after the other.
 
     Threads cost more than a short call, and gain where one waits: `parallel` is for functions of a user's file.
     """
-    if not parallel or len(items) < 2:
-        return [function(item) for item in items]
-    pool = ThreadPoolExecutor(min(NUM_WORKERS, len(items)))
+    if not parallel or len(items[0]) < 2:
+        return list(map(function, *items))
+    pool = ThreadPoolExecutor(NUM_WORKERS)
     try:
-        return list(pool.map(function, items))
+        return list(pool.map(function, *items))
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         if not isinstance(error, Exception):  # Ctrl-C: nobody waits for what is being computed

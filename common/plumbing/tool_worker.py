@@ -40,11 +40,13 @@ def main() -> None:
     channel = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
     _end_with_parent(fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE))
     _replace_standard_files()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a handler: what is ignored, programs that a tool starts ignore too
-        signal.signal(number, lambda *_: None)  # whether the run ends is for the parent to decide
+    _leave_signals_to_parent()
+    own_number = os.getpid()
     with open(channel, "rb") as requests, open(channel, "wb", closefd=False) as answers:
 
         def answer(message: dict) -> None:
+            if os.getpid() != own_number:  # the tool has forked, and this is its child
+                os._exit(0)
             with suppress(Exception):  # the user's code may have replaced or closed it
                 sys.stdout.flush()
             answers.write(json.dumps(message).encode() + b"\n")
@@ -76,6 +78,13 @@ def _end_with_parent(pipe: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgid(0))
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _leave_signals_to_parent() -> None:
+    """Whether the run ends is for it to decide. Processes that a tool starts can be ended by signals as usual."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, lambda *_: None) for number in numbers]  # what is ignored, programs inherit
+    os.register_at_fork(after_in_child=lambda: [signal.signal(*pair) for pair in zip(numbers, previous, strict=True)])
 
 
 def _replace_standard_files() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,7 +24,7 @@ from common.plumbing.tool_processes import close, in_threads
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30  # longer than a call takes on the busiest machine
 TOOLS = '''
-import json, os, re, signal, statistics, subprocess, sys, threading, time
+import json, multiprocessing, os, re, signal, statistics, subprocess, sys, threading, time
 from pathlib import Path
 
 HELD = []
@@ -116,6 +117,9 @@ def test_arguments_and_answers_are_passed_on(tools):
         ("'a' * 10**7", "a" * 4000 + " ..."),
         ("[7] * 10**6", "[" + "7, " * 1333 + " ..."),
         ("sys.stdin.read()", ""),
+        ("os.fork() == 0", "false"),  # the child gives no answer
+        # a pool ends its processes by a signal
+        ("[pool := multiprocessing.get_context('fork').Pool(1), pool.map(str, [5]), pool.terminate()][1]", '["5"]'),
     ],
 )
 def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
@@ -182,6 +186,14 @@ def test_a_crash_becomes_an_error(tools, code, how):
     assert answer.startswith("error: evaluate ended its process (")
     assert how in answer or how == "Killed"  # without its files it can end in several ways
     assert tools["count"]() == "1"
+
+
+def test_what_a_tool_started_ends_with_its_process(tools, tmp_path):
+    file = tmp_path / "number"
+    code = f"(print(subprocess.Popen(['sleep', '60']).pid, file=open({str(file)!r}, 'w')), os._exit(0))"
+    assert tools["evaluate"](code=code) == "error: evaluate ended its process (status 0)"
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(file.read_text())).wait(timeout=10)
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced(tools):

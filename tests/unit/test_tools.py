@@ -1,0 +1,476 @@
+"""Calls are read and answered whatever the policy writes, in the form that its tokenizer's template has."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from common import tools
+from common.errors import UserError
+from common.tools import MAX_CALL, MAX_RESULT, ToolCall, calculator, call_form, call_tool, parse_calls, schemas
+
+from common.plumbing.config import TINY_POLICY
+
+CALL = '{"name": "calculator", "arguments": {"expression": "17*23"}}'
+LLAMA_CALL = CALL.replace("arguments", "parameters")
+PARSED = ToolCall("calculator", {"expression": "17*23"})
+FORMS = ("hermes", "llama3")
+
+
+def hermes(*calls: str) -> str:
+    return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
+def reason_of(body: str) -> str | None:
+    """Why a call with this JSON is malformed, which both forms agree on if the text begins as a call does."""
+    [call], rest = parse_calls(f"a{hermes(body)}b", "hermes")
+    assert rest == "ab"
+    assert call.error is None or (call.name, call.arguments) == ("", {})
+    if body.startswith('{"name"'):
+        assert parse_calls(body, "llama3") == ([call], "")
+    return call.error
+
+
+# The Hermes form ------------------------------------------------------------------------------------------------------
+
+
+def test_hermes_calls_are_read_in_order():
+    other = ToolCall("look_up", {"n": [1, {"a": None}]})
+    text = f"First {hermes(CALL)} and\n<tool_call>\n{json.dumps(other._asdict())}\n</tool_call>{hermes(CALL)}."
+    assert parse_calls(text, "hermes") == ([PARSED, other, PARSED], "First  and\n.")
+    assert parse_calls("no call </tool_call> here", "hermes") == ([], "no call </tool_call> here")
+
+
+def test_hermes_calls_in_a_thought_are_text():
+    call = hermes(CALL)
+    for text, said in {
+        f"<think>{call}</think>": None,
+        f"<think>{call}": None,
+        f"<think>a<think>b</think>{call}<think>{call}": f"<think>a<think>b</think><think>{call}",
+        f"<think><tool_call></think>{call}": "<think><tool_call></think>",
+        f"<think>a</think>{call}<answer>391</answer>": "<think>a</think><answer>391</answer>",
+        f"</think>{call}": "</think>",
+    }.items():
+        calls, rest = parse_calls(text, "hermes")
+        assert (calls, rest) == (([], text) if said is None else ([PARSED], said)), text
+
+
+def test_a_thought_in_a_call_is_an_argument():
+    arguments = {"expression": "<think>1"}
+    text = hermes(json.dumps({"name": "calculator", "arguments": arguments})) + hermes(CALL)
+    assert parse_calls(text, "hermes") == ([ToolCall("calculator", arguments), PARSED], "")
+
+
+def test_an_unclosed_call_is_malformed():
+    unclosed = ToolCall("", {}, "it is not closed")
+    assert parse_calls(f"a{hermes(CALL)}<tool_call>{CALL}", "hermes") == ([PARSED, unclosed], "a")
+    assert parse_calls("a<tool_call>", "hermes") == ([unclosed], "a")
+    [call], rest = parse_calls(f"<tool_call>{CALL}{hermes(CALL)}b", "hermes")
+    assert (call.error, rest) == ("something follows its JSON", "b")
+
+
+# The JSON of a call ---------------------------------------------------------------------------------------------------
+
+
+def test_a_malformed_call_says_why():
+    invalid, no_name = "it is not valid JSON", "it is not a JSON object with a name"
+    no_object, twice = "its arguments are not a JSON object", "a key appears twice"
+    infinite, deep = "a number is not finite", "it is nested too deeply"
+    long = f"it has more than {MAX_CALL} characters"
+    start = '{"name": "f", "arguments": '
+    expected = {
+        "": invalid,
+        "17*23": no_name,
+        "calculator(17)": invalid,
+        '{"name": "f", "arguments": {}': invalid,
+        "{'name': 'f', 'arguments': {}}": invalid,
+        start + '{"a": "\n"}}': invalid,
+        start + '{"a": 1,}}': invalid,
+        start + "{}} and more": "something follows its JSON",
+        start + "{}}}": "something follows its JSON",
+        "[]": no_name,
+        f"[{CALL}]": no_name,
+        '"calculator"': no_name,
+        "null": no_name,
+        "{}": no_name,
+        '{"arguments": {}}': no_name,
+        '{"name": null, "arguments": {}}': no_name,
+        '{"name": ["f"], "arguments": {}}': no_name,
+        '{"name": "f"}': no_object,
+        start + "null}": no_object,
+        start + "[1]}": no_object,
+        start + '"[1]"}': no_object,
+        start + '"17*23"}': invalid,
+        start + '"{\\"a\\": NaN}"}': infinite,
+        start + '"{\\"a\\": 1, \\"a\\": 2}"}': twice,
+        '{"name": "f", "name": "g", "arguments": {}}': twice,
+        start + '{"a": 1, "a": 1}}': twice,
+        start + '{"a": [{"b": 1, "b": 2}]}}': twice,
+        start + '{"a": NaN}}': infinite,
+        start + '{"a": -Infinity}}': infinite,
+        start + '{"a": 1e999}}': infinite,
+        start + "[" * 9000: deep,
+        start + '{"a":' * 1500: deep,
+        start + "[" * 10_000_000: long,
+        start + "9" * 1_000_000 + "}": long,
+    }
+    assert {body[:60]: reason_of(body) for body in expected} == {body[:60]: why for body, why in expected.items()}
+    huge = reason_of(start + '{"a": ' + "9" * 9000 + "}}")  # Python's reason
+    assert huge.startswith("Exceeds the limit")
+    assert "\n" not in huge
+
+
+def test_arguments_may_be_an_object_in_a_string():
+    text = json.dumps({"name": "calculator", "arguments": json.dumps(PARSED.arguments)})
+    assert parse_calls(hermes(text), "hermes") == ([PARSED], "")
+    assert parse_calls(text, "llama3") == ([PARSED], "")
+
+
+def test_what_else_an_object_holds_is_ignored():
+    text = json.dumps({"type": "function", "id": "1", **json.loads(LLAMA_CALL)})
+    assert parse_calls(hermes(text), "hermes") == ([PARSED], "")
+    assert parse_calls(text, "llama3") == ([PARSED], "")
+
+
+# The form of Llama 3 --------------------------------------------------------------------------------------------------
+
+
+def test_llama3_calls_are_the_whole_text():
+    for text in (
+        LLAMA_CALL,
+        CALL,
+        f"\n {LLAMA_CALL}\n",
+        f"<|python_tag|>{LLAMA_CALL}",
+        f" <|python_tag|> {LLAMA_CALL}",
+    ):
+        assert parse_calls(text, "llama3") == ([PARSED], ""), text
+    for separator in (";", "\n", " ;\n ", "; ", "\n\n"):
+        assert parse_calls(separator.join([LLAMA_CALL] * 3), "llama3") == ([PARSED] * 3, ""), separator
+    thought = "<think>{}; a </think>"
+    assert parse_calls(f"{thought}\n{LLAMA_CALL}{thought}", "llama3") == ([PARSED], thought * 2)
+
+
+def test_llama3_text_that_is_no_call_stays():
+    for text in (
+        "",
+        "391",
+        f"I call {LLAMA_CALL}",
+        f"<think>{LLAMA_CALL}</think>",
+        f"<think>{LLAMA_CALL}",
+        f"[{LLAMA_CALL}]",
+        '{"answer": 391}',
+        '{"answer": ',
+        "{}",
+        "1;2",
+        hermes(CALL),
+        "[" * 100_000,
+    ):
+        assert parse_calls(text, "llama3") == ([], text), text
+
+
+def test_llama3_text_that_begins_as_a_call_is_one():
+    for text in (
+        LLAMA_CALL + " is my call",
+        LLAMA_CALL + LLAMA_CALL,
+        LLAMA_CALL + "; " + LLAMA_CALL[:-1],
+        LLAMA_CALL + ";1",
+        LLAMA_CALL[:-2],
+        '{"name"',
+        '{ "name": "Ada"}',
+        '<|python_tag|>{"name": 1',
+    ):
+        thought = "<think>a</think>"
+        [call], rest = parse_calls(thought + text, "llama3")
+        assert call.error, text
+        assert rest == thought
+
+
+def test_an_unknown_form_is_a_mistake_of_the_caller():
+    with pytest.raises(ValueError, match=r"^unknown form of calls: mistral$"):
+        parse_calls("", "mistral")
+
+
+# Whatever the policy writes -------------------------------------------------------------------------------------------
+
+PIECES = (
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "<|python_tag|>",
+    CALL,
+    LLAMA_CALL,
+    "{",
+    "[",
+    ";",
+    "\n",
+    "a",
+)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12))
+def test_any_text_is_read(pieces):
+    """By both forms, each call can be answered; and the Hermes form is what a slow reader makes of it."""
+    text = "".join(pieces)
+    for form in FORMS:
+        calls, rest = parse_calls(text, form)
+        assert calls or rest == text
+        assert all(call == PARSED or call.error for call in calls)
+        assert all(call_tool({"calculator": calculator}, call)[1] is (call == PARSED) for call in calls)
+    bodies, expected_rest, unread = [], "", text
+    while unread:
+        if unread.startswith("<tool_call>"):
+            body, end, unread = unread.removeprefix("<tool_call>").partition("</tool_call>")
+            bodies.append(body.strip() + end)
+        elif unread.startswith("<think>"):
+            thought, end, unread = unread.partition("</think>")
+            expected_rest += thought + end
+        else:
+            expected_rest, unread = expected_rest + unread[0], unread[1:]
+    calls, rest = parse_calls(text, "hermes")
+    assert rest == expected_rest
+    well_formed = [body in (f"{CALL}</tool_call>", f"{LLAMA_CALL}</tool_call>") for body in bodies]
+    assert [call == PARSED for call in calls] == well_formed
+
+
+@pytest.mark.parametrize(
+    "piece", [*PIECES, " ", '{"name"', '{"a":', "<tool_call></tool_call>", "<think></think>", "\\"]
+)
+def test_a_megabyte_of_anything_is_read(piece):
+    """In linear time: with quadratic time this would not end."""
+    text = piece * (1_000_000 // len(piece))
+    for form in FORMS:
+        for start in ("", "<tool_call>", "<think>", '{"name": "', "<|python_tag|>"):
+            calls, rest = parse_calls(start + text, form)
+            assert calls or rest == start + text
+
+
+# Calling --------------------------------------------------------------------------------------------------------------
+
+
+def measure(width: int, height: float, unit: str = "m", exact: bool = False, tags: list[str] | None = None) -> Any:
+    """Measure something.
+
+    Args:
+        width: Its width.
+        height: Its height.
+        unit: The unit.
+        exact: Whether not to round.
+        tags: More about it.
+    """
+    return [width, height, unit, exact, tags]
+
+
+def answering(value: object):
+    """Call a tool that gives `value`, or raises it."""
+
+    def tool() -> object:
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return call_tool({"tool": tool}, ToolCall("tool", {}))
+
+
+def test_a_tool_that_fits_is_called():
+    offered = {"calculator": calculator, "measure": measure}
+    assert call_tool(offered, PARSED) == ("391", True)
+    assert call_tool(offered, ToolCall("calculator", {"expression": "1/0"})) == ("error: division by zero", False)
+    arguments = {"width": 1, "height": 2, "unit": "é", "exact": True, "tags": ["a"]}
+    assert call_tool(offered, ToolCall("measure", arguments)) == ('[1, 2, "é", true, ["a"]]', True)
+    assert call_tool(offered, ToolCall("measure", {"width": 1, "height": 0.5})) == ('[1, 0.5, "m", false, null]', True)
+    assert call_tool(offered, ToolCall("measure", {"width": 1, "height": 2, "tags": None}))[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (ToolCall("", {}, "it is not closed"), "malformed call: it is not closed"),
+        (ToolCall("__import__", {}), "unknown tool '__import__'; known tools: tool, calculator"),
+        (ToolCall("a\n\ud800" * 99, {}), "unknown tool 'a\\n\\ud800a\\n"),
+        (ToolCall("tool", {}), "tool: missing a required argument: 'width'"),
+        (ToolCall("tool", {"width": 1}), "tool: missing a required argument: 'height'"),
+        (ToolCall("tool", {"width": 1, "height": 1, "depth": 1}), "tool: got an unexpected keyword argument 'depth'"),
+        (ToolCall("tool", {"width": "1", "height": 1}), "tool: width must be int"),
+        (ToolCall("tool", {"width": 1.0, "height": 1}), "tool: width must be int"),
+        (ToolCall("tool", {"width": True, "height": 1}), "tool: width must be int"),
+        (ToolCall("tool", {"width": None, "height": 1}), "tool: width must be int"),
+        (ToolCall("tool", {"width": 1, "height": False}), "tool: height must be float"),
+        (ToolCall("tool", {"width": 1, "height": "1"}), "tool: height must be float"),
+        (ToolCall("tool", {"width": 1, "height": 1, "unit": 1}), "tool: unit must be str"),
+        (ToolCall("tool", {"width": 1, "height": 1, "unit": ["m"]}), "tool: unit must be str"),
+        (ToolCall("tool", {"width": 1, "height": 1, "exact": 1}), "tool: exact must be bool"),
+        (ToolCall("tool", {"width": 1, "height": 1, "exact": "true"}), "tool: exact must be bool"),
+        (ToolCall("tool", {"width": 1, "height": 1, "tags": {}}), "tool: tags must be list[str] | None"),
+        (ToolCall("calculator", {"expression": 17}), "calculator: expression must be str"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_an_error(call, said):
+    """And the tool is not called."""
+    num_calls = []
+
+    def tool(width: int, height: float, unit: str = "m", exact: bool = False, tags: list[str] | None = None) -> None:
+        num_calls.append(1)
+
+    text, executed = call_tool({"tool": tool, "calculator": calculator}, call)
+    assert text.startswith("error: " + said)
+    assert not executed
+    assert not num_calls
+
+
+def test_types_that_are_written_as_text_are_checked():
+    def tool(n: "int") -> str:
+        return str(n)
+
+    assert call_tool({"tool": tool}, ToolCall("tool", {"n": "1"})) == ("error: tool: n must be int", False)
+    assert call_tool({"tool": tool}, ToolCall("tool", {"n": 1})) == ("1", True)
+
+
+def test_an_exception_of_a_tool_is_an_answer():
+    assert answering(ValueError("no\nsuch thing")) == ("error: ValueError: no\nsuch thing", False)
+    assert answering(SystemExit(3)) == ("error: SystemExit: 3", False)
+    assert answering(RecursionError("deep"))[0] == "error: RecursionError: deep"
+    assert answering(TypeError("in the tool"))[0] == "error: TypeError: in the tool"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no process for tools can be started")])
+def test_what_is_meant_for_people_passes(error):
+    with pytest.raises(type(error)):
+        answering(error)
+
+
+def test_every_result_is_a_short_text():
+    assert answering("error: not found") == ("error: not found", False)
+    assert answering({"a": [1, "é"]}) == ('{"a": [1, "é"]}', True)
+    assert answering((1, None)) == ("[1, null]", True)
+    assert [answering(value)[0] for value in (None, True, 1.5)] == ["None", "True", "1.5"]
+    assert answering({"a": {1}}) == ("error: TypeError: Object of type set is not JSON serializable", False)
+    assert answering(10**5000)[0].startswith("error: ValueError: Exceeds the limit")
+    assert answering("a\ud800b") == ("a?b", True)
+    assert answering("x" * MAX_RESULT) == ("x" * MAX_RESULT, True)
+    for value in ("x" * (MAX_RESULT + 1), "x" * 1_000_000):
+        text, executed = answering(value)
+        assert text == "x" * (MAX_RESULT - 10) + " ... (cut)"
+        assert executed
+    text, executed = answering(ValueError("x" * 1_000_000))
+    assert (len(text), executed) == (MAX_RESULT, False)
+
+
+# Schemas and templates ------------------------------------------------------------------------------------------------
+
+
+def test_schemas_come_from_types_and_docstrings():
+    first, second = schemas({"calculator": calculator, "gauge": measure})
+    assert first["type"] == "function"
+    assert first["function"]["parameters"]["properties"]["expression"]["type"] == "string"
+    assert second["function"]["name"] == "gauge"  # as it is called
+    assert second["function"]["parameters"]["required"] == ["width", "height"]
+
+
+def test_a_function_that_describes_nothing_is_refused():
+    def undocumented(a: int) -> int:
+        return a
+
+    def untyped(a):
+        """Do.
+
+        Args:
+            a: Something.
+        """
+
+    def unexplained(a: int) -> int:
+        """Do."""
+        return a
+
+    for tool in (undocumented, untyped, unexplained, max):
+        with pytest.raises(UserError, match=r"^no JSON schema can be made of the tool mine \(.*\): give it"):
+            schemas({"mine": tool})
+
+
+def test_importing_tools_imports_no_transformers():
+    """A program that only reads calls starts at once."""
+    check = "import sys, common.tools; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], cwd=tools.__file__.rpartition("/common/")[0]).returncode == 0
+
+
+QWEN = """\
+{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\nReturn <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role }}
+    {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+    {%- for call in message.tool_calls %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+    {%- endfor %}{{- '<|im_end|>\\n' }}
+{%- endfor %}"""
+LLAMA = """\
+{{- '<|begin|>' }}
+{%- for message in messages %}
+    {{- '<|header|>' + message.role + '\\n\\n' }}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eom|>' }}
+    {%- else %}
+        {%- if tools and message.role == 'user' %}{{- 'Respond as {"name": ...}\\n' + (tools | tojson) }}{%- endif %}
+        {{- message.content + '<|eot|>' }}
+    {%- endif %}
+{%- endfor %}"""
+MISTRAL = """\
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.content %}{{- message.content + '</s>' }}
+    {%- else %}
+        {%- set call = message.tool_calls[0] %}
+        {%- if call.id | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}
+        {{- '[TOOL_CALLS][{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+        {{- ', "id": "' + call.id + '"}]</s>' }}
+    {%- endif %}
+{%- endfor %}"""
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return AutoTokenizer.from_pretrained(TINY_POLICY)
+
+
+@pytest.fixture(scope="module")
+def with_template(load_script):
+    make = load_script("tests/models/conftest.py").byte_tokenizer
+    specials = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|eot|>", "<|eom|>", "[TOOL_CALLS]"]
+    return lambda template: make(specials, eos_token="<|im_end|>", chat_template=template)
+
+
+def test_the_form_is_that_of_the_template(with_template, bundled):
+    assert call_form(bundled) == "hermes"
+    assert call_form(with_template(QWEN)) == "hermes"
+    assert call_form(with_template(LLAMA)) == "llama3"
+    tagged = LLAMA.replace("""{{- '{"name": "'""", """{{- '<|python_tag|>{"name": "'""")
+    assert call_form(with_template(tagged)) == "llama3"
+
+
+def test_a_form_that_is_not_known_is_refused(with_template):
+    refused = "^the chat template refuses tool calls"
+    for template, said in {
+        CHATML: "^the chat template leaves tool calls out: take a model",
+        QWEN.replace("message.tool_calls", "[]"): "^the chat template leaves tool calls out: take a model",
+        "{{ raise_exception('no tools here') }}": rf"{refused} \(no tools here\): take",
+        "{{ messages[1].tool_calls[0].function.arguments + 'a' }}": refused,
+        "{% if": refused,
+        MISTRAL: r"""^the chat template writes a tool call as '\[\{"name": "calculator".*, which is not known""",
+        QWEN.replace("tool_call>", "call>"): r"writes a tool call as '<call>\\n\{",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            call_form(with_template(template))
+    with pytest.raises(UserError, match=refused):
+        call_form(with_template(None))

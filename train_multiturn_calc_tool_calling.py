@@ -1,0 +1,1 @@
+experiment_multiturn_tool_calling/train.py
