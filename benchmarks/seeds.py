@@ -31,18 +31,19 @@ PANELS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl
 class Config:
     experiment: tyro.conf.Positional[str]  # directory of the experiment
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the runs
-    model: str = "tiny"  # the policy that each run starts from
+    model: str | None = None  # the policy that each run starts from; None: the experiment's own
     prefix: str = "seed"  # runs and results are called <prefix><seed>
     runs_dir: str = "runs"  # where the runs are written
     eval_every: int = 10  # steps between greedy evaluations
     flags: str = ""  # further flags of train.py, in one string
     panels: tuple[str, ...] = PANELS  # of the figure, by keys of metrics.jsonl
+    also: tuple[str, ...] = ()  # PREFIX=LABEL: other runs of the experiment that the figure shows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     make_runs(config)
-    draw(config.experiment, config.panels)
+    draw(config.experiment, config.panels, dict(entry.split("=", 1) for entry in config.also))
 
 
 def make_runs(config: Config) -> None:
@@ -59,8 +60,8 @@ def make_runs(config: Config) -> None:
 
 def train(config: Config, seed: int, name: str) -> None:
     command = [sys.executable, str(ROOT / config.experiment / "train.py"), "--seed", str(seed), "--name", name]
-    command += ["--model", config.model, "--runs-dir", config.runs_dir, "--eval-every", str(config.eval_every)]
-    command += shlex.split(config.flags)
+    command += ["--runs-dir", config.runs_dir, "--eval-every", str(config.eval_every)]
+    command += (["--model", config.model] if config.model else []) + shlex.split(config.flags)
     print(shlex.join(command), flush=True)
     subprocess.run(command, check=True)
 
@@ -84,13 +85,23 @@ def write_table(results: Path) -> None:
         writer.writerows(rows)
 
 
-def draw(experiment: str, panels: Sequence[str] = PANELS) -> None:
-    """Draw the curve of the experiment: its runs, those of its parent, and those that start from another policy."""
-    names = {experiment: "seed*/", f"{experiment}, from a second warm start": "second_policy_seed*/"}
-    if parent := parent_of(experiment):
+def draw(experiment: str, panels: Sequence[str] = PANELS, also: dict[str, str] | None = None) -> None:
+    """Draw the curve of the experiment: its runs, those of its parent on the same task, and others of its own.
+
+    Args:
+        also: labels of other runs, by the beginning of their names.
+    """
+    also = {"second_policy_seed": "from a second warm start"} | (also or {})
+    names = {experiment: "seed*/"} | {f"{experiment}, {label}": f"{prefix}*/" for prefix, label in also.items()}
+    parent = parent_of(experiment)
+    if parent and task_of(parent) == task_of(experiment):
         names = {parent: "seed*/"} | names
     groups = {label: sorted((ROOT / label.split(",")[0] / "results").glob(name)) for label, name in names.items()}
     draw_comparison({label: runs for label, runs in groups.items() if runs}, ROOT / experiment / "curve.png", panels)
+
+
+def task_of(experiment: str) -> str:
+    return json.loads((ROOT / experiment / "results" / "seed0" / "config.json").read_text("utf-8"))["task"]
 
 
 def parent_of(experiment: str) -> str | None:

@@ -9,7 +9,7 @@ tool is the answer, and ends the conversation. Every other case has an outcome t
     a call that fails            gets the error's message
     a call within <think>        is a thought, and no call
     a call in the last turn      is not executed, since the policy could not read the result: `unanswered`. So are calls
-                                 in a turn that the token budget has cut off. Calls without end lead here.
+                                 in a turn that has used up the token budget. Calls without end lead here.
 """
 
 from collections import Counter

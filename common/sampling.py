@@ -116,7 +116,7 @@ def continue_rows(
         The ids that were appended to each row.
     """
     lengths = [len(row.ids) for row in rows]
-    size = max(1, len(rows)) if generation_batch_size is None else generation_batch_size
+    size = generation_batch_size or len(rows) or 1
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
     _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, everyone_done, kept)
     return [row.ids[length:] for row, length in zip(rows, lengths, strict=True)]

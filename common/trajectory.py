@@ -49,7 +49,7 @@ class Trajectory:
 
     def observe(self, ids: list[int], max_length: float = math.inf) -> None:
         """Append what was not sampled: the answers of tools, as the template renders them; as much as fits."""
-        ids = ids[: int(min(len(ids), max_length - len(self.ids)))]
+        ids = ids[: int(max(0, min(len(ids), max_length - len(self.ids))))]
         self.ids += ids
         self.action_mask += [0] * len(ids)
         self.sampler_log_probs += [0.0] * len(ids)

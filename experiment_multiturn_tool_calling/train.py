@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from common.advantages import STD_EPS, group_advantages, group_std
+from common.calculator import calculator
 from common.chat import decode, encode_observation, encode_prompt
 from common.environment import CALL_WEIGHTS, State, env_step
 from common.experience import Experience, collate
@@ -34,7 +35,7 @@ from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
-from common.tools import calculator, call_form, schemas
+from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.config import RunConfig
@@ -175,9 +176,10 @@ def converse(
             generation_batch_size=config.generation_batch_size,
         )
         texts = [decode(tokenizer, ids) for ids in sampled]  # for the environment; the row keeps the ids
-        for (row, state), text in zip(open_ones, texts, strict=True):
-            row.turns.append(("assistant", text))
-            state.is_last_turn = turn == config.max_turns or row.finish_reason == "length"
+        for (row, state), ids, text in zip(open_ones, sampled, texts, strict=True):
+            row.turns += [("assistant", text)] if ids else []  # none if what the tools answered has filled the context
+            is_spent = row.finish_reason == "length" or row.num_action_tokens == config.max_new_tokens
+            state.is_last_turn = turn == config.max_turns or is_spent
         results = in_threads(env_step, [state for _, state in open_ones], texts, parallel=config.tools is not None)
         for (row, _), (observation, rewards, done) in zip(open_ones, results, strict=True):
             if done:

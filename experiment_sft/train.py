@@ -9,7 +9,11 @@ batch. What the user says and what the template adds is read, not learned.
 
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
 the end the policy is examined twice: as it answers by itself, and forced to reason before it answers. What it can do
-when forced is what experiment_base can bring out. With every --num-... at 0 a --model is only examined.
+when forced is what experiment_base can bring out. With every --num-... at 0 a --model is only examined. With --lessons
+tools the rows are the three lessons of tool_lessons.py, and the policy is examined with its tools as well.
+
+Rows of --data may have "tools", a list of JSON schemas, with calls and turns of tools among their messages; a turn of
+the assistant with "weight": 0 is read and not learned.
 """
 
 import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
@@ -20,6 +24,8 @@ from typing import Literal
 
 import torch
 from tiny_policy import make_model, make_tokenizer
+from tool_examination import examine_tools
+from tool_lessons import renew_collapsed_embeddings, tool_conversations
 from warm_start import conversations
 
 from common.chat import encode_chat
@@ -48,10 +54,13 @@ WINDOW = 3000  # rows within which those of similar length are batched together,
 @dataclass(frozen=True, kw_only=True)
 class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
-    data: str | None = None  # JSONL with rows {"messages": [...]}; None: the three lessons of warm_start.py
+    data: str | None = None  # JSONL with rows {"messages": [...], "tools": [...]}, without tools if there are none
+    lessons: Literal["arithmetic", "tools"] = "arithmetic"  # without --data: those of warm_start.py, or tool_lessons.py
+    # with --lessons tools, of the tokens of names, which have never been used: made like those of digits, random, as is
+    embeddings: Literal["like_digits", "random", "as_is"] = "like_digits"
     num_copying: int = 38_000  # conversations of the first lesson
-    num_reasoning: int = 200_000  # conversations of the second lesson
-    num_answering: int = 120_000  # conversations of the third lesson
+    num_reasoning: int = 200_000  # conversations of the second lesson: all are reasoned, or call a tool
+    num_answering: int = 120_000  # conversations of the third lesson: some of them
     epochs: int = 1  # passes over the rows
     tokens_per_batch: int = 3072  # per optimizer step, including padding
     micro_batch_size: int = 256  # rows per forward and backward pass: memory and time, never the update
@@ -72,11 +81,16 @@ def main(argv: list[str] | None = None) -> None:
     lesson_sizes = ("num_copying", "num_reasoning", "num_answering")
     if config.data is not None and any(getattr(config, name) != getattr(Config, name) for name in lesson_sizes):
         raise UserError("--num-copying, --num-reasoning and --num-answering size the lessons, which --data replaces")
+    if config.lessons == "tools" and (config.data is not None or config.model == "new"):
+        raise UserError("--lessons tools continues a policy that can reason: give a --model, and no --data")
     rows = lessons(config) if config.data is None else read_rows(config.data, {"messages": list})
     with start_run("experiment_sft", config) as run:
         policy = new_policy(config) if config.model == "new" else load_policy(config)
         if config.data is None:  # the examination at the end would fail
             check_prompts(policy, read_rows(str(task.EVAL_DATA), task.FIELDS), task.messages, max_new_tokens=96)
+        if config.lessons == "tools" and config.embeddings != "as_is":
+            cosines = renew_collapsed_embeddings(policy, config.seed, at_random=config.embeddings == "random")
+            say("mean cosine between the syllables of names: {:.3f}, renewed {:.3f}".format(*cosines))
         rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
         train(config, run, policy, rows)
 
@@ -105,7 +119,8 @@ def cast_weights(policy: Policy, dtype: torch.dtype) -> None:
 
 
 def lessons(config: Config) -> list[dict]:
-    return list(conversations(config.num_copying, config.num_reasoning, config.num_answering, config.seed))
+    make = tool_conversations if config.lessons == "tools" else conversations
+    return list(make(config.num_copying, config.num_reasoning, config.num_answering, config.seed))
 
 
 def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -122,7 +137,10 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
     encoded = []
     for index, row in enumerate(rows):
         try:
-            ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids)
+            tools = row.get("tools") or None  # a template takes an empty list for tools
+            if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+                raise ValueError('"tools" is not a list of JSON schemas')
+            ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids, tools)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{config.data}, row {index + 1}: {error}") from error
         if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
@@ -213,7 +231,7 @@ def examine(config: Config, policy: Policy, eval_rows: list[Trajectory]) -> dict
             policy, questions, task, max_new_tokens=96, num_samples=8, seed=config.seed, prefix=prefix
         ).metrics
         examination |= {f"{name}/{key}": value for key, value in metrics.items()}
-    return examination
+    return examination | (examine_tools(policy, config.eval_prompts, config.seed) if config.lessons == "tools" else {})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import numbers
 from pathlib import Path
 
 import torch
@@ -14,15 +15,8 @@ from common.plumbing.flags import RANGES
 from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
-PATHS = (
-    "model",
-    "task",
-    "data",
-    "eval_data",
-    "tools",
-    "runs_dir",
-    "resume",
-)  # flags that can name a file or a directory
+# Flags that can name a file or a directory
+PATHS = ("model", "task", "data", "eval_data", "tools", "runs_dir", "resume")
 
 
 def flag(name: str) -> str:
@@ -191,3 +185,12 @@ def _check_minibatches(config: PolicyConfig) -> None:
         raise UserError(f"--minibatch-size {minibatch_size} is not a multiple of --group-size {group_size}")
     if minibatch_size > rows:
         raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rows} rows of a rollout")
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8."""
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)

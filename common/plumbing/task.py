@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 
-from common.plumbing.checks import local_path, parse_numbers
+from common.plumbing.checks import is_finite, is_text, local_path, parse_numbers
 from common.plumbing.signals import call_after
 from common.plumbing.terminal import describe_error, printable, say
 
@@ -59,7 +59,7 @@ class Task:
             if not callable(getattr(module, function, None)):
                 raise UserError(f"{self}: it defines no function {function}({arguments})")
         own = getattr(module, "REWARD_WEIGHTS", None)
-        if not isinstance(own, dict) or not own or not all(_is_text(k) and _is_finite(v) for k, v in own.items()):
+        if not isinstance(own, dict) or not own or not all(is_text(k) and is_finite(v) for k, v in own.items()):
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {_short(own)}")
         if "total" in own:
             raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
@@ -105,7 +105,7 @@ class Task:
         """The conversation that asks the question of a row."""
         found = self._call("messages", row, system_prompt)
         is_fine = isinstance(found, list) and found and all(
-            isinstance(turn, dict) and all(_is_text(turn.get(key)) for key in ("role", "content"))
+            isinstance(turn, dict) and all(is_text(turn.get(key)) for key in ("role", "content"))
             for turn in found
         )  # fmt: skip
         if not is_fine:
@@ -145,7 +145,7 @@ class Task:
             raise self._error(
                 "describe", row, f"must return the same names for every completion; it differs in {names}"
             )
-        if wrong := [name for name in found if not _is_text(name) or name in TAKEN or name.startswith(TAKEN_PREFIXES)]:
+        if wrong := [name for name in found if not is_text(name) or name in TAKEN or name.startswith(TAKEN_PREFIXES)]:
             raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
@@ -216,15 +216,6 @@ class Task:
             raise UserError(f"{self}: {name} must be a path, not {_short(value)}")
         path = local_path(str(value), f"{self}: {name}")
         return str(path if path.is_absolute() else Path(self._module.__file__).resolve().parent / path)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
-def _is_text(value: object) -> bool:
-    """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _short(value: object) -> str:

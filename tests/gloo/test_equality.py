@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +32,11 @@ SPLIT_GROUPS = (
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "24"),
     *("--micro-batch-size", "3", "--lr", "1e-5", "--name", "x"),
 )
+TURNS = "experiment_multiturn_tool_calling"  # two processes run it with the lines of processes.patch
+SEVERAL_TURNS = (
+    *("--steps", "2", "--prompts-per-step", "3", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "64"),
+    *("--micro-batch-size", "4", "--lr", "1e-5", "--name", "x", "--seed", "1"),
+)
 GROUP_SIZES = {"experiment_accelerate": 4, "experiment_accelerate_ddp": 6}  # groups of 6 are split by ranks of 8 rows
 SCENARIOS = ("ragged", "no_signal", "none_at_all", "longest", "minibatches", "constant", "adamw", "lora", "skipped")
 if importlib.util.find_spec("bitsandbytes") is not None:
@@ -40,8 +46,8 @@ if importlib.util.find_spec("bitsandbytes") is not None:
 # What every process does
 
 
-def load(experiment: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(experiment, ROOT / experiment / "train.py")
+def load(experiment: str, place: Path = ROOT) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(experiment, place / experiment / "train.py")
     module = sys.modules[experiment] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -223,6 +229,8 @@ def main(path: str) -> None:
     results["frozen base left alone"] = is_frozen_base_left_alone()
     if world_size() == 3:
         load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(Path(path).parent)])
+    else:
+        load(TURNS, Path(path).parent).main([*SEVERAL_TURNS, "--runs-dir", str(Path(path).parent)])
     if rank() == 0:
         torch.save(results, path)
     distributed.destroy_process_group()
@@ -252,6 +260,9 @@ def results_of(tmp_path_factory) -> Callable[[int], dict]:
     def start(num_processes: int) -> dict:
         if num_processes not in found:
             path = tmp_path_factory.mktemp("results") / f"{num_processes}.pt"
+            (path.parent / TURNS).mkdir()
+            shutil.copy(ROOT / TURNS / "train.py", path.parent / TURNS)
+            subprocess.run(["git", "apply", ROOT / TURNS / "processes.patch"], cwd=path.parent, check=True)
             launch(num_processes, __file__, str(path))
             found[num_processes] = torch.load(path) | {"directory": path.parent}
         return found[num_processes]
@@ -314,15 +325,28 @@ def test_three_ranks_that_split_groups_train_as_one_process(results_of, tmp_path
     """Of four prompts with groups of six, rank 0 samples the first group and two rows of the second."""
     load_script("experiment_base/train.py").main([*SPLIT_GROUPS, "--runs-dir", str(tmp_path)])
     old = tmp_path / "experiment_base" / "x"
-    new = results_of(3)["directory"] / "experiment_accelerate_ddp" / "x"
+    assert_equal_runs(results_of(3)["directory"] / "experiment_accelerate_ddp" / "x", old)
+    assert any(row["advantage"] for row in rows_of(old, "samples")[6:8])  # rows of rank 0 in the second group
 
+
+def test_two_ranks_have_the_conversations_of_one_process(results_of, tmp_path, load_script):
+    """Of three prompts with groups of six, each rank has half of the second group; ranks take different turns."""
+    load_script(f"{TURNS}/train.py").main([*SEVERAL_TURNS, "--runs-dir", str(tmp_path)])
+    old = tmp_path / TURNS / "x"
+    assert_equal_runs(results_of(2)["directory"] / TURNS / "x", old)
+    samples = rows_of(old, "samples")
+    assert {len(row["turns"]) for row in samples} >= {1, 3}
+    assert any(row["advantage"] for row in samples)
+
+
+def assert_equal_runs(new: Path, old: Path) -> None:
+    """The same samples, and the same metrics up to rounding."""
     for row, expected in zip(rows_of(new, "samples"), rows_of(old, "samples"), strict=True):  # two groups of each step
         for name in ("step", "prompt_index", "completion_index", "ids", "rewards", "finish_reason"):
             assert row[name] == expected[name]
         assert row["advantage"] == pytest.approx(expected["advantage"])
         for name in ("sampler_log_probs", "log_probs_ref", "entropy"):
             assert row[name] == pytest.approx(expected[name], abs=1e-4)
-    assert any(row["advantage"] for row in rows_of(old, "samples")[6:8])  # rows of rank 0 in the second group
 
     for metrics, expected in zip(rows_of(new, "metrics"), rows_of(old, "metrics"), strict=True):
         assert metrics.keys() - {"time/waiting"} == expected.keys()

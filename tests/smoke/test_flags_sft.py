@@ -327,6 +327,19 @@ def lessons_of(run: Outcome) -> Counter:
     return Counter("think" if "<think>" in text else "answer" if "<answer>" in text else "copy" for text in run.texts)
 
 
+@changes("--lessons", "tools", base=LESSONS)
+def lessons(new, old):
+    assert any("Tools: " in text for text in new.texts)
+    assert not any("Tools: " in text for text in old.texts)
+    assert new.read("summary.json").keys() > old.read("summary.json").keys()  # it is examined with its tools as well
+
+
+@changes("--embeddings", "as_is", base=(*LESSONS, "--lessons", "tools"))
+def embeddings(new, old):
+    assert new.texts == old.texts
+    assert new.values("loss/total")[0] != pytest.approx(old.values("loss/total")[0], rel=1e-2)
+
+
 @changes("--num-copying", "12", base=LESSONS)
 def num_copying(new, old):
     assert lessons_of(new)["copy"] - 4 == lessons_of(old)["copy"] == 8

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
-from common import tools
-from common.tools import MAX_DEPTH, MAX_DIGITS, MAX_EXPRESSION, calculator
+import common.calculator
+from common.calculator import MAX_DEPTH, MAX_DIGITS, MAX_EXPRESSION, calculator
 
 # Exact arithmetic, over trees that are written out rather than read ---------------------------------------------------
 
@@ -327,8 +327,10 @@ def test_any_text_has_a_short_answer(text):
 def test_python_never_parses_what_is_not_arithmetic(monkeypatch):
     """Not even a text with which its parser would only warn."""
     parsed = []
-    parse = tools.ast.parse
-    monkeypatch.setattr(tools.ast, "parse", lambda text, **settings: parsed.append(text) or parse(text, **settings))
+    parse = common.calculator.ast.parse
+    monkeypatch.setattr(
+        common.calculator.ast, "parse", lambda text, **settings: parsed.append(text) or parse(text, **settings)
+    )
     for text in (*ESCAPES, *HOSTILE_TEXTS, "2+2"):
         calculator(text)
     assert "2+2" in parsed
@@ -341,6 +343,8 @@ def test_an_error_says_what_to_change():
         "1/0": "division by zero",
         "": "not an arithmetic expression",
         "17*23=": "cannot read '='",
+        "1e9999": "cannot read '1e9999'",
+        "1_000": "cannot read '1_000'",
         "2\x00": "cannot read '\\x00'",
         "sin(1)": "unknown name 'sin'; known are abs, max, min, round, sqrt",
         "1,234*2": "a comma may only separate the arguments of a function",
@@ -423,5 +427,5 @@ def test_its_docstring_describes_it():
     assert function["name"] == "calculator"
     assert function["parameters"]["required"] == ["expression"]
     assert "17*23" in function["parameters"]["properties"]["expression"]["description"]
-    assert all(name in function["description"] for name in tools._FUNCTIONS)
+    assert all(name in function["description"] for name in common.calculator._FUNCTIONS)
     assert ">>>" not in json.dumps(function)  # all of it stands in every prompt

@@ -44,7 +44,8 @@ def test_flags_in_commands_exist(page):
     for command in re.findall(r"(experiment_\w+/train\.py [^`\n]*)", page.read_text(encoding="utf-8")):
         script, *arguments = command.split("#")[0].split()
         own = re.findall(r"^    (\w+): ", (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
-        known = {flag(name) for name in (*own, *(field.name for field in dataclasses.fields(RunConfig)))}
+        names = (*own, *(field.name for field in dataclasses.fields(RunConfig)))
+        known = {flag(name) for name in names} | {flag(f"no_{name}") for name in names}
         assert {argument for argument in arguments if argument.startswith("--")} <= known, command
 
 
@@ -107,7 +108,7 @@ def test_the_time_of_the_hyperparameters_is_that_of_their_runs():
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()
-    for path in ROOT.glob("experiment_base/results/seed*/metrics.jsonl"):
+    for path in ROOT.glob("experiment_[bm]*/results/seed*/metrics.jsonl"):
         keys |= {key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)}
     assert len(keys) > 20
     for key in keys - {"step"}:

@@ -1,7 +1,11 @@
 """Supervised fine-tuning: which tokens are learned, their mean, the learning rate, and the rows that are held out."""
 
 import json
+import random
+import re
 from collections import Counter
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -9,8 +13,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from common.datagen import arithmetic_grammar, world_grammar
+from common.errors import UserError
 from common.experience import Experience, collate
 from common.policy import Policy
+from common.tools import calculator, parse_calls, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.config import PolicyConfig
@@ -51,6 +58,20 @@ def encode(train, policy):
     return lambda rows=CONVERSATIONS, **settings: train.encode_rows(train.Config(**settings), policy, rows)
 
 
+CALL = {"function": {"name": "calculator", "arguments": {"expression": "3*4"}}}
+WITH_TOOLS = {
+    "tools": schemas({"calculator": calculator}),
+    "messages": [
+        {"role": "user", "content": "What is 3 times 4?"},
+        {"role": "assistant", "content": "<tool_call>3*4</tool_call>", "weight": 0},
+        {"role": "tool", "content": "error: malformed call"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "<answer>12</answer>"},
+    ],
+}
+
+
 def spoken(row: dict) -> str:
     """What the assistant says in a conversation, with the token that ends each of its turns."""
     return "".join(turn["content"] + "<|im_end|>" for turn in row["messages"] if turn["role"] == "assistant")
@@ -83,6 +104,25 @@ def test_what_is_learned_is_what_the_assistant_says(policy, encode):
         learned = [token for token, flag in zip(row.ids, row.action_mask, strict=True) if flag]
         assert policy.tokenizer.decode(learned) == spoken(conversation)
         assert row.prompt_length == row.action_mask.index(1)
+
+
+def test_calls_are_learned_and_results_and_weight_0_are_not(train, policy, encode):
+    """A turn with weight 0 is read; so is what the tools answer, and the line that names them."""
+    (row,) = encode([WITH_TOOLS])
+    learned = [token for token, flag in zip(row.ids, row.action_mask, strict=True) if flag]
+    assert policy.tokenizer.decode(learned) == (
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call><|im_end|>'
+        "<answer>12</answer><|im_end|>"
+    )
+    text = policy.tokenizer.decode(row.ids)
+    for read in ("Tools: calculator(expression)", "<tool_call>3*4</tool_call>", "error: malformed call", ">12</tool_"):
+        assert text.count(read) == 1
+
+
+@pytest.mark.parametrize("tools", ["calculator", [1], {"name": "calculator"}, 3])
+def test_tools_that_are_no_schemas_are_refused(encode, tools):
+    with pytest.raises(UserError, match="row 1"):
+        encode([CONVERSATIONS[0] | {"tools": tools}])
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 256])
@@ -299,3 +339,141 @@ def test_a_new_policy_and_its_lessons_depend_on_the_seed(train):
     assert taught[0] == taught[1]
     for row in taught[0]:
         assert row not in taught[2]
+
+
+@pytest.fixture(scope="module")
+def tool_rows(train) -> list[list[dict]]:
+    """300, 600 and 1,200 rows of the three lessons about tools."""
+    sizes = (300, 600, 1200)
+    rows = list(train.tool_conversations(*sizes, seed=3))
+    return [rows[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(3)]
+
+
+def texts(row: dict, role: str) -> list[str]:
+    return [turn["content"] for turn in row["messages"] if turn["role"] == role]
+
+
+def share(flags: list[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+def test_lessons_about_tools_depend_on_the_seed(train, tool_rows):
+    again, other = (list(train.tool_conversations(20, 20, 20, seed)) for seed in (3, 4))
+    assert again[:20] == tool_rows[0][:20]
+    assert not [row for row in other if row in again]
+
+
+def test_lessons_about_tools_ask_nothing_that_is_rewarded_later(tool_rows):
+    """Every name, and every sum of a call, belongs to the pool of the warm start."""
+    of_others = {*world_grammar.names("train"), *world_grammar.names("heldout")}
+    calls = 0
+    for row in (row for lesson in tool_rows for row in lesson):
+        words = {word for turn in row["messages"] for word in re.findall(r"\w+", turn["content"])}
+        assert not words & of_others
+        for call in (call for text in texts(row, "assistant") for call in parse_calls(text, "hermes")[0]):
+            if expression := call.arguments.get("expression"):
+                terms = re.findall(r"([+-]?)([\d*]+)", expression)
+                question = arithmetic_grammar.Question(
+                    tuple(
+                        arithmetic_grammar.Term(-1 if sign == "-" else 1, tuple(map(int, product.split("*"))))
+                        for sign, product in terms
+                        if product
+                    )
+                )
+                assert arithmetic_grammar.pool(question) == "warm_start"
+                calls += 1
+    assert calls > 200
+
+
+def test_the_second_lesson_always_calls_and_reads(tool_rows):
+    """Its answer stands in what the last tool said; without a call there is reasoning."""
+    for row in tool_rows[1]:
+        *_, answer = texts(row, "assistant")
+        if results := texts(row, "tool"):
+            (wanted,) = re.findall("<answer>(.*)</answer>", answer)
+            assert wanted in re.findall(r"\w+", results[-1])
+        else:
+            assert answer.startswith("<think>")
+    assert 0.65 < share([bool(texts(row, "tool")) for row in tool_rows[1]]) < 0.85
+
+
+def test_the_third_lesson_mostly_does_not_call(tool_rows):
+    for_tools = [row for row in tool_rows[2] if row["tools"] and "<think>" not in texts(row, "assistant")[0]]
+    assert 0.1 < share([bool(texts(row, "tool")) for row in for_tools]) < 0.3
+    without = [row for row in tool_rows[2] if not row["tools"]]
+    assert not any(texts(row, "tool") for row in without)
+    assert len(without) > 100
+
+
+def test_malformed_calls_are_answered_by_errors_and_few_are_learned(tool_rows):
+    learned, masked, recovered = 0, 0, 0
+    for row in (row for lesson in tool_rows[1:] for row in lesson):
+        messages = row["messages"]
+        for turn, following in pairwise(messages):
+            if following["role"] == "tool" and following["content"].startswith("error:"):
+                learned, masked = learned + ("weight" not in turn), masked + (turn.get("weight") == 0)
+        recovered += bool(texts(row, "tool")) and not texts(row, "tool")[-1].startswith("error:")
+        assert messages[-1]["role"] == "assistant"
+        assert "weight" not in messages[-1]
+    assert recovered == sum(bool(texts(row, "tool")) for row in tool_rows[1] + tool_rows[2])
+    assert 0.02 < masked / recovered < 0.08
+    assert 0 < learned < masked
+
+
+def test_renewed_embeddings_can_be_told_apart(train):
+    """Those of names' tokens; all others stay. A capital is about the same with and without a space in front."""
+    policy = load_policy(PolicyConfig(device="cpu"))
+    weights = policy.model.get_input_embeddings().weight
+    old = weights.detach().clone()
+    before, after = train.renew_collapsed_embeddings(policy, seed=1)
+    new = weights.detach().clone()
+    assert before > 0.9
+    assert after < 0.6
+
+    syllables, capitals = name_tokens(policy)
+    changed = (new != old).any(dim=1).nonzero()[:, 0].tolist()
+    assert sorted(changed) == sorted([*syllables, *(token for pair in capitals for token in pair)])
+    digits = new[policy.tokenizer.encode("0123456789")]
+    mean, scale = digits.mean(dim=0), (digits - digits.mean(dim=0)).norm(dim=1).mean()
+    lengths = (new[syllables] - mean).norm(dim=1) / scale
+    assert lengths.mean().item() == pytest.approx((1 + 0.6**2) ** 0.5, rel=0.05)
+    apart = [(new[bare] - new[spaced]).norm() / scale for bare, spaced in capitals]
+    assert sum(apart) / len(apart) == pytest.approx(0.5 * 2**0.5, rel=0.2)
+
+    assert train.renew_collapsed_embeddings(policy, seed=2) == (after, after)  # nothing has collapsed any more
+    assert torch.equal(weights, new)
+
+
+def name_tokens(policy: Policy) -> tuple[list[int], list[tuple[int, int]]]:
+    def token(text: str) -> int:
+        (only,) = policy.tokenizer.encode(text)
+        return only
+
+    syllables = {*world_grammar.FIRST_SYLLABLES, *world_grammar.SECOND_SYLLABLES}
+    return [token(text) for text in syllables], [(token(c), token(" " + c)) for c in world_grammar.CAPITALS]
+
+
+@pytest.mark.parametrize("flags", [("--model", "new"), ("--model", "tiny", "--data", "chats.jsonl")])
+def test_lessons_about_tools_continue_a_policy(train, flags):
+    with pytest.raises(UserError, match="--lessons tools"):
+        train.main(["--lessons", "tools", *flags])
+
+
+def test_the_bundled_policy_can_use_its_tools_and_mostly_does_not(train, load_script):
+    """Greedily it calls nothing; forced to begin with a call it computes, and finds what it has never read."""
+    examination = load_script("experiment_sft/tool_examination.py")
+    policy = load_policy(PolicyConfig(device="cpu", model="tiny_tools"))
+    questions = [json.loads(line) for line in examination.calculator.EVAL_DATA.read_text("utf-8").splitlines()[:24]]
+    world = world_grammar.make_world(random.Random(0), 100, "heldout")
+    searches = [world_grammar.to_row(world_grammar.draw_question(random.Random(n), world, 1)) for n in range(24)]
+    for rows, tools in ((questions, {"calculator": calculator}), (searches, {"search": examination.search_in(world)})):
+        ask = partial(examination.converse, policy, rows, tools, group_size=1, seed=0, greedy=True)
+        assert not any(talk.calls for talk in ask(prefix=""))
+        assert share([talk.is_right for talk in ask(prefix="<tool_call>")]) > 0.8
+
+
+def test_both_bundled_policies_are_small_and_speak_alike():
+    folders = [ROOT / "assets" / name for name in ("tiny_policy", "tiny_policy_tools")]
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 12e6
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert len({(folder / name).read_bytes() for folder in folders}) == 1

@@ -1,1 +1,0 @@
-experiment_multiturn_tool_calling/train.py
