@@ -24,6 +24,7 @@ from common.environment import CALL_WEIGHTS
 from common.errors import UserError
 from common.experience import Experience, collate
 from common.fast.cache import RowCache
+from common.fast.kept_rows import KeptRows
 from common.fast.matmul import use_fast_products
 from common.policy import Policy
 from common.tasks import calculator as calculator_task
@@ -282,16 +283,28 @@ def converse(train):
 def record(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> list[list[int]]:
     """A list that fills with what the model is given: for every row of every turn its ids, without padding."""
     given: list[list[int]] = []
+    known: dict[int, list[int]] = {}  # what a row that has ended its turn was given, and need not be given again
     next_logits, select, drop = policy.next_logits, RowCache.batch_select_indices, RowCache.drop_rows
+    put, fill = KeptRows.put, KeptRows.fill
 
     def recorded(**inputs):
-        ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], inputs["past_key_values"]
-        if ids.shape == mask.shape:  # a turn begins
-            cache.given = [row[bits.bool()].tolist() for row, bits in zip(ids, mask, strict=True)]
-        else:
-            for row, (token,) in zip(cache.given, ids.tolist(), strict=True):
-                row.append(token)
+        ids, cache = inputs["input_ids"], inputs["past_key_values"]
+        if not hasattr(cache, "given"):  # a turn begins, and of some row nothing is known
+            cache.given = [[] for _ in ids]
+        for row, new, bits in zip(cache.given, ids, inputs["attention_mask"][:, -ids.shape[1] :], strict=True):
+            row.extend(new[bits.bool()].tolist())
         return next_logits(**inputs)
+
+    def recorded_put(kept, rows, cache, ended, mask):
+        known.update({id(row): cache.given[index] for row, index in zip(rows, ended.nonzero()[:, 0], strict=True)})
+        return put(kept, rows, cache, ended, mask)
+
+    def recorded_fill(kept, cache, rows):
+        position = fill(kept, cache, rows)
+        num_new = max(len(row.ids) for row in rows) - position
+        if position:
+            cache.given = [known[id(row)][: max(len(row.ids) - num_new, 0)] for row in rows]
+        return position
 
     def recorded_select(cache, indices):
         cache.given = [list(cache.given[index]) for index in indices.tolist()]
@@ -306,6 +319,8 @@ def record(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> list[list[int]]:
     monkeypatch.setattr(policy, "next_logits", recorded)
     monkeypatch.setattr(RowCache, "batch_select_indices", recorded_select)
     monkeypatch.setattr(RowCache, "drop_rows", recorded_drop)
+    monkeypatch.setattr(KeptRows, "put", recorded_put)
+    monkeypatch.setattr(KeptRows, "fill", recorded_fill)
     return given
 
 
