@@ -13,8 +13,8 @@ the same order, group size, budget, temperature, KL weight, learning rate and Ad
 - `one_turn`: `ours` once more, but each row gets all its tokens in one turn. It begins with its prompt, and samples
   exactly as many tokens as that row of that step did in the run before, in all turns together; nothing else ends it.
   It has that row's rewards. So advantages, skipped groups, reference and update are those of a step of experiment_base
-  with completions of these lengths. It lacks what several turns cost: encoding rows anew for a later turn, reading what
-  the calculator answers, parsing and executing calls, and sampling with few rows in several rounds.
+  with completions of these lengths. It lacks what several turns cost: reading what the calculator answers, parsing and
+  executing calls, and sampling with few rows in several rounds.
 
 What differs between ours and TRL: our budget counts what the policy samples, TRL's also what tools answer, and TRL
 samples up to the whole budget in every turn and cuts afterwards. TRL takes a malformed call for an answer, which ends

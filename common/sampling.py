@@ -67,7 +67,7 @@ def sample(
     numbers = range(len(prompts) * group_size) if rows is None else rows
     paired = groupby(zip(numbers, trajectories, strict=True), lambda pair: pair[0] // (prompts_per_batch * group_size))
     batches = [[trajectory for _, trajectory in batch] for _, batch in paired]
-    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy, everyone_done, None)
+    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy, everyone_done)
     return trajectories
 
 
@@ -131,7 +131,7 @@ def _continue_batches(
     top_p: float,
     greedy: bool,
     everyone_done: Callable[[bool], bool] | None,
-    kept: "KeptRows | None",
+    kept: "KeptRows | None" = None,
 ) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
     is_gathered = everyone_done is None
@@ -162,7 +162,7 @@ def _complete(
     top_p: float,
     uniforms: torch.Tensor | None,
     everyone_done: Callable[[bool], bool],
-    kept: "KeptRows | None",
+    kept: "KeptRows | None" = None,
 ) -> None:
     """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
     from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
