@@ -125,7 +125,8 @@ def _render_observation(tokenizer, contents: list[str], end_of_turn_ids: tuple[i
 @functools.lru_cache
 def _call_before_tools(tokenizer, end_of_turn_ids: tuple[int, ...]) -> tuple[dict, str]:
     """A turn that the template lets tools answer, and a text in it: one that only speaks, or else one with a call."""
-    speaks, calls = {"role": "assistant", "content": "(an answer)"}, {"role": "assistant", "tool_calls": [_CALL]}
+    speaks = {"role": "assistant", "content": "(an answer)"}
+    calls = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     refusal = "it leaves out what a tool answers"
     for call, written in ((speaks, speaks["content"]), (calls, _CALL["function"]["name"])):
         try:
@@ -155,15 +156,18 @@ def _end_of_turn(tokenizer, rendered: str, written: str, end_of_turn_ids: tuple[
 
 
 def removes_thoughts(tokenizer) -> bool:
-    """Whether the template removes the thought of a turn once a tool has answered it.
+    """Whether the template removes the thought of a turn once a tool has answered it and another turn has followed.
 
     A row keeps every token that was sampled. It is then another text than the one that the template would render.
     """
-    turn = {"role": "assistant", "content": "<think>(a thought)</think>(an answer)"}
-    try:
-        return "(a thought)" not in _render(tokenizer, [_QUESTION, turn, _tool_turn("?")], add_generation_prompt=True)
-    except ValueError:
-        return False
+    for calls in ({}, {"tool_calls": [_CALL]}):  # some templates let tools answer nothing but calls
+        turn = {"role": "assistant", "content": "<think>(a thought)</think>(an answer)"} | calls
+        messages = [_QUESTION, turn, _tool_turn("?"), turn | {"content": "(an answer)"}, _tool_turn("?")]
+        try:
+            return "(a thought)" not in _render(tokenizer, messages, add_generation_prompt=True)
+        except ValueError:
+            continue
+    return False
 
 
 def decode(tokenizer, ids: list[int]) -> str:

@@ -9,7 +9,7 @@ tool is the answer, and ends the conversation. Every other case has an outcome t
     a call that fails            gets the error's message
     a call within <think>        is a thought, and no call
     a call in the last turn      is not executed, since the policy could not read the result: `unanswered`. So are calls
-                                 in a turn that the token budget has cut off. Calls without end lead here.
+                                 in a turn that has used up the token budget. Calls without end lead here.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ class State:
     def describe(self) -> dict[str, float]:
         """What else to log: nothing of it is rewarded."""
         called = float(self.outcomes.total() > 0)
-        counts = {f"{outcome}_calls": float(self.outcomes[outcome]) for outcome in OUTCOMES}
+        counts = {f"{outcome}_calls": self.outcomes[outcome] for outcome in OUTCOMES}
         return {"called": called, "unaided": 1 - called} | counts | self.task.describe(self.row, self.text)
 
 

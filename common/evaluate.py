@@ -113,7 +113,7 @@ def _means(completions: list[Trajectory]) -> dict[str, float]:
         values = [x.description[name] for x in completions]
         means[name] = mean(values)
         among = [x.rewards["correct"] for x in completions if "correct" in x.rewards and x.description[name]]
-        if among and set(values) <= {0, 1}:
+        if among and all(isinstance(value, float) and value in (0, 1) for value in values):  # int: a count
             means[f"accuracy_{name}"] = mean(among)
     if "reward_correct" in means:
         means["accuracy"] = means.pop("reward_correct")

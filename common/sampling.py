@@ -20,6 +20,7 @@ from common.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from common.fast.cache import RowCache
+    from common.fast.kept_rows import KeptRows
 
 
 def sample(
@@ -98,6 +99,7 @@ def continue_rows(
     greedy: bool = False,
     generation_batch_size: int | None = None,
     everyone_done: Callable[[bool], bool] | None = None,
+    kept: "KeptRows | None" = None,
 ) -> list[list[int]]:
     """Sample one more turn of every row, behind the ids that it has. Arguments as in `sample`, and:
 
@@ -107,14 +109,16 @@ def continue_rows(
             that has reached it is left as it is, with finish_reason "length".
         key: as for the turns before. A row's n-th token is drawn with its n-th random number, whatever its turn.
         max_length: of all ids of a row: the model's context.
+        kept: where the keys and values of these rows are from turn to turn, so that only what a row has gained is run;
+            a new `KeptRows()` for each rollout. It holds one batch: rows of several batches are run again.
 
     Returns:
         The ids that were appended to each row.
     """
     lengths = [len(row.ids) for row in rows]
-    size = len(rows) if generation_batch_size is None else generation_batch_size
+    size = generation_batch_size or len(rows) or 1
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, everyone_done)
+    _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, everyone_done, kept)
     return [row.ids[length:] for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -127,6 +131,7 @@ def _continue_batches(
     top_p: float,
     greedy: bool,
     everyone_done: Callable[[bool], bool] | None,
+    kept: "KeptRows | None" = None,
 ) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
     is_gathered = everyone_done is None
@@ -147,7 +152,7 @@ def _continue_batches(
                 continue
             draws = None if greedy or not rows else _uniforms(rows, max(budgets), key).to(policy.device, exact)
             with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
-                _complete(policy, rows, budgets, top_p, draws, everyone_done)
+                _complete(policy, rows, budgets, top_p, draws, everyone_done, kept)
 
 
 def _complete(
@@ -157,6 +162,7 @@ def _complete(
     top_p: float,
     uniforms: torch.Tensor | None,
     everyone_done: Callable[[bool], bool],
+    kept: "KeptRows | None" = None,
 ) -> None:
     """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
     from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
@@ -167,7 +173,8 @@ def _complete(
     owner = torch.tensor([index_of[ids] for ids in beginnings], device=policy.device)  # (B,)
     cache = RowCache()
     sequences, attention_mask = left_pad(list(index_of), policy.pad_id, policy.device)  # (U, P), (U, P)
-    logits = next_logits(policy, sequences, attention_mask, cache)[owner]  # (B, V)
+    known = 0 if kept is None else kept.fill(cache, list(dict(zip(beginnings, rows, strict=False)).values()))
+    logits = next_logits(policy, sequences[:, known:], attention_mask, cache)[owner]  # (B, V)
     cache.batch_select_indices(owner)  # a prompt was run once; its keys and values serve the group
     attention_mask = attention_mask[owner]  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
@@ -183,6 +190,8 @@ def _complete(
         tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
         drawn[active, column], drawn_log_probs[active, column] = tokens, log_probs
         ended = torch.isin(tokens, end_of_turn) | (position >= last[active])
+        if kept is not None and not done:
+            kept.put([rows[row] for row in active[ended].tolist()], cache, ended, attention_mask)
         done = done or bool(ended.all())
         if everyone_done(done):
             break

@@ -32,7 +32,8 @@ class Trajectory:
     text: str = ""  # the completion as text, for rewards and for people
     turns: list[tuple[str, str]] = field(default_factory=list)  # (role, text) after the prompt, if there are several
     rewards: dict[str, float] = field(default_factory=dict)  # by component, unweighted
-    description: dict[str, float] = field(default_factory=dict)  # what else the task measures; only logged
+    # What else is measured, and only logged: a float of 0 or 1 says whether something is so, an int counts
+    description: dict[str, float] = field(default_factory=dict)
 
     @property
     def completion_ids(self) -> list[int]:
@@ -49,7 +50,7 @@ class Trajectory:
 
     def observe(self, ids: list[int], max_length: float = math.inf) -> None:
         """Append what was not sampled: the answers of tools, as the template renders them; as much as fits."""
-        ids = ids[: int(min(len(ids), max_length - len(self.ids)))]
+        ids = ids[: int(max(0, min(len(ids), max_length - len(self.ids))))]
         self.ids += ids
         self.action_mask += [0] * len(ids)
         self.sampler_log_probs += [0.0] * len(ids)

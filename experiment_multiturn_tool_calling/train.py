@@ -31,6 +31,7 @@ from common.calculator import calculator
 from common.chat import decode, encode_observation, encode_prompt
 from common.environment import CALL_WEIGHTS, State, env_step
 from common.experience import Experience, collate
+from common.fast.kept_rows import KeptRows
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
 from common.policy import Policy
@@ -163,6 +164,7 @@ def converse(
     prompts = [encode_prompt(tokenizer, messages, task.tools) for messages in asked]
     trajectories = begin_rows(prompts, group_size, prompt_index)
     conversations = [(row, State(task, questions[row.prompt_index], tools, form)) for row in trajectories]
+    kept = KeptRows()  # keys and values from turn to turn, for as long as these weights are sampled from
     for turn in range(1, config.max_turns + 1):
         open_ones = [(row, state) for row, state in conversations if not state.is_over]
         sampled = continue_rows(
@@ -174,11 +176,13 @@ def converse(
             top_p=top_p,
             greedy=greedy,
             generation_batch_size=config.generation_batch_size,
+            kept=kept,
         )
         texts = [decode(tokenizer, ids) for ids in sampled]  # for the environment; the row keeps the ids
-        for (row, state), text in zip(open_ones, texts, strict=True):
-            row.turns.append(("assistant", text))
-            state.is_last_turn = turn == config.max_turns or row.finish_reason == "length"
+        for (row, state), ids, text in zip(open_ones, sampled, texts, strict=True):
+            row.turns += [("assistant", text)] if ids else []  # none if what the tools answered has filled the context
+            is_spent = row.finish_reason == "length" or row.num_action_tokens == config.max_new_tokens
+            state.is_last_turn = turn == config.max_turns or is_spent
         results = in_threads(env_step, [state for _, state in open_ones], texts, parallel=config.tools is not None)
         for (row, _), (observation, rewards, done) in zip(open_ones, results, strict=True):
             if done:

@@ -54,6 +54,7 @@ def _draw_rewards(plt, entries: list[dict]):
     length.set(title="completion length (tokens)")
     length.set_ylim(bottom=0)
     keys = [key for key in _keys(entries) if key.startswith("completion/") and key not in KNOWN]
+    keys = [key for key in keys if any(entry.get(key) for entry in entries)]  # what never happened needs no line
     for key in keys or ["group/zero_reward_variance"]:
         _line(described, entries, key, label=key.partition("/")[2].replace("_", " "))
     described.set(title="completions, as the task describes them" if keys else "groups", xlabel="step")

@@ -82,7 +82,8 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
 def _styles(answers: list[Answer]) -> list[str]:
     if any(answer.description.keys() != answers[0].description.keys() for answer in answers):
         return []  # the task was changed between two parts of a run
-    flags = [name for name in answers[0].description if {answer.description[name] for answer in answers} <= {0.0, 1.0}]
+    names = [name for name, value in answers[0].description.items() if isinstance(value, float)]  # an int is a count
+    flags = [name for name in names if {answer.description[name] for answer in answers} <= {0.0, 1.0}]
     for styles in (*(flags[:end] for end in range(2, len(flags))), flags):
         if all(sum(answer.description[name] for name in styles) == 1 for answer in answers):
             return styles

@@ -335,7 +335,7 @@ def test_two_ranks_have_the_conversations_of_one_process(results_of, tmp_path, l
     old = tmp_path / TURNS / "x"
     assert_equal_runs(results_of(2)["directory"] / TURNS / "x", old)
     samples = rows_of(old, "samples")
-    assert {len(row["turns"]) for row in samples} > {1, 3}
+    assert {len(row["turns"]) for row in samples} >= {1, 3}
     assert any(row["advantage"] for row in samples)
 
 

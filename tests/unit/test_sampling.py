@@ -1,12 +1,14 @@
 """`sample`: what is recorded is what was drawn, and a row depends on its own key and prompt alone."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 
 from common.experience import collate
-from common.sampling import _draw, sample
+from common.policy import Policy
+from common.sampling import _draw, begin_rows, continue_rows, sample
 from common.trajectory import Trajectory
 
 VOCAB = 24
@@ -137,16 +139,22 @@ def test_greedy_completions_equal_a_loop_without_cache(make_policy, pad_id):
         assert [row.completion_ids for row in rows] == expected
 
 
-def test_left_padding_is_harmless_with_absolute_positions():
-    """Rotary positions tolerate a shift; GPT-2's absolute positions do not, so `position_ids` must be given."""
+@pytest.fixture
+def make_gpt2() -> Callable[[], Policy]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from common.policy import Policy
+    def make() -> Policy:
+        sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        config = GPT2Config(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=END)
+        torch.manual_seed(0)
+        return Policy(GPT2LMHeadModel(config).eval(), None, [END], pad_id=0)
 
-    sizes = {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=END)).eval()
-    policy = Policy(model, None, [END], pad_id=0)
+    return make
+
+
+def test_left_padding_is_harmless_with_absolute_positions(make_gpt2):
+    """Rotary positions tolerate a shift; GPT-2's absolute positions do not, so `position_ids` must be given."""
+    policy = make_gpt2()
     trajectories = sample(policy, PROMPTS, 3, max_new_tokens=10, key=(0, 1))
     for row in trajectories:
         alone = sample(
@@ -271,3 +279,81 @@ def test_an_empty_prompt_is_refused_by_its_index(make_policy):
 def test_one_index_per_prompt_is_required(make_policy):
     with pytest.raises(ValueError, match="2 prompts, but 1 entries"):
         sample(make_policy(VOCAB), [[3], [4]], 2, max_new_tokens=3, key=(0,), prompt_index=[16])
+
+
+# Several turns --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [3, 15])
+def test_later_turns_go_on_with_the_random_numbers_of_a_row(make_policy, budget):
+    """A row in several turns is the same row in one piece, drawn by a policy whose turns do not end."""
+    policy, endless = make_policy(VOCAB, end_of_turn_ids=(2, 5, 9, 11)), make_policy(VOCAB, end_of_turn_ids=(10_000,))
+    whole = sample(endless, PROMPTS, 4, max_new_tokens=budget, key=(0, 1))
+    rows = begin_rows(PROMPTS, 4)
+    turns = [0] * len(rows)
+    for _ in range(budget + 1):
+        added = continue_rows(policy, rows, max_new_tokens=budget, key=(0, 1), generation_batch_size=5)
+        turns = [count + bool(ids) for count, ids in zip(turns, added, strict=True)]
+    assert len(set(turns)) > 1
+    for row, same in zip(rows, whole, strict=True):
+        assert (row.ids, row.action_mask, row.finish_reason) == (same.ids, same.action_mask, "length")
+        assert row.sampler_log_probs == pytest.approx(same.sampler_log_probs, abs=1e-5)
+
+
+def test_what_tools_answer_takes_no_random_number_or_budget(make_policy):
+    """The temperature is so high that tokens depend on the random numbers only: those of the completion."""
+    flat, endless = (make_policy(VOCAB, temperature=1e9, end_of_turn_ids=ends) for ends in ((2, 5, 9, 11), (10_000,)))
+    whole = sample(endless, PROMPTS, 4, max_new_tokens=15, key=(0, 1))
+    rows, masks = begin_rows(PROMPTS, 4), [[0] * len(prompt) for prompt in PROMPTS for _ in range(4)]
+    for turn in range(16):
+        added = continue_rows(flat, rows, max_new_tokens=15, key=(0, 1))
+        for row, ids, mask in zip(rows, added, masks, strict=True):
+            row.observe([7, 8, 9, 2][: turn + 1])
+            mask += [1] * len(ids) + [0] * min(4, turn + 1)
+    assert added == [[]] * len(rows)
+    assert [row.completion_ids for row in rows] == [row.completion_ids for row in whole]
+    assert [row.action_mask for row in rows] == masks
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_log_probs_of_later_turns_are_those_of_training(make_policy, make_gpt2, kind):
+    """At a temperature, with top-p and left padding; what tools answer holds the pad and end-of-turn token."""
+    policy = make_gpt2() if kind == "gpt2" else make_policy(VOCAB, pad_id=END)
+    policy.temperature, policy.end_of_turn_ids = 1.5, [END, 5, 9, 11]
+    rows = begin_rows(PROMPTS, 3)
+    for turn in range(3):
+        continue_rows(policy, rows, max_new_tokens=24, key=(0, 1), top_p=0.9)
+        for row in rows:
+            row.observe([END, 5, END, 7, 8, 9][: 1 + (row.completion_index + turn) % 6])
+    assert len({row.num_action_tokens for row in rows}) > 4
+    experience = collate(rows, policy.pad_id)
+    recomputed = policy(experience.sequences, experience.action_mask).log_probs
+    torch.testing.assert_close(experience.sampler_log_probs, recomputed, atol=1e-4, rtol=0)
+    for index in range(len(rows)):
+        one = experience.select(torch.tensor([index]))
+        alone = policy(one.sequences, one.action_mask).log_probs
+        torch.testing.assert_close(one.sampler_log_probs, alone, atol=1e-4, rtol=0)
+
+
+def test_rows_without_budget_or_room_are_left_alone(make_policy):
+    """Also if they are all there are, or if there is none."""
+    policy = make_policy(VOCAB)
+    rows = begin_rows(PROMPTS, 2)
+    before = [list(row.ids) for row in rows]
+    assert continue_rows(policy, rows, max_new_tokens=9, max_length=1, key=(0,)) == [[]] * 8
+    assert continue_rows(policy, rows, max_new_tokens=0, key=(0,)) == [[]] * 8
+    assert [row.ids for row in rows] == before
+    assert continue_rows(policy, [], max_new_tokens=9, key=(0,)) == []
+    added = continue_rows(policy, rows, max_new_tokens=9, max_length=3, key=(0,))
+    assert [len(ids) for ids in added] == [0, 0, *(len(ids) for ids in added[2:4]), 0, 0, 1, 1]
+    assert all(1 <= len(ids) <= 2 for ids in added[2:4])
+    assert {row.finish_reason for row in rows[:2]} == {"length"}
+
+
+def test_an_observation_fills_no_more_than_the_context():
+    row = Trajectory([3, 4, 5], 2, [0, 0, 1], [0.0, 0.0, -1.0])
+    row.observe([6, 7, 8], max_length=5)
+    assert (row.ids, row.action_mask, row.sampler_log_probs) == ([3, 4, 5, 6, 7], [0, 0, 1, 0, 0], [0, 0, -1, 0, 0])
+    for length in (5, 4, 1):
+        row.observe([8, 9, 9, 9, 9, 9], max_length=length)
+    assert row.ids == [3, 4, 5, 6, 7]

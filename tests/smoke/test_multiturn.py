@@ -1,0 +1,165 @@
+"""experiment_multiturn_tool_calling as users run it: its own flags, what it keeps and prints, and how it resumes."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.errors import UserError
+
+from common.plumbing.terminal import POLICY, REWARD, TOOL
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "experiment_multiturn_tool_calling/train.py"
+SMALL = (
+    *("--steps", "1", "--prompts-per-step", "4", "--group-size", "8", "--eval-prompts", "2", "--eval-every", "0"),
+    *("--checkpoint-every", "0", "--device", "cpu", "--name", "x"),
+)
+A_TOOL = '''
+import time
+
+def search(query: str) -> str:
+    """Search for a text.
+
+    Args:
+        query: what to look for
+    """
+    time.sleep(100 if query else 0)
+'''
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def train(load_script) -> ModuleType:
+    return load_script(SCRIPT)
+
+
+def run(train: ModuleType, *flags: str) -> tuple[Path, str]:
+    """The directory of a small run, and what it printed."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        train.main([*SMALL, *flags])
+    return Path("runs/experiment_multiturn_tool_calling/x"), output.getvalue()
+
+
+def rows_of(directory: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+def metrics_of(directory: Path) -> list[dict]:
+    """Without what differs from run to run."""
+    rows = rows_of(directory, "metrics")
+    return [{key: row[key] for key in row if not key.startswith(("time/", "memory/"))} for row in rows]
+
+
+def test_a_run_keeps_complete_conversations(train):
+    """All turns are there as text and as ids, and the mask is 1 on what the policy wrote."""
+    directory, output = run(train)
+    policy = train.load_policy(train.Config(device="cpu", dtype="float32", attn_implementation="sdpa"))
+    samples = rows_of(directory, "samples")
+    assert {tuple(role for role, _ in row["turns"]) for row in samples} >= {
+        ("assistant",),
+        ("assistant", "tool", "assistant"),
+    }
+    for row in samples:
+        spoken = [token for token, mask in zip(row["ids"], row["action_mask"], strict=True) if mask]
+        texts = [text for role, text in row["turns"] if role == "assistant"]
+        assert policy.tokenizer.decode(spoken, skip_special_tokens=True) == "".join(texts)
+        assert row["text"] == "\n".join(texts)
+        for role, text in row["turns"]:
+            shown = policy.tokenizer.decode(row["ids"][row["prompt_length"] :])
+            assert (f"<tool_response>{text}</tool_response>" if role == "tool" else text) in shown
+    called = [row for row in samples if row["rewards"]["calls"]]
+    metrics = rows_of(directory, "metrics")[1]
+    assert metrics["completion/turns"] > 1
+    assert metrics["completion/called"] > 0 < metrics["reward/executed_calls"]
+    assert any(row["rewards"]["correct"] for row in called)
+    printed = output.partition("step 1: ")[2].splitlines()[1:5]
+    for line, beginning in zip(printed, (POLICY, TOOL, POLICY, REWARD), strict=True):
+        assert line.startswith(f"{beginning} ")
+
+
+def test_without_the_tool_no_call_is_executed(train):
+    directory, _ = run(train, "--no-tool")
+    samples = rows_of(directory, "samples")
+    tokenizer = train.load_policy(train.Config(device="cpu", dtype="float32", attn_implementation="sdpa")).tokenizer
+    assert not any("Tools" in tokenizer.decode(row["ids"][: row["prompt_length"]]) for row in samples)
+    metrics = rows_of(directory, "metrics")[1]
+    assert metrics["reward/executed_calls"] == 0
+    outcomes = ("unknown", "malformed", "unanswered")
+    assert sum(metrics[f"completion/{name}_calls"] for name in outcomes) == pytest.approx(metrics["reward/calls"])
+
+
+def test_in_the_last_turn_calls_are_not_executed(train):
+    directory, _ = run(train, "--max-turns", "1")
+    metrics = rows_of(directory, "metrics")[1]
+    assert metrics["completion/turns"] == 1
+    assert metrics["completion/unanswered_calls"] > 0
+    assert metrics["reward/executed_calls"] == 0
+    assert all(len(row["turns"]) == 1 for row in rows_of(directory, "samples"))
+
+
+def test_a_users_tool_is_offered_and_has_a_time_limit(train):
+    """The bundled policy knows the name `search`; this one never answers."""
+    Path("my_tools.py").write_text(A_TOOL)
+    question = {"question": "Where was Bamor born?", "answer": "1", "kind": "search"}
+    Path("rows.jsonl").write_text(f"{json.dumps(question)}\n" * 4)
+    Path("held_out.jsonl").write_text(json.dumps(question | {"question": "Where was Tolan born?"}))
+    flags = ("--data", "rows.jsonl", "--eval-data", "held_out.jsonl", "--max-turns", "2", "--tool-seconds", "0.05")
+    directory, _ = run(train, *flags, "--tools", "my_tools.py")
+    answers = [text for row in rows_of(directory, "samples") for role, text in row["turns"] if role == "tool"]
+    assert "error: search gave no answer within 0.05 s" in answers
+    assert rows_of(directory, "metrics")[1]["completion/failed_calls"] > 0
+    assert json.loads((directory / "config.json").read_text())["sources"]["tools"]["source"].endswith("my_tools.py")
+
+
+def test_tools_that_cannot_be_used_are_refused(train):
+    Path("my_tools.py").write_text(A_TOOL.replace("search(", "calculator("))
+    with pytest.raises(UserError, match=r"^--tools \S+my_tools\.py: there is another tool called calculator"):
+        train.main([*SMALL, "--tools", "my_tools.py"])
+    with pytest.raises(UserError, match=r"^--tools nowhere\.py: there is no such file"):
+        train.main([*SMALL, "--tools", "nowhere.py"])
+    with pytest.raises(UserError, match=r"^--no-tool leaves no tool"):
+        train.main([*SMALL, "--no-tool", "--tools", "my_tools.py"])
+    assert not Path("runs").exists()
+
+
+def test_a_price_of_calls_is_part_of_the_return(train):
+    directory, _ = run(train, "--reward-weight", "calls=-0.25")
+    metrics = rows_of(directory, "metrics")[1]
+    assert metrics["reward/calls"] > 0
+    assert metrics["reward/total"] == pytest.approx(metrics["reward/correct"] - 0.25 * metrics["reward/calls"])
+
+
+def test_a_killed_run_resumes_to_the_same_end(train):
+    """Killed for good in its third step, after the checkpoint of the second; bit for bit as without interruption."""
+    flags = (*SMALL, "--steps", "4", "--checkpoint-every", "2")
+    train.main([*flags, "--runs-dir", "uninterrupted"])
+    old = Path("uninterrupted/experiment_multiturn_tool_calling/x")
+    new = Path("runs/experiment_multiturn_tool_calling/x")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen([sys.executable, str(ROOT / SCRIPT), *flags], env=environment) as process:
+        while not (new / "checkpoints" / "step_2").exists() and process.poll() is None:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    train.main(["--resume", str(new)])
+    assert metrics_of(new) == metrics_of(old)
+    assert rows_of(new, "samples") == rows_of(old, "samples")
+    weights = [load_file(directory / "final" / "model.safetensors") for directory in (new, old)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
