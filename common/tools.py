@@ -114,7 +114,7 @@ def _float(text: str) -> float:
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_float)
 
-MAX_RESULT = 500  # characters
+MAX_RESULT = 4000  # characters
 _CUT = " ... (cut)"
 _JSON_TYPES = {kind: (kind,) for kind in (int, str, bool, list, dict, type(None))} | {float: (int, float)}
 
