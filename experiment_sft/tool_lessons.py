@@ -239,7 +239,7 @@ def renew_collapsed_embeddings(policy: Policy, seed: int, at_random: bool = Fals
 
     A token that training never uses is still pushed: as a wrong answer of every softmax, always in about the same
     direction, and with tied embeddings that moves its input, too. After millions of steps all such tokens lie on one
-    line (mean cosine 0.96 between the syllables of the bundled policy), and what copies digits cannot see which of them
+    line (mean cosine 0.99 between the syllables of the bundled policy), and what copies digits cannot see which of them
     it is to copy; nor is there a gradient to speak of that would drive them apart. Plain random vectors do not help:
     what copies has learned to read the few directions in which digits differ, and to write what lies in them.
 

@@ -1,8 +1,10 @@
 """Supervised fine-tuning: which tokens are learned, their mean, the learning rate, and the rows that are held out."""
 
+import doctest
 import json
 import random
 import re
+import sys
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -405,7 +407,7 @@ def test_the_third_lesson_mostly_does_not_call(tool_rows):
     assert len(without) > 100
 
 
-def test_malformed_calls_are_answered_by_errors_and_few_are_learned(tool_rows):
+def test_malformed_calls_get_errors_and_few_are_learned(tool_rows):
     learned, masked, recovered = 0, 0, 0
     for row in (row for lesson in tool_rows[1:] for row in lesson):
         messages = row["messages"]
@@ -459,7 +461,7 @@ def test_lessons_about_tools_continue_a_policy(train, flags):
         train.main(["--lessons", "tools", *flags])
 
 
-def test_the_bundled_policy_can_use_its_tools_and_mostly_does_not(train, load_script):
+def test_the_policy_with_tools_is_able_and_mostly_does_not_call(train, load_script):
     """Greedily it calls nothing; forced to begin with a call it computes, and finds what it has never read."""
     examination = load_script("experiment_sft/tool_examination.py")
     policy = load_policy(PolicyConfig(device="cpu", model="tiny_tools"))
@@ -477,3 +479,8 @@ def test_both_bundled_policies_are_small_and_speak_alike():
     assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 12e6
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
+
+
+def test_the_examples_of_the_lessons_about_tools_are_right(train):
+    result = doctest.testmod(sys.modules[train.tool_conversations.__module__])
+    assert (result.failed, result.attempted > 0) == (0, True)
