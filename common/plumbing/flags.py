@@ -86,7 +86,8 @@ GROUPS = {
     ),
     "data and task": (
         *("task", "reward_weight", "data", "at_most", "max_question_length", "system_prompt"),
-        *("tool", "tools", "tool_seconds", "num_copying", "num_reasoning", "num_answering", "max_length"),
+        *("tool", "tools", "tool_seconds", "lessons", "embeddings"),
+        *("num_copying", "num_reasoning", "num_answering", "max_length"),
     ),
     "evaluation": ("eval_data", "eval_prompts", "eval_every"),
     "run": (
