@@ -85,3 +85,20 @@ def test_the_bundled_policy_can_reason_and_mostly_does_not():
     assert 0.2 <= own["greedy/accuracy"] <= 0.45
     assert 0.2 <= own["sampled/accuracy"] <= 0.45
     assert 0.15 <= own["sampled/reasoned"] <= 0.3
+
+
+def test_the_policy_learns_to_call_the_calculator(tmp_path, load_script, monkeypatch):
+    """Before, it calls now and then, which is then mostly right; afterwards it calls because that pays."""
+    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    flags = ("--steps", "16", "--prompts-per-step", "6", "--lr", "1e-4", "--eval-prompts", str(EVAL_PROMPTS))
+    off = ("--eval-every", "0", "--checkpoint-every", "0", "--samples-every", "0")
+    train = load_script("experiment_multiturn_tool_calling/train.py")
+    train.main([*flags, *off, "--runs-dir", str(tmp_path), "--name", "short"])
+    (path,) = tmp_path.glob("*/short/summary.json")
+    summary = json.loads(path.read_text())
+    before, after = summary["before"], summary["after"]
+    assert before["greedy/accuracy"] <= 0.1
+    assert 0.05 <= before["sampled/called"] <= 0.3
+    assert before["sampled/accuracy_called"] >= 0.7
+    assert after["sampled/called"] >= before["sampled/called"] + 0.3
+    assert after["sampled/accuracy"] >= before["sampled/accuracy"] + 0.3
