@@ -106,7 +106,8 @@ class Diagnosis:
             return None
         start = mean(entry["policy/entropy"] for entry in self._history[:5] if "policy/entropy" in entry)
         now = mean(entropies)
-        if now > 0.05 * start or mean(correct) > 0.9:
+        alike = self._last("group/zero_reward_variance", 5)
+        if now > 0.05 * start or mean(correct) > 0.9 or (alike and mean(alike) < 0.9):
             return None
         return (
             f"the entropy has collapsed from {start:.3f} to {now:.4f} nats per token, with {mean(correct):.2f} of the "
