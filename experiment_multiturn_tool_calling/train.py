@@ -6,7 +6,7 @@
             its calls are executed; what the tools answer is appended with mask 0
         reward each conversation, and train on it as in experiment_base: only tokens with mask 1 count
 
-A conversation is a row of ids that only grows: the policy is trained on exactly the tokens that it has seen and sampled.
+A conversation is a row of ids that only grows: the policy is trained on exactly the tokens that it saw and sampled.
 
     python experiment_multiturn_tool_calling/train.py                   # the bundled policy, questions and calculator
     python experiment_multiturn_tool_calling/train.py --no-tool         # the same without the calculator
