@@ -91,12 +91,17 @@ def draw(experiment: str, panels: Sequence[str] = PANELS, also: dict[str, str] |
     Args:
         also: labels of other runs, by the beginning of their names.
     """
-    also = {"second_policy_seed": "from a second warm start"} | (also or {})
-    names = {experiment: "seed*/"} | {f"{experiment}, {label}": f"{prefix}*/" for prefix, label in also.items()}
+    places = {
+        experiment: (experiment, "seed"),
+        f"{experiment}, from a second warm start": (experiment, "second_policy_seed"),
+    }
+    places |= {label: (experiment, prefix) for prefix, label in (also or {}).items()}
     parent = parent_of(experiment)
     if parent and task_of(parent) == task_of(experiment):
-        names = {parent: "seed*/"} | names
-    groups = {label: sorted((ROOT / label.split(",")[0] / "results").glob(name)) for label, name in names.items()}
+        places = {parent: (parent, "seed")} | places
+    groups = {
+        label: sorted((ROOT / place / "results").glob(f"{prefix}*/")) for label, (place, prefix) in places.items()
+    }
     draw_comparison({label: runs for label, runs in groups.items() if runs}, ROOT / experiment / "curve.png", panels)
 
 
