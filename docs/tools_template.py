@@ -3,7 +3,7 @@ experiment_multiturn_tool_calling explains it.
 
 python experiment_multiturn_tool_calling/train.py --tools my_tools.py
 
-Every function that is defined here is a tool, but those whose names begin with _. It needs a docstring, and a type and
+Every function that is defined here is a tool, except those whose names begin with _. It needs a docstring, and a type and
 a line under "Args:" for each parameter: that is all the policy is told. What it returns is what the policy reads.
 """
 
