@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -199,8 +198,7 @@ def test_what_a_tool_started_ends_with_its_process(tools, tmp_path):
 def test_a_process_that_was_killed_while_idle_is_replaced(tools):
     process = psutil.Process(int(tools["process"]()))
     process.kill()
-    while process.status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.001)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # until all its threads have ended, too
     assert tools["echo"](value="a") == "a"
 
 
