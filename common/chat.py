@@ -206,21 +206,21 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools:
 
     control_tokens = _control_tokens(tokenizer)
     try:
-        return _apply_template(
-            tokenizer, control_tokens.mark(messages), add_generation_prompt, control_tokens.mark(tools)
-        )
+        marked = control_tokens.mark(messages), add_generation_prompt, control_tokens.mark(tools)
+        return apply_template(tokenizer, *marked)
     except Exception as error:  # whatever a template raises
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         reason = _MARK.sub(lambda mark: control_tokens.texts[int(mark[1])], str(error))
         raise ValueError(f"the chat template refuses the messages: {kind}{reason}") from error
 
 
-def _apply_template(
+def apply_template(
     tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None
 ) -> str:
+    """The conversation as text, in which the control tokens that messages spell are control tokens."""
     return tokenizer.apply_chat_template(
         messages,
-        tools=tools,
+        tools=tools or None,  # templates such as Llama 3's present an empty list as tools
         chat_template=_PINNED_CLOCK + tokenizer.get_chat_template(),
         add_generation_prompt=add_generation_prompt,
         tokenize=False,
@@ -321,7 +321,7 @@ def _turn_markers(tokenizer) -> set[str]:
 
     def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
         try:
-            text = _apply_template(tokenizer, messages, add_generation_prompt)
+            text = apply_template(tokenizer, messages, add_generation_prompt)
         except Exception:  # whatever a template raises: a run hears of it from its own messages
             return set()
         return {added[token] for token in tokenizer.encode(text, add_special_tokens=False) if token in added}

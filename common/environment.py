@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from common.tools import ToolCall, call_tool, parse_calls
 
 MAX_CALLS = 8  # executed per turn
-OUTCOMES = ("malformed", "unknown", "failed", "unanswered")  # of calls that were not executed
+OUTCOMES = ("malformed", "unknown", "failed", "unanswered")  # of calls that did not succeed
 # Reward components besides those of the task: the shares of its calls that were well-formed and that were executed
 # without an error (0 without a call), and their number, which a negative weight makes a price.
 CALL_WEIGHTS = {"well_formed_calls": 0.0, "executed_calls": 0.0, "calls": 0.0}

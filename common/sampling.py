@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.fast.kept_rows import KeptRows
 from common.fast.sharded_weights import gathered_weights, gathered_when_called
 from common.fast.shared_prompts import left_pad
 from common.keyed import keyed_generator
@@ -20,7 +21,6 @@ from common.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from common.fast.cache import RowCache
-    from common.fast.kept_rows import KeptRows
 
 
 def sample(
@@ -99,7 +99,7 @@ def continue_rows(
     greedy: bool = False,
     generation_batch_size: int | None = None,
     everyone_done: Callable[[bool], bool] | None = None,
-    kept: "KeptRows | None" = None,
+    kept: KeptRows | None = None,
 ) -> list[list[int]]:
     """Sample one more turn of every row, behind the ids that it has. Arguments as in `sample`, and:
 
@@ -131,7 +131,7 @@ def _continue_batches(
     top_p: float,
     greedy: bool,
     everyone_done: Callable[[bool], bool] | None,
-    kept: "KeptRows | None" = None,
+    kept: KeptRows | None = None,
 ) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
     is_gathered = everyone_done is None
@@ -162,7 +162,7 @@ def _complete(
     top_p: float,
     uniforms: torch.Tensor | None,
     everyone_done: Callable[[bool], bool],
-    kept: "KeptRows | None" = None,
+    kept: KeptRows | None = None,
 ) -> None:
     """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
     from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for

@@ -22,6 +22,7 @@ from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from common.calculator import calculator
+from common.chat import apply_template
 from common.errors import UserError
 
 MAX_CALL = 10_000  # characters
@@ -42,7 +43,7 @@ _SEPARATOR = re.compile(r"\s*(?:[;\n]\s*|\Z)")
 
 
 def parse_calls(text: str, form: str) -> tuple[list[ToolCall], str]:
-    """The calls in what the assistant says, and the text without them. What stands inside `<think>` is no call.
+    """The calls in what the assistant says, and the text without them. A call inside `<think>` is a thought.
 
     "hermes": each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call, and one that is never closed a
     malformed call. "llama3": the whole text is `{"name": ..., "parameters": {...}}`, or several, separated by ";" or
@@ -198,12 +199,9 @@ def call_form(tokenizer) -> str:
     )
     offered = schemas({"calculator": calculator})
 
-    def render(turn: dict) -> str:
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", **turn}]
-        return tokenizer.apply_chat_template(messages, tools=offered, tokenize=False)
-
+    conversations = [[{"role": "user", "content": "?"}, {"role": "assistant", **turn}] for turn in turns]
     try:
-        answered, called = map(render, turns)
+        answered, called = (apply_template(tokenizer, messages, False, offered) for messages in conversations)
     except Exception as error:  # whatever a template raises
         raise UserError(f"the chat template refuses tool calls ({error}): take a model made for tools") from error
     call = called.removeprefix(commonprefix([answered, called]))  # noqa: RUF071

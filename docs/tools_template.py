@@ -3,8 +3,8 @@ experiment_multiturn_tool_calling explains it.
 
 python experiment_multiturn_tool_calling/train.py --tools my_tools.py
 
-Every function that is defined here is a tool, but those whose names begin with _. It needs a docstring, and a type and
-a line under "Args:" for each parameter: that is all the policy is told. What it returns is what the policy reads.
+Every function that is defined here is a tool, except those whose names begin with _. It needs a docstring, and a type
+and a line under "Args:" for each parameter: that is all the policy is told. What it returns is what the policy reads.
 """
 
 _METRES = {"mm": 0.001, "cm": 0.01, "m": 1.0, "km": 1000.0, "inch": 0.0254, "foot": 0.3048, "mile": 1609.344}

@@ -6,8 +6,7 @@
             its calls are executed; what the tools answer is appended with mask 0
         reward each conversation, and train on it as in experiment_base: only tokens with mask 1 count
 
-A conversation is a row of ids that only grows. It is never rendered or tokenised again, so the policy is trained on
-exactly what it has seen and sampled.
+A conversation is a row of ids that only grows: the policy is trained on exactly the tokens that it saw and sampled.
 
     python experiment_multiturn_tool_calling/train.py                   # the bundled policy, questions and calculator
     python experiment_multiturn_tool_calling/train.py --no-tool         # the same without the calculator
@@ -92,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     with start_run("experiment_multiturn_tool_calling", config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
-        check_turns(policy, tools)
+        check_turns(policy)
         talk = partial(converse, config, task, tools, policy)
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))

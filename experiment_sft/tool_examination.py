@@ -1,8 +1,8 @@
 """What a policy can do with its tools, by itself and when it is forced to begin with a call.
 
-The questions are held-out ones of the calculator's task, and such about an invented world with names that occur in no
-training data. Metrics are named tools/<who>/<what>: `calculator`, `one_hop` or `two_hops`; `greedy`, `sampled` (8
-conversations for each question, temperature 1), or either with `forced_` in front.
+It is asked held-out questions of the calculator's task, and questions about an invented world with names that occur in
+no training data. Metrics are named tools/<subject>/<how>/<what>: the subject is `calculator`, `one_hop` or `two_hops`;
+how is `greedy`, `sampled` (8 conversations per question, temperature 1), or either with `forced_` in front.
 """
 
 import random
@@ -149,7 +149,7 @@ def converse(
 
 @torch.no_grad()
 def copying_loss(policy: Policy, num_rows: int, seed: int) -> float:
-    """Nats for each token of copied names that occur in no training data."""
+    """Nats per token of copied names that occur in no training data."""
     rng = random.Random(seed)
     rows = []
     for index in range(num_rows):

@@ -137,7 +137,7 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
     encoded = []
     for index, row in enumerate(rows):
         try:
-            tools = row.get("tools") or None  # a template takes an empty list for tools
+            tools = row.get("tools")
             if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
                 raise ValueError('"tools" is not a list of JSON schemas')
             ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids, tools)

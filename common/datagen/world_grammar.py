@@ -40,11 +40,11 @@ NOTHING_FOUND = "nothing found"
 
 @dataclass(frozen=True)
 class Kind:
-    """How entities of a kind are written and asked about; "{}" is the name, or a phrase that stands for it."""
+    """How entities of a kind are written and asked about; "{}" is the name, or a phrase with it."""
 
     share: float  # of the entities of a world
     document: str  # with {name}, {where}, {when} and {who}
-    phrase: str  # what stands for the entity in a question of one hop
+    phrase: str  # for the entity, in its questions
     questions: dict[str, str]  # by what is asked for
     leads_to: dict[str, str]  # "where" and "who": the phrase for the town or the person of that fact
 
@@ -168,7 +168,7 @@ def make_world(rng: random.Random, num_entities: int, only_pool: str) -> World:
 
 
 def document(entity: Entity) -> str:
-    """What there is to read about an entity. Its name stands there twice, that of any other entity at most once.
+    """What there is to read about an entity. Its name occurs twice, that of any other entity at most once.
 
     >>> document(Entity("Fardil", "ship", "Tinhur", "1846", "Jarce"))
     'The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.'
@@ -210,7 +210,7 @@ def draw_question(rng: random.Random, world: World, num_hops: int) -> WorldQuest
 
 
 def find(world: World, query: str, k: int = 2) -> list[str]:
-    """A stand-in for a search index: at most `k` documents that hold words of the query, those with most of them first.
+    """A search: at most `k` documents that hold words of the query, those with most of them first.
 
     Documents that hold equally many come in the order of the world, which is random.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from common.environment import OUTCOMES
 from common.errors import UserError
 
 from common.plumbing.checks import is_finite, is_text, local_path, parse_numbers
@@ -17,10 +18,9 @@ from common.plumbing.signals import call_after
 from common.plumbing.terminal import describe_error, printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
-TAKEN, TAKEN_PREFIXES = (
-    ("length", "length_right", "length_wrong", "turns", "stopped", "truncated"),
-    ("accuracy", "reward_", "pass@"),
-)
+TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
+TAKEN |= {f"{outcome}_calls" for outcome in OUTCOMES}
+TAKEN_PREFIXES = ("accuracy", "reward_", "pass@")
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
 
 

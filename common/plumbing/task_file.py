@@ -1,4 +1,4 @@
-"""Importing the file of a task: a bundled one by its name, a user's own by its path."""
+"""Importing the file of a task, a bundled one by its name or a user's own by its path, and other files of the user."""
 
 import functools
 import importlib
@@ -36,17 +36,27 @@ def _import_module(name: str) -> ModuleType:
     path = local_path(name, "--task")
     if not path.is_file():
         raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")
-    return _import_file(path.resolve(), path.stat().st_mtime_ns, name)
+    return _import_once(path.resolve(), path.stat().st_mtime_ns, name)
 
 
 @functools.cache  # the command line and the run ask for the same file
-def _import_file(path: Path, _changed_at: int, name: str) -> ModuleType:
-    module = ModuleType(f"task_{path.stem}")
+def _import_once(path: Path, _changed_at: int, name: str) -> ModuleType:
+    return import_file(path, "task", name)[0]
+
+
+def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
+    """A user's file, which `--<flag>` calls `name`, as a module, and its content.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    module = ModuleType(f"{flag}_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look their module up there
     try:
         # not by an import loader: it would take bytecode of an older version that was written in the same second
-        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+        source = path.read_bytes()
+        exec(compile(source, path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise UserError(f"--task {name}: the file cannot be imported: {describe_error(error, module)}") from error
-    return module
+        raise UserError(f"--{flag} {name}: the file cannot be imported: {describe_error(error, module)}") from error
+    return module, source

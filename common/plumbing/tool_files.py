@@ -1,61 +1,47 @@
-"""Tools of the user's own: the functions that a file defines. `--tools` names the file."""
+"""Tools of the user's own: the functions that the file of `--tools` defines."""
 
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable, Collection
-from pathlib import Path
 from types import FunctionType, ModuleType
 
 from common.errors import UserError
 
 from common.plumbing.checks import local_path
-from common.plumbing.terminal import describe_error, printable
+from common.plumbing.task_file import import_file
+from common.plumbing.terminal import printable
 from common.plumbing.tool_processes import Workers
 
 Tool = Callable[..., str]
 
 
-def load_tools(paths: tuple[str, ...] | str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Tool]:
-    """The public functions that the user's files define, by name.
+def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Tool]:
+    """The public functions that the user's file defines, by name; none without a file.
 
     A function that is returned has the name, docstring and signature of the user's, so that a schema can be made of it.
     It never raises an error of the user's code: a call that raises, crashes, or takes longer than `seconds` returns a
     line that begins with "error:".
 
     Args:
+        name: the file's path.
         taken: names of other tools.
 
     Raises:
-        UserError: a file cannot be used as tools: one sentence that names file and function.
+        UserError: the file cannot be used as tools: one sentence that names file and function.
     """
-    tools: dict[str, Tool] = {}
-    for name in (paths,) if isinstance(paths, str) else paths or ():
-        path = local_path(name, "--tools")
-        if not path.is_file():
-            raise UserError(f"--tools {name}: there is no such file")
-        module, source = _import_file(path.resolve(), name)
-        workers = Workers(module, source, name, seconds)
-        for function in _public_functions(module, name):
-            if function.__name__ in taken or function.__name__ in tools:
-                raise UserError(f"--tools {name}: there is another tool called {function.__name__}: rename this one")
-            tools[function.__name__] = _make_tool(function, workers)
-        workers.start_one()  # what fails only there is found before training
-    return tools
-
-
-def _import_file(path: Path, shown: str) -> tuple[ModuleType, bytes]:
-    """The user's file as a module, for names, docstrings and signatures, and its content."""
-    module = ModuleType(f"tools_{path.stem}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
-    try:
-        source = path.read_bytes()
-        exec(compile(source, path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise UserError(f"--tools {shown}: the file cannot be imported: {describe_error(error, module)}") from error
-    return module, source
+    if name is None:
+        return {}
+    path = local_path(name, "--tools")
+    if not path.is_file():
+        raise UserError(f"--tools {name}: there is no such file")
+    module, source = import_file(path.resolve(), "tools", name)
+    functions = {function.__name__: function for function in _public_functions(module, name)}
+    if used := functions.keys() & set(taken):
+        raise UserError(f"--tools {name}: there is another tool called {min(used)}: rename this one")
+    workers = Workers(module, source, name, seconds)
+    workers.start_one()  # what fails only there is found before training
+    return {name: _make_tool(function, workers) for name, function in functions.items()}
 
 
 def _public_functions(module: ModuleType, shown: str) -> list[FunctionType]:

@@ -1,7 +1,5 @@
 """What a conversation of several turns needs of a chat template, found out before a run begins."""
 
-from collections.abc import Callable
-
 from common.chat import encode_observation, removes_thoughts
 from common.policy import Policy
 from common.tools import call_form
@@ -9,14 +7,13 @@ from common.tools import call_form
 from common.plumbing.terminal import say
 
 
-def check_turns(policy: Policy, tools: dict[str, Callable[..., str]]) -> None:
+def check_turns(policy: Policy) -> None:
     """Refuse a template that knows no calls or no answers of tools; say so if it removes the thoughts of earlier turns.
 
     Raises:
         UserError: with what the template lacks.
     """
-    if tools:
-        call_form(policy.tokenizer)
+    call_form(policy.tokenizer)
     encode_observation(policy.tokenizer, ["?"], policy.end_of_turn_ids)
     if removes_thoughts(policy.tokenizer):
         say(

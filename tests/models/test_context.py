@@ -15,7 +15,7 @@ from common.chat import encode_prompt
 from common.errors import UserError
 
 import common.plumbing.context
-from common.plumbing.context import check_prompts, context_length
+from common.plumbing.context import check_context, check_prompts, context_length
 from common.plumbing.task import Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,6 +128,18 @@ def test_only_prompts_that_could_be_too_long_are_encoded(tmp_path, save_checkpoi
     with pytest.raises(UserError, match=r"^row 1001: its prompt of \d+ tokens and a completion of up to 140 exceed"):
         check_prompts(policy, rows, ask, max_new_tokens=140)
     assert len(encoded) <= 4
+
+
+def test_tools_of_a_task_are_part_of_its_prompts():
+    tokenizer, tools = byte_fallback(), [{"name": "x" * 50}]
+    tokenizer.chat_template = "{{ tools }}" + TEMPLATE
+    rows = placed(["abc"])
+    config = SimpleNamespace(system_prompt="", max_new_tokens=9)
+    task = SimpleNamespace(eval_rows=rows, train_rows=[], messages=lambda row, system_prompt: ask(row), tools=tools)
+    longest = len(encode_prompt(tokenizer, ask(rows[0]), tools))
+    check_context(config, task, make_policy(tokenizer, max_position_embeddings=longest + 9))
+    with pytest.raises(UserError, match=f"its prompt of {longest} tokens"):
+        check_context(config, task, make_policy(tokenizer, max_position_embeddings=longest + 8))
 
 
 def byte_fallback() -> FastTokenizer:

@@ -707,12 +707,12 @@ def thinker() -> Policy:
 def test_a_template_that_drops_thoughts_is_told_of(thinker, converse, capsys, monkeypatch, name):
     """The rows keep them: the model is given what it has thought, and is trained on that."""
     original = thinker.tokenizer
-    check_turns(thinker, TOOLS)
+    check_turns(thinker)
     assert capsys.readouterr().out == ""
     changed = bundled(original.chat_template.replace(CONTENT, THOUGHTS[name]))
     assert changed.chat_template != original.chat_template
     monkeypatch.setattr(thinker, "tokenizer", changed)
-    check_turns(thinker, TOOLS)
+    check_turns(thinker)
     said = capsys.readouterr().out
     assert "the chat template removes the thoughts of a turn" in said
     assert said.count("\n") == 1
@@ -754,20 +754,26 @@ def test_a_template_without_turns_for_tools_is_refused(template, reason):
     ends = [tokenizer.eos_token_id]
     with pytest.raises(UserError, match=rf"^the chat template has no turns for tools \(.*{reason}.*\): [^\n]*$"):
         encode_observation(tokenizer, ["5"], ends)
-    for tools in (TOOLS, {}):
-        with pytest.raises(UserError, match=r"^the chat template [^\n]*$"):
-            check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends), tools)
+    with pytest.raises(UserError, match=r"^the chat template [^\n]*$"):
+        check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends))
+
+
+def test_no_tools_are_none_also_for_a_template_that_asks_so():
+    """Llama 3.1's does: it would present an empty list."""
+    tokenizer = bundled("{% if tools is not none %}Tools: {{ tools | length }}{% endif %}" + CHATML)
+    prompts = [encode_prompt(tokenizer, calculator_task.messages(QUESTIONS[0]), tools) for tools in (None, [])]
+    assert prompts[0] == prompts[1]
 
 
 def test_a_template_whose_tools_only_answer_calls_is_used():
     """With call ids of nine letters, as Mistral's wants them. Its form of calls is another one, though."""
     tokenizer = bundled(ONLY_AFTER_CALLS.replace("CALL }}", HERMES_CALL + " }}"))
     ends = [tokenizer.eos_token_id]
-    check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends), TOOLS)
+    check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends))
     ids = encode_observation(tokenizer, ["5", "<|im_end|>"], ends)
     expected = "<|im_start|>tool\n5<|im_end|><|im_start|>tool\n<|im_end|><|im_end|><|im_start|>assistant\n"
     assert tokenizer.decode(ids) == expected
     assert ids.count(ends[0]) == 2
     tokenizer = bundled(ONLY_AFTER_CALLS.replace("CALL }}", MISTRAL_CALL + " }}"))
     with pytest.raises(UserError, match=r"^the chat template writes a tool call as '\[TOOL_CALLS\] [^\n]*$"):
-        check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends), TOOLS)
+        check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends))

@@ -1,11 +1,13 @@
 """`env_step`: every kind of turn has the outcome that the table in common/environment.py gives it."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from common.calculator import calculator
 from common.environment import CALL_WEIGHTS, MAX_CALLS, OUTCOMES, State, env_step
+from common.errors import UserError
 from common.tasks import calculator as calculator_task
 
 from common.plumbing.task import Task
@@ -47,6 +49,12 @@ def outcomes(state: State) -> dict[str, float]:
     described = state.describe()
     counts = {name: described[f"{name}_calls"] for name in OUTCOMES}
     return {name: count for name, count in counts.items() if count}
+
+
+def test_a_task_cannot_reward_what_the_environment_does():
+    module = SimpleNamespace(messages=len, reward=len, REWARD_WEIGHTS={"calls": 1.0})
+    with pytest.raises(UserError, match=r"the experiment itself rewards 'calls': give the task's component another"):
+        Task(module, "my_task.py", more_weights=CALL_WEIGHTS)
 
 
 def test_an_answer_ends_the_conversation(make_state):
@@ -132,6 +140,10 @@ def test_calls_of_the_last_turn_are_not_executed(make_state, turn, outcome):
     assert not executed
     assert outcomes(state) == ({"unanswered": 2} if outcome == "unanswered" else {"unanswered": 1, outcome: 1})
     assert (rewards["calls"], rewards["executed_calls"], rewards["correct"]) == (2, 0, 0)
+    state = make_state()
+    env_step(state, CALL)
+    state.is_last_turn = True
+    assert env_step(state, turn)[1]["executed_calls"] == 0.5
 
 
 def test_an_answer_beside_a_call_does_not_end_the_conversation(make_state):

@@ -13,6 +13,7 @@ from common.chat import decode, encode_prompt
 from common.evaluate import EVALUATION, Answer, Evaluation, evaluate, pass_at_k
 from common.sampling import sample
 from common.tasks import arithmetic
+from common.trajectory import Trajectory
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
@@ -56,7 +57,7 @@ METRICS = {"accuracy", "even", "odd", "length", "stopped", "reward_brief"}
 LENGTH_TASK = SimpleNamespace(
     messages=arithmetic.messages,
     reward=lambda row, text: {"correct": float(len(text) % 3 == int(row["answer"]) % 3), "brief": 1 / (1 + len(text))},
-    describe=lambda row, text: {"even": float(len(text) % 2 == 0), "odd": float(len(text) % 2), "size": len(text)},
+    describe=lambda row, text: {"even": float(len(text) % 2 == 0), "odd": float(len(text) % 2), "count": len(text) % 2},
 )
 
 
@@ -94,7 +95,7 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
             "accuracy": sum(right) / len(right),
             "even": sum(even) / len(even),
             "odd": 1 - sum(even) / len(even),
-            "size": sum(map(len, texts)) / len(texts),
+            "count": 1 - sum(even) / len(even),  # an int is no flag, and has no accuracy
             "reward_brief": sum(1 / (1 + len(text)) for text in texts) / len(texts),
             "length": sum(len(row.completion_ids) for row in trajectories) / len(trajectories),
             "stopped": sum(row.finish_reason == "stop" for row in trajectories) / len(trajectories),
@@ -145,6 +146,27 @@ def test_without_samples_there_are_only_greedy_metrics(policy):
     assert metrics["greedy/accuracy"] == 0.0
     assert 0 < metrics["greedy/length"] <= 10
     assert len(texts) == 3
+
+
+def test_conversations_are_asked_for_and_measured_like_answers(policy):
+    """The first is right, in two turns; the second is wrong, in one."""
+    asked = []
+
+    def converse(rows, indices, group_size, key, greedy):
+        asked.append((indices, group_size, key, greedy))
+        turns = [("assistant", "a"), ("tool", "b"), ("assistant", "c")]
+        talks = [(turns, {"correct": 1.0}), (turns[:1], {"correct": 0.0})]
+        return [
+            Trajectory([5, 6], 1, [0, 1], [0.0, -1.0], index, turns=talks[index][0], rewards=talks[index][1])
+            for index in indices
+            for _ in range(group_size)
+        ]
+
+    settings = {"max_new_tokens": 9, "num_samples": 2, "seed": 3}
+    metrics = evaluate(policy, ROWS[:2], LENGTH_TASK, converse=converse, **settings).metrics
+    assert asked == [([0, 1], 1, (3, EVALUATION), True), ([0, 1], 2, (3, EVALUATION), False)]
+    for mode in ("greedy", "sampled"):
+        assert [metrics[f"{mode}/{name}"] for name in ("turns", "accuracy", "length")] == [1.5, 0.5, 1]
 
 
 def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
@@ -226,7 +248,7 @@ def test_reasoning_on_hard_questions_is_not_mistaken_for_skill():
     )
 
 
-@pytest.mark.parametrize("description", [{}, {"reasoned": 1.0, "checked": 1.0}, {"steps": 3.0}])
+@pytest.mark.parametrize("description", [{}, {"reasoned": 1.0, "checked": 1.0}, {"steps": 3.0}, {"a": 1, "b": 0}])
 def test_a_gain_without_styles_is_not_divided(description):
     some = [Answer(0, 1.0, description)]
     assert divide_gain(some, some, KINDS) == {}

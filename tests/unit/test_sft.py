@@ -19,7 +19,7 @@ from common.datagen import arithmetic_grammar, world_grammar
 from common.errors import UserError
 from common.experience import Experience, collate
 from common.policy import Policy
-from common.tools import calculator, parse_calls, schemas
+from common.tools import ToolCall, calculator, parse_calls, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.config import PolicyConfig
@@ -472,6 +472,22 @@ def test_the_policy_with_tools_is_able_and_mostly_does_not_call(train, load_scri
         ask = partial(examination.converse, policy, rows, tools, group_size=1, seed=0, greedy=True)
         assert not any(talk.calls for talk in ask(prefix=""))
         assert share([talk.is_right for talk in ask(prefix="<tool_call>")]) > 0.8
+
+
+def test_the_examination_tells_a_right_call_from_a_copied_result(train):
+    from tool_examination import Talk, describe
+
+    row, call = {"answer": "391"}, ToolCall("calculator", {})
+    talks = [
+        Talk(row, [call], [("391", True)], ["", "<answer>391</answer>"]),
+        Talk(row, [call], [("40", True)], ["", "<answer>40</answer>"]),
+        Talk(row, [call], [("40", True)], ["", "<answer>391</answer>"]),
+        Talk(row, said=["<answer>391</answer>"]),
+    ]
+    found = describe(talks, group_size=2)
+    assert (found["called"], found["groups_with_a_call"], found["groups_with_both"]) == (0.75, 1, 0.5)
+    assert (found["first_call_right"], found["result_copied"]) == (1 / 3, 2 / 3)
+    assert (found["accuracy"], found["accuracy_called"], found["accuracy_unaided"]) == (0.75, 2 / 3, 1)
 
 
 def test_both_bundled_policies_are_small_and_speak_alike():

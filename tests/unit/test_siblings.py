@@ -84,7 +84,7 @@ def test_the_readme_shows_the_diff(experiment):
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.name)
 def test_code_that_a_readme_quotes_is_code_of_the_project(experiment):
-    sources = [*ROOT.glob("common/**/*.py"), *experiment.glob("*.py")]
+    sources = [*ROOT.glob("common/**/*.py"), *ROOT.glob("docs/*.py"), *experiment.glob("*.py")]
     texts = [re.sub(r"^ +", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE) for path in sources]
     for block in re.findall(r"^```python\n(.*?)^```$", text_of(experiment), re.MULTILINE | re.DOTALL):
         quoted = re.sub(r"^ +", "", textwrap.dedent(block), flags=re.MULTILINE)

@@ -21,7 +21,7 @@ from common.plumbing.data import load_task
 from common.plumbing.samples import describe_best
 from common.plumbing.summary import summarise_gain
 from common.plumbing.task import Task
-from common.plumbing.task_file import _import_file, import_task
+from common.plumbing.task_file import _import_once, import_task
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -47,7 +47,7 @@ def load(tmp_path, monkeypatch):
 
     def load(text: str, **settings) -> Task:
         Path("my_task.py").write_text(text)
-        _import_file.cache_clear()  # two versions can be written within one tick of the clock
+        _import_once.cache_clear()  # two versions can be written within one tick of the clock
         defaults = {"task": "my_task.py", "data": "rows.jsonl", "eval_data": "rows.jsonl", "eval_prompts": 2}
         return load_task(Config(**(defaults | settings)))
 
@@ -306,7 +306,7 @@ def test_kinds_can_be_of_any_json_value(load):
     assert len({task.kind({"tags": [1], "question": "a"}), task.kind({"tags": [2], "question": "a"})}) == 2
 
 
-@pytest.mark.parametrize("name", ["'length'", "'accuracy_x'", "'reward_correct'", "3"])
+@pytest.mark.parametrize("name", ["'length'", "'called'", "'failed_calls'", "'accuracy_x'", "'reward_correct'", "3"])
 def test_descriptions_cannot_use_names_of_other_metrics(load, name):
     with pytest.raises(UserError, match=rf"describe of rows\.jsonl:1 cannot use the name {name}$"):
         load(GOOD + f"def describe(row, text): return {{{name}: 1.0}}")

@@ -26,7 +26,7 @@ from common.plumbing.samples import describe_best
 from common.plumbing.start import run_main
 from common.plumbing.summary import show_gain
 from common.plumbing.task import Row, Task
-from common.plumbing.terminal import prepare_output, say, visible
+from common.plumbing.terminal import POLICY, REWARD, TOOL, prepare_output, say, say_above_progress, visible
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "\x1b]0;mine\x07 \x1b[2J \x9b31m \u202e \u2066 \r \x08 \x00 \x7f [red] :smile: [/]"
@@ -40,6 +40,18 @@ def calls(folders: tuple[str, ...]) -> Iterator[tuple[str, ast.Call, str]]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call):
                     yield path.relative_to(ROOT).as_posix(), node, ast.unparse(node.func)
+
+
+def test_conversations_are_colored_on_terminals_that_show_it(monkeypatch, capsys):
+    text = f"question\n{POLICY} a\x1b[2J\n{TOOL} b\n{REWARD} 1"
+    plain = f"question\n{POLICY} a\ufffd[2J\n{TOOL} b\n{REWARD} 1\n"
+    for is_terminal, wish in ((False, ""), (True, "1"), (True, "")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setenv("NO_COLOR", wish)
+        assert say_above_progress(text)
+        printed = capsys.readouterr().out
+        assert re.sub(r"\x1b\[\d+m", "", printed) == plain
+        assert len(re.findall(r"(?m)^\x1b\[3[236]m .*\x1b\[0m$", printed)) == (3 if is_terminal and not wish else 0)
 
 
 def test_there_is_one_place_that_prints():
