@@ -18,7 +18,10 @@ from common.plumbing.terminal import describe_error, printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN, TAKEN_PREFIXES = (
-    ("length", "length_right", "length_wrong", "turns", "stopped", "truncated"),
+    (
+        *("length", "length_right", "length_wrong", "turns", "stopped", "truncated"),
+        *("called", "unaided", "malformed_calls", "unknown_calls", "failed_calls", "unanswered_calls"),
+    ),
     ("accuracy", "reward_", "pass@"),
 )
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told

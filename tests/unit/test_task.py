@@ -306,7 +306,7 @@ def test_kinds_can_be_of_any_json_value(load):
     assert len({task.kind({"tags": [1], "question": "a"}), task.kind({"tags": [2], "question": "a"})}) == 2
 
 
-@pytest.mark.parametrize("name", ["'length'", "'accuracy_x'", "'reward_correct'", "3"])
+@pytest.mark.parametrize("name", ["'length'", "'called'", "'accuracy_x'", "'reward_correct'", "3"])
 def test_descriptions_cannot_use_names_of_other_metrics(load, name):
     with pytest.raises(UserError, match=rf"describe of rows\.jsonl:1 cannot use the name {name}$"):
         load(GOOD + f"def describe(row, text): return {{{name}: 1.0}}")
