@@ -253,12 +253,12 @@ def test_ctrl_c_ends_calls_in_threads_at_once(tmp_path):
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_map_keeps_the_order_and_passes_errors_on(parallel):
-    names = in_threads(lambda _: threading.current_thread().name, range(9), parallel)
+    names = in_threads(lambda _: threading.current_thread().name, range(9), parallel=parallel)
     assert ({threading.current_thread().name} == set(names)) is not parallel
-    assert in_threads(str, range(9), parallel) == list("012345678")
-    assert in_threads(str, [], parallel) == []
+    assert in_threads(str, range(9), parallel=parallel) == list("012345678")
+    assert in_threads(str, [], parallel=parallel) == []
     with pytest.raises(ZeroDivisionError):
-        in_threads(lambda number: 1 // number, [1, 0, 2], parallel)
+        in_threads(lambda number: 1 // number, [1, 0, 2], parallel=parallel)
 
 
 PROGRAM = """
