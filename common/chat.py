@@ -83,6 +83,8 @@ def encode_chat(
 def _check_message(message: object, position: int) -> None:
     if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
         raise ValueError(f"message {position} is not an object with a role")
+    if message.get("weight") not in (None, 0, 1):
+        raise ValueError(f"the weight of message {position} is neither 0 nor 1")
     role, content = message["role"], message.get("content")
     only_calls = role == "assistant" and content is None and message.get("tool_calls")
     if role in ("system", "user", "assistant", "tool") and not isinstance(content, str) and not only_calls:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable
 from os.path import commonprefix
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from common.calculator import calculator
 from common.chat import apply_template
@@ -159,6 +159,8 @@ def _fits(value: object, hint: object) -> bool:
     """Whether a value from JSON is of the type of a parameter; true and 1 are not the same here."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     kinds = _JSON_TYPES.get(get_origin(hint) or hint)
     return kinds is None or type(value) in kinds
 

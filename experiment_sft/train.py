@@ -81,6 +81,8 @@ def main(argv: list[str] | None = None) -> None:
     lesson_sizes = ("num_copying", "num_reasoning", "num_answering")
     if config.data is not None and any(getattr(config, name) != getattr(Config, name) for name in lesson_sizes):
         raise UserError("--num-copying, --num-reasoning and --num-answering size the lessons, which --data replaces")
+    if config.lessons != "tools" and config.embeddings != Config.embeddings:
+        raise UserError("--embeddings is about the names of --lessons tools")
     if config.lessons == "tools" and (config.data is not None or config.model == "new"):
         raise UserError("--lessons tools continues a policy that can reason: give a --model, and no --data")
     rows = lessons(config) if config.data is None else read_rows(config.data, {"messages": list})
@@ -134,7 +136,7 @@ def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], 
 
 def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajectory]:
     """Conversations as trajectories: the assistant's tokens are the actions."""
-    encoded = []
+    encoded, source = [], config.data or f"--lessons {config.lessons}"
     for index, row in enumerate(rows):
         try:
             tools = row.get("tools")
@@ -142,13 +144,13 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
                 raise ValueError('"tools" is not a list of JSON schemas')
             ids, mask = encode_chat(policy.tokenizer, row["messages"], policy.end_of_turn_ids, tools)
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{config.data}, row {index + 1}: {error}") from error
+            raise UserError(f"{source}, row {index + 1}: {error}") from error
         if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
             encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
     if len(encoded) < len(rows):
         say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
-    if not encoded and config.data is not None:
-        raise UserError(f"{config.data}: no row is left to learn from")
+    if rows and not encoded:
+        raise UserError(f"{source}: no row is left to learn from")
     return encoded
 
 

@@ -32,6 +32,7 @@ def check_context(config: RunConfig, task: Task, policy: Policy) -> None:
     """
     rows = [*task.eval_rows, *task.train_rows]
     remedy = "leave out long questions with --max-question-length, or lower --max-new-tokens"
+    remedy += ", or describe the functions of --tools in fewer words" if getattr(config, "tools", None) else ""
     messages = partial(task.messages, system_prompt=config.system_prompt)
     check_prompts(policy, rows, messages, config.max_new_tokens, remedy, task.tools)
 

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Collection
 from types import FunctionType, ModuleType
@@ -82,7 +83,7 @@ def _problem_of(name: str, function: FunctionType) -> str | None:
         if parameter.annotation is parameter.empty:
             return f"has no type for its parameter {parameter.name}: write {parameter.name}: str, for example"
     try:
-        get_json_schema(function)
+        json.dumps(get_json_schema(function), ensure_ascii=False).encode()  # no tokenizer takes half a character
     except Exception as error:  # of many kinds, also those of a type hint that is evaluated
         return f"cannot be described to the policy: {error}"
     return None

@@ -139,6 +139,16 @@ def test_tools_that_cannot_be_used_are_refused(train):
     assert not Path("runs").exists()
 
 
+def test_tools_that_fill_the_context_are_named(train):
+    names = [f"parameter_{number}" for number in range(400)]
+    described = "".join(f"        {name}: a number\n" for name in names)
+    signature = ", ".join(f"{name}: int" for name in names)
+    Path("my_tools.py").write_text(f'def f({signature}) -> int:\n    """Add.\n\n    Args:\n{described}    """\n')
+    with pytest.raises(UserError, match=r"context of 1024 tokens: .*, or describe the functions of --tools in fewer"):
+        train.main([*SMALL, "--tools", "my_tools.py"])
+    assert not list(Path("runs").glob("*/*"))
+
+
 def test_a_price_of_calls_is_part_of_the_return(train):
     directory, _ = run(train, "--reward-weight", "calls=-0.25")
     metrics = rows_of(directory, "metrics")[1]

@@ -127,6 +127,15 @@ def test_tools_that_are_no_schemas_are_refused(encode, tools):
         encode([CONVERSATIONS[0] | {"tools": tools}])
 
 
+@pytest.mark.parametrize("weight", [0.5, -1, "0", []])
+def test_a_weight_is_0_or_1(encode, weight):
+    user, answer = ({"role": role, "content": "2"} for role in ("user", "assistant"))
+    with pytest.raises(UserError, match=r"^my\.jsonl, row 1: the weight of message 1 is neither 0 nor 1$"):
+        encode([{"messages": [user, answer | {"weight": weight}]}], data="my.jsonl")
+    (plain, *others) = encode([{"messages": [user, answer | extra]} for extra in ({}, {"weight": 1}, {"weight": None})])
+    assert [row.action_mask for row in others] == [plain.action_mask] * 2
+
+
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 256])
 def test_the_update_is_the_mean_over_all_spoken_tokens(train, policy, encode, micro_batch_size):
     """Loss and gradient are those of a slow loop, for every size of micro-batch."""
@@ -307,6 +316,8 @@ def test_long_rows_are_left_out_and_counted(encode, capsys):
     kept = encode(MANY, max_length=limit)
     assert [row.prompt_index for row in kept] == [i for i, length in enumerate(lengths) if length <= limit]
     assert f"{len(MANY) - len(kept)} of {len(MANY)} rows left out" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"^--lessons arithmetic: no row is left to learn from$"):
+        encode(MANY, max_length=1)
 
 
 def test_the_examination_is_of_heldout_questions_free_and_forced(train, policy, monkeypatch):
@@ -459,6 +470,12 @@ def name_tokens(policy: Policy) -> tuple[list[int], list[tuple[int, int]]]:
 def test_lessons_about_tools_continue_a_policy(train, flags):
     with pytest.raises(UserError, match="--lessons tools"):
         train.main(["--lessons", "tools", *flags])
+
+
+@pytest.mark.parametrize("flags", [("--model", "tiny"), ("--model", "tiny", "--data", "chats.jsonl")])
+def test_embeddings_are_renewed_in_lessons_about_tools(train, flags):
+    with pytest.raises(UserError, match=r"^--embeddings is about the names of --lessons tools$"):
+        train.main(["--embeddings", "random", *flags])
 
 
 def test_the_policy_with_tools_is_able_and_mostly_does_not_call(train, load_script):

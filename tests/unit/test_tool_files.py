@@ -318,6 +318,7 @@ FAULTY = {
     GOOD.replace("a: a", "b: a"): "good cannot be described to the policy: .* no description for the argument 'a'",
     GOOD.replace("a: int", "a: complex"): "good cannot be described to the policy: .*complex",
     GOOD.replace("a: int", "a: 'Nowhere'"): "good cannot be described to the policy: name 'Nowhere' is not defined",
+    GOOD.replace("Good.", "Half a character: \\ud800"): "good cannot be described to the policy: 'utf-8' codec",
     GOOD.replace("good", "größe"): "größe is not a name that every chat template can show",
     GOOD + "better = good": "better is another name of good: give it a def of its own",
     "double = lambda a: 2 * a": "double is another name of <lambda>",

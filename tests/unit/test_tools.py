@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -308,6 +308,8 @@ def test_a_tool_that_fits_is_called():
         (ToolCall("tool", {"width": 1, "height": 1, "exact": 1}), "tool: exact must be bool"),
         (ToolCall("tool", {"width": 1, "height": 1, "exact": "true"}), "tool: exact must be bool"),
         (ToolCall("tool", {"width": 1, "height": 1, "tags": {}}), "tool: tags must be list[str] | None"),
+        (ToolCall("tool", {"width": 1, "height": 1, "side": "top"}), "tool: side must be Literal['left', 1]"),
+        (ToolCall("tool", {"width": 1, "height": 1, "side": True}), "tool: side must be Literal['left', 1]"),
         (ToolCall("calculator", {"expression": 17}), "calculator: expression must be str"),
     ],
 )
@@ -315,7 +317,14 @@ def test_a_call_that_does_not_fit_is_an_error(call, said):
     """And the tool is not called."""
     num_calls = []
 
-    def tool(width: int, height: float, unit: str = "m", exact: bool = False, tags: list[str] | None = None) -> None:
+    def tool(
+        width: int,
+        height: float,
+        unit: str = "m",
+        exact: bool = False,
+        tags: list[str] | None = None,
+        side: Literal["left", 1] = "left",
+    ) -> None:
         num_calls.append(1)
 
     text, executed = call_tool({"tool": tool, "calculator": calculator}, call)
