@@ -1,7 +1,7 @@
 """experiment_multiturn_tool_calling against TRL's GRPOTrainer with `tools=`, and against the same tokens in one turn.
 
     pip install -r requirements-bench.txt
-    OMP_NUM_THREADS=1 python benchmarks/trl_tools.py        # half an hour on an idle core
+    OMP_NUM_THREADS=1 python benchmarks/trl_tools.py        # ten minutes on one core
 
 Three kinds of runs take turns, each in a process of its own with one thread. All have the same checkpoint, questions in
 the same order, group size, budget, temperature, KL weight, learning rate and AdamW, one update per step, float32:
@@ -52,7 +52,7 @@ class ToolsJob(Job):
 @dataclass(frozen=True, kw_only=True)
 class Config:
     repetitions: int = 3  # of each of the three, interleaved, each with a seed of its own
-    betas: tuple[float, ...] = (0.02, 0.0)  # weights of the KL penalty
+    betas: tuple[float, ...] = (0.02,)  # weights of the KL penalty
     steps: int = 24  # of each repetition; the first three do not count
     max_new_tokens: int = 96  # budget of all turns together
     max_turns: int = 3
