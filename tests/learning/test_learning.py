@@ -90,7 +90,7 @@ def test_the_bundled_policy_can_reason_and_mostly_does_not():
 def test_the_policy_learns_to_call_the_calculator(tmp_path, load_script, monkeypatch):
     """Before, it calls now and then, which is then mostly right; afterwards it calls because that pays."""
     monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
-    flags = ("--steps", "16", "--prompts-per-step", "6", "--lr", "1e-4", "--eval-prompts", str(EVAL_PROMPTS))
+    flags = ("--steps", "14", "--prompts-per-step", "6", "--lr", "1e-4", "--eval-prompts", "16")
     off = ("--eval-every", "0", "--checkpoint-every", "0", "--samples-every", "0")
     train = load_script("experiment_multiturn_tool_calling/train.py")
     train.main([*flags, *off, "--runs-dir", str(tmp_path), "--name", "short"])

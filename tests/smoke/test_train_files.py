@@ -213,7 +213,8 @@ def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, 
         assert entry["reward/total"] == pytest.approx(expected)
         assert 0 <= entry["completion/thinks"] <= 1
     summary = json.loads((directory / "summary.json").read_text())
-    assert list(summary["gain"]) == ["choice of style", "better if thinks", "better if answers_directly"]
+    styles = ("called", "unaided") if "completion/called" in steps[0] else ("thinks", "answers_directly")
+    assert list(summary["gain"]) == ["choice of style", *(f"better if {style}" for style in styles)]
     gain = summary["after"]["sampled/accuracy"] - summary["before"]["sampled/accuracy"]
     assert sum(summary["gain"].values()) == pytest.approx(gain)
     assert (directory / "curve.png").stat().st_size > 1000
