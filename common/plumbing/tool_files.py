@@ -11,7 +11,7 @@ from common.errors import UserError
 
 from common.plumbing.checks import local_path
 from common.plumbing.task_file import import_file
-from common.plumbing.terminal import printable
+from common.plumbing.terminal import printable, say
 from common.plumbing.tool_processes import Workers
 
 Tool = Callable[..., str]
@@ -42,6 +42,7 @@ def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) ->
         raise UserError(f"--tools {name}: there is another tool called {min(used)}: rename this one")
     workers = Workers(module, source, name, seconds)
     workers.start_one()  # what fails only there is found before training
+    say(f"--tools {name}: the policy may call {', '.join(functions)}")  # every public function is a tool
     return {name: _make_tool(function, workers) for name, function in functions.items()}
 
 

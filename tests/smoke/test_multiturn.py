@@ -121,7 +121,8 @@ def test_a_users_tool_is_offered_and_has_a_time_limit(train):
     Path("rows.jsonl").write_text(f"{json.dumps(question)}\n" * 4)
     Path("held_out.jsonl").write_text(json.dumps(question | {"question": "Where was Tolan born?"}))
     flags = ("--data", "rows.jsonl", "--eval-data", "held_out.jsonl", "--max-turns", "2", "--tool-seconds", "0.05")
-    directory, _ = run(train, *flags, "--tools", "my_tools.py")
+    directory, output = run(train, *flags, "--tools", "my_tools.py")
+    assert "my_tools.py: the policy may call search\n" in output
     answers = [text for row in rows_of(directory, "samples") for role, text in row["turns"] if role == "tool"]
     assert "error: search gave no answer within 0.05 s" in answers
     assert rows_of(directory, "metrics")[1]["completion/failed_calls"] > 0
