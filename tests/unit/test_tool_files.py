@@ -214,6 +214,7 @@ def test_signals_for_the_run_do_not_end_a_tool(tools):
 def test_what_a_tool_prints_is_harmless(load, capfd):
     """It is shown on stderr, disturbs no answer, and cannot control the terminal."""
     tools = load(TOOLS)
+    assert capfd.readouterr().out.endswith("the policy may call echo, evaluate, count, wait, process\n")
     code = (
         "[print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')][3]"
     )
