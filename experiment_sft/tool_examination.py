@@ -129,12 +129,11 @@ def converse(
     talks = [Talk(questions[row.prompt_index]) for row in rows]
     open_ones = list(zip(rows, talks, strict=True))
     for turn in range(MAX_TURNS):
-        lengths = [len(row.ids) for row, _ in open_ones]
         settings = {"max_new_tokens": MAX_NEW_TOKENS, "generation_batch_size": 256, "greedy": greedy}
-        continue_rows(policy, [row for row, _ in open_ones], key=(seed, EVALUATION), **settings)
+        sampled = continue_rows(policy, [row for row, _ in open_ones], key=(seed, EVALUATION), **settings)
         going_on = []
-        for (row, talk), length in zip(open_ones, lengths, strict=True):
-            text = (prefix if turn == 0 else "") + decode(tokenizer, row.ids[length:])
+        for (row, talk), ids in zip(open_ones, sampled, strict=True):
+            text = (prefix if turn == 0 else "") + decode(tokenizer, ids)
             calls, said = parse_calls(text, "hermes")
             talk.said.append(said)
             talk.calls += calls
