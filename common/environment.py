@@ -43,6 +43,19 @@ class State:
         """What the policy has said in all turns."""
         return "\n".join(self.said)
 
+    def execute(self, call: ToolCall) -> tuple[str, bool]:
+        """What a tool answers to a call, and whether it did what was asked."""
+        return call_tool(self.tools, call)
+
+    def rewards(self) -> dict[str, float]:
+        """The components of the task, and those of the calls."""
+        num_calls, outcomes = self.outcomes.total(), self.outcomes
+        return self.task.reward(self.row, self.text) | {
+            "well_formed_calls": 1 - outcomes["malformed"] / num_calls if num_calls else 0.0,
+            "executed_calls": outcomes["executed"] / num_calls if num_calls else 0.0,
+            "calls": float(num_calls),
+        }
+
     def describe(self) -> dict[str, float]:
         """What else to log: nothing of it is rewarded."""
         called = float(self.outcomes.total() > 0)
@@ -67,13 +80,7 @@ def env_step(state: State, action_text: str) -> tuple[list[str] | None, dict[str
     if calls and not state.is_last_turn:
         return observation, {}, False
     state.is_over = True
-    num_calls, outcomes = state.outcomes.total(), state.outcomes
-    rewards = {
-        "well_formed_calls": 1 - outcomes["malformed"] / num_calls if num_calls else 0.0,
-        "executed_calls": outcomes["executed"] / num_calls if num_calls else 0.0,
-        "calls": float(num_calls),
-    }
-    return None, state.task.reward(state.row, state.text) | rewards, True
+    return None, state.rewards(), True
 
 
 def _answer(state: State, call: ToolCall, number: int) -> str:
@@ -82,7 +89,7 @@ def _answer(state: State, call: ToolCall, number: int) -> str:
     if number >= MAX_CALLS:
         text = f"error: at most {MAX_CALLS} calls per turn"
     elif not state.is_last_turn:
-        text, is_executed = call_tool(state.tools, call)
+        text, is_executed = state.execute(call)
     if call.error is not None:
         outcome = "malformed"
     elif state.is_last_turn:

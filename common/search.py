@@ -1,0 +1,112 @@
+"""Search: documents that a policy finds, instead of knowing them.
+
+An index answers `search(query, k)` with the documents that fit best; common/plumbing/retrieval has several kinds. The
+policy reads their texts, one a line, and never their ids or scores. All queries of a turn are sent to the index
+together, before the environment takes the turn of each conversation.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from common.environment import MAX_CALLS, State
+from common.tools import ToolCall, parse_calls
+
+NOTHING_FOUND = "nothing found"
+# A reward component besides those of the task and of the calls: the share of the supporting documents that were found.
+SEARCH_WEIGHTS = {"retrieved": 0.0}
+
+
+class Hit(NamedTuple):
+    """A document that a search has found, or a part of one."""
+
+    document: str  # its id
+    text: str
+    score: float  # larger is better; scores of different queries or indexes cannot be compared
+
+
+class SearchError(Exception):
+    """A search that could not be answered. Its message, one line, is what the policy reads."""
+
+
+class Index(Protocol):
+    """Documents that can be searched. Several threads may search at the same time."""
+
+    def search(self, query: str, k: int) -> list[Hit]:
+        """At most `k` hits, best first; none if nothing fits. `query` is any text that a policy may write.
+
+        Raises:
+            SearchError: there is no answer: it took too long, say, or a server failed.
+        """
+
+    def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
+        """What `search` returns or raises for each of the queries; a query that fails spoils no other one's answer."""
+
+
+class Searcher:
+    """The search tool of all conversations: an index, and its answers to the queries of the present turn."""
+
+    def __init__(self, index: Index, top_k: int):
+        self._index, self._top_k = index, top_k
+        self._answers: dict[str, list[Hit] | SearchError] = {}
+
+    def send(self, queries: Iterable[str]) -> None:
+        """Send all queries of a turn to the index together; equal ones once."""
+        distinct = list(dict.fromkeys(queries))
+        answers = self._index.search_all(distinct, self._top_k) if distinct else []
+        self._answers = dict(zip(distinct, answers, strict=True))
+
+    def answer(self, query: str) -> list[Hit] | SearchError:
+        """The index's answer to one of the queries that were sent."""
+        return self._answers[query]
+
+    def search(self, query: str) -> str:
+        """Search the documents.
+
+        Args:
+            query: What to look for.
+        """
+        answer = self.answer(query)
+        return f"error: {answer}" if isinstance(answer, SearchError) else render(answer)
+
+
+@dataclass
+class SearchState(State):
+    """A conversation that can search, and what it has found."""
+
+    searcher: Searcher | None = None  # None: it cannot
+    found: list[Hit] = field(default_factory=list)
+    num_failures: int = 0  # of the index
+
+    def queries(self, action_text: str) -> list[str]:
+        """What the tool `search` will be asked in the turn that the policy takes with this text."""
+        if self.searcher is None or self.is_last_turn:
+            return []
+        calls, _ = parse_calls(action_text, self.call_form)
+        queries = [call.arguments.get("query") for call in calls[:MAX_CALLS] if call.name == "search"]
+        return [query for query in queries if isinstance(query, str)]
+
+    def execute(self, call: ToolCall) -> tuple[str, bool]:
+        text, is_executed = super().execute(call)
+        if call.name == "search" and self.searcher is not None and isinstance(call.arguments.get("query"), str):
+            answer = self.searcher.answer(call.arguments["query"])
+            if isinstance(answer, SearchError):
+                self.num_failures += 1
+            else:
+                self.found += answer
+        return text, is_executed
+
+    def rewards(self) -> dict[str, float]:
+        return super().rewards() | {"retrieved": self.task.retrieved(self.row, self.found)}
+
+    def describe(self) -> dict[str, float]:
+        return super().describe() | {"failed_searches": self.num_failures}
+
+
+def render(hits: list[Hit]) -> str:
+    """What the policy reads: the texts, best first, one a line.
+
+    >>> render([Hit("d1", "The ship Fardil was built in 1846.", 7.1), Hit("d2", "Jarce built\\nMabto.", 2.0)])
+    'The ship Fardil was built in 1846.\\nJarce built Mabto.'
+    """
+    return "\n".join(" ".join(hit.text.split()) for hit in hits) or NOTHING_FOUND
