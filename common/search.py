@@ -97,7 +97,7 @@ class SearchState(State):
         return text, is_executed
 
     def rewards(self) -> dict[str, float]:
-        return super().rewards() | {"retrieved": self.task.retrieved(self.row, self.found)}
+        return super().rewards() | {"retrieved": share_retrieved(self.row, self.found)}
 
     def describe(self) -> dict[str, float]:
         return super().describe() | {"failed_searches": self.num_failures}
@@ -110,3 +110,20 @@ def render(hits: list[Hit]) -> str:
     'The ship Fardil was built in 1846.\\nJarce built Mabto.'
     """
     return "\n".join(" ".join(hit.text.split()) for hit in hits) or NOTHING_FOUND
+
+
+def share_retrieved(row: dict, hits: list[Hit]) -> float:
+    """The share of a row's supporting documents that are among the hits, of which a part of a document, id#1, is enough.
+
+    If the row does not name them: 1 if a hit holds the answer, else 0.
+
+    >>> hits = [Hit("ships.md#4", "The ship Fardil was built in 1846.", 7.1)]
+    >>> share_retrieved({"supporting": ["ships.md", "towns.md"]}, hits), share_retrieved({"answer": 1846}, hits)
+    (0.5, 1.0)
+    """
+    supporting = row.get("supporting")
+    if supporting:
+        found = {name for hit in hits for name in (hit.document, hit.document.rpartition("#")[0])}
+        return sum(name in found for name in supporting) / len(supporting)
+    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    return float(any(str(answer).casefold() in hit.text.casefold() for answer in answers for hit in hits))
