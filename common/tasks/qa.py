@@ -1,10 +1,10 @@
 """Questions about documents, which the policy has to find by searching.
 
 A row is `{"question": "When was the ship Fardil built?", "answer": "1846", "supporting": ["Fardil"], ...}`: the policy
-should end with `<answer>1846</answer>`. `answer` may be a list of spellings, any of which counts. `supporting` names the
-documents that tell the answer, if it is known. The bundled rows also say how many documents have to be read in turn
-(`difficulty`, "one hop" or "two hops"), and whether they are among those that training asks about (`documents`, "seen"
-or "new"). Any rows with `question` and `answer` can be used.
+should end with `<answer>1846</answer>`. `answer` may be a list of spellings, any of which counts; `supporting` names
+the documents that tell the answer, if that is known. The bundled rows also say how many documents have to be read, one
+after the other (`difficulty`: "one hop" or "two hops"), and whether training asks about them (`documents`: "seen" or
+"new"). Any rows with `question` and `answer` can be used.
 """
 
 import re
