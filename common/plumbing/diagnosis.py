@@ -164,7 +164,7 @@ class Diagnosis:
         if not failures or not calls or mean(failures) <= 0.1 * mean(calls):
             return None
         return (
-            f"{mean(failures) / mean(calls):.0%} of the calls of the last five steps were searches that the index could "
-            "not answer, so that the policy learns that searching does not help: see what is wrong with --search-url, "
+            f"{mean(failures) / mean(calls):.0%} of the calls of the last five steps were searches that the index "
+            "could not answer, so that the policy learns that searching does not help: see what is wrong with --search-url, "
             "or raise --search-seconds"
         )

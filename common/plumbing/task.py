@@ -18,18 +18,8 @@ from common.plumbing.signals import call_after
 from common.plumbing.terminal import describe_error, printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
-TAKEN = {
-    "length",
-    "length_right",
-    "length_wrong",
-    "turns",
-    "stopped",
-    "truncated",
-    "called",
-    "unaided",
-    "failed_searches",
-}
-TAKEN |= {f"{outcome}_calls" for outcome in OUTCOMES}
+TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
+TAKEN |= {"failed_searches"} | {f"{outcome}_calls" for outcome in OUTCOMES}
 TAKEN_PREFIXES = ("accuracy", "reward_", "pass@")
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
 
