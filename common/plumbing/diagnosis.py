@@ -165,6 +165,6 @@ class Diagnosis:
             return None
         return (
             f"{mean(failures) / mean(calls):.0%} of the calls of the last five steps were searches that the index "
-            "could not answer, so that the policy learns that searching does not help: see what is wrong with --search-url, "
-            "or raise --search-seconds"
+            "could not answer, so that the policy learns that searching does not help: see what is wrong with "
+            "--search-url, or raise --search-seconds"
         )
