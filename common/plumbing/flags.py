@@ -115,6 +115,7 @@ def make_flags(config: PolicyConfig) -> type:
         argument = tyro.conf.arg(
             help=text.rstrip("; ") or resolved,
             help_behavior_hint=f"({_hint(field.name, default, resolved)})",
+            aliases=getattr(config, "ALIASES", {}).get(field.name),
             metavar="NAME=NUMBER ..." if types[field.name] == tuple[str, ...] else None,
         )
         entry = (field.name, Annotated[types[field.name], argument], dataclasses.field(default=default))
