@@ -62,7 +62,7 @@ def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | Searc
     if not isinstance(results, list):
         raise ServerError("the search server's answer has no list of results")
     if len(results) != num_queries:
-        raise ServerError(f"the search server gave {len(results)} results for {num_queries} queries")
+        raise ServerError(f"the search server gave {len(results)} results instead of {num_queries}")
     return [_read_hits(result, k) for result in results]
 
 

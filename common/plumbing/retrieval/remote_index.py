@@ -89,8 +89,9 @@ class RemoteIndex:
         answers: list[list[Hit] | SearchError | None] = [None] * len(queries)
         if queries:
             thread = threading.Thread(target=self._run, args=(queries, k, answers, deadline), daemon=True)
-            thread.start()
-            thread.join(self._seconds)  # not longer, even if the name of the server is still being looked up
+            with suppress(RuntimeError):  # no more threads: no answer
+                thread.start()
+                thread.join(self._seconds)  # not longer, even if the name of the server is still being looked up
         return [
             ServerError(f"the search server gave no answer within {self._seconds:g} s") if answer is None else answer
             for answer in list(answers)  # a copy: the thread may still write
@@ -163,6 +164,8 @@ def _read_url(text: str) -> httpx2.URL:
     try:
         url = httpx2.URL(text.strip())
         if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError
+        if not 0 < (url.port or 80) < 2**16:
             raise ValueError
         path = url.path.rstrip("/")
         return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
