@@ -63,6 +63,10 @@ RANGES = {
     # of data and evaluation
     "max_question_length": Range(1, 10**9, "characters"),
     "tool_seconds": Range(0, 3600, "seconds", above=True),
+    "top_k": Range(1, 1000, "documents"),
+    "search_seconds": Range(0, 3600, "seconds", above=True),
+    "chunk_words": Range(1, 10**6, "words"),
+    "chunk_overlap": Range(0, 10**6, "words"),
     "num_copying": Range(0, 10**7, "rows"),
     "num_reasoning": Range(0, 10**7, "rows"),
     "num_answering": Range(0, 10**7, "rows"),
@@ -87,6 +91,7 @@ GROUPS = {
     "data and task": (
         *("task", "reward_weight", "data", "at_most", "max_question_length", "system_prompt"),
         *("tool", "tools", "tool_seconds", "lessons", "embeddings"),
+        *("corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"),
         *("num_copying", "num_reasoning", "num_answering", "max_length"),
     ),
     "evaluation": ("eval_data", "eval_prompts", "eval_every"),
@@ -110,6 +115,7 @@ def make_flags(config: PolicyConfig) -> type:
         argument = tyro.conf.arg(
             help=text.rstrip("; ") or resolved,
             help_behavior_hint=f"({_hint(field.name, default, resolved)})",
+            aliases=getattr(config, "ALIASES", {}).get(field.name),
             metavar="NAME=NUMBER ..." if types[field.name] == tuple[str, ...] else None,
         )
         entry = (field.name, Annotated[types[field.name], argument], dataclasses.field(default=default))

@@ -162,13 +162,17 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
-    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in ("data", "eval_data", "tools")}
+    names = ("data", "eval_data", "tools", "corpus", "index", "encoder")
+    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in names}
     if config.model not in BUNDLED:
         named["model"] = config.model_path
     if getattr(config, "task", None) not in bundled_tasks():
         named["task"] = getattr(config, "task", None)
     paths = {name: Path(value).expanduser() for name, value in named.items() if value}
-    return dataclasses.replace(config, **{name: str(path.absolute()) for name, path in paths.items() if path.exists()})
+    return dataclasses.replace(
+        config,  # an index is made where there is none; a data set and a model can be the hub's
+        **{name: str(path.absolute()) for name, path in paths.items() if path.exists() or name == "index"},
+    )
 
 
 def _shown(value: object) -> str:
