@@ -156,14 +156,10 @@ class DenseIndex:
         if self.about.get("format") != FORMAT:
             raise UserError(f"--index {shown(path)} is not an index for --encoder")
         self._model, self._seconds, self._lock = model, seconds, threading.Lock()
+        self.num_documents, self.content_hash = len(self._ends), self.about["content"]
 
-    @property
-    def num_documents(self) -> int:
-        return len(self._ends)
-
-    @property
-    def content_hash(self) -> str:
-        return self.about["content"]
+    def __len__(self) -> int:
+        return self.num_documents
 
     def search(self, query: str, k: int) -> list[Hit]:
         """The `k` hits whose vectors have the largest inner products with that of the query.
