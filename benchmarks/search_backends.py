@@ -38,6 +38,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import psutil
 import torch
 import tyro
 
@@ -215,8 +216,8 @@ def measure_quality(config: Config, folder: Path) -> list[dict]:
                 answers[backend, name] = [hits for part in parts for hits in index.search_all(part, max(RECALL_AT))]
                 for documents in ("seen", "new"):
                     found.append({"backend": backend, "query": name, "documents": documents} | recall(
-                        [(hits, wanted) for (row, _, wanted), hits in zip(cases, answers[backend, name], strict=True)
-                         if row["documents"] == documents]))  # fmt: skip
+                        [(hits, wanted) for (asked, _, wanted), hits in zip(cases, answers[backend, name], strict=True)
+                         if asked["documents"] == documents]))  # fmt: skip
     for name, cases in sought.items():
         assert answers["server", name] == answers["words", name], f"the server found something else: {name}"
         assert len(answers["server", name]) == len(cases)
@@ -371,12 +372,12 @@ def run_round(size: int, number: int) -> dict:
     rng, index, measured, failures = random.Random(f"{size} {number}"), _state["index"], {}, 0
 
     def timed(calls: list[Callable]) -> tuple[dict, list]:
-        cpu, seconds, answers = time.process_time(), [], []
+        cpu, seconds, answers = cpu_seconds(), [], []
         for call in calls:
             start = time.perf_counter()
             answers.append(call())
             seconds.append(time.perf_counter() - start)
-        return {"seconds": seconds, "cpu": time.process_time() - cpu}, answers
+        return {"seconds": seconds, "cpu": cpu_seconds() - cpu}, answers
 
     for kind in ("name", "question"):
         drawn = [draw_query(rng, kind, size) for _ in range(SINGLE)]
@@ -389,6 +390,12 @@ def run_round(size: int, number: int) -> dict:
         )
         measured[kind] = {"single": single, "together": together, "found": found / SINGLE}
     return measured | {"failures": failures}
+
+
+def cpu_seconds() -> float:
+    """Of this process, and of its server."""
+    server = psutil.Process(_state["server"]).cpu_times() if _state["server"] else None
+    return time.process_time() + (server.user + server.system if server else 0)
 
 
 def run_hostile(size: int) -> dict:
@@ -418,42 +425,61 @@ def end() -> None:
 
 
 def tables(results: dict) -> str:
+    return "\n\n".join((quality_table(results), building_table(results), speed_table(results), hostile_table(results)))
+
+
+def quality_table(results: dict) -> str:
     head = [f"{backend} @{k}" for backend in ("words", "meaning") for k in RECALL_AT]
-    lines = ["| query | documents | " + " | ".join(head) + " |", "|---" * (2 + len(head)) + "|"]
+    lines = [row("query", "queries", *head), "|---" * (2 + len(head)) + "|"]
     quality = {(entry["backend"], entry["query"], entry["documents"]): entry for entry in results.get("quality", [])}
-    for backend, query, documents in quality:
-        if backend == "words":
-            cells = [f"{quality[which, query, documents][f'recall@{k}']:.3f}"
-                     for which in ("words", "meaning") for k in RECALL_AT]  # fmt: skip
-            number = quality[backend, query, documents]["queries"]
-            lines.append(f"| {query} | {number} {documents} | " + " | ".join(cells) + " |")
-    lines += ["", "| documents | backend | build (s) | memory of building | on disk | opening (s) | memory |",
-              "|---" * 7 + "|"]  # fmt: skip
+
+    def both(backend: str, query: str, key: str, form: str) -> str:
+        return " / ".join(format(quality[backend, query, documents][key], form) for documents in ("seen", "new"))
+
+    for query in dict.fromkeys(query for _, query, _ in quality):
+        recalls = [both(which, query, f"recall@{k}", ".2f") for which in ("words", "meaning") for k in RECALL_AT]
+        lines.append(row(query, both("words", query, "queries", "d"), *recalls))
+    return "\n".join(lines)
+
+
+def building_table(results: dict) -> str:
+    lines = [row("documents", "backend", "building: CPU s", "memory", "file", "opening: s", "memory of searching")]
+    lines.append("|---" * 7 + "|")
     for entry in results["speed"]:
         made = entry.get("build")
-        built = f"{made['seconds']:.1f} | {mb(made['memory_bytes'])} | {mb(made['bytes'])}" if made else "| |"
+        built = (f"{made['cpu_seconds']:.2g}", mb(made["memory_bytes"]), mb(made["bytes"])) if made else ("", "", "")
         memory = " + ".join(mb(value) for value in entry["memory_bytes"].values())
-        lines.append(
-            f"| {entry['documents']:,} | {entry['backend']} | {built} | {entry['opening_seconds']} | {memory} |"
-        )
-    lines += ["", "| documents | backend | query | per second, one by one | ms: median, 99%, slowest "
-              "| per second, 64 together | ms: median, 99%, slowest | among the first 2 |"]  # fmt: skip
-    lines.append("|---" * 8 + "|")
-    for entry, kind in itertools.product(results["speed"], ("name", "question")):
-        cells = [f"{entry[way][kind]['queries_per_second']:,.0f} | "
-                 + ", ".join(f"{value:.2f}" for value in entry[way][kind]["ms"].values())
-                 for way in ("single", "together")]  # fmt: skip
-        lines.append(f"| {entry['documents']:,} | {entry['backend']} | {kind} | " + " | ".join(cells)
-                     + f" | {entry['found_in_2'][kind]:.2f} |")  # fmt: skip
-    lines += ["", "| documents | backend | slowest hostile query (ms) | which |", "|---" * 4 + "|"]
-    for entry in results["speed"]:
-        name, times = max(entry["hostile_ms"].items(), key=lambda item: item[1]["slowest"])
-        lines.append(f"| {entry['documents']:,} | {entry['backend']} | {times['slowest']:.0f} | {name} |")
-    lines.append("")
-    for entry in results["speed"]:
-        share = entry["together"]["name"]["ms"]["median"] / 1e3 / STEP_SECONDS
-        lines.append(f"{entry['documents']:,} documents, {entry['backend']}: a turn takes {share:.2%} of a step")
+        lines.append(row(f"{entry['documents']:,}", entry["backend"], *built, entry["opening_seconds"], memory))
     return "\n".join(lines)
+
+
+def speed_table(results: dict) -> str:
+    head = ("one by one: per second", "ms", "CPU ms", "64 together: per second", "ms", "CPU ms", "of a step")
+    lines = [row("query", "documents", "backend", *head, "found"), "|---" * (4 + len(head)) + "|"]
+    for kind, entry in itertools.product(("name", "question"), results["speed"]):
+        cells: list[str] = []
+        for way, number in (("single", 1), ("together", TURN)):
+            one = entry[way][kind]
+            times = f"{one['ms']['median']:.2g} / {one['ms']['99th percentile']:.2g}"
+            cells += [f"{one['queries_per_second']:,.0f}", times, f"{one['cpu_ms_per_query'] * number:.2g}"]
+        share = entry["together"][kind]["ms"]["median"] / 1e3 / STEP_SECONDS
+        found = f"{entry['found_in_2'][kind]:.2f}"
+        lines.append(row(kind, f"{entry['documents']:,}", entry["backend"], *cells, f"{share:.1%}", found))
+    return "\n".join(lines)
+
+
+def hostile_table(results: dict) -> str:
+    lines = [row("documents", "backend", "slowest hostile query: ms", "which", "the next one"), "|---" * 5 + "|"]
+    for entry in results["speed"]:
+        slowest = sorted(entry["hostile_ms"].items(), key=lambda item: -item[1]["slowest"])[:2]
+        (name, times), (other, others) = slowest
+        cells = (f"{times['slowest']:.0f}", name, f"{others['slowest']:.0f}, {other}")
+        lines.append(row(f"{entry['documents']:,}", entry["backend"], *cells))
+    return "\n".join(lines)
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def mb(number: int) -> str:
