@@ -1,11 +1,14 @@
 """The flags of searching: which documents, and how."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig:
     """What an experiment with a search needs in addition, next to `RunConfig`."""
+
+    ALIASES: ClassVar = {"data": ["--questions"], "eval_data": ["--eval-questions"]}  # other names of flags
 
     top_k: int = 2  # documents that a search gives the policy
     # documents to search: a directory of .txt and .md files, or JSONL with id and text; None: data/qa_documents.jsonl

@@ -47,12 +47,12 @@ def open_index(config: SearchConfig) -> Index:
     return _open_for_corpus(config)
 
 
-def search_sources(config: SearchConfig, index: Index) -> dict[str, dict]:
+def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]:
     """What a run searches, for config.json: a resumed run is refused when its documents are others.
 
     A server cannot tell what its documents are.
     """
-    if config.search_url is not None:
+    if index is None or config.search_url is not None:
         return {}
     if config.index is not None and config.corpus is None:
         return {"index": {"source": config.index, "content": index.content_hash}}
