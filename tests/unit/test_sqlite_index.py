@@ -30,6 +30,7 @@ TEXTS = {
     "京都": "京都市は古い都です。",
     "ไทย": "กรุงเทพมหานครเป็นเมืองหลวง",
     "कि": "किताब पढ़ना",
+    "a\0b": "before\0behind",
 }
 DOCUMENTS = [Document(name, text) for name, text in TEXTS.items()]
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -101,6 +102,7 @@ def test_hits_hold_the_documents_as_they_were(path):
         ("古い都", ["京都"]),
         ("มหานคร", ["ไทย"]),
         ("किताब", ["कि"]),
+        ("behind", ["a\0b"]),
         ("far", []),
         ("AND", ["Café"]),
         ("", []),
