@@ -68,7 +68,7 @@ def _call(main: Callable[[], object]) -> int:
     except KeyboardInterrupt as interrupt:
         ignore_further_signals()
         if may_say_why(otherwise=is_speaker()):
-            say(f"\n{interrupt or 'interrupted'}", sys.stderr, anyway=True)
+            say(f"\n{str(interrupt) or 'interrupted'}", sys.stderr, anyway=True)
         return 130
     except SystemExit as end:  # after --help, for example
         return end.code
