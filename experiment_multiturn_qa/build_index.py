@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import tyro
 
 from common.plumbing.config import shown
-from common.plumbing.retrieval.config import IndexConfig
+from common.plumbing.retrieval.config import IndexConfig as Config
 from common.plumbing.retrieval.opening import build_index
 from common.plumbing.start import run_main
 from common.plumbing.terminal import say
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = tyro.cli(IndexConfig, args=arguments, description=__doc__)
+    config = tyro.cli(Config, args=arguments, description=__doc__)
     handle_as_usual()
     began = time.monotonic()
     index, path = build_index(config)

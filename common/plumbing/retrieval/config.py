@@ -1,6 +1,7 @@
 """The flags of searching: which documents, and how."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class IndexConfig:
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig(IndexConfig):
     """What a program that searches needs, in an experiment next to `RunConfig`."""
+
+    ALIASES: ClassVar = {"data": ["--questions"], "eval_data": ["--eval-questions"]}  # other names of flags
 
     top_k: int = 2  # documents that a search gives the policy
     # ask a server that speaks Search-R1's protocol, such as http://127.0.0.1:8000, instead of an index on this machine

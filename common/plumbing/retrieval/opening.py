@@ -160,8 +160,9 @@ def _index_path(config: IndexConfig, corpus: str, content: str) -> Path:
     """
     if config.index is not None:
         return local_path(config.index, "--index")
-    kind = "sqlite" if config.encoder is None else "".join(c if c.isalnum() else "-" for c in config.encoder) + ".dense"
-    name = f"{Path(corpus).resolve().stem[:100]}-{content[:12]}.{kind}"
+    encoder = "".join(letter if letter.isalnum() else "-" for letter in config.encoder or "")[-40:]
+    kind = "sqlite" if config.encoder is None else f"{encoder}.dense"
+    name = f"{Path(corpus).resolve().stem[:40]}-{content[:12]}.{kind}"
     return local_path(config.runs_dir, "--runs-dir") / "search_index" / name
 
 

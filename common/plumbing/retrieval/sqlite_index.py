@@ -68,7 +68,7 @@ class SqliteIndex:
         try:
             self._idle[os.getpid()].append(_connect(self.path))
             self.num_documents, self.content_hash, self.corpus = _read_info(self._idle[os.getpid()][0])
-        except (sqlite3.Error, TypeError) as error:  # the second: of an empty table
+        except (sqlite3.Error, TypeError, ValueError) as error:  # the others: of no row, and of what is not UTF-8
             raise UserError(f"the index {shown(self.path)} is damaged ({error}){again(rebuild)}") from error
 
     def search(self, query: str, k: int) -> list[Hit]:
@@ -81,6 +81,8 @@ class SqliteIndex:
             if not phrases:
                 return []
             rows = connection.execute(_SEARCH, (" OR ".join(phrases), last, k)).fetchall()
+            if any([type(value) for value in row] != [str, str, float] for row in rows):
+                raise sqlite3.DatabaseError("damaged rows")
             return [Hit(*row) for row in rows]
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
@@ -133,7 +135,7 @@ class SqliteIndex:
             connection.set_progress_handler(is_over, 1000)
             yield connection
             idle.append(connection)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError) as error:  # the second: of text that is not UTF-8
             if raised:
                 raise raised[0] from None
             if time.monotonic() > end:
