@@ -38,13 +38,14 @@ from common.search import SEARCH_WEIGHTS, Searcher, SearchState
 from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
+from common.plumbing.config import RunConfig
 from common.plumbing.context import context_length
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
 from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.opening import open_index
+from common.plumbing.retrieval.opening import open_index, search_sources
 from common.plumbing.rollout import rollout_metrics
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
@@ -56,9 +57,9 @@ from common.plumbing.turns import check_turns
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SearchConfig):
+class Config(SearchConfig, RunConfig):
     max_turns: int = 3  # turns of the policy per conversation; what it calls in the last one is not executed
-    steps: int = 80  # each samples completions, rewards them and trains on them
+    steps: int = 120  # each samples completions, rewards them and trains on them
     prompts_per_step: int = 8  # Q: questions per step
     group_size: int = 8  # G: completions per question, which are compared with one another
     max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -86,11 +87,12 @@ class Config(SearchConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
-    searcher = Searcher(open_index(config) if config.tool else None, config.top_k)
+    index = open_index(config) if config.tool else None
+    searcher = Searcher(index, config.top_k)
     tools = {"search": searcher.search} if config.tool else {}  # functions by name
     tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
     task = load_task(config, SEARCH_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
-    with start_run("experiment_multiturn_qa", config, task) as run:
+    with start_run("experiment_multiturn_qa", config, task, search_sources(config, index)) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
         check_turns(policy)

@@ -45,7 +45,9 @@ def test_flags_in_commands_exist(page, load_script):
         script, *arguments = command.split("#")[0].split()
         config_class = load_script(script).Config
         names = [field.name for field in dataclasses.fields(config_class)]
-        known = {flag(name) for name in names} | {flag(f"no_{name}") for name in names} | aliases_of(config_class).keys()
+        known = (
+            {flag(name) for name in names} | {flag(f"no_{name}") for name in names} | aliases_of(config_class).keys()
+        )
         assert {argument for argument in arguments if argument.startswith("--")} <= known, command
 
 
@@ -64,7 +66,11 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_understood_by_their_scripts(page, load_script, monkeypatch):
     """Flags and their values, as the script itself reads them; nothing is run."""
-    for folder in ("experiment_sft", "experiment_multiturn_qa", "benchmarks"):  # where scripts import what is beside them
+    for folder in (
+        "experiment_sft",
+        "experiment_multiturn_qa",
+        "benchmarks",
+    ):  # where scripts import what is beside them
         monkeypatch.syspath_prepend(ROOT / folder)
     for script, arguments in commands_of(page):
         assert (ROOT / script).is_file(), script
