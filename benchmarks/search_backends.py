@@ -447,9 +447,11 @@ def building_table(results: dict) -> str:
     lines.append("|---" * 7 + "|")
     for entry in results["speed"]:
         made = entry.get("build")
-        built = (f"{made['cpu_seconds']:.2g}", mb(made["memory_bytes"]), mb(made["bytes"])) if made else ("", "", "")
+        built = (short(made["cpu_seconds"]), mb(made["memory_bytes"]), mb(made["bytes"])) if made else ("", "", "")
         memory = " + ".join(mb(value) for value in entry["memory_bytes"].values())
-        lines.append(row(f"{entry['documents']:,}", entry["backend"], *built, entry["opening_seconds"], memory))
+        lines.append(
+            row(f"{entry['documents']:,}", entry["backend"], *built, f"{entry['opening_seconds']:.2f}", memory)
+        )
     return "\n".join(lines)
 
 
@@ -460,8 +462,8 @@ def speed_table(results: dict) -> str:
         cells: list[str] = []
         for way, number in (("single", 1), ("together", TURN)):
             one = entry[way][kind]
-            times = f"{one['ms']['median']:.2g} / {one['ms']['99th percentile']:.2g}"
-            cells += [f"{one['queries_per_second']:,.0f}", times, f"{one['cpu_ms_per_query'] * number:.2g}"]
+            times = f"{short(one['ms']['median'])} / {short(one['ms']['99th percentile'])}"
+            cells += [f"{one['queries_per_second']:,.0f}", times, short(one["cpu_ms_per_query"] * number)]
         share = entry["together"][kind]["ms"]["median"] / 1e3 / STEP_SECONDS
         found = f"{entry['found_in_2'][kind]:.2f}"
         lines.append(row(kind, f"{entry['documents']:,}", entry["backend"], *cells, f"{share:.1%}", found))
@@ -482,8 +484,13 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def short(number: float) -> str:
+    """Two digits, or a whole number."""
+    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
+
+
 def mb(number: int) -> str:
-    return f"{number / 1e6:,.0f} MB"
+    return f"{short(number / 1e6)} MB"
 
 
 if __name__ == "__main__":
