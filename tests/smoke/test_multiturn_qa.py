@@ -104,9 +104,25 @@ def test_the_users_documents_and_questions(train):
         assert row["rewards"]["retrieved"] == float("Waplem" in str([text for _, text in row["turns"][1::2]]))
 
 
+def test_questions_about_other_documents_are_refused(train):
+    """If none of their documents is there; if some are, the run says how many are not."""
+    write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
+    with pytest.raises(UserError, match="give the --questions that belong to --corpus"):
+        run(train, "--corpus", "docs.jsonl")
+    rows = [{"question": f"Where was {name} born?", "answer": "Waplem", "supporting": name} for name in "abcd"]
+    write_rows("questions.jsonl", rows)
+    write_rows("held_out.jsonl", [{"question": "Where is a?", "answer": "b"}])
+    flags = ("--questions", "questions.jsonl", "--eval-questions", "held_out.jsonl")
+    _, output = run(train, "--corpus", "docs.jsonl", *flags, "--group-size", "2")
+    assert "3 of 4 of the documents that the questions in questions.jsonl name as supporting are not in" in output
+
+
 def test_a_run_does_not_resume_with_other_documents(train):
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
-    directory, _ = run(train, "--corpus", "docs.jsonl")
+    rows = [{"question": f"Where was {name} born?", "answer": "Waplem"} for name in "abcd"]
+    write_rows("questions.jsonl", rows)
+    flags = ("--questions", "questions.jsonl", "--eval-questions", "questions.jsonl", "--group-size", "2")
+    directory, _ = run(train, "--corpus", "docs.jsonl", *flags)
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Tolan."}])
     with pytest.raises(UserError, match=r"docs\.jsonl"):
         train.main(["--resume", str(directory), "--steps", "2"])
