@@ -172,6 +172,7 @@ def test_the_number_of_terms_is_bounded():
     phrases = words.query_phrases(" ".join(map(str, range(1_000_000))))
     assert list(phrases) == [f'"{number}"' for number in range(64)]
     assert len(words.query_phrases("東" * 100_000)) == 1
+    assert list(words.query_phrases("x " * 50_000 + "y")) == ['"x"']
 
 
 def test_common_words_count_only_as_far_as_they_are_affordable(tmp_path, monkeypatch):
