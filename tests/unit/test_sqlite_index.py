@@ -1,5 +1,6 @@
 """Search by words: what is found, whatever is asked, by many threads and processes, while the file is replaced."""
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -284,6 +285,13 @@ def test_damage_within_the_file_is_an_error_and_no_crash(tmp_path, path):
         except (UserError, SearchError):
             num_errors += 1
     assert num_errors > 10
+    for _ in range(100):  # the tables' definitions, when a second thread opens the file
+        copy.write_bytes(content)
+        index = SqliteIndex(copy, SECONDS)
+        begin = rng.randrange(2000, 4000)
+        copy.write_bytes(content[:begin] + rng.randbytes(64) + content[begin + 64 :])
+        with index._connection(), contextlib.suppress(SearchError):
+            assert index.search("Fardil", 1)[0].document == "Fardil"
 
 
 def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):
