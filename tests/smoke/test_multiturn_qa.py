@@ -13,6 +13,8 @@ import pytest
 from common.errors import UserError
 from common.search import NOTHING_FOUND
 
+from common.plumbing.run import Run
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_qa/train.py"
 DOCUMENTS = {json.loads(line)["text"] for line in (ROOT / "data/qa_documents.jsonl").read_text().splitlines()}
@@ -160,17 +162,21 @@ def test_a_run_goes_on_when_its_server_dies(train, tmp_path):
     try:
         url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
 
-        def log_before(run, evaluation):
+        log_before = Run.log_before
+
+        def log_and_kill(run, evaluation):
+            log_before(run, evaluation)
             server.kill()
             server.wait()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("common.plumbing.run.Run.log_before", log_before)
+            patch.setattr(Run, "log_before", log_and_kill)
             directory, output = run(train, "--search-url", url)
     finally:
         server.kill()
         server.wait()
-    metrics = rows_of(directory, "metrics")[0]
+    before, metrics = rows_of(directory, "metrics")[:2]
+    assert before["eval/sampled/failed_searches"] == 0 < before["eval/sampled/reward_retrieved"]
     assert metrics["completion/failed_searches"] > 0
     assert metrics["completion/failed_searches"] <= metrics["completion/failed_calls"]
     assert url.removeprefix("http://") in output
