@@ -38,7 +38,7 @@ from typing import Literal
 from question_progress import Progress, open_progress
 from question_templates import Draft, Templates, find_fault, normalise
 from question_writers import LocalWriter, Outcome, Unit
-from served_writer import ServedWriter
+from served_writer import ServedWriter, check_url
 
 from common.errors import UserError
 from common.keyed import keyed_generator
@@ -116,8 +116,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise KeyboardInterrupt(
                 f"interrupted with {progress.num_rows} questions; give the same command again to go on"
             ) from None
+        finally:
+            if progress.num_rows == 0:  # a mistake on the command line, perhaps, which can then be corrected
+                progress.abandon()
         if progress.num_rows == 0:
-            progress.abandon()
             raise UserError(f"no question could be made of {config.corpus} ({_listed(progress.discarded)})")
         progress.finish()
     report(config, progress)
@@ -144,6 +146,8 @@ def parse(argv: Sequence[str] | None) -> Config:
         raise UserError("--model and --base-url are two ways of making the questions: give one of them")
     if (config.base_url is None) != (config.served_model is None):
         raise UserError("--base-url and --served-model belong together: give both, or neither")
+    if config.base_url is not None:
+        check_url(config.base_url)
     if config.model is not None:
         check_model(_policy_config(config))
         check_device(config.device)
@@ -234,11 +238,16 @@ def make_writer(config: Config, documents: list[Document]) -> "TemplateWriter | 
 class TemplateWriter:
     def __init__(self, templates: Templates):
         self._templates = templates
+        self._drafts: dict[str, list[Draft]] = {}  # of the parts that have been asked about
 
     def write(self, units: Sequence[Unit], start: int) -> Iterator[list[Outcome]]:
         for first in range(start, len(units), 64):
-            drafts = [(self._templates.drafts(document), asked) for document, asked in units[first : first + 64]]
-            yield [found[asked] if asked < len(found) else NOTHING_TO_ASK for found, asked in drafts]
+            yield [self._outcome(document, asked) for document, asked in units[first : first + 64]]
+
+    def _outcome(self, document: Document, asked: int) -> Outcome:
+        if document.id not in self._drafts:
+            self._drafts[document.id] = self._templates.drafts(document)
+        return self._drafts[document.id][asked] if asked < len(self._drafts[document.id]) else NOTHING_TO_ASK
 
 
 def report(config: Config, progress: Progress) -> None:

@@ -40,8 +40,8 @@ MAX_SHARE = 0.01  # of all parts, that may contain a word which is asked for; fi
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|cf|vs|Mr|Mrs|Dr|Prof|St|No|Inc|Ltd|Co|Corp|Fig|Sec|approx|[A-Z]))\.$")
 POINTS_BACK = re.compile(
     r"(?:It|Its|This|These|They|Their|Such|That|Those|He|She|His|Her|Here|There|Then|Thus|So|Also|And|But|Or|However|"
-    r"Therefore|Otherwise|Instead|Both|See|Note|Example|For example|In this|In that|In these|In such|As such|The above|"
-    r"The following|The same|The former|The latter)\b"
+    r"Therefore|Otherwise|Instead|Both|See|Note|Example|The (?:above|following|same|former|latter)|As such|"
+    r"For (?:example|instance|more|further|details)|(?:If|In) (?:this|these|that|such))\b"
 )
 MEANS = r"(?:shall mean|means|mean|refers to|refer to|is defined as|are defined as)"
 QUOTED_TERM = re.compile(rf"[\"“]([^\"“”]{{2,50}})[\"”] {MEANS} (.+)$")
@@ -53,7 +53,8 @@ DEFAULT = re.compile(
 ACRONYM = re.compile(r"\(([\"“]?)([A-Z]{2,6})([\"”]?)\)")
 LIST_ITEM = re.compile(r"^(?:[-*+•]|\(?\w{1,2}[.)]|\d+(?:\.\d+)+\.?)\s+")
 NO_PROSE = re.compile(
-    r"(?:^|\s)[#*+-]+\s|https?:|www\.|@\w|[|{}<>\\=\[\]_]|\.\.\.|\*\*|[^\x20-\x7e\xa0-\u024f\u2010-\u201f]"
+    r"(?:^|\s)[#*+-]+\s|https?:|www\.|@\w|[|{}<>\\=\[\]_]|\.\.\.|\*\*|\b(?:above|below)\b|"
+    r"[^\x20-\x7e\xa0-\u024f\u2010-\u201f]"
 )
 NUMBERED = re.compile(r"(?:[Ss]ections?|[Aa]rticles?|[Vv]ersions?|[Cc]hapters?|[Pp]ages?|[Ll]ines?) (?:\S+ and )?$")
 NUMBER = re.compile(r"(?<![\w.§#-])(?:v?\d+(?:[.,:]\d+)+|\d{2,})(?![\w-]|\.\d)")
@@ -159,7 +160,7 @@ def sentences_of(text: str, is_beginning: bool) -> list[str]:
         block = re.sub(r"\*\*(.+?)\*\*|(?<!\w)__(.+?)__(?!\w)", r"\1\2", block)
         pieces: list[str] = []
         for piece in re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"”\u2019')*])\s+", block):
-            if pieces and (ABBREVIATION.search(pieces[-1]) or not re.match(r"[\"“'\u2018(*_]*[A-Z0-9`]", piece)):
+            if pieces and (ABBREVIATION.search(pieces[-1][-10:]) or not re.match(r"[\"“'\u2018(*_]*[A-Z0-9`]", piece)):
                 pieces[-1] += " " + piece
             else:
                 pieces.append(piece)

@@ -134,7 +134,7 @@ class ServedWriter:
         text = content.decode(errors="replace")
         with suppress(ValueError, LookupError, TypeError, RecursionError):
             text = str(json.loads(text)["error"]["message"])
-        return self._shown(f"status {status}: {text}")
+        return self._shown(f"status {status}" + (f": {text}" if text.strip() else ""))
 
     def _shown(self, text: str) -> str:
         """What a server, or the connection to it, says: it may repeat the key."""
