@@ -7,12 +7,13 @@ Four kinds, each of which has one short answer that stands in the document part:
 - default:  What is the default of `highWaterMark`?
 - cloze:    Complete the sentence: Covered Software is provided under this License on an ____ basis.
 
-What would have several right answers is left out: a sentence that occurs in several parts, or that differs from another
-one in the missing word only; a term that is defined twice; an acronym that stands for different things. So is what
-reads badly: fragments, code, tables, and sentences that begin with "This", for example.
+What would have several right answers is left out: a sentence that occurs in several parts, or that resembles another
+one around the missing word; a term that is defined twice; an acronym that stands for different things. So is what reads
+badly: fragments, code, tables, and sentences that begin with "This", for example.
 """
 
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -33,6 +34,7 @@ MARKDOWN_PART = re.compile(r"\.md#\d+$", re.IGNORECASE)
 HEADINGS = re.compile(r"((?:[^\n]{0,190} > )?[^\n]{1,200}?(?:: `[^`\n]*`)?): ")  # a heading may be "Class: `Buffer`"
 KINDS = ("acronym", "term", "default", "cloze")  # the first ones are rarer, and read better
 BLANK = "____"
+PASSAGE = 5  # words behind a blank, or at the end of a sentence before it, that no other sentence may have
 MIN_WORDS, MAX_WORDS = 8, 32  # of a sentence
 MAX_ANSWER_WORDS, MAX_ANSWER = 6, 80  # words, characters
 MIN_QUESTION, MAX_QUESTION = 10, 400  # characters
@@ -53,7 +55,7 @@ DEFAULT = re.compile(
 ACRONYM = re.compile(r"\(([\"“]?)([A-Z]{2,6})([\"”]?)\)")
 LIST_ITEM = re.compile(r"^(?:[-*+•]|\(?\w{1,2}[.)]|\d+(?:\.\d+)+\.?)\s+")
 NO_PROSE = re.compile(
-    r"(?:^|\s)[#*+-]+\s|https?:|www\.|@\w|[|{}<>\\=\[\]_]|\.\.\.|\*\*|\b(?:above|below)\b|"
+    r"(?:^|\s)[#*+-]+\s|https?:|www\.|@\w|[|{}<>\\=\[\]_]|\.\.\.|\*\*|\b(?:above|below)\b|\((?:[ivx]+|[a-h])\)\s|"
     r"[^\x20-\x7e\xa0-\u024f\u2010-\u201f]"
 )
 NUMBERED = re.compile(r"(?:[Ss]ections?|[Aa]rticles?|[Vv]ersions?|[Cc]hapters?|[Pp]ages?|[Ll]ines?) (?:\S+ and )?$")
@@ -184,6 +186,11 @@ def is_prose(sentence: str) -> bool:
     return plain >= 0.75 * len(words)
 
 
+def passages_of(words: list[str]) -> list[int]:
+    """Checksums of all passages of `PASSAGE` words; none if there are fewer words."""
+    return [zlib.crc32(" ".join(words[start : start + PASSAGE]).encode()) for start in range(len(words) - PASSAGE + 1)]
+
+
 class Templates:
     """Makes questions of documents. What is unique or rare is so in all of them, so they are read twice.
 
@@ -199,9 +206,15 @@ class Templates:
         self._sentences: Counter[str] = Counter()
         self._num_parts = len(documents)
         self._continued = {part.id for before, part in pairwise(documents) if _continues(part, before, overlap)}
+        self._passages: set[int] = set()  # checksums of all that stands around a word
+        self._repeated: set[int] = set()  # of those, what stands in several places
         for document in documents:
             self._parts_with.update(set(re.findall(r"[^\W\d_]+", document.text)))
-            self._sentences.update({normalise(sentence) for sentence in self._sentences_in(document)})
+            for sentence in {normalise(sentence) for sentence in self._sentences_in(document)}:
+                self._sentences[sentence] += 1
+                passages = set(passages_of(sentence.split()))
+                self._repeated |= passages & self._passages
+                self._passages |= passages
         for document in documents:
             for draft in self._proposals(document):
                 self._asked[normalise(draft.question)] += 1
@@ -264,6 +277,10 @@ class Templates:
                 match = min(found, key=self._plainness)
                 group = match.lastindex or 0
                 start, end = match.span(group)
+                before, after = (normalise(text).split() for text in (sentence[:start], sentence[end:]))
+                around = passages_of(after[:PASSAGE]) or passages_of(before[-PASSAGE:])
+                if not self._repeated.isdisjoint(around):
+                    return
                 yield Draft(f"Complete the sentence: {sentence[:start]}{BLANK}{sentence[end:]}", match[group], "cloze")
                 return
 

@@ -101,7 +101,7 @@ def some_documents(number: int) -> dict[str, str]:
     names = ["".join("abcdefghij"[int(digit)] for digit in f"{n:03}") for n in range(number)]
     return {
         name: f"The lighthouse of harbour {name} was painted again in {1300 + n} by its keeper. "
-        f"Visitors of harbour {name} should always bring a warm coat and a lantern{name} along."
+        f"The keeper of {name} has a lantern{name} and lives alone at {name} with two dogs."
         for n, name in enumerate(names)
     }
 
@@ -141,7 +141,8 @@ RFV = "The master keeps the Register of {} Vessels (RFV) in a locked cabinet."
         ([FEE.format("1250"), FEE.format("980")], 0),
         ([OWED.format("Demurrage"), OWED.format("Overtime")], 0),
         ([RFV.format("Foreign"), RFV.format("Fishing")], 0),
-        ([FEE.format("1250"), FEE.format("1250").replace("vessel", "raft")], 2),
+        ([FEE.format("1250"), FEE.format("980").replace("vessel", "raft")], 0),
+        ([FEE.format("1250"), "Every raft pays a fee of 980 crowns when it leaves the harbour at night."], 2),
         (["It costs every vessel a fee of 1250 crowns before unloading."], 0),
         (["Every vessel pays a fee of 1250 crowns before its"], 0),
         (["for (vessel = 1250; vessel; vessel--) { unload(cargo); } // Done with the cargo."], 0),
@@ -570,16 +571,16 @@ def served(server: Server, corpus: str, *flags: str) -> list[str]:
 
 def test_a_server_that_fails_in_passing_is_asked_again(script, server, monkeypatch):
     """The questions are the same as without the faults, in the same order, and eight requests are open at a time."""
-    flags = served(server, towers([*FAULTS, *(f"t{n}" for n in range(20))]), "--temperature", "0.3", "--seed", "5")
+    flags = served(server, towers([*FAULTS, *(f"t{n}" for n in range(8))]), "--temperature", "0.3", "--seed", "5")
     flags += ["--request-seconds", "0.4"]
     script.main([*flags, "--output", "whole.jsonl"])
-    assert len(read_output("whole.jsonl")) == len(FAULTS) + 20
+    assert len(read_output("whole.jsonl")) == len(FAULTS) + 8
     assert 2 <= server.most_open <= 8
     path, headers, body = server.received[0]
     assert path == "/v1/chat/completions"
     assert "Authorization" not in headers
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("some/model", 0.3, 256)
-    assert len({body["seed"] for _, _, body in server.received}) == len(FAULTS) + 20
+    assert len({body["seed"] for _, _, body in server.received}) == len(FAULTS) + 8
     server.received, server.asked = [], Counter()
     server.faults = defaultdict(list, {name: list(faults) for name, faults in FAULTS.items()})
     monkeypatch.setenv("OPENAI_API_KEY", " sk-secret\n")
