@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from common.environment import MAX_CALLS, State
+from common.environment import CALL_WEIGHTS, MAX_CALLS, State
 from common.tools import ToolCall, parse_calls
 
 NOTHING_FOUND = "nothing found"
-# A reward component besides those of the task and of the calls: the share of the supporting documents that were found.
-SEARCH_WEIGHTS = {"retrieved": 0.0}
+# Reward components besides those of the task: of the calls, and the share of the supporting documents that were found.
+SEARCH_WEIGHTS = CALL_WEIGHTS | {"retrieved": 0.0}
 
 
 class Hit(NamedTuple):
@@ -46,7 +46,7 @@ class Index(Protocol):
 class Searcher:
     """The search tool of all conversations: an index, and its answers to the queries of the present turn."""
 
-    def __init__(self, index: Index, top_k: int):
+    def __init__(self, index: Index | None, top_k: int):
         self._index, self._top_k = index, top_k
         self._answers: dict[str, list[Hit] | SearchError] = {}
 
@@ -74,33 +74,35 @@ class Searcher:
 class SearchState(State):
     """A conversation that can search, and what it has found."""
 
-    searcher: Searcher | None = None  # None: it cannot
+    searcher: Searcher = field(kw_only=True)  # its `search` may be among the tools
     found: list[Hit] = field(default_factory=list)
-    num_failures: int = 0  # of the index
+    num_failures: int = 0  # searches that the index could not answer
 
     def queries(self, action_text: str) -> list[str]:
-        """What the tool `search` will be asked in the turn that the policy takes with this text."""
-        if self.searcher is None or self.is_last_turn:
-            return []
-        calls, _ = parse_calls(action_text, self.call_form)
-        queries = [call.arguments.get("query") for call in calls[:MAX_CALLS] if call.name == "search"]
-        return [query for query in queries if isinstance(query, str)]
+        """What the index will be asked for in the turn that the policy takes with this text."""
+        calls = [] if self.is_last_turn else parse_calls(action_text, self.call_form)[0][:MAX_CALLS]
+        return [query for query in map(self._query, calls) if query is not None]
 
     def execute(self, call: ToolCall) -> tuple[str, bool]:
-        text, is_executed = super().execute(call)
-        if call.name == "search" and self.searcher is not None and isinstance(call.arguments.get("query"), str):
-            answer = self.searcher.answer(call.arguments["query"])
-            if isinstance(answer, SearchError):
-                self.num_failures += 1
-            else:
-                self.found += answer
-        return text, is_executed
+        query = self._query(call)
+        answer = [] if query is None else self.searcher.answer(query)
+        if isinstance(answer, SearchError):
+            self.num_failures += 1
+        else:
+            self.found += answer
+        return super().execute(call)
 
     def rewards(self) -> dict[str, float]:
-        return super().rewards() | {"retrieved": self.task.retrieved(self.row, self.found)}
+        return super().rewards() | {"retrieved": share_retrieved(self.row, self.found)}
 
     def describe(self) -> dict[str, float]:
         return super().describe() | {"failed_searches": self.num_failures}
+
+    def _query(self, call: ToolCall) -> str | None:
+        """What a call searches for; None if it calls something else, or with other arguments."""
+        is_search = call.error is None and call.name == "search" and self.tools.get("search") == self.searcher.search
+        fits = is_search and call.arguments.keys() == {"query"} and isinstance(call.arguments["query"], str)
+        return call.arguments["query"] if fits else None
 
 
 def render(hits: list[Hit]) -> str:
@@ -110,3 +112,20 @@ def render(hits: list[Hit]) -> str:
     'The ship Fardil was built in 1846.\\nJarce built Mabto.'
     """
     return "\n".join(" ".join(hit.text.split()) for hit in hits) or NOTHING_FOUND
+
+
+def share_retrieved(row: dict, hits: list[Hit]) -> float:
+    """The share of a row's supporting documents that are among the hits; a part of one, id#1, is enough.
+
+    If the row does not name them: 1 if a hit holds the answer, else 0.
+
+    >>> hits = [Hit("ships.md#4", "The ship Fardil was built in 1846.", 7.1)]
+    >>> share_retrieved({"supporting": ["ships.md", "towns.md"]}, hits), share_retrieved({"answer": 1846}, hits)
+    (0.5, 1.0)
+    """
+    supporting = row.get("supporting")
+    if supporting:
+        found = {name for hit in hits for name in (hit.document, hit.document.rpartition("#")[0])}
+        return sum(name in found for name in supporting) / len(supporting)
+    answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    return float(any(str(answer).casefold() in hit.text.casefold() for answer in answers for hit in hits))

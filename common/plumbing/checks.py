@@ -16,7 +16,7 @@ from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
 # Flags that can name a file or a directory
-PATHS = ("model", "task", "data", "eval_data", "tools", "runs_dir", "resume")
+PATHS = ("model", "task", "data", "eval_data", "tools", "corpus", "index", "encoder", "runs_dir", "resume")
 
 
 def flag(name: str) -> str:

@@ -35,6 +35,7 @@ class Diagnosis:
             self._tokens_clipped,
             self._gradient_clipped,
             self._flat_reward,
+            self._failed_searches,
         ):
             sentence = None if rule.__name__ in self._said else rule()
             if sentence is not None:
@@ -156,4 +157,14 @@ class Diagnosis:
             f"the reward has not risen beyond noise in {len(steps)} steps ({mean(first):.2f} at first, "
             f"{mean(last):.2f} now): raise --lr (now {self._config.lr:g}) or lower --kl-weight, and read "
             "samples.jsonl: does the reward pay what you want?"
+        )
+
+    def _failed_searches(self) -> str | None:
+        failures, calls = self._last("completion/failed_searches", 5), self._last("reward/calls", 5)
+        if not failures or not calls or mean(failures) <= 0.1 * mean(calls):
+            return None
+        return (
+            f"{mean(failures) / mean(calls):.0%} of the calls of the last five steps were searches that the index "
+            "could not answer, so that the policy learns that searching does not help: see what is wrong with "
+            "--search-url, or raise --search-seconds"
         )

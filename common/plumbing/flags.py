@@ -91,8 +91,11 @@ GROUPS = {
     "data and task": (
         *("task", "reward_weight", "data", "at_most", "max_question_length", "system_prompt"),
         *("tool", "tools", "tool_seconds", "lessons", "embeddings"),
-        *("corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"),
         *("num_copying", "num_reasoning", "num_answering", "max_length"),
+    ),
+    "search": (
+        *("corpus", "chunk_words", "chunk_overlap", "index", "encoder"),
+        *("search_url", "search_seconds", "top_k"),
     ),
     "evaluation": ("eval_data", "eval_prompts", "eval_every"),
     "run": (
@@ -115,6 +118,7 @@ def make_flags(config: PolicyConfig) -> type:
         argument = tyro.conf.arg(
             help=text.rstrip("; ") or resolved,
             help_behavior_hint=f"({_hint(field.name, default, resolved)})",
+            aliases=getattr(config, "ALIASES", {}).get(field.name),
             metavar="NAME=NUMBER ..." if types[field.name] == tuple[str, ...] else None,
         )
         entry = (field.name, Annotated[types[field.name], argument], dataclasses.field(default=default))

@@ -1,6 +1,6 @@
 """Ctrl-C while a program is still importing what it needs: it ends at once, without a traceback.
 
-A train.py imports this first. The imports take seconds, `run_main` can only act after them, and a KeyboardInterrupt
+A program imports this first. The imports take seconds, `run_main` can only act after them, and a KeyboardInterrupt
 within them shows a traceback, or disappears in a library that catches it. `parse_config` ends this early phase.
 """
 
@@ -23,5 +23,8 @@ def handle_as_usual() -> None:
 
 
 # only in the program itself, and not where somebody else receives the signal, or has switched it off (nohup)
-if Path(sys.argv[0]).name.startswith("train") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if (
+    Path(sys.argv[0]).name.startswith(("train", "build_index"))
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
     signal.signal(signal.SIGINT, end_at_once)

@@ -68,7 +68,7 @@ def _call(main: Callable[[], object]) -> int:
     except KeyboardInterrupt as interrupt:
         ignore_further_signals()
         if may_say_why(otherwise=is_speaker()):
-            say(f"\n{interrupt or 'interrupted'}", sys.stderr, anyway=True)
+            say(f"\n{str(interrupt) or 'interrupted'}", sys.stderr, anyway=True)
         return 130
     except SystemExit as end:  # after --help, for example
         return end.code
@@ -86,11 +86,16 @@ def _call(main: Callable[[], object]) -> int:
 
 
 @contextmanager
-def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -> Iterator[Run]:
+def start_run(
+    experiment: str, config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None
+) -> Iterator[Run]:
     """Make the run's directory and write its settings, before anything slow happens; or resume a run.
 
     Within the block the directory is locked, and Ctrl-C and SIGTERM end the step that is running and write a
     checkpoint. A run that ends with an error before anything was logged leaves no directory.
+
+    Args:
+        searched: which documents the policy can search, see `search_sources`.
 
     Raises:
         UserError: a run of that name exists or is in use, the directory cannot be made, or the disk is full.
@@ -103,7 +108,7 @@ def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -
             "processes of experiment_accelerate"
         )
     torch.set_num_threads(config.threads)
-    run = _open_run(experiment, config, task)
+    run = _open_run(experiment, config, task, searched or {})
     with stoppable(run.request_stop, run.resume_command):
         try:
             try:
@@ -136,12 +141,12 @@ def start_run(experiment: str, config: PolicyConfig, task: Task | None = None) -
             run.close()
 
 
-def _open_run(experiment: str, config: PolicyConfig, task: Task | None) -> Run:
+def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
     """The run, whose directory the main process makes, or brings back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size()}
     flags = dataclasses.asdict(config).items()
     with together():
-        sources = describe_sources(config, task)
+        sources = describe_sources(config, task) | searched
     check_alike({flag(name): value for name, value in flags if name not in ("device", "threads")})
     check_alike({f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
     locks = []

@@ -19,7 +19,7 @@ from common.plumbing.terminal import describe_error, printable, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
-TAKEN |= {f"{outcome}_calls" for outcome in OUTCOMES}
+TAKEN |= {"failed_searches"} | {f"{outcome}_calls" for outcome in OUTCOMES}
 TAKEN_PREFIXES = ("accuracy", "reward_", "pass@")
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
 

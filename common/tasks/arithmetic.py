@@ -41,11 +41,9 @@ def reward(row: dict, text: str) -> dict[str, float]:
     >>> reward(row, "<answer>58</answer><answer>59</answer>")
     {'correct': 0.0, 'format': 0.0}
     """
-    head, *thoughts = text.split("<think>")
-    outside = head + "".join(thought.partition("</think>")[2] for thought in thoughts)  # an unclosed one never ends
-    answer, wanted = _only_answer(outside), str(row["answer"])
-    is_single = answer is not None and _only_answer(text) is not None
-    is_correct = is_single and is_answer(wanted) and normalize_answer(answer) == normalize_answer(wanted)
+    answer, wanted = given_answer(text), str(row["answer"])
+    is_given = answer is not None and is_answer(wanted)
+    is_correct = is_given and normalize_answer(answer) == normalize_answer(wanted)
     return {"correct": float(is_correct), "format": float(_WELL_FORMED.fullmatch(text.strip()) is not None)}
 
 
@@ -70,6 +68,17 @@ def describe(row: dict, text: str) -> dict[str, float]:
     thought = re.search(r"<think>\s*+[^<]", before)
     is_reasoned = thought is not None and before.find("</think>", thought.end()) >= 0
     return {"reasoned": float(is_reasoned), "direct": float(not is_reasoned)}
+
+
+def given_answer(text: str) -> str | None:
+    """What a completion answers: what its only `<answer>` holds. None if there is none, another one, or a thought's.
+
+    >>> [given_answer(text) for text in ("So <answer>58</answer>", "<think><answer>5</answer></think>", "58")]
+    ['58', None, None]
+    """
+    head, *thoughts = text.split("<think>")
+    outside = head + "".join(thought.partition("</think>")[2] for thought in thoughts)  # an unclosed one never ends
+    return _only_answer(outside) if _only_answer(text) is not None else None
 
 
 def normalize_answer(text: str) -> str:

@@ -39,7 +39,12 @@ def reward(row: dict, text: str) -> dict[str, float]:
     {'correct': 1.0, 'format': 0.0}
     """
     correct = arithmetic.reward(row, text)["correct"]
-    return {"correct": correct, "format": float(_WELL_FORMED.fullmatch(text.strip()) is not None)}
+    return {"correct": correct, "format": float(is_well_formed(text))}
+
+
+def is_well_formed(text: str) -> bool:
+    """Whether what was said is any number of thoughts, then one answer, and nothing else."""
+    return _WELL_FORMED.fullmatch(text.strip()) is not None
 
 
 def describe(row: dict, text: str) -> dict[str, float]:

@@ -84,10 +84,23 @@ AS_THE_PARENT = {  # the own flags of each sibling, with which it is experiment_
         "task": ["arithmetic"],
         "model": ["tiny"],
     },
+    "experiment_multiturn_qa": {
+        "no_tool": [],
+        "max_turns": ["1"],
+        "task": ["arithmetic"],
+        "model": ["tiny"],
+    },
 }
-OTHER_DEFAULTS = {"experiment_multiturn_tool_calling": {"task", "model"}}
-# smoke/test_multiturn.py has the flags that an experiment has without tools, too, but that do nothing there
-ELSEWHERE_OF = {"experiment_multiturn_tool_calling": {"tools", "tool_seconds"}}
+OTHER_DEFAULTS = {
+    "experiment_multiturn_tool_calling": {"task", "model"},
+    "experiment_multiturn_qa": {"task", "model", "prompts_per_step"},
+}
+# smoke/test_multiturn.py and smoke/test_multiturn_qa.py have the flags that do nothing where no tool is offered
+SEARCH_FLAGS = {"top_k", "corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"}
+ELSEWHERE_OF = {
+    "experiment_multiturn_tool_calling": {"tools", "tool_seconds"},
+    "experiment_multiturn_qa": {"tools", "tool_seconds"} | SEARCH_FLAGS,
+}
 A_TASK = """
 REWARD_WEIGHTS = {"even": 1.0}
 def messages(row, system_prompt):

@@ -32,6 +32,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "clip": ("the clip has silenced", "--epochs-per-step"),
     "gradient": ("was scaled down", "--max-grad-norm"),
     "flat": ("has not risen beyond noise", "--lr"),
+    "searches": ("could not answer", "--search-url"),
 }
 
 
@@ -297,6 +298,16 @@ def test_a_reward_that_stays_flat_is_reported(run, random_policy, monkeypatch):
     assert f"({sum(rewards[:20]) / 20:.2f} at first, {sum(rewards[40:60]) / 20:.2f} now)" in sentence
     assert "now 1e-12" in sentence
     assert is_silent("zero variance", said)
+
+
+@pytest.mark.parametrize(("failures", "is_reported"), [(0.2, True), (0.1, False)])
+def test_searches_that_fail_are_reported(failures, is_reported):
+    diagnosis = Diagnosis(SimpleNamespace(dtype="float32", max_grad_norm=1.0))
+    step = {"completion/failed_searches": failures, "reward/calls": 1.5}
+    said = [diagnosis.check(step) for _ in range(6)]
+    assert [len(sentences) for sentences in said] == [0, 0, 0, 0, int(is_reported), 0]
+    if is_reported:
+        assert "13% of the calls" in the_sentence("searches", said[4])
 
 
 REPORTS_OF_RESULTS = {

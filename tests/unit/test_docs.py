@@ -12,7 +12,6 @@ import pytest
 import tyro
 
 from common.plumbing.checks import flag
-from common.plumbing.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in ROOT.glob("**/*.md") if "runs" not in path.parts and ".venv" not in path.parts)
@@ -41,13 +40,20 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_in_commands_exist(page):
+def test_flags_in_commands_exist(page, load_script):
     for command in re.findall(r"(experiment_\w+/train\.py [^`\n]*)", page.read_text(encoding="utf-8")):
         script, *arguments = command.split("#")[0].split()
-        own = re.findall(r"^    (\w+): ", (ROOT / script).read_text(encoding="utf-8"), re.MULTILINE)
-        names = (*own, *(field.name for field in dataclasses.fields(RunConfig)))
-        known = {flag(name) for name in names} | {flag(f"no_{name}") for name in names}
+        config_class = load_script(script).Config
+        names = [field.name for field in dataclasses.fields(config_class)]
+        known = (
+            {flag(name) for name in names} | {flag(f"no_{name}") for name in names} | aliases_of(config_class).keys()
+        )
         assert {argument for argument in arguments if argument.startswith("--")} <= known, command
+
+
+def aliases_of(config_class) -> dict[str, str]:
+    """Other names of flags, and the flags that they are."""
+    return {alias: flag(name) for name, aliases in getattr(config_class, "ALIASES", {}).items() for alias in aliases}
 
 
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
@@ -60,7 +66,11 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_understood_by_their_scripts(page, load_script, monkeypatch):
     """Flags and their values, as the script itself reads them; nothing is run."""
-    for folder in ("experiment_sft", "benchmarks"):  # where scripts import what is beside them
+    for folder in (
+        "experiment_sft",
+        "experiment_multiturn_qa",
+        "benchmarks",
+    ):  # where scripts import what is beside them
         monkeypatch.syspath_prepend(ROOT / folder)
     for script, arguments in commands_of(page):
         assert (ROOT / script).is_file(), script
@@ -69,7 +79,7 @@ def test_commands_are_understood_by_their_scripts(page, load_script, monkeypatch
         module = load_script(script)
         config_class = getattr(module, "Config", None) or module.Command
         try:
-            tyro.cli(config_class, args=arguments)
+            tyro.cli(config_class, args=[aliases_of(config_class).get(word, word) for word in arguments])
         except SystemExit:
             pytest.fail(f"{script} {shlex.join(arguments)}")
 

@@ -114,6 +114,7 @@ def test_a_run_is_kept_under_the_name_of_its_experiment(experiment):
         ("experiment_accelerate", "train_accelerate.py"),
         ("experiment_accelerate_ddp", "train_accelerate_ddp.py"),
         ("experiment_multiturn_tool_calling", "train_multiturn_calc_tool_calling.py"),
+        ("experiment_multiturn_qa", "train_multiturn_qa.py"),
     ],
 )
 def test_names_of_earlier_documents_are_links(experiment, name):

@@ -138,25 +138,20 @@ def _read_text(path: Path) -> str:
 def _read_jsonl(path: Path, num_words: int, overlap: int, skipped: list[str]) -> Iterator[Document]:
     lines: dict[str, int] = {}  # by id
     for number, line in _lines(path):
-        place = f"{shown(path)}:{number}"
-        row = _parse(line, place)
-        name, text = row.get("id"), row.get("text", row.get("contents"))
-        if isinstance(name, int) and not isinstance(name, bool):
-            name = str(name)
-        for field, value in (("id", name), ("text", text)):
-            if not is_text(value) or (field == "id" and not value):
-                problem = "is missing" if value is None else f"cannot be {printable(json.dumps(value), 80)}"
-                raise UserError(f'{place}: the field "{field}" {problem}: a row is {{"id": "...", "text": "..."}}')
-        texts = list(split(text, num_words, overlap))
-        names = [name] if len(texts) == 1 else [f"{name}#{part}" for part in range(1, len(texts) + 1)]
+        try:
+            name, text = _parse(line)
+            texts = list(split(text, num_words, overlap))
+            names = [name] if len(texts) == 1 else [f"{name}#{part}" for part in range(1, len(texts) + 1)]
+            for document in map(Document, names, texts):
+                if document.id in lines:
+                    other = f"{shown(path)}:{lines[document.id]}"
+                    raise UserError(f"the id {printable(document.id, 80)!r} is that of {other}, too")
+                lines[document.id] = number
+                yield document
+        except UserError as error:
+            raise UserError(f"{shown(path)}:{number}: {error}") from error
         if not texts:
             skipped.append(f"line {number}")
-        for document in map(Document, names, texts):
-            if document.id in lines:
-                other = f"{shown(path)}:{lines[document.id]}"
-                raise UserError(f"{place}: the id {printable(document.id, 80)!r} is that of {other}, too")
-            lines[document.id] = number
-            yield document
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -177,13 +172,30 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise UserError(f"{shown(path)} cannot be read ({error.strerror})") from error
 
 
-def _parse(line: bytes, place: str) -> dict:
+def _parse(line: bytes) -> tuple[str, str]:
+    """Id and text of a row.
+
+    Raises:
+        UserError: what is wrong with it.
+    """
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start} of the line)") from error
+        raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not JSON ({printable(str(error), 200)})") from error
+        raise UserError(f"not JSON ({printable(str(error), 200)})") from error
     if not isinstance(row, dict):
-        raise UserError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
-    return row
+        raise UserError(f"a row must be a JSON object, not {type(row).__name__}")
+    name, text = row.get("id"), row.get("text", row.get("contents"))
+    if isinstance(name, int) and not isinstance(name, bool):
+        name = str(name)
+    for field, value in (("id", name), ("text", text)):
+        if not _is_text(value) or (field == "id" and not value):
+            problem = "is missing" if value is None else f"cannot be {printable(json.dumps(value), 80)}"
+            raise UserError(f'the field "{field}" {problem}: a row is {{"id": "...", "text": "..."}}')
+    return name, text
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is text that a file can hold; `is_text` looks at every character, which takes long."""
+    return isinstance(value, str) and (value.isascii() or is_text(value))

@@ -1,0 +1,33 @@
+"""Build the index of a corpus before any run does, or anew: train.py opens it with the same flags.
+
+    python experiment_multiturn_qa/build_index.py --corpus my_documents
+    python experiment_multiturn_qa/build_index.py --corpus wiki.jsonl --index wiki.sqlite
+    python experiment_multiturn_qa/build_index.py --corpus my_documents --encoder intfloat/e5-base-v2
+
+An index of other documents is replaced at the moment when the new one is complete; who has opened the old one keeps it.
+"""
+
+from common.plumbing.interrupt import handle_as_usual  # first: Ctrl-C during the imports shows no traceback
+import time
+from collections.abc import Sequence
+
+import tyro
+
+from common.plumbing.config import shown
+from common.plumbing.retrieval.config import IndexConfig as Config
+from common.plumbing.retrieval.opening import build_index
+from common.plumbing.start import run_main
+from common.plumbing.terminal import say
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    handle_as_usual()
+    began = time.monotonic()
+    index, path = build_index(config)
+    seconds, size = time.monotonic() - began, path.stat().st_size / 2**20
+    say(f"{index.num_documents:,} documents, {seconds:.1f} s, {size:.1f} MiB on the disk: {shown(path)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

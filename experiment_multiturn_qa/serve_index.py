@@ -1,0 +1,48 @@
+"""Serve an index to several runs, or to other machines, by the protocol of Search-R1's retrieval servers.
+
+    python experiment_multiturn_qa/serve_index.py --corpus my_documents/ --port 8000
+    python experiment_multiturn_qa/train.py --search-url http://127.0.0.1:8000
+
+    curl http://127.0.0.1:8000/retrieve -H "Content-Type: application/json" \\
+        -d '{"queries": ["Who built the Fardil?"], "topk": 2, "return_scores": true}'
+
+`GET /` says what is served. A query that fails, because it takes longer than --search-seconds for example, has the
+result null. Whoever can reach the port can search: there are no passwords.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tyro
+
+from common.errors import UserError
+
+from common.plumbing.retrieval.config import SearchConfig
+from common.plumbing.retrieval.opening import open_index
+from common.plumbing.start import run_main
+from common.plumbing.terminal import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SearchConfig):
+    # a query that takes longer has failed; less than the clients' limit, so that the others of its request have not
+    search_seconds: float = 2.0
+    host: str = "127.0.0.1"  # address to serve at; 0.0.0.0: all addresses of this machine
+    port: int = 8000  # 0: a free one, which is printed
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    try:
+        from common.plumbing.retrieval import server
+    except ModuleNotFoundError as error:
+        raise UserError(f"serving needs {error.name}: pip install -r requirements-search.txt") from error
+    listener = server.listen(config.host, config.port)  # first: opening an index can take long
+    index = open_index(config)
+    about = {"documents": index.num_documents, "content": index.content_hash}
+    say(f"{index.num_documents} documents at {server.url_of(listener)} (Ctrl-C ends it)", anyway=True)
+    server.serve(server.make_app(index, config.top_k, about), listener)
+
+
+if __name__ == "__main__":
+    run_main(main)

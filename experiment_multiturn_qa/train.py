@@ -1,0 +1,248 @@
+"""GRPO with a search tool: a policy learns to look up what it cannot know.
+
+    for every step:
+        turn after turn, until every conversation has ended:
+            the policy continues all open rows; its tokens are appended with mask 1
+            all queries of the turn are searched for together; what is found is appended with mask 0
+        reward each conversation, and train on it as in experiment_base: only tokens with mask 1 count
+
+A conversation is a row of ids that only grows: the policy is trained on exactly the tokens that it saw and sampled.
+
+    python experiment_multiturn_qa/train.py                   # the bundled policy, questions and documents
+    python experiment_multiturn_qa/train.py --no-tool         # the same without the search
+    python experiment_multiturn_qa/train.py --corpus my_documents --questions my_questions.jsonl
+
+Parent: experiment_multiturn_tool_calling. Read next: common/search.py, and common/tasks/qa.py for the rewards.
+
+Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
+per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
+"""
+
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from common.advantages import STD_EPS, group_advantages, group_std
+from common.chat import decode, encode_observation, encode_prompt
+from common.environment import env_step
+from common.experience import Experience, collate
+from common.fast.kept_rows import KeptRows
+from common.logprobs import token_log_probs
+from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
+from common.policy import Policy
+from common.sampling import begin_rows, continue_rows
+from common.search import SEARCH_WEIGHTS, Searcher, SearchState
+from common.tools import call_form, schemas
+from common.trajectory import Trajectory
+
+from common.plumbing.config import RunConfig
+from common.plumbing.context import context_length
+from common.plumbing.data import load_task, prompts_of_step
+from common.plumbing.held_out import evaluate_held_out
+from common.plumbing.loading import load_policy, make_reference
+from common.plumbing.parse import parse_config
+from common.plumbing.retrieval.config import SearchConfig
+from common.plumbing.retrieval.opening import open_index, search_sources
+from common.plumbing.rollout import rollout_metrics
+from common.plumbing.run import Run
+from common.plumbing.start import run_main, start_run
+from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.task import Task
+from common.plumbing.tool_files import load_tools
+from common.plumbing.tool_processes import in_threads
+from common.plumbing.turns import check_turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SearchConfig, RunConfig):
+    max_turns: int = 3  # turns of the policy per conversation; what it calls in the last one is not executed
+    steps: int = 120  # each samples completions, rewards them and trains on them
+    prompts_per_step: int = 8  # Q: questions per step
+    group_size: int = 8  # G: completions per question, which are compared with one another
+    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
+    top_p: float = 1.0
+    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    # rows per forward and backward pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: int | None = None
+    # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
+    lr: float | None = None
+    weight_decay: float = 0.0  # of AdamW
+    # a token has no gradient once its ratio has moved by this much in the direction of its advantage
+    clip_eps: float = 0.2
+    kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+    # the bundled policy that knows tools, "tiny_tools", or any that --model of experiment_base can be
+    model: str = "tiny_tools"
+    task: str = "qa"  # what is asked and rewarded: a file of common/tasks, or the path of your own
+    tools: str | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
+    tool_seconds: float = 5.0  # time limit of a call of a tool of your own
+    tool: bool = True  # offer the search; --no-tool asks the same questions without any tool
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_config(Config, argv, description=__doc__)
+    index = open_index(config) if config.tool else None
+    searcher = Searcher(index, config.top_k)
+    tools = {"search": searcher.search} if config.tool else {}  # functions by name
+    tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
+    task = load_task(config, SEARCH_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
+    with start_run("experiment_multiturn_qa", config, task, search_sources(config, index)) as run:
+        policy = load_policy(config, config.temperature)
+        reference = make_reference(policy) if config.kl_weight > 0 else None
+        check_turns(policy)
+        talk = partial(converse, config, task, tools, searcher, policy)
+        if not run.has_before:
+            run.log_before(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
+        train(config, run, task, policy, reference, talk)
+        run.save_final(policy)
+        run.finish(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
+
+
+def train(
+    config: Config,
+    run: Run,
+    task: Task,
+    policy: Policy,
+    reference: Policy | None,
+    talk: Callable[..., list[Trajectory]],
+) -> None:
+    """Run all steps, or those that a resumed run has left."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    run.restore(policy, optimizer)
+    for step in run.steps(config.steps):
+        # 1 sample: G conversations about each of Q questions
+        prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+        key = (config.seed, step)  # names the random numbers of this step
+        trajectories = talk(task.train_rows, prompt_index, config.group_size, key, top_p=config.top_p)
+
+        # 2 reward: each conversation by itself, by its environment; its return is the weighted sum of the components
+        totals = [task.total_reward(completion.rewards) for completion in trajectories]
+        returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)
+
+        # 3 advantage: better or worse than the group, in units of the group's standard deviation
+        advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)
+        experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
+        experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
+
+        # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
+        experience.old_log_probs = old_log_probs(config, policy, experience)
+        if reference is not None:
+            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+
+        # 5 update: one or more optimizer steps on this rollout
+        statistics = update(config, policy, optimizer, experience, step)
+
+        # 6 log, evaluate, checkpoint
+        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
+        if config.eval_every and step % config.eval_every == 0:
+            evaluation = evaluate_held_out(config, task, policy, converse=talk)
+            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        run.log(step, metrics)
+        run.log_samples(step, trajectories, experience, statistics)
+        run.checkpoint(step, policy, optimizer)
+
+
+def converse(
+    config: Config,
+    task: Task,
+    tools: dict[str, Callable[..., str]],
+    searcher: Searcher,
+    policy: Policy,
+    questions: list[dict],
+    prompt_index: list[int],
+    group_size: int,
+    key: tuple[int, ...],
+    top_p: float = 1.0,
+    greedy: bool = False,
+) -> list[Trajectory]:
+    """G conversations about each of the questions that `prompt_index` names: B trajectories, with their rewards."""
+    tokenizer, form = policy.tokenizer, call_form(policy.tokenizer)
+    asked = [task.messages(questions[index], config.system_prompt) for index in prompt_index]
+    prompts = [encode_prompt(tokenizer, messages, task.tools) for messages in asked]
+    trajectories = begin_rows(prompts, group_size, prompt_index)
+    states = [SearchState(task, questions[row.prompt_index], tools, form, searcher=searcher) for row in trajectories]
+    conversations = list(zip(trajectories, states, strict=True))
+    kept = KeptRows()  # keys and values from turn to turn, for as long as these weights are sampled from
+    for turn in range(1, config.max_turns + 1):
+        open_ones = [(row, state) for row, state in conversations if not state.is_over]
+        sampled = continue_rows(
+            policy,
+            [row for row, _ in open_ones],
+            max_new_tokens=config.max_new_tokens,  # in all turns together; what tools answer does not count
+            max_length=context_length(policy),
+            key=key,
+            top_p=top_p,
+            greedy=greedy,
+            generation_batch_size=config.generation_batch_size,
+            kept=kept,
+        )
+        texts = [decode(tokenizer, ids) for ids in sampled]  # for the environment; the row keeps the ids
+        for (row, state), ids, text in zip(open_ones, sampled, texts, strict=True):
+            row.turns += [("assistant", text)] if ids else []  # none if what the tools answered has filled the context
+            is_spent = row.finish_reason == "length" or row.num_action_tokens == config.max_new_tokens
+            state.is_last_turn = turn == config.max_turns or is_spent
+        queries = [state.queries(text) for (_, state), text in zip(open_ones, texts, strict=True)]
+        searcher.send(query for asked in queries for query in asked)  # all of this turn together
+        results = in_threads(env_step, [state for _, state in open_ones], texts, parallel=config.tools is not None)
+        for (row, _), (observation, rewards, done) in zip(open_ones, results, strict=True):
+            if done:
+                row.rewards = rewards
+            else:  # only what the tools answer is rendered and tokenised, and it gets mask 0
+                row.observe(encode_observation(tokenizer, observation, policy.end_of_turn_ids), context_length(policy))
+                row.turns += [("tool", text) for text in observation]
+    for row, state in conversations:
+        row.text = "\n".join(text for role, text in row.turns if role == "assistant")
+        row.description = state.describe()  # only logged
+    return trajectories
+
+
+def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
+    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
+        return None  # only one update: that policy is still the current one, and the ratio is 1
+    if policy.compute_dtype == torch.float32:
+        return experience.sampler_log_probs
+    # In bfloat16 the sampler's numbers differ from the training forward's; the ratio must not see that difference.
+    return token_log_probs(policy, experience, config.micro_batch_size)
+
+
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
+    """A micro-batch's part of the loss of a minibatch of `num_rows` rows: the parts add up. Equation 3 of the paper."""
+    mask = micro.action_mask
+    ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
+    token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
+    if config.kl_weight > 0:
+        token_loss = token_loss + config.kl_weight * approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
+    return masked_mean(token_loss, mask, dim=1).sum() / num_rows  # mean over a row's tokens, then over rows
+
+
+def update(
+    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
+) -> UpdateStatistics:
+    """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
+    statistics = UpdateStatistics(config.clip_eps, config.max_grad_norm)
+    for epoch in range(config.epochs_per_step):
+        key = (config.seed, step, epoch)  # names the shuffle
+        for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
+            optimizer.zero_grad()
+            for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
+                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+                loss = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
+                loss.backward()
+                statistics.add(epoch, index, micro, log_probs, entropy, loss)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
+                optimizer.step()
+            statistics.end_update(grad_norm)
+    return statistics
+
+
+if __name__ == "__main__":
+    run_main(main)

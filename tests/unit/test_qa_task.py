@@ -1,0 +1,138 @@
+"""The task of questions about documents: SQuAD's exact match and F1, and the bundled documents and questions."""
+
+import json
+import random
+import re
+import string
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from common.datagen.world_grammar import names
+from common.tasks import qa
+
+DATA = Path(qa.TRAIN_DATA).parent
+
+
+def rows_of(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, list[dict]]:
+    return {name: rows_of(DATA / f"{name}.jsonl") for name in ("qa_documents", "qa_tasks", "qa_tasks_heldout")}
+
+
+def slow_normalize(text: str) -> str:
+    """Letter by letter and word by word, as section 6.1 of the SQuAD paper describes it."""
+    letters = [letter for letter in text.lower() if letter not in string.punctuation]
+    words = re.split(r"\s+", "".join(letters))
+    return " ".join(word for word in words if word and word not in ("a", "an", "the"))
+
+
+def slow_f1(answer: str, wanted: str) -> float:
+    given, gold = slow_normalize(answer).split(), slow_normalize(wanted).split()
+    left, in_both = list(gold), 0
+    for word in given:
+        if word in left:
+            left.remove(word)
+            in_both += 1
+    if not in_both:
+        return 0.0
+    precision, recall = in_both / len(given), in_both / len(gold)
+    return 2 * precision * recall / (precision + recall)
+
+
+def test_f1_and_exact_match_equal_a_slow_version():
+    rng = random.Random(0)
+    words = ["the", "The", "a", "an", "ship", "Ship.", "1,846", "1846", "U.S.", "us", "Fardil's", "of", "of", "theatre"]
+    drawn = Counter()
+    for _ in range(2000):
+        answer, wanted = (" ".join(rng.choices(words, k=rng.randint(1, 5))) for _ in range(2))
+        if not slow_normalize(answer) or not slow_normalize(wanted):
+            continue
+        is_match = slow_normalize(answer) == slow_normalize(wanted)
+        assert qa.exact_match(answer, wanted) == is_match
+        assert qa.f1(answer, wanted) == pytest.approx(slow_f1(answer, wanted))
+        assert qa.f1(answer, wanted) == pytest.approx(qa.f1(wanted, answer))
+        assert not is_match or qa.f1(answer, wanted) == 1
+        drawn[is_match] += 1
+    assert min(drawn.values()) > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "correct", "f1", "well_formed"),
+    [
+        ("<answer>1846</answer>", 1, 1, 1),
+        ("\n\n<answer> the 1,846. </answer>", 1, 1, 1),  # the calls of two turns are removed
+        ("<think>a</think>\n<answer>In 1846</answer>", 0, 2 / 3, 1),
+        ("It is <answer>1846</answer>", 1, 1, 0),
+        ("<answer>1846</answer>\n<answer>1846</answer>", 0, 0, 0),
+        ("<think><answer>1846</answer></think>", 0, 0, 0),
+        ("1846", 0, 0, 0),
+        ("<answer></answer>", 0, 0, 1),
+        ("<answer>the</answer>", 0, 0, 1),
+        ("<answer>1846", 0, 0, 0),
+    ],
+)
+def test_rewards(text, correct, f1, well_formed):
+    for answer in ("1846", 1846, ["never", "1846"]):
+        found = qa.reward({"question": "?", "answer": answer}, text)
+        assert found == {"correct": correct, "f1": pytest.approx(f1), "format": well_formed}
+
+
+@pytest.mark.parametrize("answer", [[], [""], "", "a\nb", ["</answer>"]])
+def test_an_answer_that_cannot_be_given_is_never_right(answer):
+    row = {"question": "?", "answer": answer}
+    assert qa.reward(row, qa.solution(row))["correct"] == 0
+
+
+def test_an_answer_of_articles_or_signs_is_compared_as_it_is():
+    assert qa.reward({"answer": "The"}, "<answer>the</answer>")["correct"] == 1
+    assert qa.reward({"answer": "The"}, "<answer>a</answer>")["correct"] == 0
+    assert qa.reward({"answer": "?!"}, "<answer></answer>") == {"correct": 0, "f1": 0, "format": 1}
+
+
+def test_the_bundled_files_are_what_the_script_writes(files, load_script):
+    script = load_script("data/make_qa_tasks.py")
+    worlds = script.make_worlds()
+    training, held_out = script.make_questions(worlds)
+    written = {"qa_documents": script.make_documents(worlds), "qa_tasks": training, "qa_tasks_heldout": held_out}
+    assert written == files
+
+
+def test_every_answer_is_told_by_its_documents(files):
+    texts = {row["id"]: row["text"] for row in files["qa_documents"]}
+    assert len(texts) == len(files["qa_documents"]) == 2000
+    for row in files["qa_tasks"] + files["qa_tasks_heldout"]:
+        first, last = row["supporting"][0], row["supporting"][-1]
+        assert re.search(rf"\b{row['answer']}\b", texts[last])
+        assert first in row["question"]
+        assert first == last or (last in texts[first] and last not in row["question"])
+        assert qa.reward(row, qa.solution(row)) == {"correct": 1, "f1": 1, "format": 1}
+
+
+def test_new_documents_have_names_that_training_never_shows(files):
+    unseen, told = set(names("heldout")), set(re.findall(r"\w+", json.dumps(files["qa_tasks"])))
+    new = [row for row in files["qa_documents"] if row["id"] in unseen]
+    assert len(new) == 400
+    assert not any(row["id"] in told for row in new)
+    assert not {row["question"] for row in files["qa_tasks"]} & {row["question"] for row in files["qa_tasks_heldout"]}
+    for row in files["qa_tasks"] + files["qa_tasks_heldout"]:
+        assert (
+            (row["documents"] == "new") == (set(row["supporting"]) <= unseen) == bool(set(row["supporting"]) & unseen)
+        )
+    lessons = set(names("warm_start"))
+    assert not any(row["id"] in lessons for row in files["qa_documents"])
+
+
+def test_the_first_held_out_questions_are_of_all_kinds(files):
+    """As many as an evaluation asks by default; it takes the first ones."""
+    kinds = Counter((row["difficulty"], row["documents"]) for row in files["qa_tasks_heldout"][:256])
+    assert len(kinds) == 4
+    assert min(kinds.values()) > 35
+    assert {row["asks"] for row in files["qa_tasks_heldout"]} == {"when", "who", "where"}
+    for row in files["qa_tasks_heldout"]:
+        assert sum(qa.describe(row, "").values()) == 1
+    assert sum(qa.describe({"answer": 1}, "").values()) == 0

@@ -1,0 +1,372 @@
+"""Search by words: what is found, whatever is asked, by many threads and processes, while the file is replaced."""
+
+import math
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.search import Hit, SearchError
+
+from common.plumbing.retrieval import sqlite_index, words
+from common.plumbing.retrieval.documents import Document, content_hash
+from common.plumbing.retrieval.sqlite_index import SqliteIndex, build_sqlite
+
+SECONDS = 60  # longer than a search takes on the busiest machine
+TEXTS = {
+    "Fardil": "The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.",
+    "Jarce": "Jarce was born in Waplem in 1734. The father of Jarce was Mabto.",
+    "Waplem": "The town Waplem is near Tinhur. Mabto built Waplem in 1211.",
+    "Café": "Le café Zoë, à Besançon; ЁЛКА and STRASSE.",
+    "東京": "東京都は日本の首都です。",
+    "京都": "京都市は古い都です。",
+    "ไทย": "กรุงเทพมหานครเป็นเมืองหลวง",
+    "कि": "किताब पढ़ना",
+    "a\0b": "before\0behind",
+}
+DOCUMENTS = [Document(name, text) for name, text in TEXTS.items()]
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("index") / "an index?#%.sqlite"  # a name that an URI has to quote
+    build_sqlite(path, DOCUMENTS, "texts")
+    return path
+
+
+def found(path: Path, query: str, k: int = 3) -> list[str]:
+    return [hit.document for hit in SqliteIndex(path, SECONDS).search(query, k)]
+
+
+def random_documents(num_documents: int, seed: int = 0) -> list[Document]:
+    """Texts of words of very different frequency."""
+    rng = random.Random(seed)
+    return [
+        Document(f"{number}", " ".join(f"w{int(rng.paretovariate(0.6))}" for _ in range(rng.randint(3, 30))))
+        for number in range(num_documents)
+    ]
+
+
+def test_scores_are_those_of_bm25(tmp_path):
+    """The formula of Robertson et al. with k1 = 1.2 and b = 0.75, in a slow loop over all documents."""
+    documents = random_documents(300)
+    build_sqlite(tmp_path / "x", documents)
+    index = SqliteIndex(tmp_path / "x", SECONDS)
+    tokens = [document.text.split() for document in documents]
+    mean_length = sum(map(len, tokens)) / len(tokens)
+    for query in ("w1", "w7 w2 w40", "w1 w2 w3 w5 w5 nowhere w90", "w12345678"):
+        scores = {}
+        for word in dict.fromkeys(query.split()):
+            num_with = sum(word in text for text in tokens)
+            idf = max(math.log((len(tokens) - num_with + 0.5) / (num_with + 0.5)), 1e-6)
+            for number, text in enumerate(tokens):
+                if count := text.count(word):
+                    part = count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(text) / mean_length))
+                    scores[number] = scores.get(number, 0) + idf * part
+        hits = index.search(query, 300)
+        assert {hit.document: hit.score for hit in hits} == pytest.approx({str(n): s for n, s in scores.items()})
+        assert all(
+            a.score > b.score or (a.score == b.score and int(a.document) < int(b.document)) for a, b in pairwise(hits)
+        )
+        assert index.search(query, 5) == hits[:5]
+
+
+def test_hits_hold_the_documents_as_they_were(path):
+    (hit,) = SqliteIndex(path, SECONDS).search("Zoë?", 3)
+    assert hit == Hit("Café", TEXTS["Café"], hit.score)
+    assert hit.score > 0
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ("When was the ship Fardil built?", ["Fardil"]),
+        ("FARDIL", ["Fardil"]),
+        ("fardil*", ["Fardil"]),
+        ("Mabto -Waplem", ["Waplem"]),
+        ("text:Jarce", ["Jarce"]),
+        ("NEAR(zoe besancon, 2)", ["Café", "Waplem"]),
+        ("cafe\u0301", ["Café"]),
+        ("ＺＯＥ", ["Café"]),  # noqa: RUF001
+        ("ёлка", ["Café"]),
+        ("東京", ["東京"]),
+        ("古い都", ["京都"]),
+        ("มหานคร", ["ไทย"]),
+        ("किताब", ["कि"]),
+        ("behind", ["a\0b"]),
+        ("far", []),
+        ("AND", ["Café"]),
+        ("", []),
+        ('"', []),
+        ("* - : ^ ( ) { } + , .", []),
+        ("\0", []),
+        ("Fardil\0 Jarce\udcff", ["Fardil"]),
+        ("\ud800", []),
+        ("nothing of this", ["Jarce"]),
+    ],
+)
+def test_any_text_is_a_query(path, query, names):
+    """Nothing in it is an operator; capitals, accents and forms of characters do not matter."""
+    result = found(path, query)
+    assert result[: len(names)] == names
+    assert bool(result) == bool(names)
+
+
+def hostile_queries(number: int, seed: int = 0):
+    """Texts of the syntax of FTS5 and of SQL, of control characters, all planes of Unicode, and long runs."""
+    rng = random.Random(seed)
+    syntax = (
+        '" "" \' * ^ - + : ( ) { } , AND OR NOT NEAR NEAR( NEAR/2 text: rank: words rowid ; -- /* */ %s ? ?1 \\ ` [ ]'
+    )
+    pieces = [
+        *syntax.split(),
+        " ",
+        "\n",
+        "\0",
+        "\x1b[2J",
+        "\u202e",
+        "\ufeff",
+        "\ud800",
+        "\udfff",
+        "Fardil",
+        "the",
+        "1846",
+    ]
+    for _ in range(number):
+        chosen = []
+        for _ in range(rng.randint(0, 12)):
+            kind = rng.random()
+            if kind < 0.6:
+                chosen.append(rng.choice(pieces))
+            elif kind < 0.9:
+                chosen.append(chr(rng.choice((rng.randrange(0x250), rng.randrange(0x10000), rng.randrange(0x110000)))))
+            elif kind < 0.999:
+                chosen.append(rng.choice(pieces) * rng.randrange(50))
+            else:
+                chosen.append(rng.choice(["Fardil ", '"', "NEAR(", "東", "x", "\u0301", "\ufdfa"]) * 100_000)
+        yield rng.choice(("", " ")).join(chosen)
+
+
+def test_ten_thousand_hostile_queries_are_answered(path):
+    """None fails, although each may take a second at most: `search` raises what it cannot answer."""
+    index = SqliteIndex(path, seconds=1)
+    num_found = 0
+    for query in hostile_queries(10_000):
+        hits = index.search(query, 2)
+        assert len(hits) <= 2
+        assert all(TEXTS[hit.document] == hit.text and math.isfinite(hit.score) for hit in hits)
+        num_found += bool(hits)
+    assert num_found > 1000
+
+
+def test_the_number_of_terms_is_bounded():
+    phrases = words.query_phrases(" ".join(map(str, range(1_000_000))))
+    assert list(phrases) == [f'"{number}"' for number in range(64)]
+    assert len(words.query_phrases("東" * 100_000)) == 1
+
+
+def test_common_words_count_only_as_far_as_they_are_affordable(tmp_path, monkeypatch):
+    """10,000 documents: "the" is in all, "half" in every second one, "rare" in some, "one" in the last one."""
+    texts = ["the " + "half " * (n % 2) + "rare " * (n % 97 == 0) + "one " * (n == 9999) for n in range(10_000)]
+    build_sqlite(tmp_path / "x", (Document(str(n), text) for n, text in enumerate(texts)))
+    index = SqliteIndex(tmp_path / "x", SECONDS)
+    everything = index.search("the half rare one", 10_000)
+    assert len(everything) == 10_000
+    monkeypatch.setattr(sqlite_index, "BUDGET", 6000)
+    assert len(index.search("the half rare one", 10_000)) == 5000 + 52
+    assert index.search("the half rare one", 3)[0].document == everything[0].document == "9999"
+    assert index.search("the rare", 200) == index.search("rare", 200)
+    alone = index.search("the", 10_000)  # nothing else is in the query
+    assert 5000 < len(alone) <= 6000
+    assert alone == SqliteIndex(tmp_path / "x", SECONDS).search("the", 10_000)
+
+
+def test_a_search_that_takes_too_long_is_an_error(tmp_path):
+    build_sqlite(tmp_path / "x", random_documents(2000))
+    index = SqliteIndex(tmp_path / "x", seconds=1e-6)
+    with pytest.raises(SearchError, match="longer than 1e-06 seconds"):
+        index.search("w1 w2", 2)
+    slow, answer = index.search_all(["w1 w2", ""], 2)
+    assert isinstance(slow, SearchError)
+    assert answer == []
+
+
+def test_ctrl_c_during_a_search_is_not_lost(tmp_path, monkeypatch):
+    """It arrives in the function that SQLite calls now and then, and SQLite ignores what that raises."""
+    build_sqlite(tmp_path / "x", random_documents(2000))
+    index, calls = SqliteIndex(tmp_path / "x", SECONDS), []
+
+    def interrupted() -> float:
+        calls.append(0)
+        if len(calls) == 2:  # the first one is before the search
+            raise KeyboardInterrupt
+        return 0.0
+
+    monkeypatch.setattr(sqlite_index.time, "monotonic", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        index.search("w1 w2", 2)
+    assert index.search("w1 w2", 2)
+
+
+def test_threads_and_forked_processes_find_the_same(tmp_path):
+    build_sqlite(tmp_path / "x", random_documents(500))
+    index = SqliteIndex(tmp_path / "x", SECONDS)
+    queries = [document.text for document in random_documents(40, seed=1)]
+    expected = [index.search(query, 5) for query in queries]
+    assert index.search_all(queries, 5) == expected
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda query: index.search(query, 5), queries * 3)) == expected * 3
+    if hasattr(os, "fork"):
+        with multiprocessing.get_context("fork").Pool(
+            2, initializer=globals().__setitem__, initargs=("INDEX", index)
+        ) as pool:
+            assert pool.map(search_in_child, queries) == expected
+
+
+def search_in_child(query: str) -> list[Hit]:
+    return INDEX.search(query, 5)  # noqa: F821
+
+
+def test_an_index_is_one_file_that_needs_no_writing(tmp_path):
+    assert build_sqlite(tmp_path / "x", DOCUMENTS) == content_hash(DOCUMENTS)
+    (tmp_path / "x").chmod(0o444)
+    before = (tmp_path / "x").stat().st_mtime_ns
+    index = SqliteIndex(tmp_path / "x", SECONDS)
+    assert index.search("Fardil", 1)
+    assert (index.num_documents, index.content_hash) == (len(DOCUMENTS), content_hash(DOCUMENTS))
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (tmp_path / "x").stat().st_mtime_ns == before
+
+
+def test_what_is_not_a_complete_index_is_refused(tmp_path, path):
+    content, copy = path.read_bytes(), tmp_path / "copy.sqlite"
+    with pytest.raises(UserError, match=r"there is no index .*copy\.sqlite: build it with make it"):
+        SqliteIndex(copy, SECONDS, "make it")
+    other_version = content[:60] + (99).to_bytes(4, "big") + content[64:]
+    for damaged, message in (
+        (b"", "is not an index of documents"),
+        (b"text", "is not an index of documents"),
+        (content[:68] + bytes(4) + content[72:], "is not an index of documents"),  # another program's database
+        (content[:90], "is incomplete: build it with make it"),
+        (content[:5000], "is incomplete: build it with make it"),
+        (content[:-1], "is incomplete: build it with make it"),
+        (content + b"x", "is incomplete"),
+        (other_version, "has version 99 of the format, not 1: build it with make it"),
+        (content[:100] + bytes(len(content) - 100), "is damaged .*: build it with make it"),
+    ):
+        copy.write_bytes(damaged)
+        with pytest.raises(UserError, match=message) as error:
+            SqliteIndex(copy, SECONDS, "make it")
+        assert "copy.sqlite" in str(error.value)
+
+
+def test_damage_within_the_file_is_an_error_and_no_crash(tmp_path, path):
+    content, rng, copy, num_errors = path.read_bytes(), random.Random(0), tmp_path / "x", 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        begin = rng.randrange(100, len(content))
+        damaged[begin : begin + 64] = rng.randbytes(64)
+        copy.write_bytes(damaged[: len(content)])
+        try:
+            for query in ("Fardil built", "in the", "東京都"):
+                hits = SqliteIndex(copy, SECONDS).search(query, 3)
+                assert all(isinstance(hit.document, str) and isinstance(hit.text, str) for hit in hits)
+        except (UserError, SearchError):
+            num_errors += 1
+    assert num_errors > 10
+
+
+def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):
+    build_sqlite(tmp_path / "x", [Document("old", "word")])
+    index = SqliteIndex(tmp_path / "x", SECONDS)
+    build_sqlite(tmp_path / "x", [Document("new", "word")])
+    assert [hit.document for hit in index.search("word", 2)] == ["old"]
+    with index._connection(), pytest.raises(SearchError, match="was replaced by one of other documents"):
+        index.search("word", 2)  # a second thread, say, which opens the file now
+    build_sqlite(tmp_path / "x", [Document("old", "word")])
+    with index._connection():
+        assert [hit.document for hit in index.search("word", 2)] == ["old"]
+
+
+def versions_read(path: Path, seconds: float, versions: list[str]) -> set[str]:
+    """Open an index and search, again and again; every answer must be of one version, and complete."""
+    known, end = set(), time.monotonic() + seconds
+    while time.monotonic() < end:
+        index = SqliteIndex(path, SECONDS)
+        hits = index.search("word", 1000) + index.search("other", 1000)
+        (version,) = {re.match("[ab]", hit.document)[0] for hit in hits}
+        assert len(hits) == 1000
+        assert index.content_hash == versions["ab".index(version)]
+        known.add(version)
+    return known
+
+
+@needs_fork
+def test_readers_see_the_old_index_or_the_new_one(tmp_path):
+    path = tmp_path / "x"
+    corpora = [[Document(f"{v}{n}", "word" if n % 2 else "other") for n in range(1000)] for v in "ab"]
+    versions = [build_sqlite(path, corpus) for corpus in corpora]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        readers = [pool.apply_async(versions_read, (path, 1.0, versions)) for _ in range(2)]
+        num_builds = 0
+        while not all(reader.ready() for reader in readers):
+            build_sqlite(path, corpora[num_builds % 2])
+            num_builds += 1
+        assert [reader.get() for reader in readers] == [{"a", "b"}, {"a", "b"}]
+    assert num_builds > 4
+
+
+@needs_fork
+def test_a_killed_build_leaves_nothing_that_is_an_index(tmp_path):
+    path = tmp_path / "x"
+
+    def documents_of_a_killed_process():
+        yield from random_documents(1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    builder = multiprocessing.get_context("fork").Process(
+        target=lambda: build_sqlite(path, documents_of_a_killed_process())
+    )
+    builder.start()
+    builder.join()
+    assert builder.exitcode == -signal.SIGKILL
+    (partial,) = tmp_path.iterdir()
+    with pytest.raises(UserError, match="there is no index"):
+        SqliteIndex(path, SECONDS)
+    with pytest.raises(UserError):
+        SqliteIndex(partial, SECONDS)
+    build_sqlite(tmp_path / "y", DOCUMENTS)  # another one: the rest of the first is removed
+    assert [file.name for file in tmp_path.iterdir()] == ["y"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
+def test_a_build_that_ends_early_leaves_the_old_index(tmp_path, error):
+    path = tmp_path / "x"
+    build_sqlite(path, DOCUMENTS)
+
+    def documents():
+        yield Document("new", "word")
+        raise error
+
+    with pytest.raises(error):
+        build_sqlite(path, documents())
+    assert found(path, "Fardil") == ["Fardil"]
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_file_that_is_no_index_is_not_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    with pytest.raises(UserError, match=r"thesis\.txt is not an index of documents, and is not replaced"):
+        build_sqlite(tmp_path / "thesis.txt", DOCUMENTS)
+    assert (tmp_path / "thesis.txt").read_text() == "all of it"
+    with pytest.raises(UserError, match="cannot be written"):
+        build_sqlite(tmp_path / "no" / "such" / "folder", DOCUMENTS)
