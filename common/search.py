@@ -123,9 +123,15 @@ def share_retrieved(row: dict, hits: list[Hit]) -> float:
     >>> share_retrieved({"supporting": ["ships.md", "towns.md"]}, hits), share_retrieved({"answer": 1846}, hits)
     (0.5, 1.0)
     """
-    supporting = row.get("supporting")
-    if supporting:
+    if wanted := supporting(row):
         found = {name for hit in hits for name in (hit.document, hit.document.rpartition("#")[0])}
-        return sum(name in found for name in supporting) / len(supporting)
+        return sum(name in found for name in wanted) / len(wanted)
     answers = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     return float(any(str(answer).casefold() in hit.text.casefold() for answer in answers for hit in hits))
+
+
+def supporting(row: dict) -> list[str]:
+    """The ids of the documents that a row names as supporting; a single one needs no list."""
+    named = row.get("supporting")
+    named = [named] if isinstance(named, str | int) else named
+    return list(map(str, named)) if isinstance(named, list) else []

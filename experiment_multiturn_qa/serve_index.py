@@ -12,13 +12,15 @@ result null. Whoever can reach the port can search: there are no passwords.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import torch
 import tyro
 
 from common.errors import UserError
 
 from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.opening import open_index
+from common.plumbing.retrieval.opening import check_search, open_index
 from common.plumbing.start import run_main
 from common.plumbing.terminal import say
 
@@ -27,6 +29,9 @@ from common.plumbing.terminal import say
 class Config(SearchConfig):
     # a query that takes longer has failed; less than the clients' limit, so that the others of its request have not
     search_seconds: float = 2.0
+    search_url: Annotated[None, tyro.conf.Fixed, tyro.conf.Suppress] = None  # what is served is on this disk
+    runs_dir: str = "runs"  # where an index is kept that is made without --index: <runs-dir>/search_index/
+    threads: int = 1  # CPU threads for the encoder
     host: str = "127.0.0.1"  # address to serve at; 0.0.0.0: all addresses of this machine
     port: int = 8000  # 0: a free one, which is printed
 
@@ -37,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from common.plumbing.retrieval import server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}: pip install -r requirements-search.txt") from error
+    check_search(config)
+    torch.set_num_threads(config.threads)
     listener = server.listen(config.host, config.port)  # first: opening an index can take long
     index = open_index(config)
     about = {"documents": index.num_documents, "content": index.content_hash}

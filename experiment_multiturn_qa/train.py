@@ -46,6 +46,7 @@ from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.opening import open_index, search_sources
+from common.plumbing.retrieval.questions import check_questions
 from common.plumbing.rollout import rollout_metrics
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     tools = {"search": searcher.search} if config.tool else {}  # functions by name
     tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
     task = load_task(config, SEARCH_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
+    check_questions(config, index, task)
     with start_run("experiment_multiturn_qa", config, task, search_sources(config, index)) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None

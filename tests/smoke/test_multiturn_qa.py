@@ -13,6 +13,8 @@ import pytest
 from common.errors import UserError
 from common.search import NOTHING_FOUND
 
+from common.plumbing.run import Run
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_qa/train.py"
 DOCUMENTS = {json.loads(line)["text"] for line in (ROOT / "data/qa_documents.jsonl").read_text().splitlines()}
@@ -104,9 +106,25 @@ def test_the_users_documents_and_questions(train):
         assert row["rewards"]["retrieved"] == float("Waplem" in str([text for _, text in row["turns"][1::2]]))
 
 
+def test_questions_about_other_documents_are_refused(train):
+    """If none of their documents is there; if some are, the run says how many are not."""
+    write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
+    with pytest.raises(UserError, match="give the --questions that belong to --corpus"):
+        run(train, "--corpus", "docs.jsonl")
+    rows = [{"question": f"Where was {name} born?", "answer": "Waplem", "supporting": name} for name in "abcd"]
+    write_rows("questions.jsonl", rows)
+    write_rows("held_out.jsonl", [{"question": "Where is a?", "answer": "b"}])
+    flags = ("--questions", "questions.jsonl", "--eval-questions", "held_out.jsonl")
+    _, output = run(train, "--corpus", "docs.jsonl", *flags, "--group-size", "2")
+    assert "3 of 4 of the documents that the questions in questions.jsonl name as supporting are not in" in output
+
+
 def test_a_run_does_not_resume_with_other_documents(train):
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
-    directory, _ = run(train, "--corpus", "docs.jsonl")
+    rows = [{"question": f"Where was {name} born?", "answer": "Waplem"} for name in "abcd"]
+    write_rows("questions.jsonl", rows)
+    flags = ("--questions", "questions.jsonl", "--eval-questions", "questions.jsonl", "--group-size", "2")
+    directory, _ = run(train, "--corpus", "docs.jsonl", *flags)
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Tolan."}])
     with pytest.raises(UserError, match=r"docs\.jsonl"):
         train.main(["--resume", str(directory), "--steps", "2"])
@@ -144,17 +162,21 @@ def test_a_run_goes_on_when_its_server_dies(train, tmp_path):
     try:
         url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
 
-        def log_before(run, evaluation):
+        log_before = Run.log_before
+
+        def log_and_kill(run, evaluation):
+            log_before(run, evaluation)
             server.kill()
             server.wait()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("common.plumbing.run.Run.log_before", log_before)
+            patch.setattr(Run, "log_before", log_and_kill)
             directory, output = run(train, "--search-url", url)
     finally:
         server.kill()
         server.wait()
-    metrics = rows_of(directory, "metrics")[0]
+    before, metrics = rows_of(directory, "metrics")[:2]
+    assert before["eval/sampled/failed_searches"] == 0 < before["eval/sampled/reward_retrieved"]
     assert metrics["completion/failed_searches"] > 0
     assert metrics["completion/failed_searches"] <= metrics["completion/failed_calls"]
     assert url.removeprefix("http://") in output

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIRST_SHELF = [
     path for folder in ("common", "common/tasks", "common/fast") for path in sorted((ROOT / folder).glob("*.py"))
 ]
-PLUMBING = sorted((ROOT / "common/plumbing").glob("*.py"))
+PLUMBING = sorted((ROOT / "common/plumbing").rglob("*.py"))
 MOST_LINES_TO_READ = 2250
 MOST_LINES_OF_TRAIN = {
     "experiment_sft": 240,

@@ -146,6 +146,13 @@ def test_without_supporting_documents_the_answer_must_be_found(searcher):
         assert take(state, "<answer>5</answer>")[1]["retrieved"] == share
 
 
+@pytest.mark.parametrize(("named", "share"), [("p1", 1), (["p1"], 1), (7, 0), (["p1", 7], 0.5), ("s", 0)])
+def test_supporting_documents_are_named_one_by_one(searcher, named, share):
+    state = state_of(searcher, row={"question": "?", "answer": "Waplem", "supporting": named})
+    take(state, call("Jarce"))
+    assert take(state, "<answer>5</answer>")[1]["retrieved"] == share
+
+
 def test_the_policy_is_told_what_the_tool_is(searcher):
     (schema,) = schemas({"search": searcher.search})
     assert schema["function"]["parameters"]["required"] == ["query"]

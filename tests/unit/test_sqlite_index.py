@@ -1,5 +1,6 @@
 """Search by words: what is found, whatever is asked, by many threads and processes, while the file is replaced."""
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -172,6 +173,7 @@ def test_the_number_of_terms_is_bounded():
     phrases = words.query_phrases(" ".join(map(str, range(1_000_000))))
     assert list(phrases) == [f'"{number}"' for number in range(64)]
     assert len(words.query_phrases("東" * 100_000)) == 1
+    assert list(words.query_phrases("x " * 50_000 + "y")) == ['"x"']
 
 
 def test_common_words_count_only_as_far_as_they_are_affordable(tmp_path, monkeypatch):
@@ -283,6 +285,13 @@ def test_damage_within_the_file_is_an_error_and_no_crash(tmp_path, path):
         except (UserError, SearchError):
             num_errors += 1
     assert num_errors > 10
+    for _ in range(100):  # the tables' definitions, when a second thread opens the file
+        copy.write_bytes(content)
+        index = SqliteIndex(copy, SECONDS)
+        begin = rng.randrange(2000, 4000)
+        copy.write_bytes(content[:begin] + rng.randbytes(64) + content[begin + 64 :])
+        with index._connection(), contextlib.suppress(SearchError):
+            assert index.search("Fardil", 1)[0].document == "Fardil"
 
 
 def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):

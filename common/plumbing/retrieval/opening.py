@@ -61,7 +61,7 @@ def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]
     """
     if index is None or config.search_url is not None:
         return {}
-    name, source = ("index", config.index) if config.corpus is None and config.index else ("corpus", _corpus(config))
+    name, source = ("index", config.index) if config.corpus is None and config.index else ("corpus", corpus_of(config))
     return {name: {"source": source, "content": index.content_hash}}
 
 
@@ -103,12 +103,12 @@ def build_command(config: IndexConfig, path: Path | None = None, corpus: str | N
     return shlex.join(words)
 
 
-def _corpus(config: IndexConfig) -> str:
+def corpus_of(config: IndexConfig) -> str:
     return config.corpus if config.corpus is not None else str(BUNDLED_CORPUS)
 
 
 def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False) -> tuple[Index, Path]:
-    corpus, skipped = _corpus(config), []
+    corpus, skipped = corpus_of(config), []
 
     def documents(skipped: list[str] | None = None) -> Iterator[Document]:
         return read_corpus(corpus, config.chunk_words, config.chunk_overlap, skipped)

@@ -27,7 +27,10 @@ START = "`python experiment_multiturn_qa/serve_index.py` starts one"
 
 
 class RemoteIndex:
-    """The index of a server. It may be searched by several threads, after a fork, and from a running event loop."""
+    """The index of a server. It may be searched by several threads, after a fork, and from a running event loop.
+
+    Over https a fork can make the child's searches fail, if a search of another thread has not ended by then.
+    """
 
     def __init__(self, url: str, seconds: float):
         """
@@ -41,7 +44,8 @@ class RemoteIndex:
         self._url, self._seconds = _read_url(url), seconds
         # Proxies and passwords that the environment names are for other machines than this one.
         self._trust_env = not _is_this_machine(self._url.host)
-        self._verify = httpx2.create_ssl_context() if self._url.scheme == "https" else False
+        # Made once, also for plain HTTP: each client would make its own, and OpenSSL can deadlock in that after a fork.
+        self._tls = httpx2.create_ssl_context()
         self._outage: dict[str, list] = {}  # "now": [when it began, failed searches]
 
     def __str__(self) -> str:
@@ -106,7 +110,7 @@ class RemoteIndex:
 
     async def _send_all(self, queries: Sequence[str], k: int, answers: list, deadline: float) -> None:
         """All requests at once, over at most 100 connections (httpx's limit)."""
-        client = httpx2.AsyncClient(verify=self._verify, trust_env=self._trust_env, timeout=None, headers=HEADERS)
+        client = httpx2.AsyncClient(verify=self._tls, trust_env=self._trust_env, timeout=None, headers=HEADERS)
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline - time.monotonic()), client, asyncio.TaskGroup() as group:
                 for start in range(0, len(queries), QUERIES_PER_REQUEST):

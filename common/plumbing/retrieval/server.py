@@ -84,7 +84,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as error:
-        problem = getattr(error, "strerror", None) or error
+        problem = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
         raise UserError(f"--host {host} --port {port}: {problem}; --port 0 takes a free port") from error
 
 
