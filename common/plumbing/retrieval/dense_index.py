@@ -124,6 +124,7 @@ def build_dense(path: Path, documents: list[Document], about: dict[str, str], mo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, metadata=about)
+        partial.chmod(0o644)  # safetensors makes files that no other user can read
         partial.replace(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--index {shown(path)} cannot be written ({getattr(error, 'strerror', error)})") from error
