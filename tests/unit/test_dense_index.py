@@ -194,11 +194,13 @@ def slow(index: DenseIndex, begin=lambda: None):
 
 def test_nobody_waits_longer_than_the_time_limit(encoders, indexes, tmp_path):
     index = make(tmp_path / "index", encoders["static"], seconds=0.2)
-    with slow(index):
-        for _ in range(2):  # the second one finds the encoder busy
+    encoded = []
+    with slow(index, lambda: encoded.append(1)):
+        for _ in range(2):
             for error in index.search_all(["a", "b"], 1):
                 assert isinstance(error, SearchError)
                 assert str(error) == "the search took longer than 0.2 seconds"
+        assert encoded == [1]  # the second call found the encoder busy
     index._seconds = LONG
     assert index.search(QUERIES[0], 2) == indexes["static"].search(QUERIES[0], 2)
 
