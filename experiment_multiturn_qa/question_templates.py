@@ -205,11 +205,13 @@ class Templates:
         self._answers: dict[str, set[str]] = {}
         self._num_parts = len(documents)
         self._continued = {part.id for before, part in pairwise(documents) if _continues(part, before, overlap)}
+        self._sentences: Counter[str] = Counter()
         self._passages: set[int] = set()  # checksums of all that stands around a word
         self._repeated: set[int] = set()  # of those, what stands in several places
         for document in documents:
             self._parts_with.update(set(re.findall(r"[^\W\d_]+", document.text)))
             for sentence in {normalise(sentence) for sentence in self._sentences_in(document)}:
+                self._sentences[sentence] += 1
                 passages = set(passages_of(sentence.split()))
                 self._repeated |= passages & self._passages
                 self._passages |= passages
@@ -239,6 +241,8 @@ class Templates:
                 where = f' in the section "{section}"' if section else ""
                 yield Draft(f"What is the default of `{match[1]}`{where}?", match[2], "default")
         for sentence in self._sentences_in(document):
+            if self._sentences[normalise(sentence)] > 1:
+                continue
             drafts = [*self._acronyms(sentence), *self._terms(sentence)]
             yield from drafts or self._cloze(sentence)
 

@@ -1,6 +1,7 @@
 """What the unit tests share: tiny random models and the bundled tokenizer."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -57,5 +58,28 @@ def make_experience() -> Callable[..., Experience]:
             prompt_lengths=torch.ones(rows, dtype=torch.long),
             **({"completion_index": torch.zeros(rows, dtype=torch.long)} | values),
         )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def hostile_queries() -> Callable[[int], Iterator[str]]:
+    """Queries for an index: the syntax of FTS5 and SQL, control characters, all planes of Unicode, and long runs."""
+    syntax = '" "" \' * ^ - + : ( ) { } , AND OR NOT NEAR NEAR( NEAR/2 text: rank: rowid ; -- /* */ %s ? ?1 \\ ` [ ]'
+    others = (" ", "\n", "\0", "\x1b[2J", "\u202e", "\ufeff", "\ud800", "\udfff", "Fardil", "the", "1846")
+    pieces, runs = [*syntax.split(), *others], ("Fardil ", '"', "NEAR(", "東", "x", "\u0301", "\ufdfa")
+
+    def piece(rng: random.Random) -> str:
+        kind = rng.random()
+        if kind < 0.6:
+            return rng.choice(pieces)
+        if kind < 0.9:
+            return chr(rng.randrange(rng.choice((0x250, 0x10000, 0x110000))))
+        return rng.choice(pieces) * rng.randrange(50) if kind < 0.999 else rng.choice(runs) * 100_000
+
+    def make(number: int) -> Iterator[str]:
+        rng = random.Random(0)
+        for _ in range(number):
+            yield rng.choice(("", " ")).join(piece(rng) for _ in range(rng.randint(0, 12)))
 
     return make

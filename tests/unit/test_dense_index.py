@@ -1,6 +1,7 @@
 """Search by meaning, with real sentence-transformers models: tiny random ones, saved, loaded, and compared by hand."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -94,6 +95,15 @@ def test_hits_are_those_with_the_largest_cosines(encoders, indexes, kind):
             number = DOCUMENTS.index((hit.document, hit.text))
             assert hit.score == pytest.approx(cosines[number], abs=1e-5)
     assert indexes[kind].search(QUERIES[0], 5)[0][:2] == answers[0][0][:2]
+
+
+def test_ten_thousand_hostile_queries_are_answered(indexes, hostile_queries):
+    texts = {document.id: document.text for document in DOCUMENTS}
+    queries, index = list(hostile_queries(10_000)), indexes["static"]
+    answers = [hits for start in range(0, 10_000, 64) for hits in index.search_all(queries[start : start + 64], 2)]
+    assert len(answers) == 10_000
+    assert all(len(hits) == 2 and math.isfinite(hits[0].score + hits[1].score) for hits in answers)
+    assert all(texts[hit.document] == hit.text for hits in answers for hit in hits)
 
 
 def test_as_many_hits_as_there_are_documents(encoders, indexes, tmp_path):
@@ -194,11 +204,13 @@ def slow(index: DenseIndex, begin=lambda: None):
 
 def test_nobody_waits_longer_than_the_time_limit(encoders, indexes, tmp_path):
     index = make(tmp_path / "index", encoders["static"], seconds=0.2)
-    with slow(index):
-        for _ in range(2):  # the second one finds the encoder busy
+    encoded = []
+    with slow(index, lambda: encoded.append(1)):
+        for _ in range(2):
             for error in index.search_all(["a", "b"], 1):
                 assert isinstance(error, SearchError)
                 assert str(error) == "the search took longer than 0.2 seconds"
+        assert encoded == [1]  # the second call found the encoder busy
     index._seconds = LONG
     assert index.search(QUERIES[0], 2) == indexes["static"].search(QUERIES[0], 2)
 

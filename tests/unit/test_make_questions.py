@@ -139,6 +139,10 @@ RFV = "The master keeps the Register of {} Vessels (RFV) in a locked cabinet."
         ([FEE.format("1250"), "Nothing else."], 1),
         ([FEE.format("1250"), FEE.format("1250")], 0),
         ([FEE.format("1250"), FEE.format("980")], 0),
+        (
+            ["Running all tests changes the users viminfo file.", "Running all tests changes the user's viminfo file."],
+            0,
+        ),
         ([OWED.format("Demurrage"), OWED.format("Overtime")], 0),
         ([RFV.format("Foreign"), RFV.format("Fishing")], 0),
         ([FEE.format("1250"), FEE.format("980").replace("vessel", "raft")], 0),

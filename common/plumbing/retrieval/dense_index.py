@@ -124,6 +124,7 @@ def build_dense(path: Path, documents: list[Document], about: dict[str, str], mo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, metadata=about)
+        partial.chmod(0o644)  # safetensors makes files that no other user can read
         partial.replace(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--index {shown(path)} cannot be written ({getattr(error, 'strerror', error)})") from error
@@ -135,8 +136,9 @@ def build_dense(path: Path, documents: list[Document], about: dict[str, str], mo
 class DenseIndex:
     """Vectors in a file, and the model that has made them.
 
-    Several threads may search; their queries are encoded one call after the other, because tokenizers take no others
-    meanwhile. A process that was forked may search if none of these threads was searching.
+    Several threads may search; their queries are encoded one call after the other, so that calls which nobody waits for
+    any more do not pile up in a slow encoder. A process that was forked may search if no thread was searching then.
+    Which queries are encoded together can change a score in its last digits.
     """
 
     def __init__(self, path: Path, model, seconds: float):
@@ -191,6 +193,7 @@ class DenseIndex:
     def _run(self, texts: list[str], k: int, answers: list, deadline: float, num_threads: int) -> None:
         import faiss
 
+        faiss.cvar.distance_compute_blas_threshold = 20  # for 64 queries five times as fast as 1.15's default
         if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             return
         try:

@@ -35,7 +35,7 @@ def open_index(config: SearchConfig) -> Index:
 
         index = RemoteIndex(config.search_url, config.search_seconds)
         index.check()
-        say(f"search: the server {config.search_url}")
+        say(f"search: the server {index}")  # without a password
         return index
     if config.index is not None and config.corpus is None:
         index = SqliteIndex(local_path(config.index, "--index"), config.search_seconds, build_command(config))

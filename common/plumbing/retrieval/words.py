@@ -22,7 +22,8 @@ def query_phrases(query: str) -> dict[str, tuple[str, ...]]:
     >>> list(query_phrases("東京都"))
     ['"東 京"', '"京 都"']
     """
-    text = unicodedata.normalize("NFKC", query[:MAX_QUERY]).lower()
+    # cut again: NFKC makes up to 18 characters of one
+    text = unicodedata.normalize("NFKC", query[:MAX_QUERY])[:MAX_QUERY].lower()
     if text.isascii():
         text = re.sub("[^a-z0-9]", " ", text)
     else:
