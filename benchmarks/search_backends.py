@@ -1,7 +1,7 @@
 """What the search backends find, and how fast they are, up to a million documents.
 
     python benchmarks/train_encoder.py && python benchmarks/search_backends.py
-                                   # one thread, 3 GB of disk; writes benchmarks/results/search_backends.json
+                                   # 9 minutes, one thread, 3 GB, 1 GB of disk; writes results/search_backends.json
     python benchmarks/search_backends.py --tables            # the tables of benchmarks/README.md, from that file
 
 It needs requirements-search.txt. The backends are *words* (SQLite, BM25), *meaning* (vectors of the encoder, FAISS) and
@@ -465,14 +465,15 @@ def building_table(results: dict) -> str:
 
 
 def speed_table(results: dict) -> str:
-    head = ("one by one: per second", "ms", "CPU ms", "64 together: per second", "ms", "CPU ms", "of a step")
-    lines = [row("query", "documents", "backend", *head, "found"), "|---" * (4 + len(head)) + "|"]
+    """Milliseconds are median / 99th percentile."""
+    head = ("one by one: per second", "ms", "64 together: per second", "ms", "of a step", "found")
+    lines = [row("query", "documents", "backend", *head), "|---" * (3 + len(head)) + "|"]
     for kind, entry in itertools.product(("name", "question"), results["speed"]):
         cells: list[str] = []
-        for way, number in (("single", 1), ("together", TURN)):
-            one = entry[way][kind]
-            times = f"{short(one['ms']['median'])} / {short(one['ms']['99th percentile'])}"
-            cells += [f"{one['queries_per_second']:,.0f}", times, short(one["cpu_ms_per_query"] * number)]
+        for way in ("single", "together"):
+            times = entry[way][kind]["ms"]
+            cells.append(f"{entry[way][kind]['queries_per_second']:,.0f}")
+            cells.append(f"{short(times['median'])} / {short(times['99th percentile'])}")
         share = entry["together"][kind]["ms"]["median"] / 1e3 / STEP_SECONDS
         found = f"{entry['found_in_2'][kind]:.2f}"
         lines.append(row(kind, f"{entry['documents']:,}", entry["backend"], *cells, f"{share:.1%}", found))

@@ -1,6 +1,6 @@
-"""A small encoder for searching by meaning, where no model can be downloaded: half a megabyte in half a minute.
+"""A small encoder for searching by meaning, where no model can be downloaded: half a megabyte, in a minute.
 
-    python benchmarks/train_encoder.py            # 30 s, one thread; writes runs/search_encoder
+    python benchmarks/train_encoder.py            # 45 s, one thread; writes runs/search_encoder
 
 It is a sentence-transformers model for --encoder, and needs requirements-search.txt. A text's vector is the mean of
 those of its tokens, which are learned from random ones: the vector of a question, or of a name alone, comes closest to
