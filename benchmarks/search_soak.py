@@ -1,6 +1,6 @@
 """Two thousand steps' worth of searches at a served index that is killed twice: is every query answered or counted?
 
-    python benchmarks/search_soak.py              # 6 minutes on two busy cores; writes benchmarks/results/search_soak.json
+    python benchmarks/search_soak.py    # 6 minutes on two busy cores; writes benchmarks/results/search_soak.json
 
 Four processes search as runs do, 64 queries a step, while the server (experiment_multiturn_qa/serve_index.py, another
 process, with the bundled documents) is killed by SIGKILL after a third and after two thirds of the steps, and started
