@@ -1,7 +1,7 @@
 """What the search backends find, and how fast they are, up to a million documents.
 
     python benchmarks/train_encoder.py && python benchmarks/search_backends.py
-                                   # 9 minutes, one thread, 3 GB, 1 GB of disk; writes results/search_backends.json
+                                   # 7 minutes, one thread, 3 GB, 1 GB of disk; writes results/search_backends.json
     python benchmarks/search_backends.py --tables            # the tables of benchmarks/README.md, from that file
 
 It needs requirements-search.txt. The backends are *words* (SQLite, BM25), *meaning* (vectors of the encoder, FAISS) and
