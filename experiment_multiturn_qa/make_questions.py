@@ -10,8 +10,9 @@ the part that answers it], "difficulty": ...}. The answer has one to six words; 
 question.
 
 Who writes the questions: a model that is loaded here (--model), a model behind an OpenAI-compatible server (--base-url;
-its key is read from the environment variable OPENAI_API_KEY), or without either the templates of question_templates.py.
-A model should have at least some billion parameters; the bundled tiny policies cannot do this.
+its key is read from the environment variable OPENAI_API_KEY), or without either a set of templates
+(common/plumbing/questions/templates.py). A model should have at least some billion parameters; the bundled tiny
+policies cannot do this.
 
 The difficulty is that of finding the part when the question itself is the query, by words (BM25) among all parts: easy,
 if the part is found first; medium, if among the first ten; else hard.
@@ -35,11 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from question_progress import Progress, open_progress
-from question_templates import Draft, Templates, find_fault, normalise
-from question_writers import LocalWriter, Outcome, Unit
-from served_writer import ServedWriter, check_url
-
 from common.errors import UserError
 from common.keyed import keyed_generator
 from common.search import Index
@@ -47,6 +43,10 @@ from common.search import Index
 from common.plumbing.checks import check_device, check_model, check_ranges, flag
 from common.plumbing.config import PolicyConfig, resolve
 from common.plumbing.flags import Range, show_description
+from common.plumbing.questions.progress import Progress, open_progress
+from common.plumbing.questions.served import ServedWriter, check_url
+from common.plumbing.questions.templates import Draft, Templates, find_fault, normalise
+from common.plumbing.questions.writers import LocalWriter, Outcome, Unit
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.documents import Document, content_hash, read_corpus
 from common.plumbing.retrieval.opening import check_search, open_index

@@ -1,4 +1,4 @@
-"""Questions from templates: what make_questions.py asks about documents when no model writes the questions.
+"""Questions from templates: what is asked about documents when no model writes the questions.
 
 Four kinds, each of which has one short answer that stands in the document part:
 

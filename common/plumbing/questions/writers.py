@@ -9,9 +9,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from question_templates import MAX_ANSWER_WORDS, Draft
-
 from common.plumbing.checks import is_text
+from common.plumbing.questions.templates import MAX_ANSWER_WORDS, Draft
 from common.plumbing.retrieval.documents import Document
 from common.plumbing.terminal import visible
 

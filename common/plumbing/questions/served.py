@@ -8,10 +8,9 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from question_writers import Outcome, Unit, ask, read_reply
-
 from common.errors import UserError
 
+from common.plumbing.questions.writers import Outcome, Unit, ask, read_reply
 from common.plumbing.retrieval.documents import Document
 from common.plumbing.terminal import printable
 
