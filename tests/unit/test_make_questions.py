@@ -24,8 +24,11 @@ from common.trajectory import Trajectory
 
 from common.plumbing.config import TINY_POLICY
 from common.plumbing.flags import read_comments
-from common.plumbing.questions import served, templates, writers
+from common.plumbing.questions import served
+from common.plumbing.questions.drafts import Draft, find_fault, normalise
 from common.plumbing.questions.progress import Progress
+from common.plumbing.questions.templates import Templates
+from common.plumbing.questions.writers import LocalWriter, ask, read_reply
 from common.plumbing.retrieval.documents import Document, read_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +95,7 @@ def some_documents(number: int) -> dict[str, str]:
 
 def drafts_of(texts: list[str]) -> list[tuple[str, str]]:
     documents = [Document(f"d{number}", text) for number, text in enumerate(texts)]
-    made = templates.Templates(documents, 20)
+    made = Templates(documents, 20)
     return [(draft.question, draft.answer) for document in documents for draft in made.drafts(document)]
 
 
@@ -154,9 +157,9 @@ def test_questions_about_real_pages_are_well_formed(script):
         text = parts[row["supporting"][0]]
         assert " ".join(row["answer"].split()) in " ".join(text.split())
         assert 1 <= len(row["answer"].split()) <= 6
-        assert templates.normalise(row["answer"]) not in templates.normalise(row["question"]).split()
+        assert normalise(row["answer"]) not in normalise(row["question"]).split()
         assert re.search(r"____|\?$", row["question"])
-    assert len({templates.normalise(row["question"]) for row in rows}) == len(rows)
+    assert len({normalise(row["question"]) for row in rows}) == len(rows)
     assert {row["difficulty"] for row in rows} <= {"easy", "medium", "hard"}
 
 
@@ -169,7 +172,7 @@ def test_sentences_that_are_cut_are_not_asked_about(overlap):
     ]
     Path("long.txt").write_text("\n".join(sentences))
     documents = list(read_corpus("long.txt", 25, overlap))
-    made = templates.Templates(documents, overlap)
+    made = Templates(documents, overlap)
     drafts = [draft for document in documents for draft in made.drafts(document)]
     asked = {draft.question.partition(": ")[2].replace("____", draft.answer) for draft in drafts}
     assert asked <= set(sentences)
@@ -180,7 +183,7 @@ def test_sentences_that_are_cut_are_not_asked_about(overlap):
 @given(st.lists(st.text(max_size=200) | st.just(HOSTILE) | st.just(GUIDE), min_size=1, max_size=4))
 def test_no_document_breaks_the_templates(texts):
     for question, answer in drafts_of([" ".join(texts), *texts]):
-        assert templates.find_fault(templates.Draft(question, answer, "cloze"), " ".join(texts)) is None
+        assert find_fault(Draft(question, answer, "cloze"), " ".join(texts)) is None
 
 
 def test_hostile_documents_are_text(script, capfd):
@@ -361,7 +364,7 @@ GOOD = '{"question": "Who built the Fardil?", "answer": "Jarce"}'
     ],
 )
 def test_only_question_and_answer_are_read_of_a_reply(reply, outcome):
-    found = writers.read_reply(reply)
+    found = read_reply(reply)
     if outcome is None:
         assert found == ("Who built the Fardil?", "Jarce", "written")
     else:
@@ -385,9 +388,7 @@ def test_only_question_and_answer_are_read_of_a_reply(reply, outcome):
     ],
 )
 def test_a_question_that_is_of_no_use_is_left_out(question, answer, fault):
-    found = templates.find_fault(
-        templates.Draft(question, answer, "written"), "Fardil, built by captain\nJarce in the year 9"
-    )
+    found = find_fault(Draft(question, answer, "written"), "Fardil, built by captain\nJarce in the year 9")
     assert (found is None) if fault is None else (fault in found)
 
 
@@ -405,7 +406,7 @@ def model(make_policy, tmp_path_factory) -> SimpleNamespace:
     policy.model.config.max_position_embeddings = 1024
     rows = []
     for name, reply in (("ship", replies[0]), ("tower", replies[1]), ("ship", replies[2]), ("tower", replies[0])):
-        messages = [*writers.ask(Document(name, documents[name])), {"role": "assistant", "content": reply}]
+        messages = [*ask(Document(name, documents[name])), {"role": "assistant", "content": reply}]
         ids, mask = encode_chat(tokenizer, messages, ends)
         rows.append(Trajectory(ids, 0, mask, [0.0] * len(ids)))
     experience = collate(rows, policy.pad_id)
@@ -447,14 +448,14 @@ def test_a_model_that_is_loaded_writes_questions(script, model, monkeypatch, cap
 def test_a_part_is_asked_about_with_other_random_numbers(model):
     """Whatever batch it is in; the same ones when the run is resumed there."""
     units = [(Document("ship", model.documents["ship"]), asked) for asked in range(8)]
-    batches = list(writers.LocalWriter(model.policy, (0,), 48, batch_size=1).write(units, 0))
+    batches = list(LocalWriter(model.policy, (0,), 48, batch_size=1).write(units, 0))
     assert len({str(batch) for batch in batches}) > 1
-    assert list(writers.LocalWriter(model.policy, (0,), 48, batch_size=1).write(units, 3)) == batches[3:]
+    assert list(LocalWriter(model.policy, (0,), 48, batch_size=1).write(units, 3)) == batches[3:]
 
 
 def test_a_part_that_is_too_long_for_the_model_is_left_out(model):
     units = [(Document(name, model.documents["ship"] * times), 0) for name, times in (("short", 1), ("long", 500))]
-    outcomes = next(writers.LocalWriter(model.policy, (0,), 48, batch_size=2).write(units, 0))
+    outcomes = next(LocalWriter(model.policy, (0,), 48, batch_size=2).write(units, 0))
     assert outcomes[1] == "the part is too long for the model" != outcomes[0]
 
 
