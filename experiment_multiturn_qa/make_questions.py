@@ -10,8 +10,9 @@ the part that answers it], "difficulty": ...}. The answer has one to six words; 
 question.
 
 Who writes the questions: a model that is loaded here (--model), a model behind an OpenAI-compatible server (--base-url;
-its key is read from the environment variable OPENAI_API_KEY), or without either the templates of question_templates.py.
-A model should have at least some billion parameters; the bundled tiny policies cannot do this.
+its key is read from the environment variable OPENAI_API_KEY), or without either a set of templates
+(common/plumbing/questions/templates.py). A model should have at least some billion parameters; the bundled tiny
+policies cannot do this.
 
 The difficulty is that of finding the part when the question itself is the query, by words (BM25) among all parts: easy,
 if the part is found first; medium, if among the first ten; else hard.
@@ -29,16 +30,11 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-from question_progress import Progress, open_progress
-from question_templates import Draft, Templates, find_fault, normalise
-from question_writers import LocalWriter, Outcome, Unit
-from served_writer import ServedWriter, check_url
 
 from common.errors import UserError
 from common.keyed import keyed_generator
@@ -47,6 +43,12 @@ from common.search import Index
 from common.plumbing.checks import check_device, check_model, check_ranges, flag
 from common.plumbing.config import PolicyConfig, resolve
 from common.plumbing.flags import Range, show_description
+from common.plumbing.questions.drafts import Unit, normalise
+from common.plumbing.questions.progress import Progress, listed, open_progress
+from common.plumbing.questions.rows import choose, to_rows
+from common.plumbing.questions.served import ServedWriter, check_url
+from common.plumbing.questions.templates import Templates, TemplateWriter
+from common.plumbing.questions.writers import LocalWriter
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.documents import Document, content_hash, read_corpus
 from common.plumbing.retrieval.opening import check_search, open_index
@@ -60,8 +62,6 @@ RANGES = {
     "requests_at_once": Range(1, 1000, "requests"),
     "request_seconds": Range(0, 3600, "seconds", above=True),
 }
-NOTHING_TO_ASK = "no template fits"
-DEPTH = 10  # of the search that measures the difficulty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if progress.num_rows == 0:  # a mistake on the command line, perhaps, which can then be corrected
                 progress.abandon()
         if progress.num_rows == 0:
-            raise UserError(f"no question could be made of {config.corpus} ({_listed(progress.discarded)})")
+            raise UserError(f"no question could be made of {config.corpus} ({listed(progress.discarded)})")
         progress.finish()
     report(config, progress)
 
@@ -187,39 +187,7 @@ def make(config: Config, documents: list[Document], index: Index, progress: Prog
             bar.update(len(rows))
 
 
-def choose(
-    asked: list[Document], outcomes: list[Outcome], known: set[str], most: int
-) -> tuple[list[tuple[Document, Draft]], Counter[str]]:
-    """The questions of a batch that can be used, at most `most`, and why the others cannot; `known` grows by them."""
-    kept, discarded = [], Counter()
-    for document, outcome in zip(asked, outcomes, strict=True):
-        if len(kept) == most:
-            break
-        fault = outcome if isinstance(outcome, str) else find_fault(outcome, document.text)
-        if fault is None and normalise(outcome.question) in known:
-            fault = "the question has been asked"
-        if fault is None:
-            known.add(normalise(outcome.question))
-            kept.append((document, outcome))
-        else:
-            discarded[fault] += 1
-    return kept, discarded
-
-
-def to_rows(kept: list[tuple[Document, Draft]], index: Index) -> list[dict]:
-    rows, found = [], index.search_all([draft.question for _, draft in kept], DEPTH)
-    for (document, draft), hits in zip(kept, found, strict=True):
-        if isinstance(hits, Exception):
-            raise UserError(f"the difficulty of a question could not be measured ({hits})")
-        ids = [hit.document for hit in hits]
-        difficulty = "hard" if document.id not in ids else "easy" if ids[0] == document.id else "medium"
-        rows.append(
-            {"question": draft.question, "answer": draft.answer, "supporting": [document.id], "difficulty": difficulty}
-        )
-    return rows
-
-
-def make_writer(config: Config, documents: list[Document]) -> "TemplateWriter | LocalWriter | ServedWriter":
+def make_writer(config: Config, documents: list[Document]) -> TemplateWriter | LocalWriter | ServedWriter:
     if config.base_url is not None:
         sampling = {"temperature": config.temperature, "max_tokens": config.max_new_tokens}
         settings = {"model": config.served_model, **sampling}
@@ -235,36 +203,13 @@ def make_writer(config: Config, documents: list[Document]) -> "TemplateWriter | 
     return LocalWriter(policy, (config.seed,), config.max_new_tokens, config.batch_size)
 
 
-class TemplateWriter:
-    def __init__(self, templates: Templates):
-        self._templates = templates
-        self._drafts: dict[str, list[Draft]] = {}  # of the parts that have been asked about
-
-    def write(self, units: Sequence[Unit], start: int) -> Iterator[list[Outcome]]:
-        for first in range(start, len(units), 64):
-            yield [self._outcome(document, asked) for document, asked in units[first : first + 64]]
-
-    def _outcome(self, document: Document, asked: int) -> Outcome:
-        if document.id not in self._drafts:
-            self._drafts[document.id] = self._templates.drafts(document)
-        return self._drafts[document.id][asked] if asked < len(self._drafts[document.id]) else NOTHING_TO_ASK
-
-
 def report(config: Config, progress: Progress) -> None:
     difficulties = Counter(row["difficulty"] for row in progress.rows())
-    say(f"{config.output}: {progress.num_rows} questions ({_listed(progress.kinds)}; {_listed(difficulties)})")
+    say(f"{config.output}: {progress.num_rows} questions ({listed(progress.kinds)}; {listed(difficulties)})")
     if progress.discarded:
-        say(f"left out: {_listed(progress.discarded)}")
+        say(f"left out: {listed(progress.discarded)}")
     if progress.num_rows < config.num_questions:
         say(f"more than these cannot be made with --per-part {config.per_part}")
-
-
-def _listed(counts: Counter[str]) -> str:
-    """
-    >>> _listed(Counter(cloze=3, term=40))
-    'term 40, cloze 3'
-    """
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 result null. Whoever can reach the port can search: there are no passwords.
 """
 
+from common.plumbing.interrupt import handle_as_usual  # first: Ctrl-C during the imports shows no traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs {error.name}: pip install -r requirements-search.txt") from error
     check_search(config)
+    handle_as_usual()
     torch.set_num_threads(config.threads)
     listener = server.listen(config.host, config.port)  # first: opening an index can take long
     index = open_index(config)

@@ -28,8 +28,9 @@ def load_script() -> Callable[[str], ModuleType]:
         if path not in modules:
             name = path.removesuffix(".py").replace("/", "__")
             spec = importlib.util.spec_from_file_location(name, ROOT / path)
-            modules[path] = sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(modules[path])
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            modules[path] = module  # only now: an import that fails fails again
         return modules[path]
 
     return load

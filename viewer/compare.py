@@ -21,6 +21,8 @@ HEADINGS = {
     "completion/length": ("completion length (tokens)", (0, None)),
     "completion/length_right": ("length of right completions (tokens)", (0, None)),
     "completion/length_wrong": ("length of wrong completions (tokens)", (0, None)),
+    "reward/calls": ("calls per answer", (0, None)),
+    "reward/retrieved": ("share of the supporting documents found", (0, 1.02)),
     "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
 }
 PANELS = ("reward/correct", "completion/length", "group/zero_reward_variance", "loss/kl")

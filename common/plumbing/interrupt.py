@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+PROGRAMS = ("train", "build_index", "serve_index", "make_questions")  # how their names begin
+
 
 def end_at_once(*_) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes one speaks
@@ -23,8 +25,5 @@ def handle_as_usual() -> None:
 
 
 # only in the program itself, and not where somebody else receives the signal, or has switched it off (nohup)
-if (
-    Path(sys.argv[0]).name.startswith(("train", "build_index"))
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-):
+if Path(sys.argv[0]).name.startswith(PROGRAMS) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_at_once)

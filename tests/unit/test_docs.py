@@ -19,6 +19,13 @@ PAGES = sorted(path for path in ROOT.glob("**/*.md") if "runs" not in path.parts
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "benchmarks/calls_by_kind.py"}
 
 
+@pytest.fixture(autouse=True)
+def beside_scripts(monkeypatch):
+    """Some scripts import what is beside them."""
+    for folder in ("experiment_sft", "benchmarks"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_that_exist(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
@@ -64,14 +71,8 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_understood_by_their_scripts(page, load_script, monkeypatch):
+def test_commands_are_understood_by_their_scripts(page, load_script):
     """Flags and their values, as the script itself reads them; nothing is run."""
-    for folder in (
-        "experiment_sft",
-        "experiment_multiturn_qa",
-        "benchmarks",
-    ):  # where scripts import what is beside them
-        monkeypatch.syspath_prepend(ROOT / folder)
     for script, arguments in commands_of(page):
         assert (ROOT / script).is_file(), script
         if script in PLAIN_SCRIPTS or not arguments:

@@ -145,3 +145,11 @@ def _open(output: Path, settings: dict) -> Progress:
     with output.open("ab") as file:
         file.truncate(state.num_bytes)  # what was written just before a kill
     return Progress(output, state)
+
+
+def listed(counts: Counter[str]) -> str:
+    """
+    >>> listed(Counter(cloze=3, term=40))
+    'term 40, cloze 3'
+    """
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -9,9 +9,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from question_templates import MAX_ANSWER_WORDS, Draft
-
 from common.plumbing.checks import is_text
+from common.plumbing.questions.drafts import MAX_ANSWER_WORDS, Draft, Outcome, Unit
 from common.plumbing.retrieval.documents import Document
 from common.plumbing.terminal import visible
 
@@ -31,9 +30,6 @@ POINTS_AT_TEXT = re.compile(
     r"\b(?:this|the|given|above|provided) (?:\w+ )?(?:passage|excerpt|text|paragraph|snippet|part of the document)\b",
     re.IGNORECASE,
 )
-
-Unit = tuple[Document, int]  # a document part, and how often it has been asked about before
-Outcome = Draft | str  # a question, or why there is none
 
 
 def ask(document: Document) -> list[dict]:

@@ -8,10 +8,12 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from question_writers import Outcome, Unit, ask, read_reply
+import httpx2
 
 from common.errors import UserError
 
+from common.plumbing.questions.drafts import Outcome, Unit
+from common.plumbing.questions.writers import ask, read_reply
 from common.plumbing.retrieval.documents import Document
 from common.plumbing.terminal import printable
 
@@ -64,10 +66,8 @@ class ServedWriter:
             yield failed
 
     def _in_order(self, units: Sequence[Unit], start: int) -> Iterator[Outcome]:
-        import httpx
-
         with asyncio.Runner() as runner:
-            client = httpx.AsyncClient(timeout=httpx.Timeout(self._seconds, connect=CONNECT_SECONDS))
+            client = httpx2.AsyncClient(timeout=httpx2.Timeout(self._seconds, connect=CONNECT_SECONDS))
             gate = asyncio.Semaphore(self._at_once)
             window: deque[asyncio.Task[Outcome]] = deque()  # behind a slow request, as many again are answered
             try:
@@ -83,7 +83,9 @@ class ServedWriter:
             finally:
                 runner.run(_give_up(window, client.aclose()))
 
-    async def _outcome(self, client, gate: asyncio.Semaphore, document: Document, number: int) -> Outcome:
+    async def _outcome(
+        self, client: httpx2.AsyncClient, gate: asyncio.Semaphore, document: Document, number: int
+    ) -> Outcome:
         body = self._settings | {"messages": ask(document), "seed": self._seed + number}
         async with gate:
             for attempt in range(1, TRIES + 1):
@@ -94,19 +96,17 @@ class ServedWriter:
                     await asyncio.sleep(PAUSE * 2 ** (attempt - 1) if pause is None else pause)
         return NO_ANSWER
 
-    async def _try(self, client, body: dict) -> tuple[str | None, float | None]:
+    async def _try(self, client: httpx2.AsyncClient, body: dict) -> tuple[str | None, float | None]:
         """The reply to a request, None if there is none now; and the pause that the server asks for, if it does."""
-        import httpx
-
         try:
-            async with asyncio.timeout(self._seconds):  # of all pieces together; that of httpx is for each of them
+            async with asyncio.timeout(self._seconds):  # of all pieces together; that of httpx2 is for each of them
                 status, headers, content = await self._post(client, body)
-        except (TimeoutError, httpx.ReadTimeout):
+        except (TimeoutError, httpx2.ReadTimeout):
             self._problem = f"no answer within {self._seconds:g} seconds"
             return None, None
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             self._problem = self._shown(f"{type(error).__name__}: {error}")
-            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._has_answered:
+            if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout) and not self._has_answered:
                 raise UserError(f"--base-url: no server answers at {self._url} ({self._problem})") from error
             return None, None
         self._has_answered = True
@@ -118,7 +118,7 @@ class ServedWriter:
                 raise UserError(f"--base-url: {self._url} refuses a request ({self._problem}){hint}")
         return reply, _pause_of(headers.get("retry-after", ""))
 
-    async def _post(self, client, body: dict) -> tuple[int, Any, bytes]:
+    async def _post(self, client: httpx2.AsyncClient, body: dict) -> tuple[int, Any, bytes]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         content = b""
         async with client.stream("POST", self._url, json=body, headers=headers) as response:
@@ -146,12 +146,10 @@ def check_url(url: str) -> str:
     Raises:
         UserError: this is not the URL of a server, or holds what should not be stored.
     """
-    import httpx
-
     try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError):
-        parsed = httpx.URL("")
+        parsed = httpx2.URL(url)
+    except (httpx2.InvalidURL, ValueError):
+        parsed = httpx2.URL("")
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise UserError(f"--base-url {printable(url, 80)} is no URL of a server, such as http://127.0.0.1:8000/v1")
     if parsed.userinfo or parsed.query or parsed.fragment:
