@@ -315,6 +315,7 @@ REPORTS_OF_RESULTS = {
     "max_new_tokens_16": ["cut off", "flat"],
     "experiment_multiturn_tool_calling/broken_mask": ["sampling difference", "KL"],
     "experiment_multiturn_qa/broken_mask": ["sampling difference", "KL", "flat"],
+    "experiment_multiturn_qa/paid_calls_1": ["KL"],
     # without the search nothing can be right
     **{f"experiment_multiturn_qa/no_tool_seed{seed}": ["zero variance", "flat"] for seed in range(5)},
 }
