@@ -51,6 +51,9 @@ def test_text_files_of_a_directory_in_order_of_names():
             "docs/.git/x.txt": "hidden",
             "docs/.hidden.md": "hidden",
             "docs/a.py": "code",
+            "docs/runs/x/config.json": "{}",
+            "docs/runs/x/metrics.jsonl": "{}",
+            "docs/runs/x/final/README.md": "of a run",
             "docs/empty.txt": " \n",
         }
     )

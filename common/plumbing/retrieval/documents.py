@@ -92,7 +92,10 @@ def _read_files(root: Path, num_words: int, overlap: int, skipped: list[str]) ->
 
 
 def _find_files(root: Path) -> Iterator[Path]:
-    """The text files in a directory and in those below it, in the order of their names, none from a directory twice."""
+    """The text files in a directory and in those below it, in the order of their names, none from a directory twice.
+
+    The files of runs are no documents: they would change a corpus that the runs are kept in.
+    """
 
     def fail(error: OSError) -> None:
         raise UserError(f"{shown(error.filename)} cannot be read ({error.strerror})") from error
@@ -106,7 +109,8 @@ def _find_files(root: Path) -> Iterator[Path]:
     known = set()  # directories; links can lead to one of them again
     for folder, folders, names in walk():
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in known:
+        is_run = {"config.json", "metrics.jsonl"} <= set(names)  # whose adapters, say, have a README.md
+        if is_run or (status.st_dev, status.st_ino) in known:
             folders.clear()
             continue
         known.add((status.st_dev, status.st_ino))
