@@ -33,14 +33,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from common.errors import UserError
 from common.keyed import keyed_generator
 from common.search import Index
 
-from common.plumbing.checks import check_device, check_model, check_ranges, flag
+from common.plumbing.checks import check_device, check_model, check_ranges, flag, local_path
 from common.plumbing.config import PolicyConfig, resolve
 from common.plumbing.flags import Range, show_description
 from common.plumbing.questions.drafts import Unit, normalise
@@ -109,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from common.plumbing.sources import describe_sources
 
         settings["content of --model"] = describe_sources(_policy_config(config), None)["model"]["content"]
-    with open_progress(Path(config.output).expanduser(), settings) as progress:
+    with open_progress(local_path(config.output, "--output"), settings) as progress:
         try:
             make(config, documents, open_index(_search_config(config)), progress)
         except KeyboardInterrupt:

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     listener = server.listen(config.host, config.port)  # first: opening an index can take long
     index = open_index(config)
     about = {"documents": index.num_documents, "content": index.content_hash}
-    say(f"{index.num_documents} documents at {server.url_of(listener)} (Ctrl-C ends it)", anyway=True)
+    say(f"{index.num_documents:,} documents at {server.url_of(listener)} (Ctrl-C ends it)", anyway=True)
     server.serve(server.make_app(index, config.top_k, about), listener)
 
 

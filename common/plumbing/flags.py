@@ -65,6 +65,7 @@ RANGES = {
     "tool_seconds": Range(0, 3600, "seconds", above=True),
     "top_k": Range(1, 1000, "documents"),
     "search_seconds": Range(0, 3600, "seconds", above=True),
+    "port": Range(0, 65535),
     "chunk_words": Range(1, 10**6, "words"),
     "chunk_overlap": Range(0, 10**6, "words"),
     "num_copying": Range(0, 10**7, "rows"),

@@ -69,8 +69,9 @@ def describe(row: dict, text: str) -> dict[str, float]:
 
 
 def answers(row: dict) -> list[str]:
-    """The spellings of the right answer."""
-    return list(map(str, row["answer"] if isinstance(row["answer"], list) else [row["answer"]]))
+    """The spellings of the right answer; what is neither text nor a number is none."""
+    given = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
+    return [str(answer) for answer in given if isinstance(answer, str | int | float) and not isinstance(answer, bool)]
 
 
 def exact_match(answer: str, wanted: str) -> bool:

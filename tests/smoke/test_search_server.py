@@ -1,10 +1,12 @@
 """experiment_multiturn_qa/serve_index.py as users and clients meet it, killed and restarted while they search."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -40,8 +42,6 @@ class Index:
 @pytest.fixture(scope="module")
 def ask():
     """Send a request to the application itself, and get status and JSON."""
-    import asyncio
-
     transport = httpx2.ASGITransport(make_app(Index(), 2, {"documents": 3}), raise_app_exceptions=False)
 
     def ask(method: str, path: str, content: object = None) -> tuple[int, object]:
@@ -97,6 +97,38 @@ def test_requests_that_make_no_sense_are_refused(ask, content, status, message):
 def test_an_index_that_breaks_ends_no_server(ask):
     assert ask("POST", "/retrieve", {"queries": ["broken"]})[0] == 500
     assert ask("POST", "/retrieve", {"queries": ["a"]})[0] == 200
+
+
+def test_a_server_that_ends_says_so_to_who_still_waits():
+    has_begun, released, sent = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def search_all(self, queries, k):
+            has_begun.set()
+            released.wait(30)
+            return []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b'{"queries": ["a"]}'}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async def end_during_a_search() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/retrieve", "headers": [], "query_string": b""}
+        request = asyncio.create_task(make_app(Slow(), 2, {})(scope, receive, send))
+        await asyncio.to_thread(has_begun.wait, 30)
+        request.cancel()  # as uvicorn does when its time to end is over
+        await request
+        released.set()
+
+    asyncio.run(end_during_a_search())
+    assert sent[0]["status"] == 503
+
+
+def test_a_port_out_of_range_is_refused(load_script):
+    with pytest.raises(UserError, match="--port must be 0 to 65535, not 99999"):
+        load_script(SCRIPT).main(["--port", "99999"])
 
 
 def test_a_server_starts_answers_and_ends_without_a_traceback(tmp_path, load_script, monkeypatch):

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,9 @@ def test_text_files_of_a_directory_in_order_of_names():
             "docs/.git/x.txt": "hidden",
             "docs/.hidden.md": "hidden",
             "docs/a.py": "code",
+            "docs/runs/x/config.json": "{}",
+            "docs/runs/x/metrics.jsonl": "{}",
+            "docs/runs/x/final/README.md": "of a run",
             "docs/empty.txt": " \n",
         }
     )
@@ -192,6 +197,21 @@ def test_directories_that_cannot_be_used(files, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="os.walk is not recursive any more")
+def test_directories_nested_too_deeply_are_refused(tmp_path):
+    Path("docs").mkdir()
+    os.chdir("docs")
+    for _ in range(1000):
+        Path("d").mkdir()
+        os.chdir("d")
+    os.chdir(tmp_path)
+    try:
+        with pytest.raises(UserError, match="docs holds directories that are nested too deeply"):
+            read()
+    finally:
+        subprocess.run(["rm", "-r", "docs"], check=True)  # shutil cannot, either
+
+
 GOOD = '{"id": "a", "text": "b"}\n'
 
 
@@ -200,7 +220,8 @@ GOOD = '{"id": "a", "text": "b"}\n'
     [
         ("", "docs.jsonl holds no text"),
         ('{"id": "a", "text": " "}', "docs.jsonl holds no text"),
-        (GOOD + "\n{", r"docs.jsonl:3: not JSON \(Expecting"),
+        (GOOD + "\n{", r"docs.jsonl:3: not JSON \(Expecting.*\(char 1\)\)$"),
+        ("Once upon a time", r"docs.jsonl:1: not JSON .* \(a file of another name than \*.txt and \*.md is read as"),
         (GOOD + "[" * 100_000, r"docs.jsonl:2: not JSON"),
         (GOOD + "[1]", "docs.jsonl:2: a row must be a JSON object, not list"),
         (GOOD.encode() + b'{"id": "\xe9"}', r"docs.jsonl:2: not UTF-8 text \(.* at byte 8 of the line"),

@@ -167,6 +167,16 @@ def test_a_resumed_run_needs_the_same_documents():
     assert search_sources(SearchConfig(), None) == search_sources(SearchConfig(search_url="http://a"), object()) == {}
 
 
+def test_a_run_resumed_elsewhere_finds_its_index(monkeypatch, tmp_path):
+    write_corpus(["one"])
+    flags = {"corpus": str(Path("my docs.jsonl").absolute())}
+    opened(**flags)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    open_index(Config(**flags, resume="../runs/experiment/run"))
+    assert list(Path().iterdir()) == []
+
+
 def open_in_process(start: float) -> str:
     time.sleep(max(0.0, start - time.monotonic()))
     return opened(corpus="my docs.jsonl")[1]

@@ -292,6 +292,8 @@ def test_what_is_not_the_same_is_not_resumed(script, monkeypatch):
         (["--output", "there.jsonl"], "--output there.jsonl exists already: "),
         (["--output", "no/such.jsonl"], "--output no/such.jsonl cannot be made: there is no directory no"),
         (["--output", "."], "--output . is a directory"),
+        (["--output", "/dev/null"], "--output /dev/null is no file"),
+        (["--output", "~nobody-here/x"], "--output ~nobody-here/x: this path cannot be used"),
         (["--output", "in_use.jsonl"], "--output in_use.jsonl is in use"),
         (["--corpus", "none.jsonl"], "--corpus none.jsonl: there is no such file"),
         (["--corpus", "empty.jsonl"], r"no question could be made of empty.jsonl \(no template fits 3\)"),

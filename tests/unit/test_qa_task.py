@@ -82,7 +82,7 @@ def test_rewards(text, correct, f1, well_formed):
         assert found == {"correct": correct, "f1": pytest.approx(f1), "format": well_formed}
 
 
-@pytest.mark.parametrize("answer", [[], [""], "", "a\nb", ["</answer>"]])
+@pytest.mark.parametrize("answer", [[], [""], "", "a\nb", ["</answer>"], [None], [True], [["a"]], [{}]])
 def test_an_answer_that_cannot_be_given_is_never_right(answer):
     row = {"question": "?", "answer": answer}
     assert qa.reward(row, qa.solution(row))["correct"] == 0

@@ -1,6 +1,7 @@
 """A search server that fails, hangs, breaks off or lies: errors for exactly the queries concerned, and in time."""
 
 import asyncio
+import base64
 import gzip
 import json
 import os
@@ -52,6 +53,7 @@ class Server(socketserver.ThreadingTCPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked: list[dict] = []
         self.lines: list[str] = []
+        self.authorized: list[str] = []
         self.released = threading.Event()  # servers that hang wait for it, but not for good
         self.reply: Callable[[dict, Callable], bytes | None] = self.right
 
@@ -72,6 +74,8 @@ class Handler(socketserver.StreamRequestHandler):
         while (header := self.rfile.readline().strip()) != b"":
             if header.lower().startswith(b"content-length:"):
                 length = int(header.split(b":")[1])
+            if header.lower().startswith(b"authorization:"):
+                self.server.authorized.append(header.split()[-1].decode())
         asked = json.loads(self.rfile.read(length))
         self.server.asked.append(asked)
         self.server.lines.append(line)
@@ -338,7 +342,7 @@ def test_ctrl_c_ends_a_search_at_once(server):
 
 
 def test_an_outage_is_told_once_and_its_end_too(server, capsys):
-    index, wrong = RemoteIndex(server.url.replace("//", "//me:secret@"), LONG), http(b"", "503 Service Unavailable")
+    index, wrong = RemoteIndex(server.url, LONG), http(b"", "503 Service Unavailable")
     for reply in (server.right, lambda *_: wrong, lambda *_: wrong, server.right, server.right):
         server.reply = reply
         index.search_all(QUERIES, 2)
@@ -370,3 +374,15 @@ def test_the_server_is_tried_at_the_start(server):
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(UserError, match=r"--search-url .*is not the URL of a server"):
         RemoteIndex(url, LONG)
+
+
+def test_a_password_is_read_from_netrc_only(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    RemoteIndex(server.url, LONG).search("one", 1)
+    assert server.authorized == [base64.b64encode(b"me:secret").decode()]
+    for user in ("me:hidden", "hidden"):
+        with pytest.raises(UserError, match=r"--search-url holds a password, .*netrc: machine 127.0.0.1") as error:
+            RemoteIndex(server.url.replace("//", f"//{user}@"), LONG)
+        assert "hidden" not in str(error.value)

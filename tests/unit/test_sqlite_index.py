@@ -234,6 +234,9 @@ def test_what_is_not_a_complete_index_is_refused(tmp_path, path):
         with pytest.raises(UserError, match=message) as error:
             SqliteIndex(copy, SECONDS, "make it")
         assert "copy.sqlite" in str(error.value)
+    os.mkfifo(tmp_path / "pipe")  # nobody will ever write into it
+    with pytest.raises(UserError, match="pipe is not an index of documents"):
+        SqliteIndex(tmp_path / "pipe", SECONDS)
 
 
 def test_damage_within_the_file_is_an_error_and_no_crash(tmp_path, path):

@@ -100,9 +100,10 @@ def open_progress(output: Path, settings: dict) -> Iterator[Progress]:
             written.
     """
     local_path(str(output), "--output")
-    if output.is_dir() or not output.parent.is_dir():
-        what = "is a directory" if output.is_dir() else f"cannot be made: there is no directory {shown(output.parent)}"
-        raise UserError(f"--output {shown(output)} {what}")
+    if output.exists() and not output.is_file():
+        raise UserError(f"--output {shown(output)} is {'a directory' if output.is_dir() else 'no file'}")
+    if not output.parent.is_dir():
+        raise UserError(f"--output {shown(output)} cannot be made: there is no directory {shown(output.parent)}")
     lock = FileLock(output.with_name(output.name + ".lock"), blocking=False)
     try:
         lock.acquire()

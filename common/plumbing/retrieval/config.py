@@ -28,6 +28,7 @@ class SearchConfig(IndexConfig):
     ALIASES: ClassVar = {"data": ["--questions"], "eval_data": ["--eval-questions"]}  # other names of flags
 
     top_k: int = 2  # documents that a search gives the policy
-    # ask a server that speaks Search-R1's protocol, such as http://127.0.0.1:8000, instead of an index on this machine
+    # ask a server that speaks Search-R1's protocol, such as http://127.0.0.1:8000, instead of an index on this machine;
+    # a password for it is read from ~/.netrc
     search_url: str | None = None
     search_seconds: float = 5.0  # time limit of a search; the policy reads an error instead of its result

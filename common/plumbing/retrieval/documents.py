@@ -20,6 +20,7 @@ from common.plumbing.terminal import printable
 
 MAX_BYTES = 2**25  # of a text file, or of a row of JSONL: more than any book
 SUFFIXES = (".txt", ".md")
+NOT_JSONL = "a file of another name than *.txt and *.md is read as JSONL, one object a line"
 
 
 class Document(NamedTuple):
@@ -91,15 +92,25 @@ def _read_files(root: Path, num_words: int, overlap: int, skipped: list[str]) ->
 
 
 def _find_files(root: Path) -> Iterator[Path]:
-    """The text files in a directory and in those below it, in the order of their names, none from a directory twice."""
+    """The text files in a directory and in those below it, in the order of their names, none from a directory twice.
+
+    The files of runs are no documents: they would change a corpus that the runs are kept in.
+    """
 
     def fail(error: OSError) -> None:
         raise UserError(f"{shown(error.filename)} cannot be read ({error.strerror})") from error
 
+    def walk() -> Iterator[tuple[str, list[str], list[str]]]:
+        try:
+            yield from os.walk(root, onerror=fail, followlinks=True)
+        except RecursionError:  # of Python 3.11
+            raise UserError(f"{shown(root)} holds directories that are nested too deeply to be read") from None
+
     known = set()  # directories; links can lead to one of them again
-    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+    for folder, folders, names in walk():
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in known:
+        is_run = {"config.json", "metrics.jsonl"} <= set(names)  # whose adapters, say, have a README.md
+        if is_run or (status.st_dev, status.st_ino) in known:
             folders.clear()
             continue
         known.add((status.st_dev, status.st_ino))
@@ -149,7 +160,8 @@ def _read_jsonl(path: Path, num_words: int, overlap: int, skipped: list[str]) ->
                 lines[document.id] = number
                 yield document
         except UserError as error:
-            raise UserError(f"{shown(path)}:{number}: {error}") from error
+            hint = f" ({NOT_JSONL})" if isinstance(error.__cause__, ValueError) and not lines else ""
+            raise UserError(f"{shown(path)}:{number}: {error}{hint}") from error
         if not texts:
             skipped.append(f"line {number}")
 

@@ -35,7 +35,7 @@ def open_index(config: SearchConfig) -> Index:
 
         index = RemoteIndex(config.search_url, config.search_seconds)
         index.check()
-        say(f"search: the server {index}")  # without a password
+        say(f"search: the server {index}")
         return index
     if config.index is not None and config.corpus is None:
         index = SqliteIndex(local_path(config.index, "--index"), config.search_seconds, build_command(config))
@@ -163,6 +163,10 @@ def _index_path(config: IndexConfig, corpus: str, content: str) -> Path:
     encoder = "".join(letter if letter.isalnum() else "-" for letter in config.encoder or "")[-40:]
     kind = "sqlite" if config.encoder is None else f"{encoder}.dense"
     name = f"{Path(corpus).resolve().stem[:40]}-{content[:12]}.{kind}"
+    if resume := getattr(config, "resume", None):  # perhaps from another directory, to which --runs-dir is relative
+        kept = Path(resume).expanduser().resolve().parents[1] / "search_index"
+        if kept.is_dir():
+            return kept / name
     return local_path(config.runs_dir, "--runs-dir") / "search_index" / name
 
 

@@ -7,6 +7,7 @@ of a notebook could be in conflict with, and Ctrl-C has to wait for nothing.
 
 import asyncio
 import ipaddress
+import netrc
 import threading
 import time
 from collections.abc import Sequence
@@ -35,21 +36,22 @@ class RemoteIndex:
     def __init__(self, url: str, seconds: float):
         """
         Args:
-            url: of the server, with or without `/retrieve`.
+            url: of the server, with or without `/retrieve`. A password for it stands in ~/.netrc.
             seconds: until when all queries of a call are answered; those that are not then have failed.
 
         Raises:
-            UserError: this is not the URL of a server.
+            UserError: this is not the URL of a server, or it holds a password.
         """
         self._url, self._seconds = _read_url(url), seconds
-        # Proxies and passwords that the environment names are for other machines than this one.
+        # Proxies that the environment names are for other machines than this one.
         self._trust_env = not _is_this_machine(self._url.host)
         # Made once, also for plain HTTP: each client would make its own, and OpenSSL can deadlock in that after a fork.
         self._tls = httpx2.create_ssl_context()
+        self._auth = _read_passwords()
         self._outage: dict[str, list] = {}  # "now": [when it began, failed searches]
 
     def __str__(self) -> str:
-        return str(self._url.copy_with(userinfo=b""))
+        return str(self._url)
 
     def check(self) -> None:
         """Search once.
@@ -139,7 +141,7 @@ class RemoteIndex:
         Raises:
             SearchError: it is not a plain answer with status 200, or too long.
         """
-        async with client.stream("POST", self._url, content=content) as response:
+        async with client.stream("POST", self._url, content=content, auth=self._auth) as response:
             if response.status_code != 200:
                 raise ServerError(f"the search server answered with status {response.status_code}")
             if response.headers.get("content-encoding", "identity") != "identity":  # small, and huge when unpacked
@@ -171,12 +173,25 @@ def _read_url(text: str) -> httpx2.URL:
             raise ValueError
         if not 0 < (url.port or 80) < 2**16:
             raise ValueError
-        path = url.path.rstrip("/")
-        return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
     except (httpx2.InvalidURL, ValueError):
         raise UserError(
             f"--search-url {printable(text, 100)} is not the URL of a server, such as http://127.0.0.1:8000"
         ) from None
+    if url.userinfo:
+        raise UserError(
+            "--search-url holds a password, which config.json of the run would keep: omit it, and write it into "
+            f"~/.netrc: machine {printable(url.host, 100)} login NAME password PASSWORD"
+        )
+    path = url.path.rstrip("/")
+    return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
+
+
+def _read_passwords() -> httpx2.Auth | None:
+    """Those of ~/.netrc, by machine."""
+    try:
+        return httpx2.NetRCAuth()
+    except (OSError, RuntimeError, netrc.NetrcParseError):  # the second: there is no home directory
+        return None
 
 
 def _is_this_machine(host: str) -> bool:

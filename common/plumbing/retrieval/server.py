@@ -1,5 +1,7 @@
 """The other end of remote_index.py: an index as a web application. It needs requirements-search.txt."""
 
+import asyncio
+import errno
 import json
 import socket
 from typing import Annotated
@@ -50,7 +52,10 @@ def make_app(index: Index, top_k: int, about: dict) -> FastAPI:
         def answer() -> bytes:
             return write_answer(index.search_all(asked.queries, asked.topk or top_k), asked.return_scores)
 
-        return Response(await run_in_threadpool(answer), media_type="application/json")
+        try:
+            return Response(await run_in_threadpool(answer), media_type="application/json")
+        except asyncio.CancelledError:  # uvicorn ends, and would print a traceback
+            raise HTTPException(503, "the server ends") from None
 
     return app
 
@@ -85,7 +90,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as error:
         problem = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
-        raise UserError(f"--host {host} --port {port}: {problem}; --port 0 takes a free port") from error
+        hint = "; --port 0 takes a free port" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+        raise UserError(f"--host {host} --port {port}: {problem}{hint}") from error
 
 
 def url_of(listener: socket.socket) -> str:

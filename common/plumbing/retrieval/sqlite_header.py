@@ -1,6 +1,7 @@
 """The header of an index by words: what tells it from other files, and a complete one from a part of one."""
 
 import os
+import stat
 from pathlib import Path
 
 from common.errors import UserError
@@ -18,14 +19,14 @@ def check_file(path: Path, rebuild: str) -> None:
         UserError: naming the file, and how to make it anew.
     """
     try:
+        if not is_index(path):
+            raise UserError(f"{shown(path)} is not an index of documents: give another --index")
         with path.open("rb") as file:
             header, size = file.read(100), os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise UserError(f"there is no index {shown(path)}{again(rebuild)}") from None
     except OSError as error:
         raise UserError(f"the index {shown(path)} cannot be read ({error.strerror})") from error
-    if not is_index(path):
-        raise UserError(f"{shown(path)} is not an index of documents: give another --index")
     page_size, num_pages, version = (int.from_bytes(header[a:b], "big") for a, b in ((16, 18), (28, 32), (60, 64)))
     if page_size * num_pages != size:
         raise UserError(f"the index {shown(path)} is incomplete{again(rebuild)}")
@@ -34,6 +35,8 @@ def check_file(path: Path, rebuild: str) -> None:
 
 
 def is_index(path: Path) -> bool:
+    if stat.S_ISFIFO(path.stat().st_mode):  # opening it would wait for a writer
+        return False
     with path.open("rb") as file:
         header = file.read(72)
     return header.startswith(b"SQLite format 3\0") and header[68:] == APPLICATION.to_bytes(4, "big")
