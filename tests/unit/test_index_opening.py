@@ -123,7 +123,7 @@ def test_documents_that_questions_name_are_looked_for(capsys):
 
     assert check("d0", "d1") == check("d1", "d1#2") == ""
     assert check("d0", "d9").startswith("1 of 2 of the documents that the questions in q.jsonl name as supporting")
-    with pytest.raises(UserError, match="none of the documents .* such as 'd8', is in my docs.jsonl"):
+    with pytest.raises(UserError, match=r"none of the documents .* such as 'd8', is in my docs\.jsonl"):
         check("d9", "d8")
     assert check("d9", "d8", SearchConfig(search_url="http://a")) == ""
 
