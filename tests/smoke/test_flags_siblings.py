@@ -93,7 +93,7 @@ AS_THE_PARENT = {  # the own flags of each sibling, with which it is experiment_
 }
 OTHER_DEFAULTS = {
     "experiment_multiturn_tool_calling": {"task", "model"},
-    "experiment_multiturn_qa": {"task", "model", "prompts_per_step"},
+    "experiment_multiturn_qa": {"task", "model", "steps", "prompts_per_step"},
 }
 # smoke/test_multiturn.py and smoke/test_multiturn_qa.py have the flags that do nothing where no tool is offered
 SEARCH_FLAGS = {"top_k", "corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"}
