@@ -314,6 +314,10 @@ REPORTS_OF_RESULTS = {
     "broken_mask": ["sampling difference", "flat"],
     "max_new_tokens_16": ["cut off", "flat"],
     "experiment_multiturn_tool_calling/broken_mask": ["sampling difference", "KL"],
+    "experiment_multiturn_qa/broken_mask": ["sampling difference", "KL", "flat"],
+    "experiment_multiturn_qa/paid_calls_1": ["KL"],
+    # without the search nothing can be right
+    **{f"experiment_multiturn_qa/no_tool_seed{seed}": ["zero variance", "flat"] for seed in range(5)},
 }
 RESULTS = sorted(
     path.parent for path in ROOT.glob("experiment_*/results/*/config.json") if "group_size" in path.read_text()
