@@ -85,12 +85,13 @@ class SearchState(State):
 
     def execute(self, call: ToolCall) -> tuple[str, bool]:
         query = self._query(call)
-        answer = [] if query is None else self.searcher.answer(query)
-        if isinstance(answer, SearchError):
-            self.num_failures += 1
-        else:
-            self.found += answer
-        return super().execute(call)
+        if query is None:
+            return super().execute(call)
+        answer = self.searcher.answer(query)
+        is_answered = not isinstance(answer, SearchError)
+        self.num_failures += not is_answered
+        self.found += answer if is_answered else []
+        return super().execute(call)[0], is_answered  # a document may begin with "error:"
 
     def rewards(self) -> dict[str, float]:
         return super().rewards() | {"retrieved": share_retrieved(self.row, self.found)}

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor
 
 GATHERED = "gathered_weights"  # marks DeepSpeed's weights while they are
 
@@ -109,6 +108,8 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
     All ranks call it together. What the model uses twice, as tied embeddings, is one tensor here too.
     """
+    from torch.distributed.tensor import DTensor  # takes half a second, which --help and a mistake need not wait for
+
     weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     if any(hasattr(weight, "ds_id") for weight in model.parameters()):
         with gathered_weights(model):

@@ -497,13 +497,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
 @pytest.mark.parametrize(
     ("argv", "environment", "sentence"),
     [
-        ("--group-size 1", OFFLINE, "--group-size must be 2 to 10000 completions, not 1: a group is its own baseline"),
         ("--data d.jsonl", OFFLINE, "d.jsonl:2: not JSON (Expecting ',' delimiter at column "),
-        ("--runs-dir d.jsonl --name x", OFFLINE, "--runs-dir: d.jsonl/experiment_base/x cannot be written"),
         ("--model owner/name", NOBODY, "owner/name: the hub does not answer"),
     ],
 )
 def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, argv, environment, sentence):
+    """Whatever the mistake, `run_main` prints it, in one place; what it says is tested in this process."""
     (tmp_path / "d.jsonl").write_text(GOOD_ROW + '{"a": 1 2}\n')
     result = start(tmp_path, *argv.split(), **environment)
     assert result.returncode == 2
@@ -513,11 +512,11 @@ def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, argv, e
     assert not list(tmp_path.glob("runs/*/*"))
 
 
-def test_an_unknown_flag_is_refused_with_a_suggestion(tmp_path):
-    result = start(tmp_path, "--learning-rat", "1")
-    assert result.returncode == 2
-    assert "--learning-rat" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_an_unknown_flag_is_refused_with_a_suggestion(train, capfd):
+    with pytest.raises(SystemExit) as ended:
+        run_main(lambda: train("--learning-rat", "1"))
+    assert ended.value.code == 2
+    assert "--learning-rat" in capfd.readouterr().err
 
 
 # The hub -------------------------------------------------------------------------------------------------------------
@@ -852,7 +851,7 @@ def test_json_that_cannot_be_used_is_refused_by_file_and_line(train, line, sente
 
 
 @pytest.mark.parametrize(
-    "module", ["common.plumbing.interrupt", "typing_extensions", "numpy", "torch.nn", "torch", "common.policy", "tyro"]
+    "module", ["common.plumbing.interrupt", "typing_extensions", "torch.nn", "common.policy", "tyro"]
 )
 def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, module):
     """As soon as a certain module has been imported, of which Python tells."""

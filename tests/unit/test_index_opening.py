@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,8 @@ from common.plumbing.config import RunConfig
 from common.plumbing.parse import with_absolute_paths
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.opening import open_index, search_sources
-from common.plumbing.retrieval.sqlite_index import SqliteIndex
+from common.plumbing.retrieval.questions import check_questions
+from common.plumbing.retrieval.sqlite_index import SqliteIndex, build_sqlite
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_qa/build_index.py"
@@ -96,6 +98,34 @@ def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
     index, output = opened(**flags)
     assert "built" not in output
     assert len(index.search("three", 100)) == 80
+
+
+def test_a_corpus_that_changes_while_it_is_read_is_noticed(monkeypatch):
+    def change_and_build(*arguments) -> str:
+        write_corpus(["one", "two", "three"])
+        return build_sqlite(*arguments)
+
+    write_corpus(["one", "two"])
+    monkeypatch.setattr("common.plumbing.retrieval.opening.build_sqlite", change_and_build)
+    with pytest.raises(UserError, match=r"--corpus my docs\.jsonl changed while it was read: start again"):
+        opened(corpus="my docs.jsonl")
+
+
+def test_documents_that_questions_name_are_looked_for(capsys):
+    """In training and held-out rows; a document that was cut is there. Servers, which list none, are not asked."""
+    write_corpus(["one", "two " * 30])
+    config = SearchConfig(corpus="my docs.jsonl", chunk_words=10, chunk_overlap=0)
+
+    def check(training: str, held_out: str, config: SearchConfig = config) -> str:
+        rows = {"train_rows": [{"supporting": training}], "eval_rows": [{"supporting": held_out}]}
+        check_questions(config, object(), SimpleNamespace(data="q.jsonl", **rows))
+        return capsys.readouterr().out
+
+    assert check("d0", "d1") == check("d1", "d1#2") == ""
+    assert check("d0", "d9").startswith("1 of 2 of the documents that the questions in q.jsonl name as supporting")
+    with pytest.raises(UserError, match=r"none of the documents .* such as 'd8', is in my docs\.jsonl"):
+        check("d9", "d8")
+    assert check("d9", "d8", SearchConfig(search_url="http://a")) == ""
 
 
 def test_without_a_corpus_an_index_is_used_as_it_is():

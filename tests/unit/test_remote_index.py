@@ -341,6 +341,21 @@ def test_ctrl_c_ends_a_search_at_once(server):
     assert gave_up == []  # the server still waits
 
 
+def test_a_name_that_takes_long_to_look_up_is_not_waited_for(monkeypatch):
+    released, gave_up = threading.Event(), []
+
+    def look_up(*_, **__):
+        gave_up.append(not released.wait(LONG))
+        raise OSError
+
+    index = RemoteIndex("http://a-server.invalid", 0.05)
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    [answer] = index.search_all(["a"], 1)
+    assert gave_up == []  # it is still being looked up
+    released.set()
+    assert str(answer) == "the search server gave no answer within 0.05 s"
+
+
 def test_an_outage_is_told_once_and_its_end_too(server, capsys):
     index, wrong = RemoteIndex(server.url, LONG), http(b"", "503 Service Unavailable")
     for reply in (server.right, lambda *_: wrong, lambda *_: wrong, server.right, server.right):
