@@ -45,6 +45,10 @@ def _draw_rewards(plt, entries: list[dict]):
     _line(success, entries, key, label="training questions, sampled", alpha=0.3, color="C0")
     _line(success, entries, key, label="the same, mean of 5 steps", color="C0", window=5)
     _line(success, entries, "eval/greedy/accuracy", label="held-out, greedy", marker="o", color="C1")
+    kinds = _kinds(entries)
+    for kind in kinds:
+        label = f"held-out, greedy, {kind.replace('_', ' ')}"
+        _line(success, entries, f"eval/greedy/accuracy_{kind}", label=label, linestyle=":")
     _line(success, entries, "eval/sampled/accuracy", label="held-out, mean@8", marker="s", color="C2", linestyle="")
     success.set(title="accuracy" if has_accuracy else "total reward")
     if has_accuracy:
@@ -54,6 +58,7 @@ def _draw_rewards(plt, entries: list[dict]):
     length.set(title="completion length (tokens)")
     length.set_ylim(bottom=0)
     keys = [key for key in _keys(entries) if key.startswith("completion/") and key not in KNOWN]
+    keys = [key for key in keys if key.partition("/")[2] not in kinds]
     keys = [key for key in keys if any(entry.get(key) for entry in entries)]  # what never happened needs no line
     for key in keys or ["group/zero_reward_variance"]:
         _line(described, entries, key, label=key.partition("/")[2].replace("_", " "))
@@ -65,6 +70,18 @@ def _draw_rewards(plt, entries: list[dict]):
     kl.set(title="KL to the policy at the start (nats per token)", xlabel="step")
     kl.set_ylim(bottom=0)
     return figure
+
+
+def _kinds(entries: list[dict]) -> list[str]:
+    """What tells kinds of questions apart, and says nothing of answers: its share is the same in every evaluation."""
+    kinds = []
+    for key in _keys(entries):
+        name = key.removeprefix("eval/greedy/")
+        shares = {entry[key] for entry in entries if key in entry}
+        is_share = len(shares) == 1 and 0 < min(shares) < 1
+        if name != key and is_share and any(f"eval/greedy/accuracy_{name}" in entry for entry in entries):
+            kinds.append(name)
+    return kinds
 
 
 def _keys(entries: list[dict]) -> list[str]:
