@@ -50,8 +50,11 @@ def test_a_run_is_drawn_by_accuracy_or_else_by_its_total_reward(tmp_path, monkey
 
 def test_kinds_of_questions_have_accuracies_and_no_shares(tmp_path, monkeypatch):
     """What is the same in every evaluation says nothing of the answers."""
-    lines = []
-    monkeypatch.setattr("viewer.curve._line", lambda axes, entries, key, **style: lines.append(key))
+    lines, draw_line = [], viewer.curve._line
+    monkeypatch.setattr(
+        "viewer.curve._line",
+        lambda axes, entries, key, **style: lines.append(key) or draw_line(axes, entries, key, **style),
+    )
     rows = [{"reward/total": 0.5, "completion/one_hop": 0.5, "completion/called": 0.5}]
     for called in (0.2, 0.9):
         shares = {"eval/greedy/one_hop": 0.3, "eval/greedy/called": called, "eval/greedy/unknown_calls": 0.0}

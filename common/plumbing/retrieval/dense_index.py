@@ -74,14 +74,14 @@ def load_encoder(encoder: str):
     Raises:
         UserError: there is no such model, or a package is missing.
     """
+    path = Path(encoder).expanduser()
+    if not encoder or not (path.is_dir() or is_hub_id(encoder)):
+        raise UserError(f"--encoder {encoder} is neither a directory nor a hub id such as intfloat/e5-base-v2")
     try:
         import faiss  # noqa: F401
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
         raise UserError(f"--encoder needs {error.name}: pip install -r requirements-search.txt") from error
-    path = Path(encoder).expanduser()
-    if not (path.is_dir() or is_hub_id(encoder)):
-        raise UserError(f"--encoder {encoder} is neither a directory nor a hub id such as intfloat/e5-base-v2")
     is_here = path.is_dir() or must_be_cached("model", encoder)
     try:
         model = SentenceTransformer(str(path) if path.is_dir() else encoder, local_files_only=is_here)
