@@ -1,0 +1,243 @@
+"""The traps of docs/traps.md, each as a context in which an experiment has the mistake: benchmarks/traps.py trains so.
+
+A mistake is planted at run time, by putting other functions in the place of those that a train.py calls, and is gone
+when its context is left: the library itself has no switch for being wrong. tests/unit/test_traps.py shows that each
+changes a number, and leaves nothing behind.
+
+Shapes as in the experiments: B rows, T tokens, Q prompts, G completions per prompt.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+import common.policy
+import common.sampling
+from common.experience import Experience, collate
+from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, masked_sum, probability_ratio
+from common.policy import Policy
+
+from common.plumbing.loading import load_policy, make_reference
+
+Plant = Callable[[ModuleType], AbstractContextManager]  # of the train.py that is to have the mistake
+DROPOUT = 0.1  # as in the configs of GPT-2, and often for LoRA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where traps are measured: flags under which the mistake can have an effect, and the correct runs beside it."""
+
+    label: str
+    experiment: str = "experiment_base"
+    flags: tuple[str, ...] = ()
+    plant: Plant = lambda train: nullcontext()  # what the correct runs need that the experiment does not have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trap:
+    title: str
+    plant: Plant
+    test: str = ""  # of the real code, that fails with the mistake
+    setting: str = "default"  # of SETTINGS
+
+
+def replaced(target: object, **values: object) -> AbstractContextManager:
+    """The attributes have these values within the context."""
+    return patch.multiple(target, **values)
+
+
+def with_mask(change: Callable[[Experience, list], torch.Tensor]) -> Plant:
+    """The action mask (B, T-1) is what `change(experience, trajectories)` returns."""
+
+    def plant(train: ModuleType) -> AbstractContextManager:
+        def collate_wrongly(trajectories: list, pad_id: int, device: torch.device | str = "cpu") -> Experience:
+            experience = collate(trajectories, pad_id, device)
+            experience.action_mask = change(experience, trajectories)
+            return experience
+
+        return replaced(train, collate=collate_wrongly)
+
+    return plant
+
+
+def without_end_of_turn(experience: Experience, trajectories: list) -> torch.Tensor:
+    """Completions are masked up to their end-of-turn token, exclusive."""
+    ends = [row.ids[-1] for row in trajectories if row.finish_reason == "stop"]
+    ends = torch.tensor(ends, dtype=torch.long, device=experience.sequences.device)
+    return experience.action_mask * ~torch.isin(experience.sequences[:, 1:], ends)
+
+
+@contextmanager
+def mask_from_pad(train: ModuleType) -> Iterator[None]:
+    """Pad is the end-of-turn token, and the masks of attention and loss are both `sequences != pad`."""
+
+    def load_with_pad(*arguments) -> Policy:
+        policy = load_policy(*arguments)
+        policy.pad_id = policy.end_of_turn_ids[0]
+        return policy
+
+    def hidden_states(policy: Policy, sequences: torch.Tensor, action_mask: torch.Tensor) -> tuple:
+        mask = (sequences != policy.pad_id).long()
+        hidden = policy.model.get_decoder()(sequences, attention_mask=mask, use_cache=False).last_hidden_state
+        positions = action_mask.flatten().nonzero()[:, 0]
+        return hidden[:, :-1].flatten(0, 1)[positions], positions
+
+    with (
+        replaced(train, load_policy=load_with_pad),
+        with_mask(without_end_of_turn)(train),
+        replaced(common.policy.Policy, _hidden_states=hidden_states),
+    ):
+        yield
+
+
+def no_temperature(train: ModuleType) -> AbstractContextManager:
+    """Tokens are drawn at the temperature; their log-probs are those of the logits as they are."""
+    score = common.policy.log_probs_and_entropy
+
+    def score_without(hidden, targets, head, temperature, max_logits):
+        return score(hidden, targets, head, 1.0, max_logits)
+
+    return replaced(common.policy, log_probs_and_entropy=score_without)
+
+
+def equal_rewards_noise(train: ModuleType) -> AbstractContextManager:
+    """Advantages group by group in float32, with 1e-8 as the only protection from a standard deviation of 0."""
+
+    def advantages(returns: torch.Tensor) -> torch.Tensor:
+        return torch.stack([group - group.mean() for group in returns])
+
+    def std(returns: torch.Tensor) -> torch.Tensor:
+        return torch.stack([group.std() for group in returns])[:, None]
+
+    return replaced(train, group_advantages=advantages, group_std=std, STD_EPS=1e-8)
+
+
+def std_wrong_axis(train: ModuleType) -> AbstractContextManager:
+    """The standard deviation (1, G) over prompts instead of (Q, 1) over a prompt's completions: both broadcast."""
+    return replaced(train, group_std=lambda returns: returns.double().std(dim=0, keepdim=True))
+
+
+def reference_dropout(train: ModuleType) -> AbstractContextManager:
+    """The reference drops what its layers add to the residual stream, as GPT-2 does in training mode."""
+
+    def drop(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(output, DROPOUT, training=True)
+
+    def make_in_training_mode(policy: Policy) -> Policy:
+        reference = make_reference(policy)
+        for layer in reference.model.get_decoder().layers:
+            layer.self_attn.o_proj.register_forward_hook(drop)
+            layer.mlp.down_proj.register_forward_hook(drop)
+        return reference
+
+    return replaced(train, make_reference=make_in_training_mode)
+
+
+def kl_over_padding(train: ModuleType) -> AbstractContextManager:
+    """The KL penalty is averaged over all entries of the padded (b, T-1), prompt and padding among them."""
+
+    def loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
+        mask = micro.action_mask
+        ratio = probability_ratio(log_probs, micro.old_log_probs, mask)
+        rows = masked_mean(clipped_surrogate(ratio, micro.advantages, config.clip_eps), mask, dim=1)
+        kl = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
+        return rows.sum() / num_rows + config.kl_weight * kl.mean() * len(micro) / num_rows
+
+    return replaced(train, policy_loss=loss)
+
+
+def token_loss(config, log_probs: torch.Tensor, micro: Experience) -> torch.Tensor:
+    """(b, T-1), as in `policy_loss` of experiment_base."""
+    ratio = probability_ratio(log_probs, micro.old_log_probs, micro.action_mask)
+    kl = approx_kl_divergence(log_probs, micro.log_probs_ref, micro.action_mask)
+    return clipped_surrogate(ratio, micro.advantages, config.clip_eps) + config.kl_weight * kl
+
+
+@contextmanager
+def per_token(train: ModuleType, *, by_micro_batch: bool = False) -> Iterator[None]:
+    """The loss is the mean over all tokens of the minibatch; wrongly: the mean of its micro-batches' means."""
+    split, seen = Experience.split, {}
+
+    def split_and_count(minibatch: Experience, *arguments, **options) -> Iterator[Experience]:
+        parts = list(split(minibatch, *arguments, **options))
+        seen.update(tokens=sum(part.action_mask.sum() for part in parts), parts=len(parts))
+        yield from parts
+
+    def loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
+        values = token_loss(config, log_probs, micro)
+        if by_micro_batch:
+            return masked_mean(values, micro.action_mask) / seen["parts"]
+        return masked_sum(values, micro.action_mask) / seen["tokens"]
+
+    with replaced(Experience, split=split_and_count), replaced(train, policy_loss=loss):
+        yield
+
+
+def micro_batch_mean(train: ModuleType) -> AbstractContextManager:
+    return per_token(train, by_micro_batch=True)
+
+
+def behind_the_prompt(experience: Experience, trajectories: list) -> torch.Tensor:
+    """Everything behind the prompt is trained, what tools have written among it."""
+    position = torch.arange(experience.action_mask.shape[1], device=experience.sequences.device)
+    return experience.attention_mask[:, 1:] * (position >= experience.prompt_lengths[:, None] - 1)
+
+
+def right_padding(train: ModuleType) -> AbstractContextManager:
+    """Prompts of one batch are padded at their ends, so that shorter ones continue from padding."""
+    left_pad = common.sampling.left_pad
+
+    def right_pad(prompts, pad_id, device) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, mask = left_pad([prompt[::-1] for prompt in prompts], pad_id, device)
+        return ids.flip(1), mask.flip(1)
+
+    return replaced(common.sampling, left_pad=right_pad)
+
+
+SETTINGS = {
+    "default": Setting(label="experiment_base"),
+    "temperature": Setting(label="temperature 0.7", flags=("--temperature", "0.7")),
+    "weights": Setting(
+        label="0.7 for a right answer, 0.2 for its format", flags=("--reward-weight", "correct=0.7", "format=0.2")
+    ),
+    "token_mean": Setting(
+        label="mean over all tokens, micro-batches of 4 rows", flags=("--micro-batch-size", "4"), plant=per_token
+    ),
+    "kl": Setting(label="KL weight 0.5", flags=("--kl-weight", "0.5")),
+    "tools": Setting(label="experiment_multiturn_tool_calling", experiment="experiment_multiturn_tool_calling"),
+}
+TRAPS = {
+    "end_of_turn_masked": Trap(title="end-of-turn token masked out", plant=with_mask(without_end_of_turn)),
+    "mask_from_pad": Trap(title="masks from ids != pad, with pad = end of turn", plant=mask_from_pad),
+    "off_by_one": Trap(
+        title="mask shifted by one",
+        plant=with_mask(lambda experience, _: nn.functional.pad(experience.action_mask, (1, -1))),
+    ),
+    "prompt_trained": Trap(
+        title="prompt tokens trained", plant=with_mask(lambda experience, _: experience.attention_mask[:, 1:])
+    ),
+    "tool_output_in_loss": Trap(title="tool output in the loss", plant=with_mask(behind_the_prompt), setting="tools"),
+    "no_temperature": Trap(title="no temperature in the log-probs", plant=no_temperature, setting="temperature"),
+    "right_padding_generation": Trap(title="right padding in generation", plant=right_padding),
+    "equal_rewards_noise": Trap(title="equal rewards, noisy advantages", plant=equal_rewards_noise, setting="weights"),
+    "std_wrong_axis": Trap(title="standard deviation over the wrong axis", plant=std_wrong_axis),
+    "micro_batch_mean": Trap(title="loss averaged per micro-batch", plant=micro_batch_mean, setting="token_mean"),
+    "kl_over_padding": Trap(title="KL averaged over padding", plant=kl_over_padding, setting="kl"),
+    "reference_dropout": Trap(title="reference with dropout", plant=reference_dropout, setting="kl"),
+}
+
+
+@contextmanager
+def planted(name: str, train: ModuleType) -> Iterator[None]:
+    """The mistake of TRAPS, or what the correct runs of SETTINGS need, is in `train` within the context."""
+    trap = TRAPS.get(name)
+    with ExitStack() as stack:
+        stack.enter_context(SETTINGS[trap.setting if trap else name].plant(train))
+        if trap:
+            stack.enter_context(trap.plant(train))
+        yield

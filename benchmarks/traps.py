@@ -1,0 +1,260 @@
+"""What each trap of docs/traps.md does to training: an experiment with the mistake planted, beside correct runs.
+
+    python benchmarks/traps.py --jobs 2                      # all runs, three seeds; the page says how long they took
+    python benchmarks/traps.py --only off_by_one             # only this trap, and the correct runs beside it
+    python benchmarks/traps.py --draw-only                   # the figure and the table again, from the committed data
+
+Runs that are in the directory of runs already are not repeated, and results of runs that are not there are kept. Writes
+benchmarks/results/traps/ (a table for each trap and each setting, one row per seed and step, and runs.json) and
+docs/traps.png, and prints the table of docs/traps.md. The mistakes are in planted.py.
+"""
+
+import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import torch
+import tyro
+from planted import SETTINGS, TRAPS, Setting, planted
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "traps"
+PICTURE = ROOT / "docs" / "traps.png"
+FLAGS = ("--eval-every", "20", "--eval-prompts", "128", "--samples-every", "0", "--checkpoint-every", "0")
+COLUMNS = (
+    "reward/correct", "eval/greedy/accuracy", "eval/sampled/accuracy", "completion/length", "completion/stopped",
+    "loss/kl", "loss/grad_norm", "policy/entropy", "policy/sampling_log_prob_difference", "group/zero_reward_variance",
+)  # fmt: skip
+WINDOW = 5  # steps over which every curve is averaged
+LAST = 10  # steps of which the table gives the mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the runs
+    steps: int = 60  # of each run
+    jobs: int = 1  # runs at the same time, each with one thread
+    runs_dir: str = "runs/traps"  # where the runs are written
+    only: tuple[str, ...] = ()  # traps: make only their runs, and the correct ones beside them; none: all
+    draw_only: bool = False  # draw and print without training
+    here: str | None = None  # train this trap or setting with the first seed, in this process; results stay as they are
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if unknown := set(config.only) - TRAPS.keys():
+        sys.exit(f"error: --only: there is no trap {', '.join(unknown)}; there are {', '.join(TRAPS)}")
+    if config.here is not None:
+        return train_here(config, config.here, config.seeds[0])
+    if not config.draw_only:
+        traps = config.only or tuple(TRAPS)
+        names = [*dict.fromkeys(TRAPS[trap].setting for trap in traps), *traps]
+        with ThreadPoolExecutor(config.jobs) as pool:
+            list(pool.map(lambda run: train(config, *run), [(name, seed) for seed in config.seeds for name in names]))
+        write_results(config)
+    curves, runs = read_results()
+    check_planted(curves)
+    draw(curves, runs)
+    print(table(curves, runs))
+
+
+def setting_of(name: str) -> Setting:
+    """Of a trap, or of the correct runs of a setting."""
+    return SETTINGS[TRAPS[name].setting if name in TRAPS else name]
+
+
+def place_of(config: Config, name: str, seed: int) -> Path:
+    return Path(config.runs_dir) / setting_of(name).experiment / f"{name}-{seed}"
+
+
+def train(config: Config, name: str, seed: int) -> None:
+    """One run, in a process of its own with one thread."""
+    if (place_of(config, name, seed) / "summary.json").exists():
+        return
+    command = [sys.executable, __file__, "--here", name, "--seeds", str(seed)]
+    command += ["--steps", str(config.steps), "--runs-dir", config.runs_dir]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {name} with seed {seed} failed:\n{done.stderr[-3000:]}")
+    print(f"{name}-{seed}", flush=True)
+
+
+def train_here(config: Config, name: str, seed: int) -> None:
+    """The experiment's own `main`, with the mistake in it."""
+    from common.plumbing.start import run_main
+
+    setting = setting_of(name)
+    spec = importlib.util.spec_from_file_location("train", ROOT / setting.experiment / "train.py")
+    module = sys.modules["train"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    flags = [*FLAGS, *setting.flags, "--steps", str(config.steps), "--seed", str(seed)]
+    torch.manual_seed(seed)  # of the dropout of one of them; the experiments draw nothing from it
+    with planted(name, module):
+        run_main(lambda: module.main([*flags, "--runs-dir", config.runs_dir, "--name", f"{name}-{seed}"]))
+
+
+def write_results(config: Config) -> None:
+    """Collect from the runs what the figure and the table need; the results of others stay as they are."""
+    RESULTS.mkdir(exist_ok=True)
+    curves, runs = read_results()
+    for name in (*SETTINGS, *TRAPS):
+        for seed in config.seeds:
+            place = place_of(config, name, seed)
+            if not (place / "summary.json").exists():
+                continue
+            curves.setdefault(name, {})[seed] = curve_of(place)
+            runs[f"{name}-{seed}"] = describe_run(config, name, seed)
+    for name, seeds in curves.items():
+        with (RESULTS / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["seed", "step", *COLUMNS])
+            for seed, curve in sorted(seeds.items()):
+                writer.writerows(
+                    [seed, step, *(f"{entry[key]:.5g}" if key in entry else "" for key in COLUMNS)]
+                    for step, entry in curve.items()
+                )
+    (RESULTS / "runs.json").write_text(json.dumps(dict(sorted(runs.items())), indent=1) + "\n", encoding="utf-8")
+
+
+Curve = dict[int, dict[str, float]]  # by step
+
+
+def curve_of(place: Path) -> Curve:
+    curve: Curve = {}
+    for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        curve.setdefault(entry["step"], {}).update({key: entry[key] for key in COLUMNS if key in entry})
+    return curve
+
+
+def describe_run(config: Config, name: str, seed: int) -> dict:
+    """Command, commit, machine, duration, the evaluation after training, and what the run has said about itself."""
+    place, setting = place_of(config, name, seed), setting_of(name)
+    summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
+    kept = ("seconds", "commit", "versions", "machine", "gpu", "after")
+    path = place / "diagnosis.jsonl"
+    findings: dict[str, dict] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        first = {"first_step": entry["step"], "steps": 0, "sentence": entry["sentence"]}
+        findings.setdefault(entry["finding"], first)["steps"] += 1
+    flags = [*FLAGS, *setting.flags, "--steps", str(config.steps), "--seed", str(seed)]
+    settings = {"name": name, "seed": seed, "experiment": setting.experiment, "flags": flags}
+    return settings | {key: summary[key] for key in kept} | {"findings": findings}
+
+
+Curves = dict[str, dict[int, Curve]]  # by trap or setting, and by seed
+
+
+def read_results() -> tuple[Curves, dict[str, dict]]:
+    """The curves, and the runs by name and seed; what is not there yet is left out."""
+    curves: Curves = {}
+    for name in (*SETTINGS, *TRAPS):
+        path = RESULTS / f"{name}.csv"
+        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ():
+            entry = {key: float(row[key]) for key in COLUMNS if row[key]}
+            curves.setdefault(name, {}).setdefault(int(row["seed"]), {})[int(row["step"])] = entry
+    path = RESULTS / "runs.json"
+    return curves, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def check_planted(curves: Curves) -> None:
+    """Every run with a mistake differs from the correct run of its seed."""
+    for name in TRAPS.keys() & curves.keys():
+        for seed, curve in curves[name].items():
+            if curve == curves[TRAPS[name].setting].get(seed):
+                sys.exit(f"error: {name} with seed {seed} is the same run as the correct one: nothing was planted")
+
+
+def smooth(curve: Curve, key: str) -> list[float]:
+    """Each step's value, averaged with those of the WINDOW - 1 steps before it."""
+    values = [entry[key] for entry in curve.values() if key in entry]
+    return [mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
+
+
+def draw(curves: Curves, runs: dict[str, dict]) -> None:
+    """One panel per trap: sampled accuracy over steps, mean and range of the seeds, and accuracy on other questions."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    traps = [name for name in TRAPS if name in curves]
+    num_columns = 3
+    num_rows = -(-len(traps) // num_columns)
+    figure, places = plt.subplots(num_rows, num_columns, figsize=(13, 3.1 * num_rows), sharex=True, squeeze=False)
+    for name, axes in zip(traps, places.flat, strict=False):
+        setting = TRAPS[name].setting
+        for which, color, label in ((setting, "0.45", "correct"), (name, "tab:red", "with the mistake")):
+            seeds = [smooth(curve, "reward/correct") for curve in curves[which].values()]
+            means, lowest, highest = ([f(step) for step in zip(*seeds, strict=True)] for f in (mean, min, max))
+            held_out = mean(last_ones(curves, which, "eval/greedy/accuracy", 1))
+            axes.plot(range(1, len(means) + 1), means, color=color, label=f"{label}; held out {held_out:.2f}")
+            axes.fill_between(range(1, len(means) + 1), lowest, highest, color=color, alpha=0.25, linewidth=0)
+        also = "" if setting == "default" else f"\n{SETTINGS[setting].label}"
+        axes.set_title(TRAPS[name].title, fontsize=11, pad=16 if also else None)
+        axes.text(0.5, 1.02, also.strip(), transform=axes.transAxes, ha="center", fontsize=8.5, color="0.3")
+        axes.legend(frameon=False, fontsize=9, loc="lower right")
+        axes.set_ylim(0, 1.02)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in places[:, 0]:
+        axes.set_ylabel("sampled accuracy, training questions", fontsize=9)
+    for axes in places.flat[len(traps) :]:
+        axes.set_axis_off()
+    for axes in places[-1]:
+        axes.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=100)
+    plt.close(figure)
+
+
+def last_ones(curves: Curves, name: str, key: str, count: int) -> list[float]:
+    """For each seed, the mean of the last `count` values."""
+    seeds = [[entry[key] for entry in curve.values() if key in entry] for curve in curves[name].values()]
+    return [mean(values[-count:]) for values in seeds]
+
+
+def table(curves: Curves, runs: dict[str, dict]) -> str:
+    """The first table of docs/traps.md."""
+    lines = [
+        "| trap | sampled accuracy: correct | with the mistake | held out, greedy | KL | the run says | test |",
+        "|---|---|---|---|---|---|---|",
+    ]
+
+    def cell(name: str, key: str) -> str:
+        values = last_ones(curves, name, key, LAST)
+        return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+    def both(trap: str, key: str, count: int) -> str:
+        return ", ".join(f"{mean(last_ones(curves, name, key, count)):.3f}" for name in (TRAPS[trap].setting, trap))
+
+    for name, trap in TRAPS.items():
+        if name in curves:
+            found = [runs[f"{name}-{seed}"]["findings"] for seed in curves[name]]
+            counts = {finding: sum(finding in each for each in found) for each in found for finding in each}
+            said = [f"{finding}" + f" ({n} of {len(found)})" * (n < len(found)) for finding, n in counts.items()]
+            cells = [
+                f"[{trap.title}](#{name})",
+                cell(trap.setting, "reward/correct"),
+                cell(name, "reward/correct"),
+                both(name, "eval/greedy/accuracy", 1),
+                both(name, "loss/kl", LAST),
+                "; ".join(said) or "nothing",
+                f"`{trap.test}`",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
