@@ -1,0 +1,106 @@
+"""The mistakes that benchmarks/traps.py plants are really planted, and leave nothing behind; the page is about them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import common.policy
+import common.sampling
+from common.chat import encode_prompt
+from common.experience import Experience
+from common.sampling import sample
+
+ROOT = Path(__file__).resolve().parents[2]
+GROUP_SIZE = 8
+NAMES = (
+    "end_of_turn_masked", "mask_from_pad", "off_by_one", "prompt_trained", "tool_output_in_loss", "no_temperature",
+    "right_padding_generation", "equal_rewards_noise", "std_wrong_axis", "micro_batch_mean", "kl_over_padding",
+    "reference_dropout",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def traps(load_script) -> Iterator:
+    """benchmarks/traps.py, which imports what is beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield load_script("benchmarks/traps.py")
+
+
+@pytest.fixture(scope="module")
+def gradient_of(traps, load_script):
+    """The gradient of the update of a small step, with a mistake in it or with the correct code of a setting."""
+    correct: dict[str, torch.Tensor] = {}
+
+    def gradient(name: str) -> torch.Tensor:
+        if name in correct:
+            return correct[name]
+        train = load_script(f"{traps.setting_of(name).experiment}/train.py")
+        with traps.planted(name, train):
+            values = step(train)
+        if name not in traps.TRAPS:
+            correct[name] = values
+        return values
+
+    return gradient
+
+
+def step(train) -> torch.Tensor:
+    """Steps 1 to 5 of `train`, on two groups of rows with a hole in their masks; the first one's rewards are equal."""
+    config = train.Config(device="cpu", group_size=GROUP_SIZE, micro_batch_size=4, kl_weight=0.5, max_grad_norm=1e9)
+    policy = train.load_policy(config, 0.7)
+    reference = train.make_reference(policy)
+    for weight in reference.parameters():
+        weight.mul_(1.02)
+    end = policy.end_of_turn_ids[0]
+    questions = [[{"role": "user", "content": question}] for question in ("12 + 3 + 45 = ?", "7 + 8 = ?")]
+    prompts = [encode_prompt(policy.tokenizer, question) for question in questions]
+    rows = sample(policy, prompts, GROUP_SIZE, max_new_tokens=3, key=(0,))
+    for index, row in enumerate(rows):
+        row.observe([20, 21])
+        row.ids += [30] * (index % 3) + [end]
+        row.action_mask += [1] * (index % 3 + 1)
+        row.sampler_log_probs += [-1.0] * (index % 3 + 1)
+        row.finish_reason = "stop"
+    returns = torch.tensor([[0.9] * GROUP_SIZE, [0.9, 0.2, 0.0, 0.9, 0.9, 0.2, 0.0, 0.9]])
+    advantages = train.group_advantages(returns) / (train.group_std(returns) + train.STD_EPS)
+    experience = train.collate(rows, policy.pad_id, policy.device)
+    experience.advantages = advantages.view(-1, 1).float()
+    experience.log_probs_ref = train.token_log_probs(reference, experience, config.micro_batch_size)
+    train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters()])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_planted_mistake_changes_the_gradient_and_is_gone(traps, gradient_of, load_script, name):
+    train = load_script(f"{traps.setting_of(name).experiment}/train.py")
+    changed = (train, common.policy, common.policy.Policy, common.sampling, Experience)
+    before = [dict(vars(target)) for target in changed]
+    right, wrong = gradient_of(traps.TRAPS[name].setting), gradient_of(name)
+    assert (wrong - right).norm() > 0.01 * right.norm()
+    assert [dict(vars(target)) for target in changed] == before
+
+
+def test_an_update_after_all_mistakes_is_as_before(gradient_of, load_script):
+    assert gradient_of("default").equal(step(load_script("experiment_base/train.py")))
+
+
+def test_noise_needs_rewards_that_are_not_exact(traps, load_script):
+    train = load_script("experiment_base/train.py")
+    with traps.planted("equal_rewards_noise", train):
+        returns = torch.tensor([[total] * GROUP_SIZE for total in (0.9, 0.2, 1.0, 0.0)])
+        advantages = train.group_advantages(returns) / (train.group_std(returns) + train.STD_EPS)
+    assert advantages[:, 0].tolist() == pytest.approx([-0.809, -0.575, 0.0, 0.0], abs=2e-3)
+
+
+def test_the_page_is_about_the_mistakes_that_are_planted(traps):
+    """Its table is that of the committed results, and the tests that it names exist."""
+    page = (ROOT / "docs" / "traps.md").read_text(encoding="utf-8")
+    assert traps.table(*traps.read_results()) in page
+    assert tuple(traps.TRAPS) == NAMES == tuple(re.findall(r'^<a id="(\w+)"></a>', page, re.MULTILINE))
+    for trap in traps.TRAPS.values():
+        file, _, name = trap.test.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
