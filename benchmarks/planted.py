@@ -206,7 +206,7 @@ SETTINGS = {
         label="0.7 for a right answer, 0.2 for its format", flags=("--reward-weight", "correct=0.7", "format=0.2")
     ),
     "token_mean": Setting(
-        label="mean over all tokens, micro-batches of 4 rows", flags=("--micro-batch-size", "4"), plant=per_token
+        label="mean over all tokens, micro-batches of 16 rows", flags=("--micro-batch-size", "16"), plant=per_token
     ),
     "kl": Setting(label="KL weight 0.5", flags=("--kl-weight", "0.5")),
     "tools": Setting(label="experiment_multiturn_tool_calling", experiment="experiment_multiturn_tool_calling"),
