@@ -42,7 +42,7 @@ class Setting:
 class Trap:
     title: str
     plant: Plant
-    test: str = ""  # of the real code, that fails with the mistake
+    test: str  # of this repository: it fails if the library has the mistake
     setting: str = "default"  # of SETTINGS
 
 
@@ -212,23 +212,72 @@ SETTINGS = {
     "tools": Setting(label="experiment_multiturn_tool_calling", experiment="experiment_multiturn_tool_calling"),
 }
 TRAPS = {
-    "end_of_turn_masked": Trap(title="end-of-turn token masked out", plant=with_mask(without_end_of_turn)),
-    "mask_from_pad": Trap(title="masks from ids != pad, with pad = end of turn", plant=mask_from_pad),
+    "end_of_turn_masked": Trap(
+        title="end-of-turn token masked out",
+        plant=with_mask(without_end_of_turn),
+        test="unit/test_logprobs.py::test_the_end_of_turn_token_is_trained_even_as_pad_id",
+    ),
+    "mask_from_pad": Trap(
+        title="masks from ids != pad, with pad = end of turn",
+        plant=mask_from_pad,
+        test="unit/test_logprobs.py::test_prompt_tokens_equal_to_pad_keep_their_attention",
+    ),
     "off_by_one": Trap(
         title="mask shifted by one",
         plant=with_mask(lambda experience, _: nn.functional.pad(experience.action_mask, (1, -1))),
+        test="unit/test_experience.py::test_collate_shifts_masks_and_log_probs_to_their_targets",
     ),
     "prompt_trained": Trap(
-        title="prompt tokens trained", plant=with_mask(lambda experience, _: experience.attention_mask[:, 1:])
+        title="prompt tokens trained",
+        plant=with_mask(lambda experience, _: experience.attention_mask[:, 1:]),
+        test="unit/test_sampling.py::test_sampling_records_all_fields_of_a_row",
     ),
-    "tool_output_in_loss": Trap(title="tool output in the loss", plant=with_mask(behind_the_prompt), setting="tools"),
-    "no_temperature": Trap(title="no temperature in the log-probs", plant=no_temperature, setting="temperature"),
-    "right_padding_generation": Trap(title="right padding in generation", plant=right_padding),
-    "equal_rewards_noise": Trap(title="equal rewards, noisy advantages", plant=equal_rewards_noise, setting="weights"),
-    "std_wrong_axis": Trap(title="standard deviation over the wrong axis", plant=std_wrong_axis),
-    "micro_batch_mean": Trap(title="loss averaged per micro-batch", plant=micro_batch_mean, setting="token_mean"),
-    "kl_over_padding": Trap(title="KL averaged over padding", plant=kl_over_padding, setting="kl"),
-    "reference_dropout": Trap(title="reference with dropout", plant=reference_dropout, setting="kl"),
+    "tool_output_in_loss": Trap(
+        title="tool output in the loss",
+        plant=with_mask(behind_the_prompt),
+        setting="tools",
+        test="unit/test_experience.py::test_masks_are_carried_over_and_never_rebuilt_from_ids",
+    ),
+    "no_temperature": Trap(
+        title="no temperature in the log-probs",
+        plant=no_temperature,
+        setting="temperature",
+        test="unit/test_sampling.py::test_recorded_log_probs_are_those_that_training_computes",
+    ),
+    "right_padding_generation": Trap(
+        title="right padding in generation",
+        plant=right_padding,
+        test="unit/test_sampling.py::test_greedy_completions_equal_a_loop_without_cache",
+    ),
+    "equal_rewards_noise": Trap(
+        title="equal rewards, noisy advantages",
+        plant=equal_rewards_noise,
+        setting="weights",
+        test="unit/test_advantages.py::test_equal_returns_give_exactly_zero_for_every_group_size",
+    ),
+    "std_wrong_axis": Trap(
+        title="standard deviation over the wrong axis",
+        plant=std_wrong_axis,
+        test="unit/test_advantages.py::test_advantages_equal_a_slow_loop",
+    ),
+    "micro_batch_mean": Trap(
+        title="loss averaged per micro-batch",
+        plant=micro_batch_mean,
+        setting="token_mean",
+        test="unit/test_loss.py::test_losses_of_micro_batches_add_up",
+    ),
+    "kl_over_padding": Trap(
+        title="KL averaged over padding",
+        plant=kl_over_padding,
+        setting="kl",
+        test="unit/test_loss.py::test_padding_does_not_change_the_loss",
+    ),
+    "reference_dropout": Trap(
+        title="reference with dropout",
+        plant=reference_dropout,
+        setting="kl",
+        test="models/test_loading.py::test_the_reference_is_a_frozen_copy",
+    ),
 }
 
 
