@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,8 @@ class Config:
     jobs: int = 1  # runs at the same time, each with one thread
     runs_dir: str = "runs/traps"  # where the runs are written
     only: tuple[str, ...] = ()  # traps: make only their runs, and the correct ones beside them; none: all
-    draw_only: bool = False  # draw and print without training
+    train: bool = True  # --no-train: collect the runs that are there
+    draw_only: bool = False  # draw and print from the committed data
     here: str | None = None  # train this trap or setting with the first seed, in this process; results stay as they are
 
 
@@ -57,8 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not config.draw_only:
         traps = config.only or tuple(TRAPS)
         names = [*dict.fromkeys(TRAPS[trap].setting for trap in traps), *traps]
+        wanted = [(name, seed) for seed in config.seeds for name in names] if config.train else []
         with ThreadPoolExecutor(config.jobs) as pool:
-            list(pool.map(lambda run: train(config, *run), [(name, seed) for seed in config.seeds for name in names]))
+            list(pool.map(lambda run: train(config, *run), wanted))
         write_results(config)
     curves, runs = read_results()
     check_planted(curves)
@@ -73,6 +75,14 @@ def setting_of(name: str) -> Setting:
 
 def place_of(config: Config, name: str, seed: int) -> Path:
     return Path(config.runs_dir) / setting_of(name).experiment / f"{name}-{seed}"
+
+
+def find_run(config: Config, name: str, seed: int) -> Path | None:
+    """Where a run is: a correct one without other flags can be that of the experiment's own results."""
+    places, setting = [place_of(config, name, seed)], setting_of(name)
+    if name in SETTINGS and not setting.flags:
+        places.append(ROOT / setting.experiment / "results" / f"seed{seed}")
+    return next((place for place in places if (place / "summary.json").exists()), None)
 
 
 def train(config: Config, name: str, seed: int) -> None:
@@ -108,11 +118,10 @@ def write_results(config: Config) -> None:
     curves, runs = read_results()
     for name in (*SETTINGS, *TRAPS):
         for seed in config.seeds:
-            place = place_of(config, name, seed)
-            if not (place / "summary.json").exists():
-                continue
-            curves.setdefault(name, {})[seed] = curve_of(place)
-            runs[f"{name}-{seed}"] = describe_run(config, name, seed)
+            place = find_run(config, name, seed)
+            if place is not None:
+                curves.setdefault(name, {})[seed] = curve_of(place, config.steps)
+                runs[f"{name}-{seed}"] = describe_run(place, config, name, seed)
     for name, seeds in curves.items():
         with (RESULTS / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
@@ -128,28 +137,31 @@ def write_results(config: Config) -> None:
 Curve = dict[int, dict[str, float]]  # by step
 
 
-def curve_of(place: Path) -> Curve:
+def curve_of(place: Path, steps: int) -> Curve:
     curve: Curve = {}
     for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
-        curve.setdefault(entry["step"], {}).update({key: entry[key] for key in COLUMNS if key in entry})
+        if entry["step"] <= steps:
+            curve.setdefault(entry["step"], {}).update({key: entry[key] for key in COLUMNS if key in entry})
     return curve
 
 
-def describe_run(config: Config, name: str, seed: int) -> dict:
-    """Command, commit, machine, duration, the evaluation after training, and what the run has said about itself."""
-    place, setting = place_of(config, name, seed), setting_of(name)
+def describe_run(place: Path, config: Config, name: str, seed: int) -> dict:
+    """Flags, commit, machine, duration, and what the run has said about itself."""
+    setting = setting_of(name)
     summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-    kept = ("seconds", "commit", "versions", "machine", "gpu", "after")
+    if place == place_of(config, name, seed):
+        source = {"flags": [*FLAGS, *setting.flags, "--steps", str(config.steps), "--seed", str(seed)]}
+    else:
+        source = {"copied_from": place.relative_to(ROOT).as_posix()}
     path = place / "diagnosis.jsonl"
     findings: dict[str, dict] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         entry = json.loads(line)
         first = {"first_step": entry["step"], "steps": 0, "sentence": entry["sentence"]}
         findings.setdefault(entry["finding"], first)["steps"] += 1
-    flags = [*FLAGS, *setting.flags, "--steps", str(config.steps), "--seed", str(seed)]
-    settings = {"name": name, "seed": seed, "experiment": setting.experiment, "flags": flags}
-    return settings | {key: summary[key] for key in kept} | {"findings": findings}
+    kept = ("seconds", "commit", "versions", "machine", "gpu")
+    return {"experiment": setting.experiment} | source | {key: summary[key] for key in kept} | {"findings": findings}
 
 
 Curves = dict[str, dict[int, Curve]]  # by trap or setting, and by seed
@@ -197,7 +209,7 @@ def draw(curves: Curves, runs: dict[str, dict]) -> None:
         for which, color, label in ((setting, "0.45", "correct"), (name, "tab:red", "with the mistake")):
             seeds = [smooth(curve, "reward/correct") for curve in curves[which].values()]
             means, lowest, highest = ([f(step) for step in zip(*seeds, strict=True)] for f in (mean, min, max))
-            held_out = mean(last_ones(curves, which, "eval/greedy/accuracy", 1))
+            held_out = mean(last_ones(curves, which, "eval/greedy/accuracy", 1, curves[which]))
             axes.plot(range(1, len(means) + 1), means, color=color, label=f"{label}; held out {held_out:.2f}")
             axes.fill_between(range(1, len(means) + 1), lowest, highest, color=color, alpha=0.25, linewidth=0)
         also = "" if setting == "default" else f"\n{SETTINGS[setting].label}"
@@ -218,25 +230,26 @@ def draw(curves: Curves, runs: dict[str, dict]) -> None:
     plt.close(figure)
 
 
-def last_ones(curves: Curves, name: str, key: str, count: int) -> list[float]:
-    """For each seed, the mean of the last `count` values."""
-    seeds = [[entry[key] for entry in curve.values() if key in entry] for curve in curves[name].values()]
-    return [mean(values[-count:]) for values in seeds]
+def last_ones(curves: Curves, name: str, key: str, count: int, seeds: Iterable[int]) -> list[float]:
+    """For each of these seeds, the mean of the last `count` values."""
+    series = [[entry[key] for entry in curves[name][seed].values() if key in entry] for seed in seeds]
+    return [mean(values[-count:]) for values in series]
 
 
 def table(curves: Curves, runs: dict[str, dict]) -> str:
-    """The first table of docs/traps.md."""
+    """The first table of docs/traps.md: each trap beside the correct runs of the same seeds."""
     lines = [
         "| trap | sampled accuracy: correct | with the mistake | held out, greedy | KL | the run says | test |",
         "|---|---|---|---|---|---|---|",
     ]
 
-    def cell(name: str, key: str) -> str:
-        values = last_ones(curves, name, key, LAST)
+    def cell(name: str, key: str, seeds: Iterable[int]) -> str:
+        values = last_ones(curves, name, key, LAST, seeds)
         return f"{mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
     def both(trap: str, key: str, count: int) -> str:
-        return ", ".join(f"{mean(last_ones(curves, name, key, count)):.3f}" for name in (TRAPS[trap].setting, trap))
+        pair = (TRAPS[trap].setting, trap)
+        return ", ".join(f"{mean(last_ones(curves, name, key, count, curves[trap])):.3f}" for name in pair)
 
     for name, trap in TRAPS.items():
         if name in curves:
@@ -245,8 +258,8 @@ def table(curves: Curves, runs: dict[str, dict]) -> str:
             said = [f"{finding}" + f" ({n} of {len(found)})" * (n < len(found)) for finding, n in counts.items()]
             cells = [
                 f"[{trap.title}](#{name})",
-                cell(trap.setting, "reward/correct"),
-                cell(name, "reward/correct"),
+                cell(trap.setting, "reward/correct", curves[name]),
+                cell(name, "reward/correct", curves[name]),
                 both(name, "eval/greedy/accuracy", 1),
                 both(name, "loss/kl", LAST),
                 "; ".join(said) or "nothing",
