@@ -44,6 +44,7 @@ class Trap:
     plant: Plant
     test: str  # of this repository: it fails if the library has the mistake
     setting: str = "default"  # of SETTINGS
+    in_evaluation: bool = False  # the mistake is in sampling: the run's own evaluations have it too
 
 
 def replaced(target: object, **values: object) -> AbstractContextManager:
@@ -247,6 +248,7 @@ TRAPS = {
     "right_padding_generation": Trap(
         title="right padding in generation",
         plant=right_padding,
+        in_evaluation=True,
         test="unit/test_sampling.py::test_greedy_completions_equal_a_loop_without_cache",
     ),
     "equal_rewards_noise": Trap(

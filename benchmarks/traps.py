@@ -160,8 +160,26 @@ def describe_run(place: Path, config: Config, name: str, seed: int) -> dict:
         entry = json.loads(line)
         first = {"first_step": entry["step"], "steps": 0, "sentence": entry["sentence"]}
         findings.setdefault(entry["finding"], first)["steps"] += 1
+    if name in TRAPS and TRAPS[name].in_evaluation:
+        source |= evaluate_correctly(place)
     kept = ("seconds", "commit", "versions", "machine", "gpu")
     return {"experiment": setting.experiment} | source | {key: summary[key] for key in kept} | {"findings": findings}
+
+
+def evaluate_correctly(place: Path) -> dict[str, float]:
+    """Accuracy of the trained policy of experiment_base with the correct sampler, on the questions of the run."""
+    from common.evaluate import evaluate
+    from common.tasks import arithmetic as task
+
+    from common.plumbing.config import RunConfig
+    from common.plumbing.data import read_rows
+    from common.plumbing.loading import load_policy
+
+    exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
+    policy = load_policy(RunConfig(model=str(place / "final"), **exact))
+    rows = read_rows(str(task.EVAL_DATA), task.FIELDS)[: int(FLAGS[FLAGS.index("--eval-prompts") + 1])]
+    metrics = evaluate(policy, rows, task, max_new_tokens=96, num_samples=8).metrics
+    return {f"correctly/{name}": metrics[name] for name in ("greedy/accuracy", "sampled/accuracy")}
 
 
 Curves = dict[str, dict[int, Curve]]  # by trap or setting, and by seed
