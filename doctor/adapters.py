@@ -43,6 +43,10 @@ ALIASES = {
     "clip_eps_low": "clip_low",
     "clip_eps_high": "clip_high",
     "action_mask": "mask",
+    "clip_ratio": "clip_eps",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "kl_loss_coef": "kl_weight",
 }
 SETTINGS = ("clip_eps", "clip_low", "clip_high", "kl_weight", "max_new_tokens", "num_rows", "num_tokens", "num_parts")
 OF_THE_MINIBATCH = {"num_rows", "num_tokens", "num_parts"}
@@ -58,6 +62,7 @@ class LossFunction:
     def __init__(self, module: ModuleType, adapter: str | None):
         self.function = module.policy_loss
         self.given = dict(getattr(module, "SETTINGS", {}))
+        self.settings = {ALIASES.get(name, name): value for name, value in self.given.items()}  # by our names
         self.is_trainer = inspect.isclass(self.function) and hasattr(self.function, "_compute_loss")
         names = [] if self.is_trainer else _parameters(self.function)
         self.adapter = adapter or getattr(module, "ADAPTER", "") or self._detect(names)
@@ -84,11 +89,11 @@ class LossFunction:
     @property
     def clip_range(self) -> tuple[float, float] | None:
         """How far below and above 1 the ratio may go, if the function is told."""
-        batch_range = (Batch.clip_low, Batch.clip_high)
+        low, high = (self.settings.get(name, getattr(Batch, name)) for name in ("clip_low", "clip_high"))
         if "clip_eps" in self.knows and not {"clip_low", "clip_high"} & self.knows:
-            clip_eps = self.given.get("clip_eps", Batch.clip_low)
+            clip_eps = self.settings.get("clip_eps", low)
             return clip_eps, clip_eps
-        return batch_range if {"clip_low", "clip_high"} <= self.knows else None
+        return (low, high) if {"clip_low", "clip_high"} <= self.knows else None
 
     def may_be_none(self, tensor: str) -> bool:
         """Whether the function says that it can do without a tensor."""
@@ -148,9 +153,7 @@ class LossFunction:
         values |= {"log_probs": columns(log_probs), "advantages": advantages, "mask": mask}
         if self.is_trainer or (self.adapter == "trl" and "tool_mask" in _parameters(self.function)):
             values["tool_mask"] = 1 - columns(batch.kinds == TOOL).long()
-            values["mask"] = mask + columns(batch.kinds == TOOL).to(
-                mask.dtype
-            )  # TRL's: the completion with tool output
+            values["mask"] = mask + columns(batch.kinds == TOOL).to(mask.dtype)  # TRL's completion has tool output
         if self.adapter == "trl" and not self.is_trainer:
             values["num_tokens"] = torch.tensor(batch.num_tokens)
         return values
@@ -171,9 +174,8 @@ class LossFunction:
     def _takes_tensors_in_order(self) -> bool:
         """Whether the first five parameters have names of the user's own, and are the five tensors in our order."""
         parameters = inspect.signature(self.function).parameters.values()
-        required = [
-            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        ]
+        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        required = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
         unknown = [name for name in required if ALIASES.get(name, name) not in (*TENSORS, *SETTINGS, *self.given)]
         if not unknown:
             return False
@@ -181,8 +183,8 @@ class LossFunction:
             self.knows |= {*TENSORS}
             return True
         raise UnusableError(
-            f"policy_loss has a parameter {unknown[0]} that the doctor does not know: it passes {', '.join(TENSORS)} in "
-            f"this order or by name, and {', '.join(SETTINGS)} by name; give others a default, or a value in SETTINGS"
+            f"policy_loss has a parameter {unknown[0]} that the doctor does not know: it passes {', '.join(TENSORS)} "
+            f"in this order or by name, and {', '.join(SETTINGS)} by name; give it a default, or a value in SETTINGS"
         )
 
     @staticmethod
@@ -225,7 +227,6 @@ def arguments(function: Callable, name: str, values: dict[str, Any], num_in_orde
     rest = names[num_in_order:]
     unknown = [n for n in rest if n not in values and parameters[n].default is inspect.Parameter.empty]
     if len(names) < num_in_order or unknown:
-        raise UnusableError(
-            f"{name} must take ({', '.join(values)}), not ({', '.join(names)}); see docs/loss_template.py"
-        )
+        expected = ", ".join(values)
+        raise UnusableError(f"{name} must take ({expected}), not ({', '.join(names)}); see docs/loss_template.py")
     return list(values.values())[:num_in_order], {n: values[n] for n in rest if n in values}

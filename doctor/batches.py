@@ -1,8 +1,8 @@
 """Small batches that contain the situations in which losses go wrong, from fixed seeds.
 
-Shapes: B rows, W = T-1 columns; entry `[:, t]` is about token t+1. Every row is a prompt, what the policy sampled, in two
-turns with tool output in between in some rows, and padding. All rows have values at all columns, as in training, where
-a model scores the tokens of prompt, tool and padding too.
+Shapes: B rows, W = T-1 columns; entry `[:, t]` is about token t+1. Every row is a prompt, what the policy sampled (in
+two turns with tool output in between, in some rows) and padding. All columns have values, as in training, where a model
+scores the tokens of prompt, tool and padding too.
 """
 
 from dataclasses import dataclass, replace

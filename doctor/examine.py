@@ -43,9 +43,7 @@ class Report:
     path: Path
     adapter: str = ""  # of policy_loss
     findings: list[Finding] = field(default_factory=list)
-    missing: dict[str, str] = field(
-        default_factory=dict
-    )  # functions that the file does not define: what is not examined
+    missing: dict[str, str] = field(default_factory=dict)  # functions that the file does not define, and their checks
     errors: list[str] = field(default_factory=list)  # functions that could not be examined, a sentence each
 
     @property

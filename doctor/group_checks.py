@@ -13,14 +13,12 @@ from doctor.formulas import group_advantages
 from doctor.guard import call
 
 NAME = "advantages"
-RETURNS = (
-    (1.0, 0.0, 0.0, 0.5),
-    (0.1, 1.0, 0.7, 1.0),
-    (2.0, 5.0, 3.0, 4.0),
-)  # Q = 3 groups of G = 4, of different spread
+SMALL = 0.01  # beside advantages of about 1; a standard deviation plus 1e-4 leaves 0.001
+RETURNS = ((1.0, 0.0, 0.0, 0.5), (0.1, 1.0, 0.7, 1.0), (2.0, 5.0, 3.0, 4.0))  # Q = 3 groups, G = 4
 DIVISORS = {
     "G-1": "GRPO's: divided by the group's standard deviation, with G - 1 (as torch.std has it)",
-    "G": "GRPO's: divided by the group's standard deviation, with G (as numpy.std has it), {percent} % larger than with G - 1",
+    "G": "GRPO's: divided by the group's standard deviation, with G (as numpy.std has it), "
+    "which makes them 15 % larger than G - 1 does when G = 4",
     "none": "Dr. GRPO's: not divided by a standard deviation",
     "leave-one-out": "RLOO's: each return minus the mean of the others",
 }
@@ -79,10 +77,9 @@ def _own_group(advantages: Callable, returns: torch.Tensor, result: torch.Tensor
     got = advantages(changed)
     at = int((got[:2] - result[:2]).abs().argmax())
     expected, found = float(result[:2].flatten()[at]), float(got[:2].flatten()[at])
-    trap = "Other returns in one group change the advantages of another: mean or standard deviation are over the wrong axis."
-    return compare(
-        "std_wrong_axis", NAME, expected, found, trap, "A group's advantages depend on its own returns only."
-    )
+    trap = "Other returns in one group change another's advantages: mean or standard deviation are over the wrong axis."
+    ok = "A group's advantages depend on its own returns only."
+    return compare("std_wrong_axis", NAME, expected, found, trap, ok)
 
 
 def _centered(result: torch.Tensor) -> Finding:
@@ -105,25 +102,27 @@ def _divisor(result: torch.Tensor) -> Finding:
     for divisor, name in DIVISORS.items():
         expected = torch.tensor([group_advantages(list(group), divisor) for group in RETURNS], dtype=torch.float64)
         if torch.allclose(result, expected, rtol=5e-3, atol=1e-4):
-            size = len(RETURNS[0])
-            percent = number(100 * ((size / (size - 1)) ** 0.5 - 1))
-            return Finding("divisor", NAME, NOTE, f"The advantages are {name.format(percent=percent)}.")
+            return Finding("divisor", NAME, NOTE, f"The advantages are {name}.")
     expected = group_advantages(list(RETURNS[0]), "G-1")[0]
     sentence = "The advantages are none that the doctor knows; beside them is GRPO's for the first return of a group."
     return Finding("divisor", NAME, NOTE, sentence, expected, float(result[0, 0]))
 
 
 def _equal_rewards(advantages: Callable) -> Finding:
-    """Groups of equal returns, whose mean is not exactly that return in float32, and of returns equal but for rounding."""
-    worst, value = 0.0, 0.0
+    """Groups of equal returns, whose mean in float32 is another number, and of returns equal but for rounding."""
+    cases = {f"Equal returns of {number(value)}": [value] * 12 for value in (0.7, 0.1, 1.01, 0.9)}
+    rounded = float(3 * torch.tensor(0.3))  # 0.9 but for rounding, as a weighted sum of rewards may give it
+    cases["Returns of 0.9, equal but for rounding in float32,"] = [rounded] + [0.9] * 11
+    found = {}
     for size in (6, 7, 12):
-        groups = torch.tensor([[each] * size for each in (0.7, 0.1, 1.01, 0.9)])
-        groups[3, 0] = torch.tensor(0.3) * 3  # 0.9 but for rounding
-        largest, at = advantages(groups).abs().max(dim=1).values.max(dim=0)
-        if float(largest) > worst:
-            worst, value = float(largest), float(groups[at, -1])
-    if worst <= 0.01:
+        for name, group in cases.items():
+            largest = float(advantages(torch.tensor([group[:size]] * 2)).abs().max())
+            found[name] = max(largest, found.get(name, 0.0))
+    name, worst = max(list(found.items())[:-1], key=lambda item: item[1])
+    if worst <= SMALL:
+        name, worst = max(found.items(), key=lambda item: item[1])
+    if worst <= SMALL:
         more = "" if worst == 0 else f", but for at most {number(worst)}"
         return Finding("equal_rewards_noise", NAME, OK, f"Equal returns have advantages of 0{more}.", 0.0, worst)
-    sentence = f"Equal returns of {number(value)} have advantages that are not 0: rounding, divided by a tiny standard deviation."
+    sentence = f"{name} have advantages that are not 0: rounding, divided by a tiny standard deviation."
     return Finding("equal_rewards_noise", NAME, TRAP, sentence, 0.0, worst)

@@ -91,11 +91,15 @@ def _compare_with_ppo(curves: dict[int, list[float]], shape: Shape) -> Finding:
     sign = 1 if any(wrong[1]) else -1
     places = [index for index, differs in enumerate(wrong[sign]) if differs]
     at = places[len(places) // 2]
+    values = [(ratio, value) for curve in curves.values() for ratio, value in zip(RATIOS, curve, strict=True)]
+    is_ppo_miswired = all(agree(0.0, value, 1e-4) or agree(ratio, value, 2e-3) for ratio, value in values)
     sentence = (
-        f"With an advantage of {sign} and a ratio of {number(RATIOS[at])} a token's gradient is not PPO's, whose ratio is "
-        f"clipped to {span} on one side only; in units of -A and the token's weight:"
+        f"At a ratio of {number(RATIOS[at])} and an advantage of {sign} a token's gradient is not PPO's, clipped to "
+        f"{span}: {number(ppo[sign][at])} in units of -A, but here {number(curves[sign][at])}."
     )
-    return Finding("clip", LOSS, TRAP, sentence, ppo[sign][at], curves[sign][at])
+    if not is_ppo_miswired:  # another surrogate, such as SAPO's
+        shape.low = None
+    return Finding("clip", LOSS, TRAP if is_ppo_miswired else NOTE, sentence, ppo[sign][at], curves[sign][at])
 
 
 def _curves(probe: Probe) -> dict[int, list[float]]:
@@ -182,9 +186,8 @@ def _kl_gradient(probe: Probe, batch: Batch, weights: torch.Tensor, gradient: to
         # its weights can be others than the surrogate's: one factor for each row
         factors = torch.stack([(measured * slopes)[row_of == row].sum() for row in range(len(mask))])
         factors /= torch.stack([(slopes**2)[row_of == row].sum() for row in range(len(mask))])
-        if name != "k1" and float((measured - factors[row_of] * slopes).abs().max()) < 2e-3 * float(
-            measured.abs().max()
-        ):
+        rest = float((measured - factors[row_of] * slopes).abs().max())
+        if name != "k1" and rest < 2e-3 * float(measured.abs().max()):
             shape.low = None
             sentence = f"The KL penalty is {name}, and weighs the rows otherwise than the surrogate does."
             return Finding("kl_gradient", LOSS, NOTE, sentence, float(factors.min()), float(factors.max()))
@@ -220,9 +223,8 @@ def _kl_named(name: str, scale: float, told: float | None, slopes: torch.Tensor,
         )
         return Finding("kl_gradient", LOSS, NOTE, sentence, told, scale)
     exact = ", the gradient of the KL divergence itself" if name == "k2" else ""
-    return Finding(
-        "kl_gradient", LOSS, OK, f"The KL penalty has the gradient of {name}{exact}, weighed by {number(scale)}."
-    )
+    sentence = f"The KL penalty has the gradient of {name}{exact}, weighed by {number(scale)}."
+    return Finding("kl_gradient", LOSS, OK, sentence)
 
 
 def _kl_over_padding(
@@ -282,5 +284,7 @@ def _ignored_values(probe: Probe) -> Finding:
     got = got if gradient.isfinite().all() else float("nan")
     if agree(expected, got):
         return Finding("ignored_values", LOSS, OK, "What is outside the mask is never read, not even an infinity.")
-    sentence = "Log-probs of minus infinity outside the mask reach the loss: multiplying by a mask leaves NaN, where() does not."
+    sentence = (
+        "Infinite log-probs outside the mask make the loss NaN: times 0 does not leave them out, torch.where does."
+    )
     return Finding("ignored_values", LOSS, NOTE, sentence, expected, got)

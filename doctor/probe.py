@@ -31,13 +31,11 @@ class Probe:
         what = f"policy_loss (in the check {self.check})"
         value = call(what, self.path, self.loss, batch, leaf * 1)  # as in training no leaf, so that it can be changed
         if not isinstance(value, torch.Tensor):
-            raise UnusableError(
-                f"{what} returned a {type(value).__name__}, not a tensor: nothing can be learned from it"
-            )
+            raise UnusableError(f"{what} returned a {type(value).__name__} instead of a tensor with a gradient")
         if value.numel() != 1:
             raise UnusableError(f"{what} returned a tensor of shape {tuple(value.shape)}, not one number")
         if not value.requires_grad:
-            raise UnusableError(f"{what} returned a tensor without a gradient, so that nothing can be learned from it")
+            raise UnusableError(f"{what} returned a tensor without a gradient")
         (gradient,) = call(what, self.path, torch.autograd.grad, value.sum(), leaf, allow_unused=True)
         gradient = torch.zeros_like(leaf) if gradient is None else gradient
         value = value.detach()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict
 
 from rich.console import Console
@@ -18,26 +19,33 @@ SHORT = {NOT_EXAMINED: "-"}
 
 def print_report(report: Report, console: Console) -> None:
     """A line per check, by function; a trap has the two numbers, and where it is explained."""
+    with console.capture() as captured:
+        _print_findings(report, console)
+    text = re.sub(r" +$", "", captured.get(), flags=re.MULTILINE)  # of columns that are padded
+    console.file.write(text)
+
+
+def _print_findings(report: Report, console: Console) -> None:
     adapter = f" (adapter {report.adapter})" if report.adapter not in ("", "native") else ""
     console.print(Text(printable(str(report.path)) + adapter, style="bold"))
     for function in dict.fromkeys(finding.function for finding in report.findings):
         console.print(Text(f"\n{function}"))
         table = Table.grid(padding=(0, 2))
-        for _ in range(2):
-            table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, min_width=6)
+        table.add_column(no_wrap=True, min_width=max(len(finding.check) for finding in report.findings))
         table.add_column(overflow="fold")
         for finding in report.findings:
             if finding.function == function:
                 status = Text("  " + SHORT.get(finding.status, finding.status), style=STYLES[finding.status])
                 table.add_row(status, Text(finding.check), Text(_sentence(finding)))
         console.print(table)
-    for function, checks in report.missing.items():
-        console.print(Text(f"\n{function}: not examined, the file defines no such function ({checks})", style="dim"))
+    if report.missing:
+        console.print(Text("\nnot examined, as the file does not define them"))
+        for function, checks in report.missing.items():
+            console.print(Text(f"  {function}: {checks}", style="dim"))
     traps, notes, ok, not_examined = (report.count(status) for status in (TRAP, NOTE, OK, NOT_EXAMINED))
-    style = STYLES[TRAP] if traps else STYLES[OK]
-    plural = "" if traps == 1 else "s"
-    counts = f"\n{traps} trap{plural}, {notes} note{'' if notes == 1 else 's'}, {ok} ok, {not_examined} not examined"
-    console.print(Text(counts, style=style))
+    counts = f"{traps} trap{'s' * (traps != 1)}, {notes} note{'s' * (notes != 1)}, {ok} ok, {not_examined} not examined"
+    console.print(Text("\n" + counts, style=STYLES[TRAP if traps else OK]))
 
 
 def _sentence(finding: Finding) -> str:

@@ -77,16 +77,8 @@ def check_action_mask(module: ModuleType, path: Path) -> list[Finding]:
             "The token that ends a turn was sampled, but is not in the mask: nobody learns to stop.",
             "The token that ends a turn is in the mask.",
         ),
-        _count(
-            "prompt_trained",
-            mask & False,
-            mask & is_prompt,
-            "Tokens of the prompt are in the mask.",
-            "No prompt token is in the mask.",
-        ),
-        _count(
-            "padding_trained", mask & False, mask & is_padding, "Padding is in the mask.", "No padding is in the mask."
-        ),
+        _none("prompt_trained", mask & is_prompt, "prompt tokens"),
+        _none("padding_trained", mask & is_padding, "padding"),
     ]
     inner = ~(is_prompt | is_padding | ends)
     findings.append(
@@ -103,7 +95,7 @@ def check_action_mask(module: ModuleType, path: Path) -> list[Finding]:
             "mask_from_pad",
             mask,
             shared,
-            "The mask is another one when padding has the id that ends turns: tokens are told by their id, not by their place.",
+            "The mask is another one when padding has the id that ends turns: ids decide instead of places.",
             "The mask is the same when padding has the id that ends turns.",
         )
     )
@@ -118,7 +110,7 @@ def _moved(mask: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _count(check: str, expected: torch.Tensor, got: torch.Tensor, trap: str, ok: str) -> Finding:
-    """Masks that should be equal; the numbers are how many entries are 1, or how many are equal if these are equal too."""
+    """Two masks that should be equal; the numbers are how many entries are 1, or how many agree if as many are."""
     numbers = int(expected.sum()), int(got.sum())
     if torch.equal(expected, got):
         return Finding(check, "action_mask", OK, ok, *numbers)
@@ -127,14 +119,18 @@ def _count(check: str, expected: torch.Tensor, got: torch.Tensor, trap: str, ok:
     return Finding(check, "action_mask", TRAP, trap, *numbers)
 
 
+def _none(check: str, mask: torch.Tensor, what: str) -> Finding:
+    """`mask` should be 0 everywhere; `what` names its tokens."""
+    return _count(check, mask & False, mask, f"The mask has {what}.", f"The mask has no {what}.")
+
+
 def _tool_output(module: ModuleType, path: Path) -> Finding:
     check, name = "tool_output_in_loss", "action_mask"
     if "tool_mask" not in inspect.signature(module.action_mask).parameters:
         sentence = "The function has no parameter tool_mask, so that it is for conversations of one turn."
         return Finding(check, name, NOT_EXAMINED, sentence)
     mask, *_, from_tool = _mask(module, path, TOOL_ROWS, PAD)
-    trap = "Tokens that a tool wrote are in the mask."
-    return _count(check, mask & False, mask & from_tool, trap, "No token that a tool wrote is in the mask.")
+    return _none(check, mask & from_tool, "tokens that a tool wrote")
 
 
 def check_generate_inputs(module: ModuleType, path: Path) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import fields
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,8 @@ class _Accelerator:
 
 def trl_trainer(kind: type, batch: Batch, log_probs: torch.Tensor, given: dict[str, Any]) -> Any:
     """A GRPOTrainer, or a class derived from it, without a model: its log-probs are given. As of TRL 1.16."""
+    from trl import GRPOConfig
+
     trainer = kind.__new__(kind)
     trainer.__dict__ |= {
         "model": SimpleNamespace(training=True),
@@ -86,10 +89,9 @@ def trl_trainer(kind: type, batch: Batch, log_probs: torch.Tensor, given: dict[s
         "aux_loss_enabled": False,
         "_entropy_bonus_enabled": False,
     }
-    settings = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": batch.num_parts}
-    settings |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
-    trainer.args = SimpleNamespace(**(settings | given))
-    trainer.__dict__ |= {name: value for name, value in given.items() if name not in settings}
+    defaults = {field.name: field.default for field in fields(GRPOConfig)}
+    trainer.args = SimpleNamespace(**(defaults | {"steps_per_generation": batch.num_parts} | given))
+    trainer.__dict__ |= given
     scores = log_probs, torch.ones_like(log_probs), None
     trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: scores
     return trainer

@@ -42,8 +42,8 @@ def load(path: Path) -> ModuleType:
         sys.path.remove(str(path.parent))
     if not any(hasattr(module, function) for function in FUNCTIONS):
         raise UnusableError(
-            f"{name} defines none of the functions that the doctor knows ({', '.join(FUNCTIONS)}); docs/loss_template.py "
-            "shows them"
+            f"{name} defines none of the functions that the doctor knows ({', '.join(FUNCTIONS)}); "
+            "docs/loss_template.py shows them"
         )
     for function in FUNCTIONS:
         if not callable(getattr(module, function, print)):

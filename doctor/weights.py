@@ -255,9 +255,8 @@ def _rescaled(probe: Probe, batch: Batch) -> Finding:
     at = torch.where(batch.mask, (double - single).abs(), 0.0).argmax()
     expected, got = (float(x.flatten()[at]) for x in (single, double))
     trap = "The loss rescales the advantages: twice the advantages are not twice the gradient."
-    return compare(
-        "advantages_rescaled", LOSS, 2 * expected, 2 * got, trap, "Twice the advantages are twice the gradient."
-    )
+    ok = "Twice the advantages are twice the gradient."
+    return compare("advantages_rescaled", LOSS, 2 * expected, 2 * got, trap, ok)
 
 
 def _empty_row(probe: Probe) -> Finding:
