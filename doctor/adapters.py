@@ -68,8 +68,10 @@ class LossFunction:
         self.adapter = adapter or getattr(module, "ADAPTER", "") or self._detect(names)
         if self.adapter not in ADAPTERS:
             raise UnusableError(f"there is no adapter {self.adapter}; they are: {', '.join(ADAPTERS)}")
-        if self.is_trainer != (self.adapter == "trl" and not names):
-            raise UnusableError("a policy_loss that is a class is one of TRL's trainers, with the adapter trl")
+        if inspect.isclass(self.function) and not (self.is_trainer and self.adapter == "trl"):
+            raise UnusableError("a policy_loss that is a class must be one of TRL's trainers, with the adapter trl")
+        if not names and not self.is_trainer:
+            raise UnusableError("policy_loss has no parameters with names; docs/loss_template.py shows them")
         self.module = module
         self.mask_dtype = torch.long
         self.changed: set[str] = set()  # inputs that a call has written to
@@ -187,13 +189,12 @@ class LossFunction:
             f"in this order or by name, and {', '.join(SETTINGS)} by name; give it a default, or a value in SETTINGS"
         )
 
-    @staticmethod
-    def _detect(names: list[str]) -> str:
+    def _detect(self, names: list[str]) -> str:
         if names[:4] == ["config", "log_probs", "micro", "num_rows"]:
             return "textbook"
         if "response_mask" in names:
             return "verl"
-        return "trl" if "completion_mask" in names or not names else "native"
+        return "trl" if "completion_mask" in names or self.is_trainer else "native"
 
 
 def _parameters(function: Callable) -> list[str]:

@@ -66,4 +66,4 @@ def number(value: float) -> str:
     >>> number(0.0370370), number(29.0), number(0.0)
     ('0.03704', '29', '0')
     """
-    return f"{value:.4g}"
+    return f"{value + 0.0:.4g}"  # no minus before 0

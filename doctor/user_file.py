@@ -17,6 +17,7 @@ FUNCTIONS = (
     "generate_inputs",
     "reference_log_probs",
 )
+LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LOSS may be; the kinds of weights.py
 
 
 def load(path: Path) -> ModuleType:
@@ -38,8 +39,6 @@ def load(path: Path) -> ModuleType:
             exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise UnusableError(f"{name} cannot be run: {describe_error(error, path)}") from error
-    finally:
-        sys.path.remove(str(path.parent))
     if not any(hasattr(module, function) for function in FUNCTIONS):
         raise UnusableError(
             f"{name} defines none of the functions that the doctor knows ({', '.join(FUNCTIONS)}); "
@@ -52,4 +51,6 @@ def load(path: Path) -> ModuleType:
         if not isinstance(getattr(module, constant, kind() if isinstance(kind, type) else ()), kind):
             names = kind.__name__ if isinstance(kind, type) else "list"
             raise UnusableError(f"{name}: {constant} must be a {names}")
+    if getattr(module, "LOSS", "grpo") not in LOSSES:
+        raise UnusableError(f"{name}: LOSS must be one of {', '.join(LOSSES)}")
     return module

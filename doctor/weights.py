@@ -198,10 +198,7 @@ def _denominator(probe: Probe, batch: Batch, weights: torch.Tensor, declared: st
 
 def _as_declared(declared: str, found: Denominator, known: list[Denominator], weights, batch: Batch, name) -> Finding:
     """Whether the loss is what the file says in LOSS."""
-    said = next((each for each in known if each.kind == declared), None)
-    if said is None:
-        kinds = ", ".join(each.kind for each in known if each.kind)
-        return Finding("declared", LOSS, NOTE, f"LOSS is none of the losses that the doctor knows, which are: {kinds}.")
+    said = next(each for each in known if each.kind == declared)
     expected, got = 1 / float(said.divisors[0]), abs(float(weights[0, PROMPT_COLUMNS]))
     if found.kind == declared:
         return Finding("declared", LOSS, OK, f"The loss is {declared}, as the file says.", got, got)
@@ -222,18 +219,17 @@ def _micro_batches(probe: Probe, batch: Batch, weights: torch.Tensor) -> Finding
         splits.append([slice(0, 1), slice(1, rows)])
     worst = (0.0, 0.0, 0.0)
     for split in splits:
-        share = 1.0 if probe.loss.parts_add_up else 1 / len(split)
-        parts = torch.cat([share * probe.weights(batch.rows(part, len(split)))[0] for part in split])
-        difference = torch.where(batch.mask, (parts - weights).abs(), 0.0)
+        parts = torch.cat([probe.weights(batch.rows(part, len(split)))[0] for part in split])
+        # without numbers of the minibatch, a trainer has to divide a mean by the number of parts, and a sum by nothing
+        shares = [1.0] if probe.loss.parts_add_up else [1.0, 1 / len(split)]
+        differences = [torch.where(batch.mask, (share * parts - weights).abs(), 0.0) for share in shares]
+        share, difference = min(zip(shares, differences, strict=True), key=lambda pair: float(pair[1].max()))
         at = difference.argmax()
-        worst = max(worst, (float(difference.max()), float(weights.flatten()[at]), float(parts.flatten()[at])))
+        worst = max(worst, (float(difference.max()), float(weights.flatten()[at]), share * float(parts.flatten()[at])))
     _, whole, part = worst
-    how = "in parts that are added up" if probe.loss.parts_add_up else "in the mean over equal micro-batches"
-    trap = (
-        f"A token's weight depends on the split into micro-batches: {number(whole)} in one batch, {number(part)} {how}."
-    )
-    ok = f"Micro-batches do not change a token's weight, {how}."
-    return compare("micro_batch_mean", LOSS, whole, part, trap, ok)
+    how = "in micro-batches that are added up" if share == 1 else "in the mean over equal micro-batches"
+    trap = f"How a batch is split changes a token's weight: {number(whole)} in one batch, {number(part)} {how}."
+    return compare("micro_batch_mean", LOSS, whole, part, trap, f"A token's weight is the same {how}.")
 
 
 def _width(probe: Probe, batch: Batch, weights: torch.Tensor) -> Finding:
