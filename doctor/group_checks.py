@@ -118,11 +118,10 @@ def _equal_rewards(advantages: Callable) -> Finding:
         for name, group in cases.items():
             largest = float(advantages(torch.tensor([group[:size]] * 2)).abs().max())
             found[name] = max(largest, found.get(name, 0.0))
-    name, worst = max(list(found.items())[:-1], key=lambda item: item[1])
-    if worst <= SMALL:
-        name, worst = max(found.items(), key=lambda item: item[1])
+    worst = max(found.values())
     if worst <= SMALL:
         more = "" if worst == 0 else f", but for at most {number(worst)}"
         return Finding("equal_rewards_noise", NAME, OK, f"Equal returns have advantages of 0{more}.", 0.0, worst)
+    name, worst = next((name, largest) for name, largest in found.items() if largest > SMALL)
     sentence = f"{name} have advantages that are not 0: rounding, divided by a tiny standard deviation."
     return Finding("equal_rewards_noise", NAME, TRAP, sentence, 0.0, worst)

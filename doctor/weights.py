@@ -60,9 +60,13 @@ def _zero_gradient(probe: Probe, batch: Batch) -> Finding:
     step[row, column] = 0.01
     up, down = (probe(replace(batch, log_probs=batch.log_probs + sign * step))[0] for sign in (1, -1))
     slope = (up - down) / 0.02
-    why = "something is detached" if abs(slope) > 1e-7 else "its value does not depend on them either"
-    sentence = f"The gradient by every log-prob is 0 when the ratio is 1, so that nothing is learned: {why}."
-    return Finding("zero_gradient", LOSS, TRAP, sentence, slope, 0.0)
+    if abs(slope) > 1e-7:
+        why = "something is detached; the loss itself changes with one of them by"
+    else:
+        slope = -float(batch.advantages[row] / batch.mask[row].sum() / len(batch.kinds))
+        why = "its value does not depend on them either; GRPO has, by one of them"
+    sentence = f"The gradient by every log-prob is 0 when the ratio is 1, so that nothing is learned: {why}"
+    return Finding("zero_gradient", LOSS, TRAP, f"{sentence} {number(slope)}.", slope, 0.0)
 
 
 def _zero_gradient_ok(probe: Probe, batch: Batch) -> Finding:
