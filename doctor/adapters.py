@@ -15,7 +15,7 @@ import torch
 
 from doctor.batches import PROMPT_COLUMNS, TOOL, Batch
 from doctor.findings import UnusableError
-from doctor.stand_ins import VerlConfig, textbook_arguments, trl_inputs, trl_trainer
+from doctor.stand_ins import textbook_arguments, trl_inputs, trl_trainer, verl_config
 
 ADAPTERS = ("native", "trl", "verl", "textbook")
 TENSORS = ("log_probs", "old_log_probs", "log_probs_ref", "advantages", "mask")  # in the order of docs/loss_template.py
@@ -150,7 +150,7 @@ class LossFunction:
         if self.adapter == "verl":  # as compute_grpo_outcome_advantage returns them
             advantages = advantages * mask
         values = {name: getattr(batch, name) for name in SETTINGS if hasattr(batch, name)}
-        values |= {"clip_eps": batch.clip_low, "config": VerlConfig(batch, self.given)}
+        values |= {"clip_eps": batch.clip_low, "config": verl_config(batch, self.given)}
         values |= {"old_log_probs": columns(batch.old_log_probs), "log_probs_ref": columns(batch.log_probs_ref)}
         values |= {"log_probs": columns(log_probs), "advantages": advantages, "mask": mask}
         if self.is_trainer or (self.adapter == "trl" and "tool_mask" in _parameters(self.function)):

@@ -1,7 +1,8 @@
 """What stands in for the objects that losses of TRL, verl and this repository are called with."""
 
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ class VerlConfig(Mapping):
     """The settings of verl's ActorConfig that its losses read, as attributes and as keys."""
 
     def __init__(self, batch: Batch, given: dict[str, Any]):
-        self._values = {
+        values = {
             "clip_ratio": batch.clip_low,
             "clip_ratio_low": batch.clip_low,
             "clip_ratio_high": batch.clip_high,
@@ -28,27 +29,32 @@ class VerlConfig(Mapping):
             "policy_loss": {},
             "loss_agg_mode": given.get("loss_agg_mode", "token-mean"),
         } | given
-        self._values["global_batch_info"] = {
+        values["global_batch_info"] = {
             "dp_size": 1,
             "batch_num_tokens": batch.num_tokens,
             "global_batch_size": batch.num_rows,
             "loss_scale_factor": given.get("loss_scale_factor"),
         }
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+        self.__dict__.update(values)  # verl's own class, see below, can only be assigned to once
 
     def __getitem__(self, name: str) -> Any:
-        return self._values[name]
+        return self.__dict__[name]
 
-    def __iter__(self):
-        return iter(self._values)
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.__dict__.get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__dict__)
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self.__dict__)
+
+
+def verl_config(batch: Batch, given: dict[str, Any]) -> VerlConfig:
+    """Settings for a loss of verl; where the user's file has imported verl, also an instance of its ActorConfig."""
+    verl = sys.modules.get("verl.workers.config")
+    kind = type("ActorConfig", (VerlConfig, verl.ActorConfig), {}) if verl else VerlConfig
+    return kind(batch, given)
 
 
 class _Accelerator:
