@@ -1,7 +1,7 @@
 """What a loss does to every token, measured: its value, and its gradient by each log-prob."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,16 @@ from doctor.findings import UnusableError, number
 from doctor.guard import call
 
 MASK_DTYPES = (torch.float32, torch.bool, torch.long)
+
+
+@dataclass
+class Shape:
+    """What is known of the surrogate and of the KL penalty, for the check of the whole loss."""
+
+    low: float | None = None  # the clip range
+    high: float | None = None
+    kl: str = ""  # a key of KL_SLOPES
+    kl_weight: float = 0.0
 
 
 class Probe:

@@ -54,7 +54,8 @@ def verl_config(batch: Batch, given: dict[str, Any]) -> VerlConfig:
     """Settings for a loss of verl; where the user's file has imported verl, also an instance of its ActorConfig."""
     verl = sys.modules.get("verl.workers.config")
     kind = type("ActorConfig", (VerlConfig, verl.ActorConfig), {}) if verl else VerlConfig
-    return kind(batch, given)
+    policy_loss = {"policy_loss": verl.PolicyLossConfig()} if verl else {}
+    return kind(batch, policy_loss | given)
 
 
 class _Accelerator:
