@@ -23,26 +23,28 @@ class Table:
 
     def __init__(self, head: str, rows: Iterable[Sequence]):
         """`head` holds the names of the columns, divided by `|`."""
+        rows = list(rows)
         self.head = [name.strip() for name in head.split("|")]
         self.rows = [[_shown(value) for value in row] for row in rows]
-        self.is_number = [all(_is_number(row[column]) for row in self.rows) for column in range(len(self.head))]
+        self.is_text = [any(isinstance(value, str) for value in column) for column in zip(*rows, strict=True)]
 
     def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
         return "\n".join("  ".join(self._aligned(row, widths)).rstrip() for row in [self.head, *self.rows])
 
     def _aligned(self, row: list[str], widths: list[int]) -> list[str]:
-        cells = zip(row, widths, self.is_number, strict=True)
-        return [text.rjust(width) if right else text.ljust(width) for text, width, right in cells]
+        cells = zip(row, widths, self.is_text, strict=True)
+        return [text.ljust(width) if is_text else text.rjust(width) for text, width, is_text in cells]
 
     def _repr_html_(self) -> str:
-        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.head)
-        rows = "".join(f"<tr>{''.join(map(self._cell, row, self.is_number))}</tr>\n" for row in self.rows)
+        head = "".join(map(self._cell, self.head, self.is_text, ["th"] * len(self.head)))
+        rows = "".join(f"<tr>{''.join(map(self._cell, row, self.is_text))}</tr>\n" for row in self.rows)
         return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table>"
 
-    def _cell(self, text: str, is_number: bool) -> str:
-        escaped = html.escape(text)
-        return f'<td align="right">{escaped}</td>' if is_number else f'<td align="left"><code>{escaped}</code></td>'
+    def _cell(self, text: str, is_text: bool, tag: str = "td") -> str:
+        escaped, side = html.escape(text), "left" if is_text else "right"
+        content = f"<code>{escaped}</code>" if is_text and tag == "td" else escaped
+        return f'<{tag} style="text-align: {side}">{content}</{tag}>'
 
 
 def visible(text: str) -> str:
@@ -110,7 +112,7 @@ def draw_clip(points: dict[str, list[tuple[float, bool]]], advantages: dict[str,
         for bound in (1 - clip_eps, 1 + clip_eps):
             axes.axvline(bound, color="gray", linestyle=":", linewidth=1)
         axes.set(title=f"{name}: A = {advantage:.2f}", xlabel="ratio p / p_old")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left" if advantage < 0 else "upper right")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("loss of the token")
     figure.tight_layout()
@@ -182,11 +184,3 @@ def _shown(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     return str(round(value)) if value.is_integer() else f"{value:#.3g}"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text.rstrip("%"))
-    except ValueError:
-        return False
-    return True

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import doctest
 import io
 import os
 import re
@@ -195,6 +196,12 @@ def test_numbers_in_sentences_are_those_of_the_outputs(committed):
     told = re.findall(r"\d+\.\d{3,}", prose(committed))
     assert len(told) > 20
     assert [number for number in told if number not in known] == []
+
+
+def test_examples_of_the_pictures(load_script):
+    result = doctest.testmod(load_script("notebooks/pictures.py"))
+    assert result.attempted >= 3
+    assert result.failed == 0
 
 
 def test_links_of_the_notebook_lead_somewhere(committed):
