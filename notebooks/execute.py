@@ -1,4 +1,4 @@
-"""Run one_grpo_step.ipynb from top to bottom and write its outputs into it.
+"""Run one_grpo_step.ipynb from top to bottom; write its outputs into it, and a picture into one_grpo_step.png.
 
     python notebooks/execute.py
 
@@ -6,6 +6,7 @@ It needs requirements-notebook.txt, one CPU core and about ten seconds. The kern
 What an editor stores beside the cells is left out, so that git shows what has changed.
 """
 
+import base64
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 NOTEBOOK = Path(__file__).resolve().parent / "one_grpo_step.ipynb"
+PICTURE = NOTEBOOK.with_suffix(".png")
+IS_PICTURED = "Tokens colored by push on the log-prob"  # how the words for the picture begin
 
 
 def execute(notebook: nbformat.NotebookNode, directory: Path) -> nbformat.NotebookNode:
@@ -33,7 +36,8 @@ def execute(notebook: nbformat.NotebookNode, directory: Path) -> nbformat.Notebo
         transport_encryption="auto" if zmq.has("curve") else "disabled",
     )
     resources = {"metadata": {"path": str(directory)}}
-    client = NotebookClient(notebook, km=manager, resources=resources, timeout=300, record_timing=False)
+    settings = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
+    client = NotebookClient(notebook, km=manager, resources=resources, **settings)
     client.execute(cleanup_kc=True)  # also ends the kernel
     return without_traces(notebook)
 
@@ -47,6 +51,13 @@ def without_traces(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
+def picture(notebook: nbformat.NotebookNode) -> bytes:
+    """The PNG that is also shown elsewhere."""
+    outputs = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    (png,) = (data["image/png"] for data in outputs if data.get("text/plain", "").startswith(IS_PICTURED))
+    return base64.b64decode(png)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
@@ -54,3 +65,4 @@ if __name__ == "__main__":
     except CellExecutionError as error:
         sys.exit(f"error: {NOTEBOOK.name}: a cell fails, and nothing was written\n{error}")
     nbformat.write(executed, NOTEBOOK)
+    PICTURE.write_bytes(picture(executed))

@@ -118,6 +118,11 @@ def test_solutions_print_what_they_say(committed, executed):
     assert all(same_text(*pair) for pair in zip(expected, outputs, strict=True)), outputs
 
 
+def test_the_picture_beside_it_is_that_of_the_notebook(committed, load_script):
+    execute = load_script("notebooks/execute.py")
+    assert execute.PICTURE.read_bytes() == execute.picture(committed)
+
+
 def first_output(notebook: nbformat.NotebookNode, kind: str) -> nbformat.NotebookNode:
     """The first one that has data of this kind, with a number that is not whole."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
