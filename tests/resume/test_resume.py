@@ -66,7 +66,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def without_curves() -> Iterator[None]:
     """Drawing would take half of the time of such small runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("viewer.curve.draw_curve", lambda _: None)
+        patch.setattr("common.plumbing.run.draw_run", lambda _: None)
         yield
 
 
