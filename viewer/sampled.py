@@ -14,6 +14,7 @@ from viewer.runs import StepIndex, clean, number, ranges
 # Of all steps together, in the page: with the curves, the library that draws them, and the rest it stays below 2 MB.
 PAGE_BUDGET = 1_200_000  # characters
 STEP_BUDGET = 400_000  # of one step, so that the first, the last and one more have room
+LARGEST = 1e9  # nats; what is larger is no log-prob, and its millionths are not exact in JavaScript
 
 
 @dataclass
@@ -61,7 +62,7 @@ def count_rows(chunk: dict) -> int:
 
 def pack(chunk: dict) -> str:
     """base64 of gzip of JSON: the same text for the same chunk."""
-    return base64.b64encode(gzip.compress(_json(chunk), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(_json(chunk), 7, mtime=0)).decode()
 
 
 def keep_steps(
@@ -216,12 +217,12 @@ def _units(values: object, places: list[int]) -> list[int | None]:
     """The entries at `places` in millionths; None where there is no finite number."""
     if not isinstance(values, list):
         return [None] * len(places)
-    chosen = [number(values[place]) if place < len(values) else None for place in places]
-    return [None if value is None or abs(value) > 1e9 else round(value * 1e6) for value in chosen]
+    chosen = [values[place] if place < len(values) else None for place in places]
+    return [round(x * 1e6) if type(x) in (float, int) and -LARGEST < x < LARGEST else None for x in chosen]
 
 
 def _minus(values: list[int | None], others: list[int | None]) -> list[int | None]:
-    return [None if None in (a, b) else a - b for a, b in zip(values, others, strict=True)]
+    return [None if a is None or b is None else a - b for a, b in zip(values, others, strict=True)]
 
 
 def _optional(values: object, places: list[int], minus: list[int | None] | None = None) -> list[int | None] | None:
@@ -247,7 +248,7 @@ def _integer(value: object) -> int | None:
 
 
 def _is_integers(values: object) -> bool:
-    return isinstance(values, list) and all(_integer(value) is not None for value in values)
+    return isinstance(values, list) and {*map(type, values)} <= {int} and all(abs(value) < 10**15 for value in values)
 
 
 def _json(value: object) -> bytes:
