@@ -98,11 +98,15 @@ function short(value) {
   return String(Number(value.toPrecision(size < 0.1 ? 3 : 4)));
 }
 
-/** Six digits after the point, as in the files of the run. */
-const exact = (value) => (isNumber(value) ? value.toFixed(6) : "–");
+/** Six digits after the point, as in the files of the run; what rounds to 0 has no sign. */
+function exact(value, digits = 6) {
+  if (!isNumber(value)) return "–";
+  const text = value.toFixed(digits);
+  return Number(text) === 0 ? text.replace("-", "") : text;
+}
 
-/** The same with a sign: advantages and terms. */
-const signed = (value, digits = 6) => (isNumber(value) ? (value > 0 ? "+" : "") + value.toFixed(digits) : "–");
+/** The same with a plus above 0: advantages and terms. */
+const signed = (value, digits = 6) => (Number(value.toFixed?.(digits)) > 0 ? "+" : "") + exact(value, digits);
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const mean = (values) => sum(values) / values.length;

@@ -4,31 +4,32 @@ const share = { floor: 0, ceiling: 1 };
 const positive = { floor: 0 };
 const isEvaluation = (key) => key.startsWith("eval/");
 
-// A panel takes the first of all keys that match; a key belongs to one panel only. `label` names a key in the legend.
+// A panel takes the keys that match, in the order of its patterns; a key belongs to the first panel that takes it.
+// `upTo` leaves out keys with larger values, `more` puts a panel among those that are shown on request.
 const PANELS = [
   { title: "Accuracy", unit: "share of right answers", keys: [/^reward\/correct$/, /^eval\/\w+\/accuracy$/], ...share },
   { title: "Accuracy by kind", unit: "held-out questions, greedy", keys: [/^eval\/greedy\/accuracy_/], ...share },
-  { title: "Accuracy by kind, sampled", unit: "held-out questions", keys: [/^eval\/sampled\/accuracy_/], ...share },
+  { title: "Accuracy by kind, sampled", unit: "held-out questions", keys: [/^eval\/sampled\/accuracy_/], ...share, more: true },
   { title: "Reward", unit: "mean over completions", keys: [/^reward\/total$/, /^reward\/(?!.*calls)/], reuse: /^reward\/correct$/ },
-  { title: "Calls", unit: "per completion", keys: [/^reward\/.*calls/], ...positive },
+  { title: "Calls", unit: "per completion", keys: [/^reward\/.*calls/, /^completion\/.*(_calls|_searches)$/], ...positive },
   { title: "Completion length", unit: "tokens", keys: [/^completion\/length/, /^eval\/greedy\/length$/], ...positive },
-  { title: "What completions do", unit: "share of completions", keys: [/^completion\/(?!truncated)/], upTo: 1, ...share },
-  { title: "What completions hold", unit: "mean per completion", keys: [/^completion\/(?!truncated)/], ...positive },
+  { title: "What completions do", unit: "share of completions", keys: [/^completion\/(?!truncated|turns)/], upTo: 1, ...share },
+  { title: "Turns and other counts", unit: "mean per completion", keys: [/^completion\/(?!truncated)/], ...positive },
   { title: "Groups without variance", unit: "share of groups", keys: [/^group\/zero_reward_variance$/], ...share },
   { title: "Truncation", unit: "share of completions cut off", keys: [/^completion\/truncated$/], ...share },
   { title: "Loss", unit: "mean over updates", keys: [/^loss\/total$/, /^eval\/loss$/] },
   { title: "KL to the reference", unit: "nats per token", keys: [/^loss\/kl$/], ...positive },
   { title: "Entropy", unit: "nats per token", keys: [/^policy\/entropy$/], ...positive },
-  { title: "Probability ratio", unit: "to the policy that sampled", keys: [/^policy\/ratio/, /^policy\/first_ratio$/] },
+  { title: "Probability ratio", unit: "to the policy that sampled", keys: [/^policy\/ratio/, /^policy\/first_ratio$/], more: true },
   { title: "Clipped tokens", unit: "share of tokens without a gradient", keys: [/^policy\/clipped$/], ...positive },
   { title: "Gradient norm", unit: "before clipping", keys: [/^loss\/grad_norm$/], ...positive },
-  { title: "Gradients scaled down, skipped", unit: "share, number of updates", keys: [/^loss\/(grad_clipped|skipped)$/], ...positive },
-  { title: "Sampling against training", unit: "difference of log-probs", keys: [/^policy\/sampling_log_prob_difference$/], ...positive },
+  { title: "Gradients scaled down, skipped", unit: "share, number of updates", keys: [/^loss\/(grad_clipped|skipped)$/], ...positive, more: true },
+  { title: "Sampling against training", unit: "difference of log-probs", keys: [/^policy\/sampling_log_prob_difference$/], ...positive, more: true },
   { title: "Seconds by phase", unit: "seconds per step", keys: [/^time\/(?!tokens|waiting)/], ...positive },
-  { title: "Tokens per second", unit: "sampled", keys: [/^time\/tokens_per_second$/], ...positive },
-  { title: "Waiting for other processes", unit: "share of a step", keys: [/^time\/waiting$/], ...share },
-  { title: "Memory", unit: "peak, GB", keys: [/^memory\/peak_bytes$/], scale: 1e-9, ...positive },
-  { title: "Learning rate", unit: "of the optimizer", keys: [/^lr$/], ...positive },
+  { title: "Tokens per second", unit: "sampled", keys: [/^time\/tokens_per_second$/], ...positive, more: true },
+  { title: "Waiting for other processes", unit: "share of a step", keys: [/^time\/waiting$/], ...share, more: true },
+  { title: "Memory", unit: "peak, GB", keys: [/^memory\/peak_bytes$/], scale: 1e-9, ...positive, more: true },
+  { title: "Learning rate", unit: "of the optimizer", keys: [/^lr$/], ...positive, more: true },
 ];
 
 const LABELS = {
@@ -81,14 +82,14 @@ function panelsOf(runs) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.metrics?.series ?? {})))];
   const peak = (key) => largest(runs.flatMap((run) => run.metrics?.series?.[key] ?? []).map((value) => value && Math.abs(value)), -1);
   const free = new Set(keys);
-  const own = (key) => ({ title: key, unit: "", keys: [new RegExp(`^${RegExp.escape?.(key) ?? key.replace(/\W/g, "\\$&")}$`)] });
+  const own = (key) => ({ title: key, unit: "", more: true, keys: [new RegExp(`^${RegExp.escape?.(key) ?? key.replace(/\W/g, "\\$&")}$`)] });
   const rest = keys.filter((key) => !isEvaluation(key) && !PANELS.some((panel) => panel.keys.some((pattern) => pattern.test(key))));
   const panels = [...PANELS, ...rest.map(own)].map((panel) => {
     const fits = (pattern) => keys.filter((key) => pattern.test(key) && (free.has(key) || panel.reuse?.test(key)));
     const taken = [...new Set(panel.keys.flatMap(fits))].filter((key) => peak(key) >= 0 && peak(key) <= (panel.upTo ?? Infinity));
     taken.forEach((key) => free.delete(key));
     // what is 0 all the time tells nothing beside other curves, nor does a count of what a task never does
-    const shown = taken.filter((key) => peak(key) > 0 || /truncated|clipped$|variance|kl$|total$|correct$/.test(key));
+    const shown = taken.filter((key) => peak(key) > 0 || /truncated|policy\/clipped|variance|kl$|total$|correct$|accuracy/.test(key));
     const curves = shown.flatMap((key) =>
       runs.map((run, number) => ({ key, label: labelOf(key, panel), run: number, values: valuesAt(run, key, steps, panel.scale) })),
     );
@@ -142,6 +143,7 @@ class Panel {
     this.words.classList.add("unseen");
     this.root.append(this.words);
     this.update(panel);
+    new ResizeObserver(() => this.resize()).observe(this.plotPlace);
   }
 
   /** Show the curves of `panel`; the plot is made anew only if other curves came. */
@@ -153,7 +155,6 @@ class Panel {
     else {
       this.plot?.destroy();
       this.plot = new uPlot(this.options(), values, this.plotPlace);
-      new ResizeObserver(() => this.resize()).observe(this.plotPlace);
     }
     this.words.textContent = visible(panel.curves.map((curve) => this.named(describeCurve(curve, panel.steps), curve)).join(" "));
     if (!same) this.drawLegend();
@@ -192,7 +193,7 @@ class Panel {
       },
       axes: [
         { ...axis, size: 26, gap: 4, space: 44, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], grid: { show: false } },
-        { ...axis, size: 46, gap: 6, space: 32, grid, values: (_, splits) => splits.map(short) },
+        { ...axis, size: 46, gap: 6, space: 26, grid, values: (_, splits) => splits.map(short) },
       ],
       series: [
         {},
@@ -202,7 +203,7 @@ class Panel {
           width: curve.key === "reward/total" ? 2.5 : 1.5,
           dash: curve.run ? [5, 4] : undefined,
           spanGaps: true,
-          points: { show: isEvaluation(curve.key) || curve.values.filter(isNumber).length < 3, size: 6 },
+          points: { show: isEvaluation(curve.key) || curve.values.filter(isNumber).length < 3, size: 6, fill: () => color("--surface") },
         })),
       ],
       hooks: {
@@ -286,6 +287,11 @@ class Panel {
 
 const slug = (text) => text.toLowerCase().replace(/[^a-z0-9]+/g, "-");
 
+/** Put `children` into `parent`, and touch nothing if they are there already. */
+function place(parent, children) {
+  if (children.length !== parent.children.length || children.some((child, i) => child !== parent.children[i])) fill(parent, children);
+}
+
 /** All panels; pointing into one moves the cursor of all. */
 class Curves {
   constructor(onChoose) {
@@ -302,10 +308,11 @@ class Curves {
       if (this.panels.has(panel.title)) this.panels.get(panel.title).update(panel);
       else this.panels.set(panel.title, new Panel(panel, (index) => this.point(index), this.onChoose));
     }
-    const place = byId("panels");
-    const roots = panels.map((panel) => this.panels.get(panel.title).root);
-    if (roots.length !== place.children.length || roots.some((root, i) => root !== place.children[i])) fill(place, roots);
-    if (!panels.length) fill(place, element("p", { class: "note" }, "There are no curves: the run has logged no step yet."));
+    const roots = (more) => panels.filter((panel) => Boolean(panel.more) === more).map((panel) => this.panels.get(panel.title).root);
+    place(byId("panels"), panels.length ? roots(false) : [element("p", { class: "note" }, "There are no curves: the run has logged no step yet.")]);
+    place(byId("more-panels"), roots(true));
+    byId("more").hidden = !roots(true).length;
+    byId("more-count").textContent = roots(true).length;
   }
 
   point = (index) => this.panels.forEach((panel) => panel.point(index));

@@ -184,7 +184,7 @@ class GroupView {
         const until = starts.indexOf(true, i + 1);
         const length = (until < 0 ? row.mask.length : until) - i;
         const text = bit ? `policy: ${count(length, "token")} in the loss` : `tools and template: ${count(length, "token")} not in the loss`;
-        list.children[0].parentNode.querySelector(`[data-index="${i}"]`).before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
+        list.querySelector(`[data-index="${i}"]`).before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
       });
     }
     return list;
@@ -202,6 +202,7 @@ class GroupView {
       if (flags & END_OF_TURN) classes.push("end");
       if (!numbers?.row.mask[index]) classes.push("outside");
       const span = element("span", { class: classes.join(" "), role: "option", "aria-selected": "false", tabindex: index ? -1 : 0, "data-index": index }, markedText(text));
+      if (text.length > 24 || text.includes("\n")) span.classList.add("flows"); // others stay in one piece
       if (!text.trim()) span.setAttribute("aria-label", spoken(text) || "empty");
       this.tokens[place].spans.push(span);
       list.append(span);
@@ -299,7 +300,8 @@ class GroupView {
     else if (event.key === "PageDown" || event.key === "PageUp") {
       const other = this.tokens[place.list + (event.key === "PageDown" ? 1 : -1)];
       next = other?.spans[Math.min(place.index, other.spans.length - 1)];
-    } else return;
+    } else if (event.key === "Escape") this.clear();
+    else return;
     event.preventDefault();
     next?.focus();
   }
@@ -308,6 +310,14 @@ class GroupView {
   select(completion, index) {
     const list = this.tokens.findIndex(({ numbers }) => numbers?.row.completion_index === completion);
     if (list >= 0 && this.tokens[list].spans[index]) this.choose({ list, index }, false);
+  }
+
+  /** No token is chosen any more. */
+  clear() {
+    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+    this.chosen = null;
+    this.show(null);
+    this.onToken(null, null);
   }
 
   // ---- the numbers of a token
@@ -348,6 +358,7 @@ class GroupView {
         element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
         numbers && element("span", {}, `completion ${numbers.row.completion_index}`),
         element("span", { "data-key": "role" }, role),
+        element("button", { type: "button", class: "plain close", on: { click: () => this.clear() } }, "Close"),
       ),
       facts.i !== null && numberTable(facts),
     );
@@ -375,7 +386,7 @@ function inNextLine(spans, index, direction) {
 function numberTable({ numbers, i }) {
   const { row, updates, total } = numbers;
   const { loss } = data;
-  const number = (name, key, value, more) => [element("dt", {}, name), element("dd", { "data-key": key }, value, more && element("small", {}, ` ${more}`))];
+  const number = (name, key, value, more) => element("div", {}, element("dt", {}, name), element("dd", {}, element("span", { "data-key": key }, value), more && element("small", {}, ` ${more}`)));
   const sampled = difference(row.sampler[i], 0);
   const relative = (list) => (list ? (isNumber(list[i]) && isNumber(row.sampler[i]) ? (row.sampler[i] + list[i]) * MICRO : NaN) : NaN);
   const one = updates.length === 1;
@@ -404,7 +415,7 @@ function numberTable({ numbers, i }) {
       loss.kind && number(one ? "term in the loss" : "terms, mean over all updates", "total", signed(total[i], 9)),
     ),
     updates.length
-      ? element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, heads.map((text) => element("th", { scope: "col" }, text)))), element("tbody", {}, passes)))
+      ? element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The token in each update" }, element("table", {}, element("thead", {}, element("tr", {}, heads.map((text) => element("th", { scope: "col" }, text)))), element("tbody", {}, passes)))
       : element("p", { class: "note" }, "No update used this completion (its advantage is 0, and there is no KL term): it adds nothing to the loss."),
   ];
 }

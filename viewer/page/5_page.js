@@ -12,7 +12,9 @@ const setting = (value) => (value === null || value === undefined ? "none" : typ
 const flag = (name) => `--${name.replaceAll("_", "-")}`;
 
 function showRuns() {
+  const open = [...byId("runs").querySelectorAll("details")].map((details) => details.open); // as the reader left them
   fill(byId("runs"), data.runs.map(runCard), data.runs.length > 1 && differences());
+  byId("runs").querySelectorAll("details").forEach((details, i) => (details.open = open[i] ?? details.open));
 }
 
 function runCard(run) {
@@ -121,7 +123,10 @@ function showSteps() {
   byId("samples-note").textContent = visible(steps.length ? `${of}${note ?? ""}${without}` : `${of}There are no samples in this page. ${note ?? ""}`);
   byId("step-bar").hidden = byId("step-view").hidden = !steps.length;
   const rows = (entry) => (entry.complete ? "all rows" : count(entry.rows, "row"));
-  fill(byId("step"), steps.map((entry) => element("option", { value: entry.step }, `${entry.step} (${rows(entry)})`)));
+  const options = steps.map((entry) => [String(entry.step), `${entry.step} (${rows(entry)})`]);
+  const select = byId("step");
+  if (options.some(([value], i) => select.options[i] && select.options[i].value !== value)) fill(select);
+  options.slice(select.options.length).forEach(([value, text]) => select.append(element("option", { value }, text)));
 }
 
 // ---- what is chosen
@@ -189,6 +194,9 @@ function showPrompts() {
     );
   };
   fill(byId("prompt-list"), groups.map(item));
+  const list = byId("prompt-list");
+  list.scrollTop = list.children[groups.indexOf(current)].offsetTop - list.clientHeight / 3; // the list alone
+
 }
 
 function showGroup() {
@@ -212,7 +220,7 @@ function showCheck(entry) {
   const { loss } = data;
   const logged = loggedAt(data.runs[0], "loss/total", entry.step);
   const check = checkLoss(groups, loss, logged, entry.complete);
-  const [added, said] = [check.sum, check.logged].map((value) => signed(value, 6));
+  const [added, said] = [check.sum, check.logged].map((value) => exact(value));
   const sentences = {
     equal: `The terms of all tokens of this step add up to ${added}; the run logged a loss of ${said}: equal to 1e-5.`,
     part: `Only ${entry.rows} of ${loss.rows} rows of this step were written. Their terms add up to ${added}, which is a part of the loss of ${said} that the run logged.`,
