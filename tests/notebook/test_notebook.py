@@ -243,7 +243,7 @@ def test_without_the_repository_it_says_what_to_do(committed, tmp_path):
 
 
 def run_first_cell(notebook: nbformat.NotebookNode, directory: Path, *options: str, **environment: str):
-    source = next(cell.source for cell in notebook.cells if cell.cell_type == "code") + "\nprint(sys.path[0])"
+    source = next(cell.source for cell in notebook.cells if cell.cell_type == "code") + "\nprint(os.getcwd())"
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
     command = [sys.executable, *options, "-c", source]
     return subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, timeout=60)
