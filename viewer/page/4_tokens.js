@@ -1,0 +1,455 @@
+// A group of completions, token by token: colours, what a token is made of, and its numbers.
+
+const SPECIAL = 1; // flags of a token
+const END_OF_TURN = 2;
+const LONGEST_TOKEN = 200; // characters of a token that are shown
+
+/** A token's [text, flags]; of a token whose text the run did not write there is only the id. */
+const tokenOf = (id) => data.tokens[id] ?? [`‹id ${id}›`, 0];
+
+/** A token's text for labels, where blanks are words. */
+const spoken = (text) => shortened(text, 40).replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+
+/** Text with marks on its blanks; the marks are drawn by the style sheet, so that the text stays what it is. */
+function markedText(text) {
+  return shortened(text, LONGEST_TOKEN)
+    .split(/([ \n\t])/)
+    .map((part) => {
+      const name = { " ": "space", "\n": "newline", "\t": "tab" }[part];
+      return name ? element("span", { class: name }, part) : part;
+    });
+}
+
+// ---- colours
+
+// What a token can be coloured by. `value` gives the number of action token i of a row (update: that of the chosen pass,
+// or null), `scale` what the strongest colour means, given all numbers of the group; diverging ones have two colours.
+const COLORS = {
+  mask: { label: "in the loss or not", value: () => 1, scale: () => 1, ends: () => ["", "in the loss"] },
+  advantage: {
+    label: "advantage",
+    diverging: true,
+    value: ({ row }) => row.advantage,
+    scale: (values) => largest(values.map(Math.abs), 1e-6),
+    ends: (most) => [signed(-most, 2), "0", signed(most, 2)],
+  },
+  sampled: {
+    label: "log-prob when sampled",
+    value: ({ row }, i) => -difference(row.sampler[i], 0),
+    scale: (values) => largest(values, 1),
+    ends: (most) => ["0 (certain)", `${short(-Number(most.toFixed(2)))} nats (surprising)`],
+  },
+  ratio: {
+    label: "probability ratio",
+    diverging: true,
+    passes: true,
+    value: ({ update }, i) => (update ? Math.log(update.ratio[i]) : NaN),
+    scale: (values) => largest(values.map(Math.abs), Math.log(1 + data.loss.clip_eps)),
+    ends: (most) => [Math.exp(-most).toFixed(2), "1", Math.exp(most).toFixed(2)],
+  },
+  kl: {
+    label: "KL to the reference",
+    passes: true,
+    value: ({ update }, i) => (update ? update.kl[i] : NaN),
+    scale: (values) => largest(values, 1e-4),
+    ends: (most) => ["0", `${short(most)} nats`],
+  },
+  entropy: {
+    label: "entropy",
+    value: ({ row }, i) => (row.entropy ? difference(row.entropy[i], 0) : NaN),
+    scale: (values) => largest(values, 0.1),
+    ends: (most) => ["0 (decided)", `${short(most)} nats (open)`],
+  },
+  term: {
+    label: "term in the loss",
+    diverging: true,
+    passes: true,
+    total: true,
+    value: ({ update, total }, i) => (update ? update.term[i] : total[i]),
+    scale: (values) => largest(values.map(Math.abs), 1e-9),
+    ends: (most) => [`${short(-most)} (lowers)`, "0", `${short(most)} (raises the loss)`],
+  },
+};
+
+/** The numbers of a row that do not depend on what is chosen. */
+function numbersOf(row) {
+  const updates = tokenTerms(row, data.loss);
+  let action = 0; // the numbers are lists over action tokens only
+  return { row, updates, total: totalTerms(row, data.loss, updates), action: row.mask.map((bit) => (bit ? action++ : null)) };
+}
+
+// ---- a group
+
+/** The completions of a prompt, side by side. The reader's choice of token is told to `onToken(completion, index)`. */
+class GroupView {
+  constructor(group, { onToken, onColor }) {
+    this.group = group;
+    this.onToken = onToken;
+    this.onColor = onColor;
+    this.rows = group.rows.map(numbersOf);
+    this.readout = element("aside", { id: "readout", "aria-label": "The chosen token", class: "screen-only" });
+    this.spoken = element("p", { class: "unseen", "aria-live": "polite", id: "token-status" });
+    this.tokens = []; // of every list: {list, numbers or null for the prompt, spans}
+    this.root = element("div", { class: "group" }, this.head(), this.controls(), this.prompt(), this.cards(), this.readout, this.spoken);
+    for (const [name, event] of Object.entries({ pointerover: "hover", focusin: "focus", click: "focus", keydown: "key" })) {
+      this.root.addEventListener(name, (happened) => this[event](happened));
+    }
+    this.root.addEventListener("pointerleave", () => this.show(this.chosen));
+    this.show(null);
+  }
+
+  head() {
+    const { question, answer, rows } = this.group;
+    const total = groupLoss(this.group, data.loss);
+    return [
+      element("h3", { class: "question" }, question ? shortened(question, 2000) : "A prompt without a written question"),
+      element(
+        "p",
+        { class: "note", id: "group-sum", "data-sum": total },
+        answer === null || answer === undefined ? "" : ["Answer: ", element("b", {}, shortened(String(answer), 500)), ". "],
+        `${count(rows.length, "completion")}, highest return first. `,
+        data.loss.kind ? ["Their terms add up to ", element("b", { class: "number" }, signed(total, 8)), "."] : "",
+      ),
+    ];
+  }
+
+  controls() {
+    const choice = (id, label, options) => [element("label", { for: id }, label), element("select", { id }, options)];
+    const option = (value, text) => element("option", { value }, text);
+    const colors = Object.entries(COLORS).map(([name, { label }]) => option(name, label));
+    this.legend = element("div", { id: "scale", class: "scale" });
+    const marks = [["token outside", "not in the loss"], ["token special", "special"], ["token special end", "end of turn"], ["token clipped", "clipped: no gradient"]];
+    const bar = element(
+      "div",
+      { class: "bar colors" },
+      element("span", { class: "pair" }, choice("color", "Colour", colors)),
+      element("span", { class: "pair", id: "pass-pair" }, choice("pass", "Update", [])),
+      this.legend,
+      element("span", { class: "marks" }, marks.map(([name, text]) => element("span", { class: `${name} mark` }, text))),
+      this.rows.some(({ row }) => row.turns) && this.viewSwitch(),
+    );
+    bar.addEventListener("change", () => this.onColor(this.setting()));
+    return bar;
+  }
+
+  viewSwitch() {
+    const radio = (value, text, checked) =>
+      element("label", {}, element("input", { type: "radio", name: "view", value, checked, on: { change: () => (this.root.dataset.view = value) } }), text);
+    return element("fieldset", { class: "pair view" }, element("legend", { class: "unseen" }, "Show"), radio("tokens", "tokens", true), radio("turns", "conversation", false));
+  }
+
+  prompt() {
+    const { prompt } = this.group;
+    if (!prompt?.length) return element("p", { class: "note" }, "The tokens of the prompt were not written.");
+    const list = this.list("Tokens of the prompt", prompt, null, "prompt");
+    return element("details", { class: "prompt", open: prompt.length <= 120 }, element("summary", {}, `The prompt: ${count(prompt.length, "token")}, the same for all, not in the loss`), list);
+  }
+
+  cards() {
+    return element("div", { class: "cards" }, this.rows.map((numbers, rank) => this.card(numbers, rank)));
+  }
+
+  card(numbers, rank) {
+    const { row } = numbers;
+    const terms = sum(numbers.total);
+    const fact = (name, value, key) => element("span", { class: "fact", "data-key": key ?? name }, `${name} `, element("b", { class: "number" }, value));
+    const rewards = Object.entries(row.rewards ?? {}).map(([name, value]) => fact(name.replaceAll("_", " "), short(value), name));
+    return element(
+      "article",
+      { class: "completion", "data-completion": row.completion_index, "data-rank": rank, "data-sum": terms },
+      element("h4", {}, `Completion ${row.completion_index}`, element("span", { class: "return", "data-key": "return" }, " return ", element("b", {}, short(row.return)))),
+      element(
+        "p",
+        { class: "facts" },
+        fact("advantage", signed(row.advantage, 4), "advantage"),
+        rewards,
+        fact("length", `${actionTokens(row)}`, "length"),
+        fact("end", { stop: "stopped", length: "cut off" }[row.finish_reason] ?? row.finish_reason ?? "–", "finish_reason"),
+        data.loss.kind && fact("sum of terms", signed(terms, 8), "terms"),
+      ),
+      row.ids?.length ? this.segments(numbers) : element("p", { class: "text" }, "The tokens were not written. Text: ", shortened(row.text ?? "", 20000)),
+      row.turns && conversation(row),
+    );
+  }
+
+  /** The tokens of a row, cut where the mask changes: what the policy sampled, and what was put between. */
+  segments(numbers) {
+    const { row } = numbers;
+    const label = `Tokens of completion ${row.completion_index}`;
+    const list = this.list(label, row.ids, numbers, "completion");
+    const starts = row.mask.map((bit, i) => i === 0 || bit !== row.mask[i - 1]);
+    if (starts.filter(Boolean).length > 1 && numbers.row.turns) {
+      row.mask.forEach((bit, i) => {
+        if (!starts[i]) return;
+        const until = starts.indexOf(true, i + 1);
+        const length = (until < 0 ? row.mask.length : until) - i;
+        const text = bit ? `policy: ${count(length, "token")} in the loss` : `tools and template: ${count(length, "token")} not in the loss`;
+        list.querySelector(`[data-index="${i}"]`).before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
+      });
+    }
+    return list;
+  }
+
+  /** A list of tokens, one of which the tab key reaches; the arrow keys move between them. */
+  list(label, ids, numbers, part) {
+    const list = element("div", { class: "tokens", role: "listbox", "aria-label": label, "aria-orientation": "horizontal", "data-part": part });
+    const place = this.tokens.push({ list, ids, numbers, spans: [] }) - 1;
+    list.dataset.list = place;
+    ids.forEach((id, index) => {
+      const [text, flags] = tokenOf(id);
+      const classes = ["token"];
+      if (flags) classes.push("special");
+      if (flags & END_OF_TURN) classes.push("end");
+      if (!numbers?.row.mask[index]) classes.push("outside");
+      const span = element("span", { class: classes.join(" "), role: "option", "aria-selected": "false", tabindex: index ? -1 : 0, "data-index": index }, markedText(text));
+      if (text.length > 24 || text.includes("\n")) span.classList.add("flows"); // others stay in one piece
+      if (!text.trim()) span.setAttribute("aria-label", spoken(text) || "empty");
+      this.tokens[place].spans.push(span);
+      list.append(span);
+    });
+    return list;
+  }
+
+  // ---- colours
+
+  /** What is chosen: the colour, and which pass over the rollout ("all" of them for the term). */
+  setting() {
+    return { by: this.root.querySelector("#color").value, pass: this.root.querySelector("#pass").value };
+  }
+
+  paint({ by, pass }) {
+    const kind = COLORS[by];
+    this.root.querySelector("#color").value = by;
+    this.pass = this.offerPasses(kind, pass);
+    const views = this.rows.map((numbers) => ({ ...numbers, update: this.pass === "all" ? null : numbers.updates[this.pass] }));
+    const values = views.map((view) => view.row.sampler.map((_, i) => kind.value(view, i)));
+    const most = kind.scale(values.flat());
+    this.tokens.filter(({ numbers }) => numbers).forEach(({ numbers, spans }, r) => {
+      const { update } = views[r];
+      spans.forEach((span, index) => {
+        const i = numbers.action[index];
+        if (i === null) return;
+        const value = values[r][i];
+        span.classList.toggle("below", value < 0);
+        span.classList.toggle("unknown", !isNumber(value));
+        span.classList.toggle("clipped", Boolean(update?.clipped[i]));
+        span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
+      });
+    });
+    this.root.dataset.scale = by === "mask" ? "mask" : kind.diverging ? "diverging" : "sequential";
+    const ramp = element("span", { class: "ramp", "aria-hidden": "true" });
+    const [low, ...high] = kind.ends(most).map((text) => element("span", {}, text));
+    fill(this.legend, element("span", { class: "unseen" }, "Scale: "), high.length > 1 ? [low, ramp, high[1]] : [low, ramp, high[0]]);
+    const none = !values.flat().some(isNumber);
+    if (none) fill(this.legend, by === "kl" ? "This run has no reference." : "No update used these completions, or the run did not write this.");
+    this.show(this.chosen ?? null);
+  }
+
+  /** The updates that one can choose from, and the one that is chosen. */
+  offerPasses(kind, wanted) {
+    const passes = Math.max(0, ...this.rows.map(({ updates }) => updates.length));
+    const options = Array.from({ length: passes }, (_, i) => [String(i), `pass ${i + 1} of ${passes}`]);
+    if (kind.total) options.unshift(["all", "all together"]);
+    const select = this.root.querySelector("#pass");
+    fill(select, options.map(([value, text]) => element("option", { value }, text)));
+    const chosen = options.some(([value]) => value === wanted) ? wanted : (options[0]?.[0] ?? "0");
+    if (options.length) select.value = chosen;
+    this.root.querySelector("#pass-pair").hidden = passes < 2 || !kind.passes;
+    return kind.passes ? chosen : "0";
+  }
+
+  // ---- choosing a token
+
+  placeOf(target) {
+    const span = target.closest?.(".token[data-index]");
+    return span && { list: Number(span.parentNode.dataset.list), index: Number(span.dataset.index) };
+  }
+
+  hover({ target }) {
+    const place = this.placeOf(target);
+    if (place) this.show(place);
+  }
+
+  focus({ target }) {
+    const place = this.placeOf(target);
+    if (place) this.choose(place);
+  }
+
+  choose(place, told = true) {
+    const { list, spans, numbers } = this.tokens[place.list];
+    list.querySelector('[aria-selected="true"]')?.setAttribute("aria-selected", "false");
+    list.querySelector('[tabindex="0"]').tabIndex = -1;
+    spans[place.index].tabIndex = 0;
+    spans[place.index].setAttribute("aria-selected", "true");
+    this.chosen = place;
+    this.show(place);
+    if (!told) return;
+    this.spoken.textContent = visible(this.sentence(place));
+    this.onToken(numbers ? numbers.row.completion_index : null, numbers ? place.index : null);
+  }
+
+  key(event) {
+    const place = this.placeOf(event.target);
+    if (!place || event.ctrlKey || event.metaKey || event.altKey) return;
+    const { spans } = this.tokens[place.list];
+    const last = spans.length - 1;
+    const moves = { ArrowLeft: place.index - 1, ArrowRight: place.index + 1, Home: 0, End: last };
+    let next = null;
+    if (event.key in moves) next = spans[Math.min(Math.max(moves[event.key], 0), last)];
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp") next = inNextLine(spans, place.index, event.key === "ArrowDown" ? 1 : -1);
+    else if (event.key === "PageDown" || event.key === "PageUp") {
+      const other = this.tokens[place.list + (event.key === "PageDown" ? 1 : -1)];
+      next = other?.spans[Math.min(place.index, other.spans.length - 1)];
+    } else if (event.key === "Escape") this.clear();
+    else return;
+    event.preventDefault();
+    next?.focus();
+  }
+
+  /** Choose the token that an address names. */
+  select(completion, index) {
+    const list = this.tokens.findIndex(({ numbers }) => numbers?.row.completion_index === completion);
+    if (list >= 0 && this.tokens[list].spans[index]) this.choose({ list, index }, false);
+  }
+
+  /** No token is chosen any more. */
+  clear() {
+    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+    this.chosen = null;
+    this.show(null);
+    this.onToken(null, null);
+  }
+
+  // ---- the numbers of a token
+
+  /** What is known of a token: its place, its text, and its numbers where it has some. */
+  facts({ list, index }) {
+    const { ids, numbers } = this.tokens[list];
+    const [text, flags] = tokenOf(ids[index]);
+    const prompt = this.group.prompt?.length ?? 0;
+    const facts = { id: ids[index], text, flags, numbers, index, position: numbers ? prompt + index : index, i: numbers?.action[index] ?? null };
+    if (!numbers) facts.role = "part of the prompt, not in the loss";
+    else if (facts.i === null) facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
+    else facts.role = `in the loss: number ${facts.i + 1} of ${count(actionTokens(numbers.row), "token")} that the policy sampled`;
+    return facts;
+  }
+
+  sentence(place) {
+    const { text, numbers, i, position, role } = this.facts(place);
+    const start = `${spoken(text)}, position ${position}, ${role}`;
+    if (i === null) return start;
+    return `${start}; log-prob ${exact(difference(numbers.row.sampler[i], 0))}, advantage ${signed(numbers.row.advantage, 4)}, term ${short(numbers.total[i])}`;
+  }
+
+  show(place) {
+    if (!place) {
+      fill(this.readout, element("p", { class: "note" }, "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers."));
+      return;
+    }
+    const facts = this.facts(place);
+    const { id, text, flags, numbers, position, role } = facts;
+    fill(
+      this.readout,
+      element(
+        "div",
+        { class: "which" },
+        element("span", { class: `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`, "data-key": "text" }, markedText(text) || "empty"),
+        element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
+        element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
+        numbers && element("span", {}, `completion ${numbers.row.completion_index}`),
+        element("span", { "data-key": "role" }, role),
+        element("button", { type: "button", class: "plain close", on: { click: () => this.clear() } }, "Close"),
+      ),
+      facts.i !== null && numberTable(facts),
+    );
+  }
+}
+
+/** The token under (or above) another one, in the line as it is set. */
+function inNextLine(spans, index, direction) {
+  const from = spans[index].getBoundingClientRect();
+  const middle = from.left + from.width / 2;
+  let line = null;
+  let best = null;
+  for (let i = index + direction; spans[i]; i += direction) {
+    const box = spans[i].getBoundingClientRect();
+    if (Math.abs(box.top - from.top) < from.height / 2) continue;
+    line ??= box.top;
+    if (Math.abs(box.top - line) > from.height / 2) break;
+    const distance = Math.abs(box.left + box.width / 2 - middle);
+    if (!best || distance < best.distance) best = { distance, span: spans[i] };
+  }
+  return best?.span ?? null;
+}
+
+/** All numbers of an action token, and how its term comes about in each update. */
+function numberTable({ numbers, i }) {
+  const { row, updates, total } = numbers;
+  const { loss } = data;
+  const number = (name, key, value, more) => element("div", {}, element("dt", {}, name), element("dd", {}, element("span", { "data-key": key }, value), more && element("small", {}, ` ${more}`)));
+  const sampled = difference(row.sampler[i], 0);
+  const relative = (list) => (list ? (isNumber(list[i]) && isNumber(row.sampler[i]) ? (row.sampler[i] + list[i]) * MICRO : NaN) : NaN);
+  const one = updates.length === 1;
+  const passes = updates.map((update, pass) =>
+    element(
+      "tr",
+      { "data-pass": pass },
+      element("th", { scope: "row" }, `epoch ${update.epoch}, minibatch ${update.minibatch}`),
+      [["log_prob", exact(update.logProb[i])], ["ratio", exact(update.ratio[i])], ["clipped", update.clipped[i] ? "yes" : "no"], ["kl", exact(update.kl[i])], ["term", signed(update.term[i], 9)]].map(([key, value]) =>
+        element("td", { "data-key": key }, value),
+      ),
+      element("td", { class: "how" }, worked(row, update, i)),
+    ),
+  );
+  const heads = ["update", "log-prob", "ratio", "clipped", "KL (k3)", "term", "how"];
+  return [
+    element(
+      "dl",
+      { class: "numbers" },
+      number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
+      number("old", "old", exact(row.old ? relative(row.old) : sampled)),
+      number("reference", "ref", exact(relative(row.ref))),
+      number("entropy", "entropy", row.entropy ? exact(difference(row.entropy[i], 0)) : "–"),
+      number("advantage", "advantage", signed(row.advantage)),
+      number("mask", "mask", "1"),
+      loss.kind && number(one ? "term in the loss" : "terms, mean over all updates", "total", signed(total[i], 9)),
+    ),
+    updates.length
+      ? element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The token in each update" }, element("table", {}, element("thead", {}, element("tr", {}, heads.map((text) => element("th", { scope: "col" }, text)))), element("tbody", {}, passes)))
+      : element("p", { class: "note" }, "No update used this completion (its advantage is 0, and there is no KL term): it adds nothing to the loss."),
+  ];
+}
+
+/** A term as a calculation that one can do again. */
+function worked(row, update, i) {
+  const { loss } = data;
+  if (!loss.kind) return "not known for this experiment";
+  const penalty = loss.kl_weight > 0 ? ` + ${loss.kl_weight} × ${exact(update.kl[i])}` : "";
+  return `(${signed(update.surrogate[i])}${penalty}) / ${denominator(row, loss)} / ${update.rows}`;
+}
+
+// ---- conversations
+
+/** The turns of a row as text: who wrote them, which tool calls they hold, and how much of them is trained. */
+function conversation(row) {
+  const lengths = row.mask.join("").match(/1+/g)?.map((run) => run.length) ?? [];
+  const ours = row.turns.filter(([role]) => role === "assistant").length;
+  let turn = 0;
+  return element(
+    "ol",
+    { class: "turns" },
+    row.turns.map(([role, text]) => {
+      const policy = role === "assistant";
+      const known = policy && ours === lengths.length ? `: ${count(lengths[turn++], "token")} in the loss` : policy ? ": in the loss" : ": not in the loss";
+      const name = policy ? "policy" : role;
+      return element("li", { class: policy ? "turn policy" : "turn tool", "data-role": role }, element("span", { class: "who" }, element("b", {}, name), known), element("div", { class: "said" }, withCalls(text)));
+    }),
+  );
+}
+
+/** A text in which calls of tools are set apart. */
+function withCalls(text) {
+  return shortened(text, 20000)
+    .split(/(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/)
+    .map((part) => (part.startsWith("<tool_call>") ? element("code", { class: "call" }, part) : part));
+}
