@@ -23,6 +23,7 @@ def print_report(report: Report, console: Console) -> None:
         _print_findings(report, console)
     text = re.sub(r" +$", "", captured.get(), flags=re.MULTILINE)  # of columns that are padded
     console.file.write(text)
+    console.file.flush()
 
 
 def _print_findings(report: Report, console: Console) -> None:
