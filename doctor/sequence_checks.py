@@ -59,9 +59,11 @@ def check_action_mask(module: ModuleType, path: Path) -> list[Finding]:
     name = "action_mask"
     mask, expected, prompts, lengths, _ = _mask(module, path, ROWS, PAD)
     shared, *_ = _mask(module, path, ROWS, END)
-    for step, where in ((1, "before"), (-1, "after")):
-        if not torch.equal(mask, expected) and torch.equal(mask, _moved(expected, -step)):
-            sentence = f"The mask is shifted: it is 1 {where} each sampled token. Entry t is about token t+1."
+    for step, where in ((-1, "before"), (1, "after")):
+        if _is_moved(mask, expected, lengths, step):
+            sentence = (
+                f"The mask is shifted: it is 1 {where} the entry of each sampled token. Entry t is about token t+1."
+            )
             first = [int(x[0].nonzero()[0]) for x in (expected, mask)]
             return [Finding("off_by_one", name, TRAP, sentence, *first)]
     columns = torch.arange(mask.shape[1])
@@ -103,10 +105,12 @@ def check_action_mask(module: ModuleType, path: Path) -> list[Finding]:
     return findings
 
 
-def _moved(mask: torch.Tensor, step: int) -> torch.Tensor:
-    moved = torch.roll(mask, step, dims=1)
+def _is_moved(mask: torch.Tensor, expected: torch.Tensor, lengths: torch.Tensor, step: int) -> bool:
+    """Whether the mask is the expected one moved by `step` entries, which can cut off the end of the longest row."""
+    moved = torch.roll(expected, step, dims=1)
     moved[:, 0 if step > 0 else -1] = False
-    return moved
+    shorter = lengths < lengths.max()
+    return torch.equal(mask[shorter], moved[shorter]) and not bool((mask & ~moved).any())
 
 
 def _count(check: str, expected: torch.Tensor, got: torch.Tensor, trap: str, ok: str) -> Finding:

@@ -98,6 +98,7 @@ BUGS = {  # name: (traps that are found, old text, new text)
     "mask without ends": ("end_of_turn_masked", MASK, NO_ENDS + MASK),
     "mask with prompt": ("prompt_trained", "(place >= prompt_lengths[:, None]) & ", ""),
     "mask not shifted": ("off_by_one", MASK, MASK.replace("1:", ":-1")),
+    "mask after the tokens": ("off_by_one", MASK, MASK + ".roll(1, dims=1)"),
     "mask with tools": ("tool_output_in_loss", " & tool_mask.bool()", ""),
     "mask with padding": ("padding_trained", " & (place < lengths[:, None])", ""),
     "mask by one row": ("prompt_trained tokens_left_out", "prompt_lengths[:, None]", "prompt_lengths[0]"),
