@@ -113,7 +113,7 @@ class GrowingFile:
                 if line is None or (line.strip() and not self.take(self.size, line)):
                     self.damaged += 1
                 self.size += length
-                self._tail = (line or b"")[-64:]
+                self._tail = line or b""  # all of it: with its step, it differs from every other
 
     def _continues(self, file: BinaryIO) -> bool:
         """Whether the file still begins with what has been read."""
