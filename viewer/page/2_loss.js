@@ -35,7 +35,9 @@ function tokenTerms(row, loss) {
   const reference = row.ref ?? zeros.map(() => null);
   return row.updates.map(({ epoch, minibatch, log_probs: now }) => {
     const rows = rowsOfUpdate(loss, minibatch);
-    const logProb = now.map((value, i) => (isNumber(value) && isNumber(row.sampler[i]) ? (row.sampler[i] + value) * MICRO : NaN));
+    const logProb = now.map((value, i) =>
+      isNumber(value) && isNumber(row.sampler[i]) ? (row.sampler[i] + value) * MICRO : NaN,
+    );
     const ratio = now.map((value, i) => Math.exp(difference(value, old[i])));
     const limited = ratio.map((value) => Math.min(Math.max(value, 1 - loss.clip_eps), 1 + loss.clip_eps));
     const surrogate = ratio.map((value, i) => -Math.min(value * advantage, limited[i] * advantage));
@@ -44,7 +46,17 @@ function tokenTerms(row, loss) {
     const kl = now.map((value, i) => difference(reference[i], value)).map((logR) => Math.expm1(logR) - logR);
     const penalty = (i) => (loss.kl_weight > 0 ? loss.kl_weight * kl[i] : 0);
     const term = surrogate.map((value, i) => (value + penalty(i)) / denominator(row, loss) / rows);
-    return { epoch, minibatch, rows, logProb, ratio, clipped, surrogate, kl, term: loss.kind ? term : term.map(() => NaN) };
+    return {
+      epoch,
+      minibatch,
+      rows,
+      logProb,
+      ratio,
+      clipped,
+      surrogate,
+      kl,
+      term: loss.kind ? term : term.map(() => NaN),
+    };
   });
 }
 

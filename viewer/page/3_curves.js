@@ -1,36 +1,41 @@
 // Curves: which panels there are, and how they are drawn, read and laid over each other.
 
-const share = { floor: 0, ceiling: 1 };
-const positive = { floor: 0 };
 const isEvaluation = (key) => key.startsWith("eval/");
 
-// A panel takes the keys that match, in the order of its patterns; a key belongs to the first panel that takes it.
-// `upTo` leaves out keys with larger values, `more` puts a panel among those that are shown on request.
+const share = { floor: 0, ceiling: 1 }; // of the axis, where the data stay inside
+const positive = { floor: 0 };
+const more = { floor: 0, more: true }; // shown on request
+
+// Title, unit, keys, and options. A key belongs to the first panel that takes it, unless `reuse` names it; `upTo` leaves
+// out keys with larger values, `scale` multiplies them.
 const PANELS = [
-  { title: "Accuracy", unit: "share of right answers", keys: [/^reward\/correct$/, /^eval\/\w+\/accuracy$/], ...share },
-  { title: "Accuracy by kind", unit: "held-out questions, greedy", keys: [/^eval\/greedy\/accuracy_/], ...share },
-  { title: "Accuracy by kind, sampled", unit: "held-out questions", keys: [/^eval\/sampled\/accuracy_/], ...share, more: true },
-  { title: "Reward", unit: "mean over completions", keys: [/^reward\/total$/, /^reward\/(?!.*calls)/], reuse: /^reward\/correct$/ },
-  { title: "Calls", unit: "per completion", keys: [/^reward\/.*calls/, /^completion\/.*(_calls|_searches)$/], ...positive },
-  { title: "Completion length", unit: "tokens", keys: [/^completion\/length/, /^eval\/greedy\/length$/], ...positive },
-  { title: "What completions do", unit: "share of completions", keys: [/^completion\/(?!truncated|turns)/], upTo: 1, ...share },
-  { title: "Turns and other counts", unit: "mean per completion", keys: [/^completion\/(?!truncated)/], ...positive },
-  { title: "Groups without variance", unit: "share of groups", keys: [/^group\/zero_reward_variance$/], ...share },
-  { title: "Truncation", unit: "share of completions cut off", keys: [/^completion\/truncated$/], ...share },
-  { title: "Loss", unit: "mean over updates", keys: [/^loss\/total$/, /^eval\/loss$/] },
-  { title: "KL to the reference", unit: "nats per token", keys: [/^loss\/kl$/], ...positive },
-  { title: "Entropy", unit: "nats per token", keys: [/^policy\/entropy$/], ...positive },
-  { title: "Probability ratio", unit: "to the policy that sampled", keys: [/^policy\/ratio/, /^policy\/first_ratio$/], more: true },
-  { title: "Clipped tokens", unit: "share of tokens without a gradient", keys: [/^policy\/clipped$/], ...positive },
-  { title: "Gradient norm", unit: "before clipping", keys: [/^loss\/grad_norm$/], ...positive },
-  { title: "Gradients scaled down, skipped", unit: "share, number of updates", keys: [/^loss\/(grad_clipped|skipped)$/], ...positive, more: true },
-  { title: "Sampling against training", unit: "difference of log-probs", keys: [/^policy\/sampling_log_prob_difference$/], ...positive, more: true },
-  { title: "Seconds by phase", unit: "seconds per step", keys: [/^time\/(?!tokens|waiting)/], ...positive },
-  { title: "Tokens per second", unit: "sampled", keys: [/^time\/tokens_per_second$/], ...positive, more: true },
-  { title: "Waiting for other processes", unit: "share of a step", keys: [/^time\/waiting$/], ...share, more: true },
-  { title: "Memory", unit: "peak, GB", keys: [/^memory\/peak_bytes$/], scale: 1e-9, ...positive, more: true },
-  { title: "Learning rate", unit: "of the optimizer", keys: [/^lr$/], ...positive, more: true },
-];
+  ["Accuracy", "share of right answers", /^(reward\/correct|eval\/\w+\/accuracy)$/, share],
+  ["Accuracy by kind", "held-out questions, greedy", /^eval\/greedy\/accuracy_/, share],
+  ["Reward", "mean over completions", /^reward\/(?!.*calls)/, { reuse: /^reward\/correct$/ }],
+  ["Calls", "mean per completion", /^reward\/.*calls|^completion\/.*_(calls|searches)$/, positive],
+  ["Completion length", "tokens", /^completion\/length|^eval\/greedy\/length$/, positive],
+  ["What completions do", "share of completions", /^completion\/(?!truncated|turns)/, { ...share, upTo: 1 }],
+  ["Turns and other counts", "mean per completion", /^completion\/(?!truncated)/, positive],
+  ["Groups without variance", "share of groups", /^group\/zero_reward_variance$/, share],
+  ["Truncation", "share of completions cut off", /^completion\/truncated$/, share],
+  ["Loss", "mean over updates", /^(loss\/total|eval\/loss)$/, {}],
+  ["KL to the reference", "nats per token", /^loss\/kl$/, positive],
+  ["Entropy", "nats per token", /^policy\/entropy$/, positive],
+  ["Clipped tokens", "share of tokens without a gradient", /^policy\/clipped$/, positive],
+  ["Gradient norm", "before clipping", /^loss\/grad_norm$/, positive],
+  ["Seconds by phase", "seconds per step", /^time\/(?!tokens|waiting)/, positive],
+  ["Accuracy by kind, sampled", "held-out questions", /^eval\/sampled\/accuracy_/, { ...share, more: true }],
+  ["Probability ratio", "to the policy that sampled", /^policy\/(first_)?ratio/, { more: true }],
+  ["Gradients scaled down, skipped", "share, number of updates", /^loss\/(grad_clipped|skipped)$/, more],
+  ["Sampling against training", "difference of log-probs", /^policy\/sampling_log_prob_difference$/, more],
+  ["Tokens per second", "sampled", /^time\/tokens_per_second$/, more],
+  ["Waiting for other processes", "share of a step", /^time\/waiting$/, more],
+  ["Memory", "peak, GB", /^memory\/peak_bytes$/, { ...more, scale: 1e-9 }],
+  ["Learning rate", "of the optimizer", /^lr$/, more],
+].map(([title, unit, pattern, options]) => ({ title, unit, takes: (key) => pattern.test(key), ...options }));
+
+// What is 0 all the time tells something only here; elsewhere it is left out.
+const TELLING_ZERO = /accuracy|correct$|total$|kl$|variance|truncated|policy\/clipped/;
 
 const LABELS = {
   "reward/correct": "training questions",
@@ -76,24 +81,34 @@ function valuesAt(run, key, steps, scale = 1) {
 /** What the run logged at a step, or NaN. */
 const loggedAt = (run, key, step) => valuesAt(run, key, [step])[0] ?? NaN;
 
-/** The panels that have something to show: [{...panel, steps, curves: [{key, label, run, values}]}]. */
+/** A panel of its own for each key that no panel takes. */
+function ownPanels(keys) {
+  const others = keys.filter((key) => !isEvaluation(key) && !PANELS.some((panel) => panel.takes(key)));
+  return others.map((name) => ({ title: name, unit: "", takes: (key) => key === name, more: true }));
+}
+
+/** The panels that have something to show: [{...panel, steps, names, curves: [{key, label, run, values}]}]. */
 function panelsOf(runs) {
   const steps = allSteps(runs);
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.metrics?.series ?? {})))];
-  const peak = (key) => largest(runs.flatMap((run) => run.metrics?.series?.[key] ?? []).map((value) => value && Math.abs(value)), -1);
-  const free = new Set(keys);
-  const own = (key) => ({ title: key, unit: "", more: true, keys: [new RegExp(`^${RegExp.escape?.(key) ?? key.replace(/\W/g, "\\$&")}$`)] });
-  const rest = keys.filter((key) => !isEvaluation(key) && !PANELS.some((panel) => panel.keys.some((pattern) => pattern.test(key))));
-  const panels = [...PANELS, ...rest.map(own)].map((panel) => {
-    const fits = (pattern) => keys.filter((key) => pattern.test(key) && (free.has(key) || panel.reuse?.test(key)));
-    const taken = [...new Set(panel.keys.flatMap(fits))].filter((key) => peak(key) >= 0 && peak(key) <= (panel.upTo ?? Infinity));
-    taken.forEach((key) => free.delete(key));
-    // what is 0 all the time tells nothing beside other curves, nor does a count of what a task never does
-    const shown = taken.filter((key) => peak(key) > 0 || /truncated|policy\/clipped|variance|kl$|total$|correct$|accuracy/.test(key));
-    const curves = shown.flatMap((key) =>
-      runs.map((run, number) => ({ key, label: labelOf(key, panel), run: number, values: valuesAt(run, key, steps, panel.scale) })),
-    );
-    return { ...panel, steps, names: shown, curves: curves.filter(({ values }) => values.some(isNumber)) };
+  const logged = new Set(runs.flatMap((run) => Object.keys(run.metrics?.series ?? {})));
+  const keys = [...logged].sort((a, b) => isEvaluation(a) - isEvaluation(b)); // training first, else as logged
+  const sizes = (key) =>
+    runs
+      .flatMap((run) => run.metrics?.series?.[key] ?? [])
+      .filter(isNumber)
+      .map(Math.abs);
+  const peaks = new Map(keys.map((key) => [key, largest(sizes(key), -1)])); // -1: no number at all
+  const taken = new Set();
+  const panels = [...PANELS, ...ownPanels(keys)].map((panel) => {
+    const free = (key) => panel.takes(key) && (!taken.has(key) || panel.reuse?.test(key));
+    const own = keys.filter((key) => free(key) && peaks.get(key) >= 0 && peaks.get(key) <= (panel.upTo ?? Infinity));
+    own.forEach((key) => taken.add(key));
+    const names = own.filter((key) => peaks.get(key) > 0 || TELLING_ZERO.test(key));
+    const curve = (key, run, number) => {
+      return { key, label: labelOf(key, panel), run: number, values: valuesAt(run, key, steps, panel.scale) };
+    };
+    const curves = names.flatMap((key) => runs.map((run, number) => curve(key, run, number)));
+    return { ...panel, steps, names, curves: curves.filter(({ values }) => values.some(isNumber)) };
   });
   return panels.filter((panel) => panel.curves.length > 0);
 }
@@ -130,7 +145,7 @@ class Panel {
       on: { keydown: (event) => this.onKey(event), focus: () => onPoint(this.index ?? this.panel.steps.length - 1) },
     });
     this.legend = element("ul", { class: "legend" });
-    this.words = element("p", { class: "note", id: `curve-${slug(panel.title)}` });
+    this.words = element("p", { class: "unseen", id: `curve-${slug(panel.title)}` });
     this.values = element("div");
     this.details = element(
       "details",
@@ -139,9 +154,8 @@ class Panel {
       this.values,
     );
     const heading = element("h3", {}, panel.title, element("span", { class: "unit" }, ` ${panel.unit}`));
-    this.root = element("div", { class: "panel", "data-panel": panel.title }, heading, this.at, this.plotPlace, this.legend, this.details);
-    this.words.classList.add("unseen");
-    this.root.append(this.words);
+    const parts = [heading, this.at, this.plotPlace, this.legend, this.details, this.words];
+    this.root = element("div", { class: "panel", "data-panel": panel.title }, parts);
     this.update(panel);
     new ResizeObserver(() => this.resize()).observe(this.plotPlace);
   }
@@ -156,7 +170,9 @@ class Panel {
       this.plot?.destroy();
       this.plot = new uPlot(this.options(), values, this.plotPlace);
     }
-    this.words.textContent = visible(panel.curves.map((curve) => this.named(describeCurve(curve, panel.steps), curve)).join(" "));
+    this.words.textContent = visible(
+      panel.curves.map((curve) => this.named(describeCurve(curve, panel.steps), curve)).join(" "),
+    );
     if (!same) this.drawLegend();
     this.drawTable();
     this.point(this.index ?? null);
@@ -167,11 +183,13 @@ class Panel {
   /** The text with the run's name before it, if several runs are laid over each other. */
   named = (text, { run }) => (data.runs.length > 1 ? `${data.runs[run].name}, ${text}` : text);
 
-  colorOf = (curve) => (curve.key === "reward/total" || curve.key === "time/step" ? "--ink" : `--c${this.panel.names.indexOf(curve.key) % 8}`);
+  colorOf = (curve) =>
+    curve.key === "reward/total" || curve.key === "time/step"
+      ? "--ink"
+      : `--c${this.panel.names.indexOf(curve.key) % 8}`;
 
   options() {
     const { floor, ceiling } = this.panel;
-    const dash = (ctx, size) => ctx.setLineDash(size);
     const axis = { stroke: () => color("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } };
     const grid = { stroke: () => color("--grid"), width: 1 };
     return {
@@ -179,7 +197,11 @@ class Panel {
       height: 150,
       legend: { show: false },
       padding: [8, 10, 0, 0],
-      cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } },
+      cursor: {
+        y: false,
+        drag: { x: false, y: false },
+        points: { size: 6, width: 0, fill: (_, i) => color(this.colorOf(this.panel.curves[i - 1])) },
+      },
       scales: {
         x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
         y: {
@@ -192,7 +214,14 @@ class Panel {
         },
       },
       axes: [
-        { ...axis, size: 26, gap: 4, space: 44, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], grid: { show: false } },
+        {
+          ...axis,
+          size: 26,
+          gap: 4,
+          space: 44,
+          incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000],
+          grid: { show: false },
+        },
         { ...axis, size: 46, gap: 6, space: 26, grid, values: (_, splits) => splits.map(short) },
       ],
       series: [
@@ -203,26 +232,30 @@ class Panel {
           width: curve.key === "reward/total" ? 2.5 : 1.5,
           dash: curve.run ? [5, 4] : undefined,
           spanGaps: true,
-          points: { show: isEvaluation(curve.key) || curve.values.filter(isNumber).length < 3, size: 6, fill: () => color("--surface") },
+          points: {
+            show: isEvaluation(curve.key) || curve.values.filter(isNumber).length < 3,
+            size: 6,
+            fill: () => color("--surface"),
+          },
         })),
       ],
       hooks: {
         setCursor: [(plot) => !this.quiet && this.onPoint(plot.cursor.idx ?? null)],
-        draw: [(plot) => this.markChosen(plot, dash)],
+        draw: [(plot) => this.markChosen(plot)],
         ready: [(plot) => plot.over.addEventListener("click", () => this.choose())],
       },
     };
   }
 
   /** A line at the step whose samples are shown. */
-  markChosen(plot, dash) {
+  markChosen(plot) {
     const { top, height } = plot.bbox;
     if (!isNumber(Panel.chosen) || Panel.chosen < plot.scales.x.min || Panel.chosen > plot.scales.x.max) return;
     const x = Math.round(plot.valToPos(Panel.chosen, "x", true));
     plot.ctx.save();
     plot.ctx.strokeStyle = color("--muted");
     plot.ctx.lineWidth = devicePixelRatio;
-    dash(plot.ctx, [2 * devicePixelRatio, 3 * devicePixelRatio]);
+    plot.ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
     plot.ctx.beginPath();
     plot.ctx.moveTo(x, top);
     plot.ctx.lineTo(x, top + height);
@@ -235,13 +268,22 @@ class Panel {
     if (width > 40 && width !== this.plot.width && !printing()) this.plot.setSize({ width, height: 150 });
   }
 
+  /** An entry for each key, with a value for each run. */
   drawLegend() {
-    this.outputs = this.panel.curves.map(() => element("output", {}));
-    const swatch = (curve) => element("span", { class: `swatch${curve.run ? " dashed" : ""}${isEvaluation(curve.key) ? " dotted" : ""}`, css: { "--swatch": `var(${this.colorOf(curve)})` } });
-    fill(
-      this.legend,
-      this.panel.curves.map((curve, i) => element("li", { "data-key": curve.key, "data-run": curve.run }, swatch(curve), element("span", {}, this.named(curve.label, curve)), this.outputs[i])),
-    );
+    this.outputs = this.panel.curves.map(({ run }) => element("output", { "data-run": run }));
+    const swatch = (curve) => {
+      const look = [curve.run && "dashed", isEvaluation(curve.key) && "dotted"].filter(Boolean);
+      return element("span", {
+        class: ["swatch", ...look].join(" "),
+        css: { "--swatch": `var(${this.colorOf(curve)})` },
+      });
+    };
+    const entry = (key) => {
+      const own = this.panel.curves.filter((curve) => curve.key === key);
+      const [first, ...others] = own.map((curve) => [swatch(curve), this.outputs[this.panel.curves.indexOf(curve)]]);
+      return element("li", { "data-key": key }, first[0], element("span", {}, own[0].label), first[1], others);
+    };
+    fill(this.legend, [...new Set(this.panel.curves.map(({ key }) => key))].map(entry));
   }
 
   /** The table is made when it is opened. */
@@ -250,7 +292,10 @@ class Panel {
     const { title, steps, curves } = this.panel;
     const rows = steps.map((step, i) => [String(step), ...curves.map(({ values }) => short(values[i]))]);
     const shown = rows.filter((row) => row.slice(1).some((cell) => cell !== "–"));
-    fill(this.values, table(`Values of ${title}`, ["step", ...curves.map((curve) => this.named(curve.label, curve))], shown));
+    fill(
+      this.values,
+      table(`Values of ${title}`, ["step", ...curves.map((curve) => this.named(curve.label, curve))], shown),
+    );
   }
 
   /** Move the cursor to a place in `steps`; null: away, the legend then shows the last values. */
@@ -266,14 +311,26 @@ class Panel {
     const texts = curves.map(({ values }) => short(shown === null ? values.findLast(isNumber) : values[shown]));
     this.outputs.forEach((output, i) => (output.textContent = texts[i]));
     const slider = { valuemin: steps[0], valuemax: steps.at(-1), valuenow: steps[shown ?? steps.length - 1] };
-    slider.valuetext = [`step ${slider.valuenow}`, ...curves.map((curve, i) => `${this.named(curve.label, curve)} ${texts[i]}`)].join(", ");
+    slider.valuetext = [
+      `step ${slider.valuenow}`,
+      ...curves.map((curve, i) => `${this.named(curve.label, curve)} ${texts[i]}`),
+    ].join(", ");
     for (const [name, value] of Object.entries(slider)) this.plotPlace.setAttribute(`aria-${name}`, visible(value));
   }
 
   onKey(event) {
     const last = this.panel.steps.length - 1;
     const now = this.index ?? last;
-    const moves = { ArrowLeft: now - 1, ArrowDown: now - 1, ArrowRight: now + 1, ArrowUp: now + 1, PageUp: now + 10, PageDown: now - 10, Home: 0, End: last };
+    const moves = {
+      ArrowLeft: now - 1,
+      ArrowDown: now - 1,
+      ArrowRight: now + 1,
+      ArrowUp: now + 1,
+      PageUp: now + 10,
+      PageDown: now - 10,
+      Home: 0,
+      End: last,
+    };
     if (event.key === "Enter" || event.key === " ") this.choose();
     else if (event.key in moves) this.onPoint(Math.min(Math.max(moves[event.key], 0), last));
     else return;
@@ -289,7 +346,8 @@ const slug = (text) => text.toLowerCase().replace(/[^a-z0-9]+/g, "-");
 
 /** Put `children` into `parent`, and touch nothing if they are there already. */
 function place(parent, children) {
-  if (children.length !== parent.children.length || children.some((child, i) => child !== parent.children[i])) fill(parent, children);
+  if (children.length !== parent.children.length || children.some((child, i) => child !== parent.children[i]))
+    fill(parent, children);
 }
 
 /** All panels; pointing into one moves the cursor of all. */
@@ -308,8 +366,14 @@ class Curves {
       if (this.panels.has(panel.title)) this.panels.get(panel.title).update(panel);
       else this.panels.set(panel.title, new Panel(panel, (index) => this.point(index), this.onChoose));
     }
-    const roots = (more) => panels.filter((panel) => Boolean(panel.more) === more).map((panel) => this.panels.get(panel.title).root);
-    place(byId("panels"), panels.length ? roots(false) : [element("p", { class: "note" }, "There are no curves: the run has logged no step yet.")]);
+    const roots = (more) =>
+      panels.filter((panel) => Boolean(panel.more) === more).map((panel) => this.panels.get(panel.title).root);
+    place(
+      byId("panels"),
+      panels.length
+        ? roots(false)
+        : [element("p", { class: "note" }, "There are no curves: the run has logged no step yet.")],
+    );
     place(byId("more-panels"), roots(true));
     byId("more").hidden = !roots(true).length;
     byId("more-count").textContent = roots(true).length;
@@ -327,7 +391,7 @@ class Curves {
   /** Paper has its own width, and no dark side. */
   forPaper(paper) {
     document.documentElement.classList.toggle("paper", paper);
-    this.panels.forEach((panel) => (paper ? panel.plot.setSize({ width: 330, height: 130 }) : panel.resize()));
+    this.panels.forEach((panel) => (paper ? panel.plot.setSize({ width: 300, height: 130 }) : panel.resize()));
     this.redraw();
   }
 }

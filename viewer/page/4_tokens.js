@@ -5,7 +5,7 @@ const END_OF_TURN = 2;
 const LONGEST_TOKEN = 200; // characters of a token that are shown
 
 /** A token's [text, flags]; of a token whose text the run did not write there is only the id. */
-const tokenOf = (id) => data.tokens[id] ?? [`‹id ${id}›`, 0];
+const tokenOf = (id) => data.tokens[id] ?? [`‹${id}›`, 0];
 
 /** A token's text for labels, where blanks are words. */
 const spoken = (text) => shortened(text, 40).replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
@@ -75,7 +75,12 @@ const COLORS = {
 function numbersOf(row) {
   const updates = tokenTerms(row, data.loss);
   let action = 0; // the numbers are lists over action tokens only
-  return { row, updates, total: totalTerms(row, data.loss, updates), action: row.mask.map((bit) => (bit ? action++ : null)) };
+  return {
+    row,
+    updates,
+    total: totalTerms(row, data.loss, updates),
+    action: row.mask.map((bit) => (bit ? action++ : null)),
+  };
 }
 
 // ---- a group
@@ -90,8 +95,22 @@ class GroupView {
     this.readout = element("aside", { id: "readout", "aria-label": "The chosen token", class: "screen-only" });
     this.spoken = element("p", { class: "unseen", "aria-live": "polite", id: "token-status" });
     this.tokens = []; // of every list: {list, numbers or null for the prompt, spans}
-    this.root = element("div", { class: "group" }, this.head(), this.controls(), this.prompt(), this.cards(), this.readout, this.spoken);
-    for (const [name, event] of Object.entries({ pointerover: "hover", focusin: "focus", click: "focus", keydown: "key" })) {
+    this.root = element(
+      "div",
+      { class: "group" },
+      this.head(),
+      this.controls(),
+      this.prompt(),
+      this.cards(),
+      this.readout,
+      this.spoken,
+    );
+    for (const [name, event] of Object.entries({
+      pointerover: "hover",
+      focusin: "focus",
+      click: "focus",
+      keydown: "key",
+    })) {
       this.root.addEventListener(name, (happened) => this[event](happened));
     }
     this.root.addEventListener("pointerleave", () => this.show(this.chosen));
@@ -102,15 +121,29 @@ class GroupView {
     const { question, answer, rows } = this.group;
     const total = groupLoss(this.group, data.loss);
     return [
-      element("h3", { class: "question" }, question ? shortened(question, 2000) : "A prompt without a written question"),
+      element(
+        "h3",
+        { class: "question" },
+        question ? shortened(question, 2000) : "A prompt without a written question",
+      ),
       element(
         "p",
         { class: "note", id: "group-sum", "data-sum": total },
-        answer === null || answer === undefined ? "" : ["Answer: ", element("b", {}, shortened(String(answer), 500)), ". "],
+        answer === null || answer === undefined
+          ? ""
+          : ["Answer: ", element("b", {}, shortened(String(answer), 500)), ". "],
         `${count(rows.length, "completion")}, highest return first. `,
+        this.unnamed() ? "The run did not write the text of every token: ‹123› is the token with id 123. " : "",
         data.loss.kind ? ["Their terms add up to ", element("b", { class: "number" }, signed(total, 8)), "."] : "",
       ),
     ];
+  }
+
+  /** Whether there are tokens of which only the id is known. */
+  unnamed() {
+    return [this.group.prompt ?? [], ...this.group.rows.map((row) => row.ids ?? [])].some((ids) =>
+      ids.some((id) => !data.tokens[id]),
+    );
   }
 
   controls() {
@@ -118,14 +151,23 @@ class GroupView {
     const option = (value, text) => element("option", { value }, text);
     const colors = Object.entries(COLORS).map(([name, { label }]) => option(name, label));
     this.legend = element("div", { id: "scale", class: "scale" });
-    const marks = [["token outside", "not in the loss"], ["token special", "special"], ["token special end", "end of turn"], ["token clipped", "clipped: no gradient"]];
+    const marks = [
+      ["token outside", "not in the loss"],
+      ["token special", "special"],
+      ["token special end", "end of turn"],
+      ["token clipped", "clipped: no gradient"],
+    ];
     const bar = element(
       "div",
       { class: "bar colors" },
       element("span", { class: "pair" }, choice("color", "Colour", colors)),
-      element("span", { class: "pair", id: "pass-pair" }, choice("pass", "Update", [])),
+      element("span", { class: "pair", id: "pass-pair" }, choice("pass", "Update in", [])),
       this.legend,
-      element("span", { class: "marks" }, marks.map(([name, text]) => element("span", { class: `${name} mark` }, text))),
+      element(
+        "span",
+        { class: "marks" },
+        marks.map(([name, text]) => element("span", { class: `${name} mark` }, text)),
+      ),
       this.rows.some(({ row }) => row.turns) && this.viewSwitch(),
     );
     bar.addEventListener("change", () => this.onColor(this.setting()));
@@ -134,40 +176,80 @@ class GroupView {
 
   viewSwitch() {
     const radio = (value, text, checked) =>
-      element("label", {}, element("input", { type: "radio", name: "view", value, checked, on: { change: () => (this.root.dataset.view = value) } }), text);
-    return element("fieldset", { class: "pair view" }, element("legend", { class: "unseen" }, "Show"), radio("tokens", "tokens", true), radio("turns", "conversation", false));
+      element(
+        "label",
+        {},
+        element("input", {
+          type: "radio",
+          name: "view",
+          value,
+          checked,
+          on: { change: () => (this.root.dataset.view = value) },
+        }),
+        text,
+      );
+    return element(
+      "fieldset",
+      { class: "pair view" },
+      element("legend", { class: "unseen" }, "Show"),
+      radio("tokens", "tokens", true),
+      radio("turns", "conversation", false),
+    );
   }
 
   prompt() {
     const { prompt } = this.group;
     if (!prompt?.length) return element("p", { class: "note" }, "The tokens of the prompt were not written.");
     const list = this.list("Tokens of the prompt", prompt, null, "prompt");
-    return element("details", { class: "prompt", open: prompt.length <= 120 }, element("summary", {}, `The prompt: ${count(prompt.length, "token")}, the same for all, not in the loss`), list);
+    return element(
+      "details",
+      { class: "prompt", open: prompt.length <= 120 },
+      element("summary", {}, `The prompt: ${count(prompt.length, "token")}, the same for all, not in the loss`),
+      list,
+    );
   }
 
   cards() {
-    return element("div", { class: "cards" }, this.rows.map((numbers, rank) => this.card(numbers, rank)));
+    return element(
+      "div",
+      { class: `cards${this.rows.length > 16 ? " many" : ""}` },
+      this.rows.map((numbers, rank) => this.card(numbers, rank)),
+    );
   }
 
   card(numbers, rank) {
     const { row } = numbers;
     const terms = sum(numbers.total);
-    const fact = (name, value, key) => element("span", { class: "fact", "data-key": key ?? name }, `${name} `, element("b", { class: "number" }, value));
-    const rewards = Object.entries(row.rewards ?? {}).map(([name, value]) => fact(name.replaceAll("_", " "), short(value), name));
+    const fact = (name, value, key) =>
+      element("span", { class: "fact", "data-key": key ?? name }, `${name} `, element("b", { class: "number" }, value));
+    const rewards = Object.entries(row.rewards ?? {}).map(([name, value]) =>
+      fact(name.replaceAll("_", " "), short(value), name),
+    );
     return element(
       "article",
       { class: "completion", "data-completion": row.completion_index, "data-rank": rank, "data-sum": terms },
-      element("h4", {}, `Completion ${row.completion_index}`, element("span", { class: "return", "data-key": "return" }, " return ", element("b", {}, short(row.return)))),
+      element(
+        "h4",
+        {},
+        `Completion ${row.completion_index}`,
+        element("span", { class: "return", "data-key": "return" }, " return ", element("b", {}, short(row.return))),
+      ),
       element(
         "p",
         { class: "facts" },
         fact("advantage", signed(row.advantage, 4), "advantage"),
         rewards,
         fact("length", `${actionTokens(row)}`, "length"),
-        fact("end", { stop: "stopped", length: "cut off" }[row.finish_reason] ?? row.finish_reason ?? "–", "finish_reason"),
+        fact(
+          "end",
+          { stop: "stopped", length: "cut off" }[row.finish_reason] ?? row.finish_reason ?? "–",
+          "finish_reason",
+        ),
         data.loss.kind && fact("sum of terms", signed(terms, 8), "terms"),
       ),
-      row.ids?.length ? this.segments(numbers) : element("p", { class: "text" }, "The tokens were not written. Text: ", shortened(row.text ?? "", 20000)),
+      row.ids?.length
+        ? this.segments(numbers)
+        : element("p", { class: "text" }, "The tokens were not written. Text: ", shortened(row.text ?? "", 20000)),
       row.turns && conversation(row),
     );
   }
@@ -183,8 +265,12 @@ class GroupView {
         if (!starts[i]) return;
         const until = starts.indexOf(true, i + 1);
         const length = (until < 0 ? row.mask.length : until) - i;
-        const text = bit ? `policy: ${count(length, "token")} in the loss` : `tools and template: ${count(length, "token")} not in the loss`;
-        list.querySelector(`[data-index="${i}"]`).before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
+        const text = bit
+          ? `policy: ${count(length, "token")} in the loss`
+          : `tools and template: ${count(length, "token")} not in the loss`;
+        list
+          .querySelector(`[data-index="${i}"]`)
+          .before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
       });
     }
     return list;
@@ -192,7 +278,13 @@ class GroupView {
 
   /** A list of tokens, one of which the tab key reaches; the arrow keys move between them. */
   list(label, ids, numbers, part) {
-    const list = element("div", { class: "tokens", role: "listbox", "aria-label": label, "aria-orientation": "horizontal", "data-part": part });
+    const list = element("div", {
+      class: "tokens",
+      role: "listbox",
+      "aria-label": label,
+      "aria-orientation": "horizontal",
+      "data-part": part,
+    });
     const place = this.tokens.push({ list, ids, numbers, spans: [] }) - 1;
     list.dataset.list = place;
     ids.forEach((id, index) => {
@@ -201,7 +293,17 @@ class GroupView {
       if (flags) classes.push("special");
       if (flags & END_OF_TURN) classes.push("end");
       if (!numbers?.row.mask[index]) classes.push("outside");
-      const span = element("span", { class: classes.join(" "), role: "option", "aria-selected": "false", tabindex: index ? -1 : 0, "data-index": index }, markedText(text));
+      const span = element(
+        "span",
+        {
+          class: classes.join(" "),
+          role: "option",
+          "aria-selected": "false",
+          tabindex: index ? -1 : 0,
+          "data-index": index,
+        },
+        markedText(text),
+      );
       if (text.length > 24 || text.includes("\n")) span.classList.add("flows"); // others stay in one piece
       if (!text.trim()) span.setAttribute("aria-label", spoken(text) || "empty");
       this.tokens[place].spans.push(span);
@@ -221,40 +323,56 @@ class GroupView {
     const kind = COLORS[by];
     this.root.querySelector("#color").value = by;
     this.pass = this.offerPasses(kind, pass);
-    const views = this.rows.map((numbers) => ({ ...numbers, update: this.pass === "all" ? null : numbers.updates[this.pass] }));
+    const views = this.rows.map((numbers) => ({
+      ...numbers,
+      update: this.pass === "all" ? null : numbers.updates[this.pass],
+    }));
     const values = views.map((view) => view.row.sampler.map((_, i) => kind.value(view, i)));
     const most = kind.scale(values.flat());
-    this.tokens.filter(({ numbers }) => numbers).forEach(({ numbers, spans }, r) => {
-      const { update } = views[r];
-      spans.forEach((span, index) => {
-        const i = numbers.action[index];
-        if (i === null) return;
-        const value = values[r][i];
-        span.classList.toggle("below", value < 0);
-        span.classList.toggle("unknown", !isNumber(value));
-        span.classList.toggle("clipped", Boolean(update?.clipped[i]));
-        span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
+    this.tokens
+      .filter(({ numbers }) => numbers)
+      .forEach(({ numbers, spans }, r) => {
+        const { update } = views[r];
+        spans.forEach((span, index) => {
+          const i = numbers.action[index];
+          if (i === null) return;
+          const value = values[r][i];
+          span.classList.toggle("below", value < 0);
+          span.classList.toggle("unknown", !isNumber(value));
+          span.classList.toggle("clipped", Boolean(update?.clipped[i]));
+          span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
+        });
       });
-    });
     this.root.dataset.scale = by === "mask" ? "mask" : kind.diverging ? "diverging" : "sequential";
     const ramp = element("span", { class: "ramp", "aria-hidden": "true" });
     const [low, ...high] = kind.ends(most).map((text) => element("span", {}, text));
-    fill(this.legend, element("span", { class: "unseen" }, "Scale: "), high.length > 1 ? [low, ramp, high[1]] : [low, ramp, high[0]]);
+    fill(
+      this.legend,
+      element("span", { class: "unseen" }, "Scale: "),
+      high.length > 1 ? [low, ramp, high[1]] : [low, ramp, high[0]],
+    );
     const none = !values.flat().some(isNumber);
-    if (none) fill(this.legend, by === "kl" ? "This run has no reference." : "No update used these completions, or the run did not write this.");
+    if (none)
+      fill(
+        this.legend,
+        by === "kl" ? "This run has no reference." : "No update used these completions, or the run did not write this.",
+      );
     this.show(this.chosen ?? null);
   }
 
   /** The updates that one can choose from, and the one that is chosen. */
   offerPasses(kind, wanted) {
-    const passes = Math.max(0, ...this.rows.map(({ updates }) => updates.length));
-    const options = Array.from({ length: passes }, (_, i) => [String(i), `pass ${i + 1} of ${passes}`]);
+    const most = this.rows.reduce((longest, { updates }) => (updates.length > longest.length ? updates : longest), []);
+    const options = most.map(({ epoch }, i) => [String(i), `epoch ${epoch}`]); // one update per row and epoch
     if (kind.total) options.unshift(["all", "all together"]);
     const select = this.root.querySelector("#pass");
-    fill(select, options.map(([value, text]) => element("option", { value }, text)));
+    fill(
+      select,
+      options.map(([value, text]) => element("option", { value }, text)),
+    );
     const chosen = options.some(([value]) => value === wanted) ? wanted : (options[0]?.[0] ?? "0");
     if (options.length) select.value = chosen;
-    this.root.querySelector("#pass-pair").hidden = passes < 2 || !kind.passes;
+    this.root.querySelector("#pass-pair").hidden = most.length < 2 || !kind.passes;
     return kind.passes ? chosen : "0";
   }
 
@@ -296,7 +414,8 @@ class GroupView {
     const moves = { ArrowLeft: place.index - 1, ArrowRight: place.index + 1, Home: 0, End: last };
     let next = null;
     if (event.key in moves) next = spans[Math.min(Math.max(moves[event.key], 0), last)];
-    else if (event.key === "ArrowDown" || event.key === "ArrowUp") next = inNextLine(spans, place.index, event.key === "ArrowDown" ? 1 : -1);
+    else if (event.key === "ArrowDown" || event.key === "ArrowUp")
+      next = inNextLine(spans, place.index, event.key === "ArrowDown" ? 1 : -1);
     else if (event.key === "PageDown" || event.key === "PageUp") {
       const other = this.tokens[place.list + (event.key === "PageDown" ? 1 : -1)];
       next = other?.spans[Math.min(place.index, other.spans.length - 1)];
@@ -327,10 +446,20 @@ class GroupView {
     const { ids, numbers } = this.tokens[list];
     const [text, flags] = tokenOf(ids[index]);
     const prompt = this.group.prompt?.length ?? 0;
-    const facts = { id: ids[index], text, flags, numbers, index, position: numbers ? prompt + index : index, i: numbers?.action[index] ?? null };
+    const facts = {
+      id: ids[index],
+      text,
+      flags,
+      numbers,
+      index,
+      position: numbers ? prompt + index : index,
+      i: numbers?.action[index] ?? null,
+    };
     if (!numbers) facts.role = "part of the prompt, not in the loss";
-    else if (facts.i === null) facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
-    else facts.role = `in the loss: number ${facts.i + 1} of ${count(actionTokens(numbers.row), "token")} that the policy sampled`;
+    else if (facts.i === null)
+      facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
+    else
+      facts.role = `in the loss: number ${facts.i + 1} of ${count(actionTokens(numbers.row), "token")} that the policy sampled`;
     return facts;
   }
 
@@ -343,7 +472,14 @@ class GroupView {
 
   show(place) {
     if (!place) {
-      fill(this.readout, element("p", { class: "note" }, "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers."));
+      fill(
+        this.readout,
+        element(
+          "p",
+          { class: "note" },
+          "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers.",
+        ),
+      );
       return;
     }
     const facts = this.facts(place);
@@ -353,7 +489,11 @@ class GroupView {
       element(
         "div",
         { class: "which" },
-        element("span", { class: `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`, "data-key": "text" }, markedText(text) || "empty"),
+        element(
+          "span",
+          { class: `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`, "data-key": "text" },
+          markedText(text) || "empty",
+        ),
         element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
         element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
         numbers && element("span", {}, `completion ${numbers.row.completion_index}`),
@@ -386,18 +526,29 @@ function inNextLine(spans, index, direction) {
 function numberTable({ numbers, i }) {
   const { row, updates, total } = numbers;
   const { loss } = data;
-  const number = (name, key, value, more) => element("div", {}, element("dt", {}, name), element("dd", {}, element("span", { "data-key": key }, value), more && element("small", {}, ` ${more}`)));
+  const number = (name, key, value, more) =>
+    element(
+      "div",
+      {},
+      element("dt", {}, name),
+      element("dd", {}, element("span", { "data-key": key }, value), more && element("small", {}, ` ${more}`)),
+    );
   const sampled = difference(row.sampler[i], 0);
-  const relative = (list) => (list ? (isNumber(list[i]) && isNumber(row.sampler[i]) ? (row.sampler[i] + list[i]) * MICRO : NaN) : NaN);
+  const relative = (list) =>
+    list ? (isNumber(list[i]) && isNumber(row.sampler[i]) ? (row.sampler[i] + list[i]) * MICRO : NaN) : NaN;
   const one = updates.length === 1;
   const passes = updates.map((update, pass) =>
     element(
       "tr",
       { "data-pass": pass },
       element("th", { scope: "row" }, `epoch ${update.epoch}, minibatch ${update.minibatch}`),
-      [["log_prob", exact(update.logProb[i])], ["ratio", exact(update.ratio[i])], ["clipped", update.clipped[i] ? "yes" : "no"], ["kl", exact(update.kl[i])], ["term", signed(update.term[i], 9)]].map(([key, value]) =>
-        element("td", { "data-key": key }, value),
-      ),
+      [
+        ["log_prob", exact(update.logProb[i])],
+        ["ratio", exact(update.ratio[i])],
+        ["clipped", update.clipped[i] ? "yes" : "no"],
+        ["kl", exact(update.kl[i])],
+        ["term", signed(update.term[i], 9)],
+      ].map(([key, value]) => element("td", { "data-key": key }, value)),
       element("td", { class: "how" }, worked(row, update, i)),
     ),
   );
@@ -415,8 +566,29 @@ function numberTable({ numbers, i }) {
       loss.kind && number(one ? "term in the loss" : "terms, mean over all updates", "total", signed(total[i], 9)),
     ),
     updates.length
-      ? element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "The token in each update" }, element("table", {}, element("thead", {}, element("tr", {}, heads.map((text) => element("th", { scope: "col" }, text)))), element("tbody", {}, passes)))
-      : element("p", { class: "note" }, "No update used this completion (its advantage is 0, and there is no KL term): it adds nothing to the loss."),
+      ? element(
+          "div",
+          { class: "scroll", tabindex: 0, role: "region", "aria-label": "The token in each update" },
+          element(
+            "table",
+            {},
+            element(
+              "thead",
+              {},
+              element(
+                "tr",
+                {},
+                heads.map((text) => element("th", { scope: "col" }, text)),
+              ),
+            ),
+            element("tbody", {}, passes),
+          ),
+        )
+      : element(
+          "p",
+          { class: "note" },
+          "No update used this completion (its advantage is 0, and there is no KL term): it adds nothing to the loss.",
+        ),
   ];
 }
 
@@ -432,7 +604,11 @@ function worked(row, update, i) {
 
 /** The turns of a row as text: who wrote them, which tool calls they hold, and how much of them is trained. */
 function conversation(row) {
-  const lengths = row.mask.join("").match(/1+/g)?.map((run) => run.length) ?? [];
+  const lengths =
+    row.mask
+      .join("")
+      .match(/1+/g)
+      ?.map((run) => run.length) ?? [];
   const ours = row.turns.filter(([role]) => role === "assistant").length;
   let turn = 0;
   return element(
@@ -440,9 +616,19 @@ function conversation(row) {
     { class: "turns" },
     row.turns.map(([role, text]) => {
       const policy = role === "assistant";
-      const known = policy && ours === lengths.length ? `: ${count(lengths[turn++], "token")} in the loss` : policy ? ": in the loss" : ": not in the loss";
+      const known =
+        policy && ours === lengths.length
+          ? `: ${count(lengths[turn++], "token")} in the loss`
+          : policy
+            ? ": in the loss"
+            : ": not in the loss";
       const name = policy ? "policy" : role;
-      return element("li", { class: policy ? "turn policy" : "turn tool", "data-role": role }, element("span", { class: "who" }, element("b", {}, name), known), element("div", { class: "said" }, withCalls(text)));
+      return element(
+        "li",
+        { class: policy ? "turn policy" : "turn tool", "data-role": role },
+        element("span", { class: "who" }, element("b", {}, name), known),
+        element("div", { class: "said" }, withCalls(text)),
+      );
     }),
   );
 }

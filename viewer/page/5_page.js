@@ -7,14 +7,30 @@ let shownStep = null; // key of the samples that are shown
 
 // ---- the top of the page
 
-const FLAGS = ["model", "task", "steps", "prompts_per_step", "group_size", "max_new_tokens", "lr", "kl_weight", "epochs_per_step", "minibatch_size", "temperature", "seed"];
-const setting = (value) => (value === null || value === undefined ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value));
+const FLAGS = [
+  "model",
+  "task",
+  "steps",
+  "prompts_per_step",
+  "group_size",
+  "max_new_tokens",
+  "lr",
+  "kl_weight",
+  "epochs_per_step",
+  "minibatch_size",
+  "temperature",
+  "seed",
+];
+const setting = (value) =>
+  value === null || value === undefined ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value);
 const flag = (name) => `--${name.replaceAll("_", "-")}`;
 
 function showRuns() {
   const open = [...byId("runs").querySelectorAll("details")].map((details) => details.open); // as the reader left them
   fill(byId("runs"), data.runs.map(runCard), data.runs.length > 1 && differences());
-  byId("runs").querySelectorAll("details").forEach((details, i) => (details.open = open[i] ?? details.open));
+  byId("runs")
+    .querySelectorAll("details")
+    .forEach((details, i) => (details.open = open[i] ?? details.open));
 }
 
 function runCard(run) {
@@ -41,13 +57,28 @@ function runCard(run) {
       isNumber(summary.seconds) && tile("training", duration(summary.seconds)),
       isNumber(summary.peak_memory_bytes) && tile("memory", `${short(summary.peak_memory_bytes / 1e9)} GB`),
     ),
-    element("p", { class: "facts" }, FLAGS.filter((name) => name in config).map((name) => element("span", { class: "fact" }, `${flag(name)} `, element("b", {}, setting(config[name]))))),
-    element("p", { class: "note" }, [config.commit && `commit ${config.commit}`, config.machine, config.gpu].filter(Boolean).join(" · ")),
+    element(
+      "p",
+      { class: "facts" },
+      FLAGS.filter((name) => name in config).map((name) =>
+        element("span", { class: "fact" }, `${flag(name)} `, element("b", {}, setting(config[name]))),
+      ),
+    ),
+    element(
+      "p",
+      { class: "note" },
+      [config.commit && `commit ${config.commit}`, config.machine, config.gpu].filter(Boolean).join(" · "),
+    ),
     element("details", {}, element("summary", {}, "All flags and results"), allFacts(run)),
   );
 }
 
-const duration = (seconds) => (seconds < 90 ? `${short(seconds)} s` : seconds < 5400 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`);
+const duration = (seconds) =>
+  seconds < 90
+    ? `${short(seconds)} s`
+    : seconds < 5400
+      ? `${(seconds / 60).toFixed(1)} min`
+      : `${(seconds / 3600).toFixed(1)} h`;
 
 function allFacts(run) {
   const flags = Object.entries(run.config ?? {}).map(([name, value]) => [name, setting(value)]);
@@ -56,21 +87,34 @@ function allFacts(run) {
   return element(
     "div",
     { class: "tables" },
-    flags.length ? table(`Flags of ${run.name}`, ["flag", "value"], flags) : element("p", { class: "note" }, "The run has no config.json."),
-    results.length ? table(`Evaluation of ${run.name} on held-out questions`, ["held-out questions", "before", "after"], results) : element("p", { class: "note" }, "The run has written no summary yet."),
+    flags.length
+      ? table(`Flags of ${run.name}`, ["flag", "value"], flags)
+      : element("p", { class: "note" }, "The run has no config.json."),
+    results.length
+      ? table(`Evaluation of ${run.name} on held-out questions`, ["held-out questions", "before", "after"], results)
+      : element("p", { class: "note" }, "The run has written no summary yet."),
   );
 }
 
 /** The flags in which the runs differ. */
 function differences() {
   const [first, second] = data.runs.map((run) => run.config ?? {});
-  const names = Object.keys({ ...first, ...second }).filter((name) => setting(first[name]) !== setting(second[name]) && !["name", "command"].includes(name));
+  const names = Object.keys({ ...first, ...second }).filter(
+    (name) => setting(first[name]) !== setting(second[name]) && !["name", "command"].includes(name),
+  );
   const rows = names.map((name) => [name, setting(first[name]), setting(second[name])]);
-  return element("details", { open: true }, element("summary", {}, `The runs differ in ${count(names.length, "flag")}`), table("Flags that differ", ["flag", ...data.runs.map((run) => run.name)], rows));
+  return element(
+    "details",
+    { open: true },
+    element("summary", {}, `The runs differ in ${count(names.length, "flag")}`),
+    table("Flags that differ", ["flag", ...data.runs.map((run) => run.name)], rows),
+  );
 }
 
 function showDiagnosis() {
-  const findings = data.runs.flatMap((run, number) => (run.diagnosis ?? []).map((finding) => ({ ...finding, run, number })));
+  const findings = data.runs.flatMap((run, number) =>
+    (run.diagnosis ?? []).map((finding) => ({ ...finding, run, number })),
+  );
   const item = ({ finding, sentence, steps, link: address, run, number }) =>
     element(
       "li",
@@ -83,18 +127,42 @@ function showDiagnosis() {
         "Steps ",
         (steps ?? []).map((range, i) => [
           i ? ", " : "",
-          number === 0 && data.samples.steps.length ? element("button", { type: "button", class: "plain", "aria-label": `Show the samples near step ${range[0]}`, on: { click: () => goToStep(range[0]) } }, ranges([range])) : ranges([range]),
+          number === 0 && data.samples.steps.length
+            ? element(
+                "button",
+                {
+                  type: "button",
+                  class: "plain",
+                  "aria-label": `${ranges([range])}: show the samples of step ${nearest(range[0]).step}`,
+                  on: { click: () => goToStep(range[0]) },
+                },
+                ranges([range]),
+              )
+            : ranges([range]),
         ]),
         " · ",
         link("what it means, and what to try", address),
       ),
     );
-  fill(byId("findings"), findings.length ? element("ul", { class: "findings" }, findings.map(item)) : element("p", {}, "The run has found nothing wrong."));
+  const none = !allSteps(data.runs).length
+    ? "The run has logged no step yet."
+    : data.runs.length > 1
+      ? "The runs have found nothing wrong."
+      : "The run has found nothing wrong.";
+  fill(
+    byId("findings"),
+    findings.length ? element("ul", { class: "findings" }, findings.map(item)) : element("p", {}, none),
+  );
 }
 
 function showRunKey() {
-  const swatch = (number) => element("span", { class: `swatch${number ? " dashed" : ""}`, css: { "--swatch": "var(--ink)" } });
-  fill(byId("run-key"), data.runs.length > 1 && data.runs.map((run, number) => element("span", {}, swatch(number), `${run.experiment}/${run.name}`)));
+  const swatch = (number) =>
+    element("span", { class: `swatch${number ? " dashed" : ""}`, css: { "--swatch": "var(--ink)" } });
+  fill(
+    byId("run-key"),
+    data.runs.length > 1 &&
+      data.runs.map((run, number) => element("span", {}, swatch(number), `${run.experiment}/${run.name}`)),
+  );
 }
 
 // ---- steps
@@ -103,16 +171,23 @@ const stepsInPage = () => data.samples?.steps ?? [];
 
 /** The step with samples that is nearest to `step`. */
 function nearest(step) {
-  return stepsInPage().reduce((best, entry) => (!best || Math.abs(entry.step - step) < Math.abs(best.step - step) ? entry : best), null);
+  return stepsInPage().reduce(
+    (best, entry) => (!best || Math.abs(entry.step - step) < Math.abs(best.step - step) ? entry : best),
+    null,
+  );
 }
 
 /** Show the samples of a step, or of the nearest one that has some, and go there. */
 function goToStep(step) {
   const found = nearest(step);
   if (!found) return;
-  const missing = found.step !== step ? `The samples of step ${step} are not in this page; step ${found.step} is the nearest.` : "";
+  const missing =
+    found.step !== step ? `The samples of step ${step} are not in this page; step ${found.step} is the nearest.` : "";
   choose({ step: found.step, row: null, token: null }, missing);
-  byId("samples").scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+  byId("samples").scrollIntoView({
+    behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth",
+  });
+  byId("samples").focus({ preventScroll: true });
 }
 
 function showSteps() {
@@ -120,12 +195,17 @@ function showSteps() {
   const { note, left_out: leftOut } = data.samples ?? {};
   const of = data.runs.length > 1 ? `Samples of ${data.runs[0].experiment}/${data.runs[0].name}. ` : "";
   const without = leftOut?.length ? ` Not in the page: the samples of step ${ranges(leftOut)}.` : "";
-  byId("samples-note").textContent = visible(steps.length ? `${of}${note ?? ""}${without}` : `${of}There are no samples in this page. ${note ?? ""}`);
+  byId("samples-note").textContent = visible(
+    steps.length ? `${of}${note ?? ""}${without}` : `${of}There are no samples in this page. ${note ?? ""}`,
+  );
   byId("step-bar").hidden = byId("step-view").hidden = !steps.length;
   const rows = (entry) => (entry.complete ? "all rows" : count(entry.rows, "row"));
   const options = steps.map((entry) => [String(entry.step), `${entry.step} (${rows(entry)})`]);
   const select = byId("step");
   if (options.some(([value], i) => select.options[i] && select.options[i].value !== value)) fill(select);
+  options
+    .slice(0, select.options.length)
+    .forEach(([, text], i) => select.options[i].text !== text && (select.options[i].text = text));
   options.slice(select.options.length).forEach(([value, text]) => select.append(element("option", { value }, text)));
 }
 
@@ -150,20 +230,25 @@ async function choose(change, status = "") {
 async function showStep(entry, key) {
   shownStep = key;
   curves.mark(entry.step);
+  let read;
   try {
-    const read = await readSamples(entry);
-    if (shownStep !== key) return; // another step was chosen in the meantime
-    groups = read;
-    view = null;
-    showCheck(entry);
-    showPrompts();
-    showGroup();
+    read = await readSamples(entry);
   } catch (error) {
     shownStep = groups = view = null;
-    fill(byId("loss-check"), element("p", { class: "note" }, `The samples of step ${entry.step} cannot be read: ${error.message}.`));
+    fill(
+      byId("loss-check"),
+      element("p", { class: "note" }, `The samples of step ${entry.step} cannot be read: ${error.message}.`),
+    );
     fill(byId("prompt-list"));
     fill(byId("group"));
+    return;
   }
+  if (shownStep !== key) return; // another step was chosen in the meantime
+  groups = read;
+  view = null;
+  showCheck(entry);
+  showPrompts();
+  showGroup();
 }
 
 const returnsOf = (group) => group.rows.map((row) => row.return).filter(isNumber);
@@ -171,7 +256,10 @@ const returnsOf = (group) => group.rows.map((row) => row.return).filter(isNumber
 /** The chosen group; by default the one whose returns differ most. */
 function currentGroup() {
   const variance = (group) => (returnsOf(group).length ? spread(returnsOf(group)) : -1);
-  return groups.find((group) => group.prompt_index === chosen.prompt) ?? groups.reduce((best, group) => (variance(group) > variance(best) + 1e-12 ? group : best), groups[0]);
+  return (
+    groups.find((group) => group.prompt_index === chosen.prompt) ??
+    groups.reduce((best, group) => (variance(group) > variance(best) + 1e-12 ? group : best), groups[0])
+  );
 }
 
 function showPrompts() {
@@ -179,10 +267,19 @@ function showPrompts() {
   const most = largest(groups.flatMap(returnsOf).map(Math.abs), 1e-9);
   const item = (group, place) => {
     const returns = returnsOf(group);
-    const bar = (value) => element("i", { class: value < 0 ? "below" : "", css: { "--height": Math.abs(value) / most } });
+    const bar = (value) =>
+      element("i", { class: value < 0 ? "below" : "", css: { "--height": Math.abs(value) / most } });
     const flat = returns.length > 1 && Math.max(...returns) === Math.min(...returns);
-    const words = returns.length ? `mean ${short(Number(mean(returns).toFixed(3)))}, ${flat ? "all equal" : `spread ${short(Number(spread(returns).toFixed(3)))}`}` : "no returns";
-    const input = element("input", { type: "radio", name: "prompt", value: place, "data-prompt": group.prompt_index, on: { change: () => choose({ prompt: group.prompt_index, row: null, token: null }) } });
+    const words = returns.length
+      ? `mean ${short(Number(mean(returns).toFixed(3)))}, ${flat ? "all equal" : `spread ${short(Number(spread(returns).toFixed(3)))}`}`
+      : "no returns";
+    const input = element("input", {
+      type: "radio",
+      name: "prompt",
+      value: place,
+      "data-prompt": group.prompt_index,
+      on: { change: () => choose({ prompt: group.prompt_index, row: null, token: null }) },
+    });
     input.checked = group === current;
     return element(
       "label",
@@ -196,11 +293,11 @@ function showPrompts() {
   fill(byId("prompt-list"), groups.map(item));
   const list = byId("prompt-list");
   list.scrollTop = list.children[groups.indexOf(current)].offsetTop - list.clientHeight / 3; // the list alone
-
 }
 
 function showGroup() {
   const group = currentGroup();
+  chosen.prompt = group.prompt_index;
   if (view?.group !== group) {
     view = new GroupView(group, {
       onToken: (row, token) => choose({ row, token }),
@@ -220,27 +317,40 @@ function showCheck(entry) {
   const { loss } = data;
   const logged = loggedAt(data.runs[0], "loss/total", entry.step);
   const check = checkLoss(groups, loss, logged, entry.complete);
-  const [added, said] = [check.sum, check.logged].map((value) => exact(value));
+  const [added, said] = [check.sum, check.logged].map((value) =>
+    Math.abs(value) < 1e-4 ? short(value) : exact(value),
+  );
   const sentences = {
     equal: `The terms of all tokens of this step add up to ${added}; the run logged a loss of ${said}: equal to 1e-5.`,
     part: `Only ${entry.rows} of ${loss.rows} rows of this step were written. Their terms add up to ${added}, which is a part of the loss of ${said} that the run logged.`,
     differs: `The terms of all tokens of this step add up to ${added}, but the run logged a loss of ${said}: the run's loss is not the one that this page computes.`,
     missing: `The terms of this step add up to ${added}, the run logged a loss of ${said}: one of them is not known, so they cannot be compared.`,
-    unknown: "The terms in the loss are not known for this experiment: the page shows all numbers of a token except its term.",
+    unknown:
+      "The terms in the loss are not known for this experiment: the page shows all numbers of a token except its term.",
   };
   const symbol = { equal: "=", differs: "≠" }[check.state] ?? "·";
   const root = byId("loss-check");
   root.dataset.state = check.state;
   root.dataset.sum = check.sum;
   root.dataset.logged = check.logged;
-  fill(root, element("p", { class: "verdict" }, element("span", { class: "symbol", "aria-hidden": "true" }, symbol), element("span", {}, sentences[check.state])), loss.kind && formula());
+  fill(
+    root,
+    element(
+      "p",
+      { class: "verdict" },
+      element("span", { class: "symbol", "aria-hidden": "true" }, symbol),
+      element("span", {}, sentences[check.state]),
+    ),
+    loss.kind && formula(),
+  );
 }
 
 /** The loss in words, with the numbers of this run and the sums of this step's updates. */
 function formula() {
   const { loss } = data;
   const { updates } = stepLoss(groups, loss);
-  const tokens = loss.kind === "drgrpo" ? `${loss.budget}, the completion budget,` : "the number of the row's sampled tokens";
+  const tokens =
+    loss.kind === "drgrpo" ? `${loss.budget}, the completion budget,` : "the number of the row's sampled tokens";
   const limits = `${Number((1 - loss.clip_eps).toFixed(6))} and ${Number((1 + loss.clip_eps).toFixed(6))}`;
   const kl = loss.kl_weight > 0;
   const steps = [
@@ -248,14 +358,25 @@ function formula() {
     ["surrogate", `= −min(ratio × advantage, ratio kept between ${limits} × advantage)`],
     kl && ["KL", "= r − log r − 1 with r = p_reference(token) / p(token)"],
     ["term", `= ${kl ? `(surrogate + ${loss.kl_weight} × KL)` : "surrogate"} / ${tokens} / the rows of the update`],
-    ["loss", `= all terms of an update added up; logged is the mean over the ${count(updatesPerStep(loss), "update")} of a step`],
+    [
+      "loss",
+      `= all terms of an update added up; logged is the mean over the ${count(updatesPerStep(loss), "update")} of a step`,
+    ],
   ].filter(Boolean);
-  const rows = updates.map((update) => [`epoch ${update.epoch}, minibatch ${update.minibatch}`, `${update.rows} of ${rowsOfUpdate(loss, update.minibatch)}`, signed(update.total, 8)]);
+  const rows = updates.map((update) => [
+    `epoch ${update.epoch}, minibatch ${update.minibatch}`,
+    `${update.rows} of ${rowsOfUpdate(loss, update.minibatch)}`,
+    signed(update.total, 8),
+  ]);
   return element(
     "details",
     { class: "formula" },
     element("summary", {}, "How a token's term comes about"),
-    element("dl", {}, steps.map(([name, text]) => [element("dt", {}, name), element("dd", {}, text)])),
+    element(
+      "dl",
+      {},
+      steps.map(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]),
+    ),
     rows.length > 0 && table("Sums of this step's updates", ["update", "rows written", "sum of their terms"], rows),
   );
 }
@@ -273,7 +394,14 @@ function readAddress() {
   if (!named.has("step")) return {};
   const number = (name) => (named.get(name) && isNumber(Number(named.get(name))) ? Number(named.get(name)) : null);
   const by = named.get("by") in COLORS ? named.get("by") : chosen.by;
-  return { step: nearest(number("step") ?? 0)?.step ?? null, prompt: number("prompt"), row: number("row"), token: number("token"), by, pass: named.get("pass") ?? "" };
+  return {
+    step: nearest(number("step") ?? 0)?.step ?? null,
+    prompt: number("prompt"),
+    row: number("row"),
+    token: number("token"),
+    by,
+    pass: named.get("pass") ?? "",
+  };
 }
 
 /** The step that is shown at first: the first of which all rows are there; of a running run the newest. */
@@ -294,7 +422,11 @@ async function listen() {
       lastNews = text;
     }
     const steps = allSteps(data.runs).at(-1) ?? 0;
-    tell(data.runs[0].state === "finished" ? `The run is finished, at step ${steps}.` : `Live: step ${steps}, looked at every two seconds.`);
+    tell(
+      data.runs[0].state === "finished"
+        ? `The run is finished, at step ${steps}.`
+        : `Live: step ${steps}, looked at every two seconds.`,
+    );
   } catch {
     tell("The server of this page does not answer. The page shows what came last, and goes on asking.", true);
   }
@@ -306,7 +438,7 @@ function showNews(news) {
   data = news;
   showAll();
   const step = byId("follow").checked || chosen.step === null ? stepsInPage().at(-1)?.step : chosen.step;
-  if (step !== undefined) choose({ step });
+  if (step !== undefined) choose(step === chosen.step ? {} : { step, row: null, token: null });
 }
 
 function tell(text, wrong = false) {
@@ -325,12 +457,26 @@ function showAll() {
   showRunKey();
   curves.update(data.runs);
   showSteps();
-  fill(byId("foot"), element("p", { class: "note" }, "Every metric is explained in ", link("docs/metrics.md", data.metrics_page), ". The curves are drawn by uPlot (MIT)."));
+  fill(
+    byId("foot"),
+    element(
+      "p",
+      { class: "note" },
+      "Every metric is explained in ",
+      link("docs/metrics.md", data.metrics_page),
+      ". The curves are drawn by uPlot (MIT).",
+    ),
+  );
 }
 
 function start() {
+  document.title = visible(document.title); // the template writes names as they are
+  for (const node of document.querySelector("h1").childNodes)
+    if (node.nodeType === Node.TEXT_NODE) node.data = visible(node.data);
   showAll();
-  byId("step").addEventListener("change", ({ target }) => choose({ step: Number(target.value), row: null, token: null }));
+  byId("step").addEventListener("change", ({ target }) =>
+    choose({ step: Number(target.value), row: null, token: null }),
+  );
   const move = (by) => () => {
     const entry = stepsInPage()[stepsInPage().findIndex(({ step }) => step === chosen.step) + by];
     if (entry) choose({ step: entry.step, row: null, token: null });
@@ -350,4 +496,16 @@ function start() {
 start();
 
 // For tests, and for readers with a console.
-window.report = { data: () => data, chosen: () => chosen, readSamples, tokenTerms, totalTerms, rowLoss, groupLoss, stepLoss, checkLoss, visible, short };
+window.report = {
+  data: () => data,
+  chosen: () => chosen,
+  readSamples,
+  tokenTerms,
+  totalTerms,
+  rowLoss,
+  groupLoss,
+  stepLoss,
+  checkLoss,
+  visible,
+  short,
+};
