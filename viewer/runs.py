@@ -227,8 +227,8 @@ class Run:
             self.config = self._read("config.json") or {}
             self.summary = self._read("summary.json")
             self.is_finished = find_file(self.directory, "summary.json") is not None
-            for file in (self.metrics, self.diagnosis, self.tokens, self.samples):
-                file.update()
+            for file in (self.samples, self.tokens, self.metrics, self.diagnosis):  # what is written last comes first:
+                file.update()  # the metrics of every step that has samples are there
         except OSError as error:
             raise RunError(f"{error.filename or self.directory} cannot be read: {error.strerror}") from None
 
