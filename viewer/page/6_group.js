@@ -1,89 +1,4 @@
-// A group of completions, token by token: colours, what a token is made of, and its numbers.
-
-const SPECIAL = 1; // flags of a token
-const END_OF_TURN = 2;
-const LONGEST_TOKEN = 200; // characters of a token that are shown
-
-/** A token's [text, flags]; of a token whose text the run did not write there is only the id. */
-const tokenOf = (id) => data.tokens[id] ?? [`‹${id}›`, 0];
-
-/** A token's text for labels, where blanks are words. */
-const spoken = (text) => shortened(text, 40).replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
-
-/** Text with marks on its blanks; the marks are drawn by the style sheet, so that the text stays what it is. */
-function markedText(text) {
-  return shortened(text, LONGEST_TOKEN)
-    .split(/([ \n\t])/)
-    .map((part) => {
-      const name = { " ": "space", "\n": "newline", "\t": "tab" }[part];
-      return name ? element("span", { class: name }, part) : part;
-    });
-}
-
-// ---- colours
-
-// What a token can be coloured by. `value` gives the number of action token i of a row (update: that of the chosen pass,
-// or null), `scale` what the strongest colour means, given all numbers of the group; diverging ones have two colours.
-const COLORS = {
-  mask: { label: "in the loss or not", value: () => 1, scale: () => 1, ends: () => ["", "in the loss"] },
-  advantage: {
-    label: "advantage",
-    diverging: true,
-    value: ({ row }) => row.advantage,
-    scale: (values) => largest(values.map(Math.abs), 1e-6),
-    ends: (most) => [signed(-most, 2), "0", signed(most, 2)],
-  },
-  sampled: {
-    label: "log-prob when sampled",
-    value: ({ row }, i) => -difference(row.sampler[i], 0),
-    scale: (values) => largest(values, 1),
-    ends: (most) => ["0 (certain)", `${short(-Number(most.toFixed(2)))} nats (surprising)`],
-  },
-  ratio: {
-    label: "probability ratio",
-    diverging: true,
-    passes: true,
-    value: ({ update }, i) => (update ? Math.log(update.ratio[i]) : NaN),
-    scale: (values) => largest(values.map(Math.abs), Math.log(1 + data.loss.clip_eps)),
-    ends: (most) => [Math.exp(-most).toFixed(2), "1", Math.exp(most).toFixed(2)],
-  },
-  kl: {
-    label: "KL to the reference",
-    passes: true,
-    value: ({ update }, i) => (update ? update.kl[i] : NaN),
-    scale: (values) => largest(values, 1e-4),
-    ends: (most) => ["0", `${short(most)} nats`],
-  },
-  entropy: {
-    label: "entropy",
-    value: ({ row }, i) => (row.entropy ? difference(row.entropy[i], 0) : NaN),
-    scale: (values) => largest(values, 0.1),
-    ends: (most) => ["0 (decided)", `${short(most)} nats (open)`],
-  },
-  term: {
-    label: "term in the loss",
-    diverging: true,
-    passes: true,
-    total: true,
-    value: ({ update, total }, i) => (update ? update.term[i] : total[i]),
-    scale: (values) => largest(values.map(Math.abs), 1e-9),
-    ends: (most) => [`${short(-most)} (lowers)`, "0", `${short(most)} (raises the loss)`],
-  },
-};
-
-/** The numbers of a row that do not depend on what is chosen. */
-function numbersOf(row) {
-  const updates = tokenTerms(row, data.loss);
-  let action = 0; // the numbers are lists over action tokens only
-  return {
-    row,
-    updates,
-    total: totalTerms(row, data.loss, updates),
-    action: row.mask.map((bit) => (bit ? action++ : null)),
-  };
-}
-
-// ---- a group
+// A group of completions side by side: its colours, and the token that is chosen in it.
 
 /** The completions of a prompt, side by side. The reader's choice of token is told to `onToken(completion, index)`. */
 class GroupView {
@@ -455,11 +370,10 @@ class GroupView {
       position: numbers ? prompt + index : index,
       i: numbers?.action[index] ?? null,
     };
+    const all = numbers ? count(actionTokens(numbers.row), "token") : "";
     if (!numbers) facts.role = "part of the prompt, not in the loss";
-    else if (facts.i === null)
-      facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
-    else
-      facts.role = `in the loss: number ${facts.i + 1} of ${count(actionTokens(numbers.row), "token")} that the policy sampled`;
+    else if (facts.i !== null) facts.role = `in the loss: number ${facts.i + 1} of ${all} that the policy sampled`;
+    else facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
     return facts;
   }
 
@@ -467,7 +381,9 @@ class GroupView {
     const { text, numbers, i, position, role } = this.facts(place);
     const start = `${spoken(text)}, position ${position}, ${role}`;
     if (i === null) return start;
-    return `${start}; log-prob ${exact(difference(numbers.row.sampler[i], 0))}, advantage ${signed(numbers.row.advantage, 4)}, term ${short(numbers.total[i])}`;
+    const logProb = exact(difference(numbers.row.sampler[i], 0));
+    const advantage = signed(numbers.row.advantage, 4);
+    return `${start}; log-prob ${logProb}, advantage ${advantage}, term ${short(numbers.total[i])}`;
   }
 
   show(place) {
@@ -520,122 +436,4 @@ function inNextLine(spans, index, direction) {
     if (!best || distance < best.distance) best = { distance, span: spans[i] };
   }
   return best?.span ?? null;
-}
-
-/** All numbers of an action token, and how its term comes about in each update. */
-function numberTable({ numbers, i }) {
-  const { row, updates, total } = numbers;
-  const { loss } = data;
-  const number = (name, key, value, more) =>
-    element(
-      "div",
-      {},
-      element("dt", {}, name),
-      element("dd", {}, element("span", { "data-key": key }, value), more && element("small", {}, ` ${more}`)),
-    );
-  const sampled = difference(row.sampler[i], 0);
-  const relative = (list) =>
-    list ? (isNumber(list[i]) && isNumber(row.sampler[i]) ? (row.sampler[i] + list[i]) * MICRO : NaN) : NaN;
-  const one = updates.length === 1;
-  const passes = updates.map((update, pass) =>
-    element(
-      "tr",
-      { "data-pass": pass },
-      element("th", { scope: "row" }, `epoch ${update.epoch}, minibatch ${update.minibatch}`),
-      [
-        ["log_prob", exact(update.logProb[i])],
-        ["ratio", exact(update.ratio[i])],
-        ["clipped", update.clipped[i] ? "yes" : "no"],
-        ["kl", exact(update.kl[i])],
-        ["term", signed(update.term[i], 9)],
-      ].map(([key, value]) => element("td", { "data-key": key }, value)),
-      element("td", { class: "how" }, worked(row, update, i)),
-    ),
-  );
-  const heads = ["update", "log-prob", "ratio", "clipped", "KL (k3)", "term", "how"];
-  return [
-    element(
-      "dl",
-      { class: "numbers" },
-      number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
-      number("old", "old", exact(row.old ? relative(row.old) : sampled)),
-      number("reference", "ref", exact(relative(row.ref))),
-      number("entropy", "entropy", row.entropy ? exact(difference(row.entropy[i], 0)) : "–"),
-      number("advantage", "advantage", signed(row.advantage)),
-      number("mask", "mask", "1"),
-      loss.kind && number(one ? "term in the loss" : "terms, mean over all updates", "total", signed(total[i], 9)),
-    ),
-    updates.length
-      ? element(
-          "div",
-          { class: "scroll", tabindex: 0, role: "region", "aria-label": "The token in each update" },
-          element(
-            "table",
-            {},
-            element(
-              "thead",
-              {},
-              element(
-                "tr",
-                {},
-                heads.map((text) => element("th", { scope: "col" }, text)),
-              ),
-            ),
-            element("tbody", {}, passes),
-          ),
-        )
-      : element(
-          "p",
-          { class: "note" },
-          "No update used this completion (its advantage is 0, and there is no KL term): it adds nothing to the loss.",
-        ),
-  ];
-}
-
-/** A term as a calculation that one can do again. */
-function worked(row, update, i) {
-  const { loss } = data;
-  if (!loss.kind) return "not known for this experiment";
-  const penalty = loss.kl_weight > 0 ? ` + ${loss.kl_weight} × ${exact(update.kl[i])}` : "";
-  return `(${signed(update.surrogate[i])}${penalty}) / ${denominator(row, loss)} / ${update.rows}`;
-}
-
-// ---- conversations
-
-/** The turns of a row as text: who wrote them, which tool calls they hold, and how much of them is trained. */
-function conversation(row) {
-  const lengths =
-    row.mask
-      .join("")
-      .match(/1+/g)
-      ?.map((run) => run.length) ?? [];
-  const ours = row.turns.filter(([role]) => role === "assistant").length;
-  let turn = 0;
-  return element(
-    "ol",
-    { class: "turns" },
-    row.turns.map(([role, text]) => {
-      const policy = role === "assistant";
-      const known =
-        policy && ours === lengths.length
-          ? `: ${count(lengths[turn++], "token")} in the loss`
-          : policy
-            ? ": in the loss"
-            : ": not in the loss";
-      const name = policy ? "policy" : role;
-      return element(
-        "li",
-        { class: policy ? "turn policy" : "turn tool", "data-role": role },
-        element("span", { class: "who" }, element("b", {}, name), known),
-        element("div", { class: "said" }, withCalls(text)),
-      );
-    }),
-  );
-}
-
-/** A text in which calls of tools are set apart. */
-function withCalls(text) {
-  return shortened(text, 20000)
-    .split(/(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/)
-    .map((part) => (part.startsWith("<tool_call>") ? element("code", { class: "call" }, part) : part));
 }
