@@ -20,6 +20,29 @@ function markedText(text) {
     });
 }
 
+/** A token in a list: only the first one is reached by the tab key, until another one is chosen. */
+function tokenSpan(id, index, outside) {
+  const [text, flags] = tokenOf(id);
+  const looks = {
+    special: flags,
+    end: flags & END_OF_TURN,
+    outside, // of the loss
+    flows: text.length > 24 || text.includes("\n"), // others stay in one piece
+  };
+  return element(
+    "span",
+    {
+      class: ["token", ...Object.keys(looks).filter((look) => looks[look])].join(" "),
+      role: "option",
+      "aria-selected": "false",
+      "aria-label": text.trim() ? null : spoken(text) || "empty",
+      tabindex: index ? -1 : 0,
+      "data-index": index,
+    },
+    markedText(text),
+  );
+}
+
 // ---- colours
 
 // What a token can be coloured by. `value` gives the number of action token i of a row (update: that of the chosen pass,

@@ -20,14 +20,10 @@ class GroupView {
       this.readout,
       this.spoken,
     );
-    for (const [name, event] of Object.entries({
-      pointerover: "hover",
-      focusin: "focus",
-      click: "focus",
-      keydown: "key",
-    })) {
-      this.root.addEventListener(name, (happened) => this[event](happened));
-    }
+    this.root.addEventListener("pointerover", (event) => this.hover(event));
+    this.root.addEventListener("focusin", (event) => this.focus(event));
+    this.root.addEventListener("click", (event) => this.focus(event));
+    this.root.addEventListener("keydown", (event) => this.key(event));
     this.root.addEventListener("pointerleave", () => this.show(this.chosen));
     this.show(null);
   }
@@ -174,20 +170,15 @@ class GroupView {
     const { row } = numbers;
     const label = `Tokens of completion ${row.completion_index}`;
     const list = this.list(label, row.ids, numbers, "completion");
-    const starts = row.mask.map((bit, i) => i === 0 || bit !== row.mask[i - 1]);
-    if (starts.filter(Boolean).length > 1 && numbers.row.turns) {
-      row.mask.forEach((bit, i) => {
-        if (!starts[i]) return;
-        const until = starts.indexOf(true, i + 1);
-        const length = (until < 0 ? row.mask.length : until) - i;
-        const text = bit
-          ? `policy: ${count(length, "token")} in the loss`
-          : `tools and template: ${count(length, "token")} not in the loss`;
-        list
-          .querySelector(`[data-index="${i}"]`)
-          .before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
-      });
-    }
+    const starts = row.mask.flatMap((bit, i) => (i === 0 || bit !== row.mask[i - 1] ? [i] : []));
+    if (starts.length < 2 || !row.turns) return list;
+    const tokens = [...list.children];
+    starts.forEach((start, segment) => {
+      const length = (starts[segment + 1] ?? row.mask.length) - start;
+      const [who, where] = row.mask[start] ? ["policy", "in the loss"] : ["tools and template", "not in the loss"];
+      const text = `${who}: ${count(length, "token")} ${where}`;
+      tokens[start].before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
+    });
     return list;
   }
 
@@ -200,30 +191,9 @@ class GroupView {
       "aria-orientation": "horizontal",
       "data-part": part,
     });
-    const place = this.tokens.push({ list, ids, numbers, spans: [] }) - 1;
-    list.dataset.list = place;
-    ids.forEach((id, index) => {
-      const [text, flags] = tokenOf(id);
-      const classes = ["token"];
-      if (flags) classes.push("special");
-      if (flags & END_OF_TURN) classes.push("end");
-      if (!numbers?.row.mask[index]) classes.push("outside");
-      const span = element(
-        "span",
-        {
-          class: classes.join(" "),
-          role: "option",
-          "aria-selected": "false",
-          tabindex: index ? -1 : 0,
-          "data-index": index,
-        },
-        markedText(text),
-      );
-      if (text.length > 24 || text.includes("\n")) span.classList.add("flows"); // others stay in one piece
-      if (!text.trim()) span.setAttribute("aria-label", spoken(text) || "empty");
-      this.tokens[place].spans.push(span);
-      list.append(span);
-    });
+    const spans = ids.map((id, index) => tokenSpan(id, index, !numbers?.row.mask[index]));
+    list.dataset.list = this.tokens.push({ list, ids, numbers, spans }) - 1;
+    list.append(...spans);
     return list;
   }
 
@@ -244,20 +214,23 @@ class GroupView {
     }));
     const values = views.map((view) => view.row.sampler.map((_, i) => kind.value(view, i)));
     const most = kind.scale(values.flat());
-    this.tokens
-      .filter(({ numbers }) => numbers)
-      .forEach(({ numbers, spans }, r) => {
-        const { update } = views[r];
-        spans.forEach((span, index) => {
-          const i = numbers.action[index];
-          if (i === null) return;
-          const value = values[r][i];
-          span.classList.toggle("below", value < 0);
-          span.classList.toggle("unknown", !isNumber(value));
-          span.classList.toggle("clipped", Boolean(update?.clipped[i]));
-          span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
-        });
+    for (const { numbers, spans } of this.tokens.filter((list) => list.numbers)) {
+      const r = this.rows.indexOf(numbers);
+      spans.forEach((span, index) => {
+        const i = numbers.action[index];
+        if (i === null) return;
+        const value = values[r][i];
+        span.classList.toggle("below", value < 0);
+        span.classList.toggle("unknown", !isNumber(value));
+        span.classList.toggle("clipped", Boolean(views[r].update?.clipped[i]));
+        span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
       });
+    }
+    this.showScale(kind, by, most, values.flat().some(isNumber));
+    this.show(this.chosen ?? null);
+  }
+
+  showScale(kind, by, most, known) {
     this.root.dataset.scale = by === "mask" ? "mask" : kind.diverging ? "diverging" : "sequential";
     const ramp = element("span", { class: "ramp", "aria-hidden": "true" });
     const [low, ...high] = kind.ends(most).map((text) => element("span", {}, text));
@@ -266,13 +239,12 @@ class GroupView {
       element("span", { class: "unseen" }, "Scale: "),
       high.length > 1 ? [low, ramp, high[1]] : [low, ramp, high[0]],
     );
-    const none = !values.flat().some(isNumber);
-    if (none)
-      fill(
-        this.legend,
-        by === "kl" ? "This run has no reference." : "No update used these completions, or the run did not write this.",
-      );
-    this.show(this.chosen ?? null);
+    if (known) return;
+    const reason =
+      by === "kl" && !data.loss.kl_weight
+        ? "This run has no reference."
+        : "The run wrote no numbers of this kind for these completions.";
+    fill(this.legend, reason);
   }
 
   /** The updates that one can choose from, and the one that is chosen. */
@@ -310,7 +282,7 @@ class GroupView {
 
   choose(place, told = true) {
     const { list, spans, numbers } = this.tokens[place.list];
-    list.querySelector('[aria-selected="true"]')?.setAttribute("aria-selected", "false");
+    this.unselect();
     list.querySelector('[tabindex="0"]').tabIndex = -1;
     spans[place.index].tabIndex = 0;
     spans[place.index].setAttribute("aria-selected", "true");
@@ -346,9 +318,13 @@ class GroupView {
     if (list >= 0 && this.tokens[list].spans[index]) this.choose({ list, index }, false);
   }
 
+  unselect() {
+    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+  }
+
   /** No token is chosen any more. */
   clear() {
-    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+    this.unselect();
     this.chosen = null;
     this.show(null);
     this.onToken(null, null);
@@ -408,7 +384,7 @@ class GroupView {
         element(
           "span",
           { class: `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`, "data-key": "text" },
-          markedText(text) || "empty",
+          text ? markedText(text) : "empty",
         ),
         element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
         element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
