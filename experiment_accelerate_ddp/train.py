@@ -93,6 +93,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
         trajectories = sample_completions(config, task, policy, step)
+        run.lap("sample")
 
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         for completion in trajectories:
@@ -109,14 +110,17 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = advantages.view(-1, 1)[own].float().to(policy.device)  # (B, 1): one for all tokens
+        run.lap("reward")
 
         # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
             experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+        run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
         statistics = update(config, model, optimizer, experience, step)
+        run.lap("update")
 
         # 6 log, evaluate, checkpoint
         completions = gather_rows(trajectories)  # of all ranks, in the order of one process

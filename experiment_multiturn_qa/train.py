@@ -122,6 +122,7 @@ def train(
         prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
         key = (config.seed, step)  # names the random numbers of this step
         trajectories = talk(task.train_rows, prompt_index, config.group_size, key, top_p=config.top_p)
+        run.lap("sample")
 
         # 2 reward: each conversation by itself, by its environment; its return is the weighted sum of the components
         totals = [task.total_reward(completion.rewards) for completion in trajectories]
@@ -131,14 +132,17 @@ def train(
         advantages = group_advantages(returns) / (group_std(returns) + STD_EPS)  # (Q, G)
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
+        run.lap("reward")
 
         # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
             experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+        run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
         statistics = update(config, policy, optimizer, experience, step)
+        run.lap("update")
 
         # 6 log, evaluate, checkpoint
         metrics = statistics.metrics() | rollout_metrics(trajectories, returns)

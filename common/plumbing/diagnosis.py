@@ -1,6 +1,9 @@
 """One sentence for the user when a run looks wrong; docs/metrics.md explains the rules."""
 
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from statistics import mean, stdev
 
 from common.plumbing.config import PolicyConfig
@@ -20,28 +23,40 @@ class Diagnosis:
         self._config = config
         self._history: list[dict[str, float]] = []
         self._said: set[str] = set()
+        self.findings: dict[str, str] = {}  # what holds at the last step: sentences, also those that were said before
 
     def check(self, metrics: dict[str, float]) -> list[str]:
         """Look at one more step's metrics, and past those that are not finite; the sentences that are new."""
         self._history.append({name: value for name, value in metrics.items() if math.isfinite(value)})
-        sentences = []
-        for rule in (
-            self._skipped,
-            self._sampling_difference,
-            self._zero_variance,
-            self._cut_off,
-            self._entropy_collapse,
-            self._kl_runaway,
-            self._tokens_clipped,
-            self._gradient_clipped,
-            self._flat_reward,
-            self._failed_searches,
-        ):
-            sentence = None if rule.__name__ in self._said else rule()
-            if sentence is not None:
-                self._said.add(rule.__name__)
-                sentences.append(sentence)
-        return sentences
+        sentences = {finding: rule() for finding, rule in self._rules().items()}
+        self.findings = {finding: sentence for finding, sentence in sentences.items() if sentence is not None}
+        new = [sentence for finding, sentence in self.findings.items() if finding not in self._said]
+        self._said |= self.findings.keys()
+        return new
+
+    def write(self, path: Path, step: int) -> None:
+        """Add a line for each finding that holds at this step."""
+        lines = [
+            {"step": step, "finding": finding, "sentence": sentence} for finding, sentence in self.findings.items()
+        ]
+        if lines:
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def _rules(self) -> dict[str, Callable[[], str | None]]:
+        """By what they find, in the words of docs/metrics.md."""
+        return {
+            "a gradient is not finite": self._skipped,
+            "sampling and training disagree about the policy": self._sampling_difference,
+            "all rewards of every group are equal": self._zero_variance,
+            "completions are cut off": self._cut_off,
+            "the entropy collapses": self._entropy_collapse,
+            "the KL grows without bound": self._kl_runaway,
+            "too many tokens are clipped": self._tokens_clipped,
+            "every gradient is scaled down, and by much": self._gradient_clipped,
+            "no rise beyond noise": self._flat_reward,
+            "searches fail": self._failed_searches,
+        }
 
     def _last(self, name: str, count: int) -> list[float]:
         """The values of the last `count` steps; none where one of them lacks it, or there are not so many yet."""

@@ -13,7 +13,8 @@ from common.plumbing.files import crc32, flush_to_disk, replace_file
 from common.plumbing.terminal import say
 
 METRICS, SAMPLES, BEFORE = "metrics.jsonl", "samples.jsonl", "before.json"
-LOGS = (METRICS, SAMPLES, BEFORE)
+TOKENS, DIAGNOSIS = "tokens.jsonl", "diagnosis.jsonl"
+LOGS = (METRICS, SAMPLES, BEFORE, TOKENS, DIAGNOSIS)
 EVENTS = "events.out.tfevents.*"  # TensorBoard's, which a resumed run writes anew from metrics.jsonl
 
 

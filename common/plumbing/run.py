@@ -1,7 +1,8 @@
 """A run: the directory that it writes, its progress, and when it has to stop.
 
-runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  events.out...  checkpoints/step_N/  before.json
-                         final/  final_merged/  base/  summary.json  curve.png  .lock
+runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl  diagnosis.jsonl  events.out...
+                         checkpoints/step_N/  before.json  final/  final_merged/  base/  summary.json  curve.png
+                         report.html  .lock
 """
 
 import json
@@ -19,6 +20,7 @@ from common.experience import Experience
 from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
+from viewer import draw_run
 
 from common.plumbing.checkpoints import read_checkpoint, write_checkpoint
 from common.plumbing.clock import StepClock
@@ -27,8 +29,7 @@ from common.plumbing.diagnosis import Diagnosis
 from common.plumbing.directory import RunDirectory
 from common.plumbing.files import replace_file
 from common.plumbing.held_out import read_before
-from common.plumbing.history import BEFORE, METRICS, SAMPLES, flush_logs
-from common.plumbing.machine import peak_memory_bytes
+from common.plumbing.history import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, flush_logs
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
 from common.plumbing.ranks import EndedElsewhereError, launcher, on_main
 from common.plumbing.samples import describe_best, write_samples
@@ -38,6 +39,7 @@ from common.plumbing.stopping import StopRequest
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
 from common.plumbing.terminal import say_above_progress
+from common.plumbing.tokens import TokenTexts
 from common.plumbing.weights import count_parameters
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
@@ -59,6 +61,7 @@ class Run:
         self._diagnosis = Diagnosis(config)
         self._num_skipped = 0  # consecutive steps
         self._parameters: dict[str, int] = {}  # how many, for the summary
+        self._tokens: TokenTexts | None = None  # None: not known before `restore`
         self.stop = StopRequest(self.tell)
         self._bar = None
         self._last_step = 0
@@ -79,7 +82,7 @@ class Run:
             self.stop.is_made = True
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Give a resumed run's policy and optimizer the state of its checkpoint; does nothing in a new run.
+        """Give a resumed run's policy and optimizer the state of its checkpoint, and get to know the policy's tokens.
 
         Args:
             accelerator: of Accelerate, if it has prepared the two; their state is then read, and written, by it.
@@ -87,6 +90,7 @@ class Run:
         if self.resumed_at:
             path = self.directory / "checkpoints" / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, accelerator)
+        self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Count the steps that are left, behind a progress bar, and end the run after one that has a reason to.
@@ -122,6 +126,10 @@ class Run:
         """Count the time within the block as spent waiting for other processes, see `costs`."""
         return self._clock.waiting()
 
+    def lap(self, phase: str) -> None:
+        """Say that a phase of the step has ended: its seconds are logged as `time/<phase>`, see `costs`."""
+        self._clock.lap(phase)
+
     def costs(self, num_tokens: int) -> dict[str, float]:
         """Seconds of this step up to now, tokens per second for so many tokens, and peak memory."""
         return self._clock.costs(num_tokens)
@@ -136,6 +144,7 @@ class Run:
             self._bar.set_description_str(progress_line(step, self._last_step, metrics), refresh=False)
         for sentence in self._diagnosis.check(metrics):
             self.tell(f"step {step}: {sentence}")
+        on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
             checkpoints = self.directory / "checkpoints"
@@ -147,11 +156,7 @@ class Run:
             )
 
     def log_samples(
-        self,
-        step: int,
-        trajectories: list[Trajectory],
-        experience: Experience,
-        statistics: UpdateStatistics,
+        self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics
     ) -> None:
         """Keep what was sampled, and print one completion now and then."""
         every = self.config.samples_every
@@ -160,7 +165,7 @@ class Run:
         if step % 10 == 0 or step == 1:
             self.tell(f"step {step}: {describe_best(self.task, trajectories[: self.config.group_size])}")
         path, group_size = self.directory / SAMPLES, self.config.group_size
-        write_samples(path, step, self.task, group_size, trajectories, experience, statistics)
+        write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
@@ -203,16 +208,12 @@ class Run:
         show_gain(self.directory, self.task, before, after, results["gain"])
 
     def write_summary(self, results: dict) -> None:
-        """Write summary.json, with `results` first, and curve.png."""
+        """Write summary.json, with `results` first, curve.png and report.html."""
         rows = read_lines(self.directory / METRICS)
-        peaks = [row["memory/peak_bytes"] for row in rows if "memory/peak_bytes" in row]  # of all processes
-        peak = max([*peaks, peak_memory_bytes(self.config.device)])
-        summary = results | summarise_steps(rows) | self._parameters | {"peak_memory_bytes": peak} | self._machine
+        summary = results | summarise_steps(rows, self.config.device) | self._parameters | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
-        if (self.directory / METRICS).exists():  # without a step there is no curve
-            from viewer.curve import draw_curve
-
-            draw_curve(self.directory)
+        if rows:  # without a step there is nothing to draw
+            draw_run(self.directory)
 
     def close(self) -> None:
         if is_main():

@@ -14,12 +14,14 @@ from common.plumbing.ranks import on_main
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.task import Task
 from common.plumbing.terminal import POLICY, REWARD, TOOL, printable
+from common.plumbing.tokens import TokenTexts
 
 MOST_TURNS = 12  # of a conversation that is printed
 
 
 def write_samples(
     path: Path,
+    tokens: TokenTexts,
     step: int,
     task: Task,
     group_size: int,
@@ -33,24 +35,27 @@ def write_samples(
     finite becomes null, as JSON has no name for it.
 
     Args:
+        tokens: gets the ids first, so that the text of every one of them is known.
         group_size: G; the ranks have equal parts of the step's rows, in the order of the ranks.
     """
     num_rows = world_size() * len(trajectories)
     kept = num_rows if step % 10 == 0 else 2 * group_size
-    lines = []
+    entries = []
     for index, (number, trajectory) in enumerate(zip(part_of(num_rows), trajectories, strict=True)):
         if number >= kept:
             break
         row = task.train_rows[trajectory.prompt_index]
         entry = {"step": step, "question": task.question(row), "answer": row.get("answer"), "text": trajectory.text}
         entry |= {"turns": trajectory.turns} if trajectory.turns else {}
+        entry |= {"return": task.total_reward(trajectory.rewards)}
         entry |= _describe_row(trajectory, index, experience, statistics)
-        lines.append(json.dumps(finite(entry), default=str) + "\n")
-    lines = gather_rows(lines)
+        entries.append((trajectory.ids, json.dumps(finite(entry), default=str) + "\n"))
+    entries = gather_rows(entries)
 
     def write() -> None:
+        tokens.add(step, (i for ids, _ in entries for i in ids))
         with path.open("a", encoding="utf-8") as samples:
-            samples.writelines(lines)
+            samples.writelines(line for _, line in entries)
 
     on_main(write)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from common.evaluate import Answer, Evaluation, mean
 
+from common.plumbing.machine import peak_memory_bytes
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable, say
 
@@ -15,8 +16,8 @@ SHOWN = {  # of evaluate(): what the closing table shows first, and under which 
 }
 
 
-def summarise_steps(steps: list[dict]) -> dict:
-    """Duration and speed, from the lines of metrics.jsonl."""
+def summarise_steps(steps: list[dict], device: str) -> dict:
+    """Duration, speed and memory, from the lines of metrics.jsonl."""
     timed = [row for row in steps if "time/step" in row]
     seconds = sum(row["time/step"] for row in timed)
     num_tokens = sum(row["time/tokens_per_second"] * row["time/step"] for row in timed)
@@ -25,6 +26,7 @@ def summarise_steps(steps: list[dict]) -> dict:
         "steps": num_steps,
         "seconds": round(seconds, 1),
         "tokens_per_second": round(num_tokens / seconds, 1) if timed else 0.0,
+        "peak_memory_bytes": max([row["memory/peak_bytes"] for row in timed] + [peak_memory_bytes(device)]),
     }
     return summary | ({"steps_lost": num_steps - len(timed)} if len(timed) < num_steps else {})
 
@@ -128,4 +130,5 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
     console.print(table)
     say(f"run:          {directory}")
     say(f"curve:        {directory / 'curve.png'}")
+    say(f"page:         {directory / 'report.html'}")
     say(f"TensorBoard:  tensorboard --logdir {directory.parent}")

@@ -37,7 +37,7 @@ WAYS = {"further": (), "on top": ("--lora-rank", "2")}
 def without_curves() -> Iterator[None]:
     """Drawing would take half of the time of such small runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("viewer.curve.draw_curve", lambda _: None)
+        patch.setattr("common.plumbing.run.draw_run", lambda _: None)
         yield
 
 

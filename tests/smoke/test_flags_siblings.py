@@ -116,7 +116,7 @@ def run(load_script, tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "tiny").symlink_to(TINY_POLICY)
     (tmp_path / "files" / "task.py").write_text(A_TASK)
-    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
 
     def run(place: str, experiment: str, flags: dict[str, list[str]]) -> Path:
         (tmp_path / place).mkdir()

@@ -30,6 +30,7 @@ SCHEMA = {
     "ids": list,
     **dict.fromkeys(LISTS_OF_A_ROW, list),
     "rewards": dict,
+    "return": float,
     "advantage": float,
     "finish_reason": str,
     "updates": list,
@@ -73,6 +74,35 @@ def log_probs_of(policy: Policy, entry: dict) -> list[float]:
     with torch.no_grad():
         scored = policy(torch.tensor([entry["ids"]]), torch.tensor([entry["action_mask"][1:]])).log_probs
     return [0.0, *scored[0].tolist()]
+
+
+def test_the_text_of_every_sampled_token_is_known(ten_steps, samples, start_policy):
+    """Once for each id; together they are what was sampled."""
+    lines = read_lines(ten_steps / "tokens.jsonl")
+    texts = {line["id"]: line["text"] for line in lines}
+    assert len(texts) == len(lines)
+    tokenizer, ends = start_policy.tokenizer, start_policy.end_of_turn_ids
+    assert [line["id"] for line in lines if line.get("end_of_turn")] == ends
+    assert {line["id"] for line in lines if line.get("special")} <= set(tokenizer.added_tokens_decoder)
+    for entry in samples:
+        assert "".join(texts[i] for i in entry["ids"]) == tokenizer.decode(entry["ids"])
+
+
+def test_findings_are_kept_for_every_step_that_they_hold_at(ten_steps):
+    lines = read_lines(ten_steps / "diagnosis.jsonl")
+    cut_off = [line["step"] for line in lines if line["finding"] == "completions are cut off"]
+    shares = [row["completion/truncated"] for row in read_lines(ten_steps / "metrics.jsonl") if "loss/total" in row]
+    assert cut_off == [step for step in range(5, 11) if sum(shares[step - 5 : step]) / 5 > 0.2]
+    assert cut_off
+    assert all(line["sentence"].endswith("raise --max-new-tokens, now 12") for line in lines if line["step"] in cut_off)
+
+
+def test_a_step_is_divided_into_phases(ten_steps):
+    rows = [row for row in read_lines(ten_steps / "metrics.jsonl") if "time/step" in row]
+    for row in rows:
+        phases = [row[f"time/{phase}"] for phase in ("sample", "reward", "log_probs", "update")]
+        assert min(phases) > 0
+        assert sum(phases) < row["time/step"]
 
 
 def test_a_sample_has_all_fields_and_one_entry_per_token(samples):
@@ -212,7 +242,7 @@ def log_to_wandb(load_script, tmp_path, monkeypatch, capsys):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+        monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
         load_script("experiment_base/train.py").main(SHORT)
         directory = tmp_path / "runs" / "experiment_base" / "x"
         assert [entry["step"] for entry in read_lines(directory / "metrics.jsonl")] == [0, 1, 1]
@@ -268,7 +298,7 @@ def test_a_missing_wandb_package_is_reported_and_ignored(log_to_wandb, monkeypat
 def test_a_completion_is_printed_at_step_1_and_every_tenth_step(load_script, tmp_path, monkeypatch, capsys):
     """With its question and reward."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     load_script("experiment_base/train.py").main(["--steps", "11", *SHORT[2:-3], *SHORT[-2:]])
     lines = capsys.readouterr().out.splitlines()
     shown = [index for index, line in enumerate(lines) if line.startswith("step ")]

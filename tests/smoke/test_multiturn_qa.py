@@ -27,7 +27,7 @@ SMALL = (
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("viewer.curve.draw_curve", lambda _: None)
+    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
 
 
 @pytest.fixture(scope="module")

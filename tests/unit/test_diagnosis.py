@@ -66,7 +66,7 @@ def random_policy(make_policy, tokenizer, tmp_path_factory) -> Path:
 @pytest.fixture
 def run(load_script, tmp_path, capsys, monkeypatch):
     """Run experiment_base with two prompts per step, and return its reports and the lines of metrics.jsonl."""
-    monkeypatch.setattr("viewer.curve.draw_curve", lambda directory: None)  # it would take as long as the run
+    monkeypatch.setattr("common.plumbing.run.draw_run", lambda directory: None)  # it would take as long as the run
 
     def run(*flags: str) -> tuple[list[str], list[dict]]:
         load_script("experiment_base/train.py").main(
@@ -344,6 +344,13 @@ def test_of_the_published_runs_only_broken_ones_are_reported(directory):
     names = (f"{directory.parts[-3]}/{directory.name}", directory.name)
     expected = next((REPORTS_OF_RESULTS[name] for name in names if name in REPORTS_OF_RESULTS), [])
     assert said == [the_sentence(rule, said) for rule in expected]
+
+
+def test_findings_are_called_as_in_the_table_that_explains_them():
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    table = page[page.index("| finding | condition |") :].partition("\n\n")[0]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert sorted(Diagnosis(SimpleNamespace())._rules()) == sorted(rows)
 
 
 def test_a_reward_that_is_not_a_number_disables_no_rule():

@@ -14,10 +14,10 @@ PLUMBING = sorted((ROOT / "common/plumbing").rglob("*.py"))
 MOST_LINES_TO_READ = 2250
 MOST_LINES_OF_TRAIN = {
     "experiment_sft": 240,
-    "experiment_accelerate": 205,
-    "experiment_accelerate_ddp": 205,
-    "experiment_multiturn_tool_calling": 240,
-    "experiment_multiturn_qa": 250,
+    "experiment_accelerate": 210,
+    "experiment_accelerate_ddp": 210,
+    "experiment_multiturn_tool_calling": 245,
+    "experiment_multiturn_qa": 255,
 }  # 200 for others
 
 
@@ -65,7 +65,7 @@ def test_plumbing_imports_no_particular_task():
 
 
 def test_viewer_imports_nothing_of_common():
-    assert violations(sorted((ROOT / "viewer").glob("*.py")), "common") == []
+    assert violations(sorted((ROOT / "viewer").rglob("*.py")), "common") == []
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,23 @@ def test_a_task_without_correct_has_no_right_completions():
     assert not {"completion/length_right", "completion/length_wrong", "reward/correct"} & metrics.keys()
 
 
-@pytest.mark.parametrize("others", [(0.5, 10**18), (0.0, 1)], ids=["which needs more", "which needs less"])
+@pytest.mark.parametrize(
+    "others", [(0.5, {"sample": 3.0}, 10**18), (0.0, {"sample": 0.0}, 1)], ids=["which needs more", "which needs less"]
+)
 def test_costs_are_those_of_all_processes(monkeypatch, others):
-    """Memory of the one that needs most, and the mean share of waiting, with another process of two."""
+    """Memory of the one that needs most, mean share of waiting, mean seconds by phase, with another process of two."""
     own = []
     monkeypatch.setattr("common.plumbing.clock.gather", lambda values: own.append(values) or [values, others])
     monkeypatch.setattr("common.plumbing.clock.peak_memory_bytes", lambda device: 1000)
     clock = StepClock("cpu")
     with clock.waiting():
         pass
+    clock.lap("sample")
+    clock.lap("sample")  # adds up
     costs = clock.costs(num_tokens=100)
-    assert costs["memory/peak_bytes"] == max(1000, others[1])
+    assert costs["memory/peak_bytes"] == max(1000, others[2])
     assert 0 <= own[0][0] < 1
     assert costs["time/waiting"] == (own[0][0] + others[0]) / 2
+    assert 0 < own[0][1]["sample"] < costs["time/step"]
+    assert costs["time/sample"] == (own[0][1]["sample"] + others[1]["sample"]) / 2
     assert costs["time/tokens_per_second"] == 100 / costs["time/step"]
