@@ -1,89 +1,4 @@
-// A group of completions, token by token: colours, what a token is made of, and its numbers.
-
-const SPECIAL = 1; // flags of a token
-const END_OF_TURN = 2;
-const LONGEST_TOKEN = 200; // characters of a token that are shown
-
-/** A token's [text, flags]; of a token whose text the run did not write there is only the id. */
-const tokenOf = (id) => data.tokens[id] ?? [`‹${id}›`, 0];
-
-/** A token's text for labels, where blanks are words. */
-const spoken = (text) => shortened(text, 40).replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
-
-/** Text with marks on its blanks; the marks are drawn by the style sheet, so that the text stays what it is. */
-function markedText(text) {
-  return shortened(text, LONGEST_TOKEN)
-    .split(/([ \n\t])/)
-    .map((part) => {
-      const name = { " ": "space", "\n": "newline", "\t": "tab" }[part];
-      return name ? element("span", { class: name }, part) : part;
-    });
-}
-
-// ---- colours
-
-// What a token can be coloured by. `value` gives the number of action token i of a row (update: that of the chosen pass,
-// or null), `scale` what the strongest colour means, given all numbers of the group; diverging ones have two colours.
-const COLORS = {
-  mask: { label: "in the loss or not", value: () => 1, scale: () => 1, ends: () => ["", "in the loss"] },
-  advantage: {
-    label: "advantage",
-    diverging: true,
-    value: ({ row }) => row.advantage,
-    scale: (values) => largest(values.map(Math.abs), 1e-6),
-    ends: (most) => [signed(-most, 2), "0", signed(most, 2)],
-  },
-  sampled: {
-    label: "log-prob when sampled",
-    value: ({ row }, i) => -difference(row.sampler[i], 0),
-    scale: (values) => largest(values, 1),
-    ends: (most) => ["0 (certain)", `${short(-Number(most.toFixed(2)))} nats (surprising)`],
-  },
-  ratio: {
-    label: "probability ratio",
-    diverging: true,
-    passes: true,
-    value: ({ update }, i) => (update ? Math.log(update.ratio[i]) : NaN),
-    scale: (values) => largest(values.map(Math.abs), Math.log(1 + data.loss.clip_eps)),
-    ends: (most) => [Math.exp(-most).toFixed(2), "1", Math.exp(most).toFixed(2)],
-  },
-  kl: {
-    label: "KL to the reference",
-    passes: true,
-    value: ({ update }, i) => (update ? update.kl[i] : NaN),
-    scale: (values) => largest(values, 1e-4),
-    ends: (most) => ["0", `${short(most)} nats`],
-  },
-  entropy: {
-    label: "entropy",
-    value: ({ row }, i) => (row.entropy ? difference(row.entropy[i], 0) : NaN),
-    scale: (values) => largest(values, 0.1),
-    ends: (most) => ["0 (decided)", `${short(most)} nats (open)`],
-  },
-  term: {
-    label: "term in the loss",
-    diverging: true,
-    passes: true,
-    total: true,
-    value: ({ update, total }, i) => (update ? update.term[i] : total[i]),
-    scale: (values) => largest(values.map(Math.abs), 1e-9),
-    ends: (most) => [`${short(-most)} (lowers)`, "0", `${short(most)} (raises the loss)`],
-  },
-};
-
-/** The numbers of a row that do not depend on what is chosen. */
-function numbersOf(row) {
-  const updates = tokenTerms(row, data.loss);
-  let action = 0; // the numbers are lists over action tokens only
-  return {
-    row,
-    updates,
-    total: totalTerms(row, data.loss, updates),
-    action: row.mask.map((bit) => (bit ? action++ : null)),
-  };
-}
-
-// ---- a group
+// A group of completions side by side: its colours, and the token that is chosen in it.
 
 /** The completions of a prompt, side by side. The reader's choice of token is told to `onToken(completion, index)`. */
 class GroupView {
@@ -105,14 +20,10 @@ class GroupView {
       this.readout,
       this.spoken,
     );
-    for (const [name, event] of Object.entries({
-      pointerover: "hover",
-      focusin: "focus",
-      click: "focus",
-      keydown: "key",
-    })) {
-      this.root.addEventListener(name, (happened) => this[event](happened));
-    }
+    this.root.addEventListener("pointerover", (event) => this.hover(event));
+    this.root.addEventListener("focusin", (event) => this.focus(event));
+    this.root.addEventListener("click", (event) => this.focus(event));
+    this.root.addEventListener("keydown", (event) => this.key(event));
     this.root.addEventListener("pointerleave", () => this.show(this.chosen));
     this.show(null);
   }
@@ -259,20 +170,15 @@ class GroupView {
     const { row } = numbers;
     const label = `Tokens of completion ${row.completion_index}`;
     const list = this.list(label, row.ids, numbers, "completion");
-    const starts = row.mask.map((bit, i) => i === 0 || bit !== row.mask[i - 1]);
-    if (starts.filter(Boolean).length > 1 && numbers.row.turns) {
-      row.mask.forEach((bit, i) => {
-        if (!starts[i]) return;
-        const until = starts.indexOf(true, i + 1);
-        const length = (until < 0 ? row.mask.length : until) - i;
-        const text = bit
-          ? `policy: ${count(length, "token")} in the loss`
-          : `tools and template: ${count(length, "token")} not in the loss`;
-        list
-          .querySelector(`[data-index="${i}"]`)
-          .before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
-      });
-    }
+    const starts = row.mask.flatMap((bit, i) => (i === 0 || bit !== row.mask[i - 1] ? [i] : []));
+    if (starts.length < 2 || !row.turns) return list;
+    const tokens = [...list.children];
+    starts.forEach((start, segment) => {
+      const length = (starts[segment + 1] ?? row.mask.length) - start;
+      const [who, where] = row.mask[start] ? ["policy", "in the loss"] : ["tools and template", "not in the loss"];
+      const text = `${who}: ${count(length, "token")} ${where}`;
+      tokens[start].before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
+    });
     return list;
   }
 
@@ -285,30 +191,9 @@ class GroupView {
       "aria-orientation": "horizontal",
       "data-part": part,
     });
-    const place = this.tokens.push({ list, ids, numbers, spans: [] }) - 1;
-    list.dataset.list = place;
-    ids.forEach((id, index) => {
-      const [text, flags] = tokenOf(id);
-      const classes = ["token"];
-      if (flags) classes.push("special");
-      if (flags & END_OF_TURN) classes.push("end");
-      if (!numbers?.row.mask[index]) classes.push("outside");
-      const span = element(
-        "span",
-        {
-          class: classes.join(" "),
-          role: "option",
-          "aria-selected": "false",
-          tabindex: index ? -1 : 0,
-          "data-index": index,
-        },
-        markedText(text),
-      );
-      if (text.length > 24 || text.includes("\n")) span.classList.add("flows"); // others stay in one piece
-      if (!text.trim()) span.setAttribute("aria-label", spoken(text) || "empty");
-      this.tokens[place].spans.push(span);
-      list.append(span);
-    });
+    const spans = ids.map((id, index) => tokenSpan(id, index, !numbers?.row.mask[index]));
+    list.dataset.list = this.tokens.push({ list, ids, numbers, spans }) - 1;
+    list.append(...spans);
     return list;
   }
 
@@ -329,20 +214,23 @@ class GroupView {
     }));
     const values = views.map((view) => view.row.sampler.map((_, i) => kind.value(view, i)));
     const most = kind.scale(values.flat());
-    this.tokens
-      .filter(({ numbers }) => numbers)
-      .forEach(({ numbers, spans }, r) => {
-        const { update } = views[r];
-        spans.forEach((span, index) => {
-          const i = numbers.action[index];
-          if (i === null) return;
-          const value = values[r][i];
-          span.classList.toggle("below", value < 0);
-          span.classList.toggle("unknown", !isNumber(value));
-          span.classList.toggle("clipped", Boolean(update?.clipped[i]));
-          span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
-        });
+    for (const { numbers, spans } of this.tokens.filter((list) => list.numbers)) {
+      const r = this.rows.indexOf(numbers);
+      spans.forEach((span, index) => {
+        const i = numbers.action[index];
+        if (i === null) return;
+        const value = values[r][i];
+        span.classList.toggle("below", value < 0);
+        span.classList.toggle("unknown", !isNumber(value));
+        span.classList.toggle("clipped", Boolean(views[r].update?.clipped[i]));
+        span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
       });
+    }
+    this.showScale(kind, by, most, values.flat().some(isNumber));
+    this.show(this.chosen ?? null);
+  }
+
+  showScale(kind, by, most, known) {
     this.root.dataset.scale = by === "mask" ? "mask" : kind.diverging ? "diverging" : "sequential";
     const ramp = element("span", { class: "ramp", "aria-hidden": "true" });
     const [low, ...high] = kind.ends(most).map((text) => element("span", {}, text));
@@ -351,13 +239,12 @@ class GroupView {
       element("span", { class: "unseen" }, "Scale: "),
       high.length > 1 ? [low, ramp, high[1]] : [low, ramp, high[0]],
     );
-    const none = !values.flat().some(isNumber);
-    if (none)
-      fill(
-        this.legend,
-        by === "kl" ? "This run has no reference." : "No update used these completions, or the run did not write this.",
-      );
-    this.show(this.chosen ?? null);
+    if (known) return;
+    const reason =
+      by === "kl" && !data.loss.kl_weight
+        ? "This run has no reference."
+        : "The run wrote no numbers of this kind for these completions.";
+    fill(this.legend, reason);
   }
 
   /** The updates that one can choose from, and the one that is chosen. */
@@ -395,7 +282,7 @@ class GroupView {
 
   choose(place, told = true) {
     const { list, spans, numbers } = this.tokens[place.list];
-    list.querySelector('[aria-selected="true"]')?.setAttribute("aria-selected", "false");
+    this.unselect();
     list.querySelector('[tabindex="0"]').tabIndex = -1;
     spans[place.index].tabIndex = 0;
     spans[place.index].setAttribute("aria-selected", "true");
@@ -431,9 +318,13 @@ class GroupView {
     if (list >= 0 && this.tokens[list].spans[index]) this.choose({ list, index }, false);
   }
 
+  unselect() {
+    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+  }
+
   /** No token is chosen any more. */
   clear() {
-    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+    this.unselect();
     this.chosen = null;
     this.show(null);
     this.onToken(null, null);
@@ -455,11 +346,10 @@ class GroupView {
       position: numbers ? prompt + index : index,
       i: numbers?.action[index] ?? null,
     };
+    const all = numbers ? count(actionTokens(numbers.row), "token") : "";
     if (!numbers) facts.role = "part of the prompt, not in the loss";
-    else if (facts.i === null)
-      facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
-    else
-      facts.role = `in the loss: number ${facts.i + 1} of ${count(actionTokens(numbers.row), "token")} that the policy sampled`;
+    else if (facts.i !== null) facts.role = `in the loss: number ${facts.i + 1} of ${all} that the policy sampled`;
+    else facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
     return facts;
   }
 
@@ -467,7 +357,9 @@ class GroupView {
     const { text, numbers, i, position, role } = this.facts(place);
     const start = `${spoken(text)}, position ${position}, ${role}`;
     if (i === null) return start;
-    return `${start}; log-prob ${exact(difference(numbers.row.sampler[i], 0))}, advantage ${signed(numbers.row.advantage, 4)}, term ${short(numbers.total[i])}`;
+    const logProb = exact(difference(numbers.row.sampler[i], 0));
+    const advantage = signed(numbers.row.advantage, 4);
+    return `${start}; log-prob ${logProb}, advantage ${advantage}, term ${short(numbers.total[i])}`;
   }
 
   show(place) {
@@ -492,7 +384,7 @@ class GroupView {
         element(
           "span",
           { class: `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`, "data-key": "text" },
-          markedText(text) || "empty",
+          text ? markedText(text) : "empty",
         ),
         element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
         element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
@@ -520,122 +412,4 @@ function inNextLine(spans, index, direction) {
     if (!best || distance < best.distance) best = { distance, span: spans[i] };
   }
   return best?.span ?? null;
-}
-
-/** All numbers of an action token, and how its term comes about in each update. */
-function numberTable({ numbers, i }) {
-  const { row, updates, total } = numbers;
-  const { loss } = data;
-  const number = (name, key, value, more) =>
-    element(
-      "div",
-      {},
-      element("dt", {}, name),
-      element("dd", {}, element("span", { "data-key": key }, value), more && element("small", {}, ` ${more}`)),
-    );
-  const sampled = difference(row.sampler[i], 0);
-  const relative = (list) =>
-    list ? (isNumber(list[i]) && isNumber(row.sampler[i]) ? (row.sampler[i] + list[i]) * MICRO : NaN) : NaN;
-  const one = updates.length === 1;
-  const passes = updates.map((update, pass) =>
-    element(
-      "tr",
-      { "data-pass": pass },
-      element("th", { scope: "row" }, `epoch ${update.epoch}, minibatch ${update.minibatch}`),
-      [
-        ["log_prob", exact(update.logProb[i])],
-        ["ratio", exact(update.ratio[i])],
-        ["clipped", update.clipped[i] ? "yes" : "no"],
-        ["kl", exact(update.kl[i])],
-        ["term", signed(update.term[i], 9)],
-      ].map(([key, value]) => element("td", { "data-key": key }, value)),
-      element("td", { class: "how" }, worked(row, update, i)),
-    ),
-  );
-  const heads = ["update", "log-prob", "ratio", "clipped", "KL (k3)", "term", "how"];
-  return [
-    element(
-      "dl",
-      { class: "numbers" },
-      number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
-      number("old", "old", exact(row.old ? relative(row.old) : sampled)),
-      number("reference", "ref", exact(relative(row.ref))),
-      number("entropy", "entropy", row.entropy ? exact(difference(row.entropy[i], 0)) : "–"),
-      number("advantage", "advantage", signed(row.advantage)),
-      number("mask", "mask", "1"),
-      loss.kind && number(one ? "term in the loss" : "terms, mean over all updates", "total", signed(total[i], 9)),
-    ),
-    updates.length
-      ? element(
-          "div",
-          { class: "scroll", tabindex: 0, role: "region", "aria-label": "The token in each update" },
-          element(
-            "table",
-            {},
-            element(
-              "thead",
-              {},
-              element(
-                "tr",
-                {},
-                heads.map((text) => element("th", { scope: "col" }, text)),
-              ),
-            ),
-            element("tbody", {}, passes),
-          ),
-        )
-      : element(
-          "p",
-          { class: "note" },
-          "No update used this completion (its advantage is 0, and there is no KL term): it adds nothing to the loss.",
-        ),
-  ];
-}
-
-/** A term as a calculation that one can do again. */
-function worked(row, update, i) {
-  const { loss } = data;
-  if (!loss.kind) return "not known for this experiment";
-  const penalty = loss.kl_weight > 0 ? ` + ${loss.kl_weight} × ${exact(update.kl[i])}` : "";
-  return `(${signed(update.surrogate[i])}${penalty}) / ${denominator(row, loss)} / ${update.rows}`;
-}
-
-// ---- conversations
-
-/** The turns of a row as text: who wrote them, which tool calls they hold, and how much of them is trained. */
-function conversation(row) {
-  const lengths =
-    row.mask
-      .join("")
-      .match(/1+/g)
-      ?.map((run) => run.length) ?? [];
-  const ours = row.turns.filter(([role]) => role === "assistant").length;
-  let turn = 0;
-  return element(
-    "ol",
-    { class: "turns" },
-    row.turns.map(([role, text]) => {
-      const policy = role === "assistant";
-      const known =
-        policy && ours === lengths.length
-          ? `: ${count(lengths[turn++], "token")} in the loss`
-          : policy
-            ? ": in the loss"
-            : ": not in the loss";
-      const name = policy ? "policy" : role;
-      return element(
-        "li",
-        { class: policy ? "turn policy" : "turn tool", "data-role": role },
-        element("span", { class: "who" }, element("b", {}, name), known),
-        element("div", { class: "said" }, withCalls(text)),
-      );
-    }),
-  );
-}
-
-/** A text in which calls of tools are set apart. */
-function withCalls(text) {
-  return shortened(text, 20000)
-    .split(/(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/)
-    .map((part) => (part.startsWith("<tool_call>") ? element("code", { class: "call" }, part) : part));
 }
