@@ -31,7 +31,8 @@ def write_report(directory: Path, other: Path | None = None, output: Path | None
         output: the file; by default report.html in `directory`.
 
     Raises:
-        RunError: a directory is not a run's or cannot be read, or the file cannot be written.
+        RunError: a directory is not a run's or cannot be read, or the output is no page.
+        OSError: the file cannot be written.
     """
     runs = [Run(path) for path in (directory, other) if path is not None]
     for run in runs:
@@ -224,4 +225,4 @@ def _replace(path: Path, text: str) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from None
+        raise OSError(error.errno, error.strerror, str(path)) from None  # not the one beside it
