@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
-from viewer.runs import Run, RunError, clean, number, ranges, step_of
-from viewer.sampled import describe_all, describe_kept, keep_steps
+from viewer.growing import step_of
+from viewer.runs import Run, RunError, clean, number, ranges
+from viewer.thinning import describe_all, describe_kept, keep_steps
 
 HERE = Path(__file__).resolve().parent
 METRICS_PAGE = HERE.parent / "docs" / "metrics.md"

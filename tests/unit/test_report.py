@@ -18,8 +18,9 @@ import pytest
 from viewer.__main__ import main
 from viewer.report import describe_loss, write_report
 from viewer.runs import Run
-from viewer.sampled import PAGE_BUDGET, describe_kept, encode_step, keep_steps
+from viewer.sampled import encode_step
 from viewer.serve import Server
+from viewer.thinning import PAGE_BUDGET, describe_kept, keep_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -201,7 +202,8 @@ def test_of_a_step_that_is_too_long_the_first_groups_are_kept(directory):
     (directory / "samples.jsonl").write_bytes(lines(rows))
     run = Run(directory)
     run.update()
-    kept = keep_steps(run.samples, 4, step_budget=10_000)
+    assert {*keep_steps(run.samples, 4, step_budget=20_000).num_rows.values()} == {4}
+    kept = keep_steps(run.samples, 4, step_budget=14_000)
     assert kept.num_rows == {1: 2, 2: 2, 3: 2}
     described = describe_kept(kept, run.samples, 4, "")
     assert not any(step["complete"] for step in described["steps"])
@@ -297,7 +299,7 @@ def test_of_two_lines_of_one_row_the_later_counts(directory):
 
 
 def test_a_line_beyond_all_measure_is_skipped(directory, monkeypatch):
-    monkeypatch.setattr("viewer.runs.LONGEST_LINE", 2000)
+    monkeypatch.setattr("viewer.growing.LONGEST_LINE", 2000)
     path = directory / "samples.jsonl"
     path.write_bytes(path.read_bytes() + lines([a_row(3, text="x" * 9000), a_row(4)]))
     data, chunks = read_page(write_report(directory))
@@ -487,7 +489,7 @@ def test_another_host_name_is_refused(ask, host):
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "<script>"])
 def test_other_methods_are_refused(ask, method):
     status, body = ask("/data.json", method)
-    assert (status, body) == (501, b"This server answers GET and HEAD only.")
+    assert (status, body) == (501, b"this server answers GET and HEAD only")
 
 
 def test_the_server_follows_a_run_until_it_is_deleted(ask, directory):

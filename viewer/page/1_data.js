@@ -159,7 +159,7 @@ async function loadChunk(step) {
 
 async function fetchFromServer(address) {
   const answer = await fetch(address, { cache: "no-cache" }); // asks each time, and need not send what has not changed
-  if (!answer.ok) throw new Error(`the server answered ${answer.status} for ${address}`);
+  if (!answer.ok) throw new Error(shortened(await answer.text(), 300));
   return answer;
 }
 

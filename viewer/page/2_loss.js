@@ -33,6 +33,7 @@ function tokenTerms(row, loss) {
   const zeros = row.sampler.map(() => 0);
   const old = row.old ?? zeros; // all numbers of a row are written as differences to those of the sampler
   const reference = row.ref ?? zeros.map(() => null);
+  const divisor = denominator(row, loss); // once per row: completions can have thousands of tokens
   return row.updates.map(({ epoch, minibatch, log_probs: now }) => {
     const rows = rowsOfUpdate(loss, minibatch);
     const logProb = now.map((value, i) =>
@@ -45,7 +46,7 @@ function tokenTerms(row, loss) {
     const clipped = ratio.map((value, i) => limited[i] !== value && limited[i] * advantage < value * advantage);
     const kl = now.map((value, i) => difference(reference[i], value)).map((logR) => Math.expm1(logR) - logR);
     const penalty = (i) => (loss.kl_weight > 0 ? loss.kl_weight * kl[i] : 0);
-    const term = surrogate.map((value, i) => (value + penalty(i)) / denominator(row, loss) / rows);
+    const term = surrogate.map((value, i) => (value + penalty(i)) / divisor / rows);
     return {
       epoch,
       minibatch,

@@ -95,7 +95,7 @@ function allFacts(run) {
 function differences() {
   const [first, second] = data.runs.map((run) => run.config ?? {});
   const names = Object.keys({ ...first, ...second }).filter(
-    (name) => setting(first[name]) !== setting(second[name]) && !["name", "command"].includes(name),
+    (name) => setting(first[name]) !== setting(second[name]) && !["name", "command", "sources"].includes(name),
   );
   const rows = names.map((name) => [name, setting(first[name]), setting(second[name])]);
   return element(

@@ -196,8 +196,10 @@ async function listen() {
         ? `The run is finished, at step ${steps}.`
         : `Live: step ${steps}, looked at every two seconds.`,
     );
-  } catch {
-    tell("The server of this page does not answer. The page shows what came last, and goes on asking.", true);
+  } catch (error) {
+    const isGone = error instanceof TypeError; // of fetch
+    const why = isGone ? "The server of this page does not answer" : `There is no news: ${error.message}`;
+    tell(`${why}. The page shows what came last, and goes on asking.`, true);
   }
   setTimeout(listen, 2000);
 }
