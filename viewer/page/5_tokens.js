@@ -88,6 +88,7 @@ const COLORS = {
     diverging: true,
     passes: true,
     total: true,
+    flipped: true, // a term that lowers the loss has the colour of a positive advantage
     value: ({ update, total }, i) => (update ? update.term[i] : total[i]),
     scale: (values) => largest(values.map(Math.abs), 1e-9),
     ends: (most) => [`${short(-most)} (lowers)`, "0", `${short(most)} (raises the loss)`],

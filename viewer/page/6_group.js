@@ -81,7 +81,10 @@ class GroupView {
       ),
       this.rows.some(({ row }) => row.turns) && this.viewSwitch(),
     );
-    bar.addEventListener("change", () => this.onColor(this.setting()));
+    bar.addEventListener("change", ({ target }) => {
+      if (target.id === "color") this.onColor({ by: target.value });
+      if (target.id === "pass") this.onColor({ pass: target.value });
+    });
     return bar;
   }
 
@@ -199,11 +202,7 @@ class GroupView {
 
   // ---- colours
 
-  /** What is chosen: the colour, and which pass over the rollout ("all" of them for the term). */
-  setting() {
-    return { by: this.root.querySelector("#color").value, pass: this.root.querySelector("#pass").value };
-  }
-
+  /** Colour all tokens by a key of COLORS, in a pass over the rollout ("all" of them for the term). */
   paint({ by, pass }) {
     const kind = COLORS[by];
     this.root.querySelector("#color").value = by;
@@ -220,7 +219,7 @@ class GroupView {
         const i = numbers.action[index];
         if (i === null) return;
         const value = values[r][i];
-        span.classList.toggle("below", value < 0);
+        span.classList.toggle("below", kind.flipped ? value > 0 : value < 0);
         span.classList.toggle("unknown", !isNumber(value));
         span.classList.toggle("clipped", Boolean(views[r].update?.clipped[i]));
         span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
@@ -232,7 +231,7 @@ class GroupView {
 
   showScale(kind, by, most, known) {
     this.root.dataset.scale = by === "mask" ? "mask" : kind.diverging ? "diverging" : "sequential";
-    const ramp = element("span", { class: "ramp", "aria-hidden": "true" });
+    const ramp = element("span", { class: `ramp${kind.flipped ? " flipped" : ""}`, "aria-hidden": "true" });
     const [low, ...high] = kind.ends(most).map((text) => element("span", {}, text));
     fill(
       this.legend,

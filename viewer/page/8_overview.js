@@ -207,7 +207,7 @@ function formula() {
   const limits = `${Number((1 - loss.clip_eps).toFixed(6))} and ${Number((1 + loss.clip_eps).toFixed(6))}`;
   const kl = loss.kl_weight > 0;
   const steps = [
-    ["ratio", "= p(token) / p_old(token), in this update to when it was sampled"],
+    ["ratio", "= p(token) / p_old(token): of the policy in this update, and of the one that sampled"],
     ["surrogate", `= −min(ratio × advantage, ratio kept between ${limits} × advantage)`],
     kl && ["KL", "= r − log r − 1 with r = p_reference(token) / p(token)"],
     ["term", `= ${kl ? `(surrogate + ${loss.kl_weight} × KL)` : "surrogate"} / ${tokens} / the rows of the update`],

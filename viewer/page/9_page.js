@@ -140,7 +140,7 @@ function showGroup() {
   if (view?.group !== group) {
     view = new GroupView(group, {
       onToken: (row, token) => choose({ row, token }),
-      onColor: ({ by, pass }) => choose({ by, pass }),
+      onColor: (change) => choose(change),
     });
     fill(byId("group"), view.root);
     const radio = document.querySelector(`input[name="prompt"][value="${groups.indexOf(group)}"]`);
