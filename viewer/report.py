@@ -10,6 +10,7 @@ import json
 import math
 import os
 from pathlib import Path
+from shlex import quote as quote_for_shell
 from urllib.parse import quote
 
 from viewer.growing import step_of
@@ -44,7 +45,9 @@ def write_report(directory: Path, other: Path | None = None, output: Path | None
     first = runs[0]
     rows_per_step = count_rows_per_step(first.config)
     kept = keep_steps(first.samples, rows_per_step)
-    samples = describe_kept(kept, first.samples, rows_per_step, f"python -m viewer {directory} --serve")
+    samples = describe_kept(
+        kept, first.samples, rows_per_step, f"python -m viewer {quote_for_shell(str(directory))} --serve"
+    )
     data = page_data(runs, samples, kept.token_ids, _relative(METRICS_PAGE, path.parent))
     chunks = [(f"samples-{step}", kept.chunks[step]) for step in sorted(kept.chunks)]
     _replace(path, render(data, title_of(runs), chunks))
