@@ -34,10 +34,10 @@ function showSteps() {
   const steps = stepsInPage();
   const { note, left_out: leftOut } = data.samples ?? {};
   const of = data.runs.length > 1 ? `Samples of ${data.runs[0].experiment}/${data.runs[0].name}. ` : "";
-  const without = leftOut?.length ? ` Not in the page: the samples of step ${ranges(leftOut)}.` : "";
-  byId("samples-note").textContent = visible(
-    steps.length ? `${of}${note ?? ""}${without}` : `${of}There are no samples in this page. ${note ?? ""}`,
-  );
+  const few = leftOut?.length && leftOut.length <= 12; // otherwise the list of steps shows it well enough
+  const without = few ? ` Not in the page: step ${ranges(leftOut)}.` : "";
+  const said = note || (steps.length ? "" : "There are no samples in this page.");
+  byId("samples-note").textContent = visible(`${of}${said}${without}`);
   byId("step-bar").hidden = byId("step-view").hidden = !steps.length;
   const rows = (entry) => (entry.complete ? "all rows" : count(entry.rows, "row"));
   const options = steps.map((entry) => [String(entry.step), `${entry.step} (${rows(entry)})`]);
