@@ -33,8 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__, prog="python -m viewer", config=flags)
     try:
         _show(config)
-    except RunError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
+    except (RunError, OSError) as error:
+        written = getattr(error, "filename", None) or "the output"
+        sentence = error if isinstance(error, RunError) else f"{written} cannot be written: {error.strerror}"
+        print(f"error: {printable(sentence)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

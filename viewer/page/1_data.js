@@ -38,7 +38,8 @@ function element(name, properties = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
     if (key === "on") for (const [event, listener] of Object.entries(value)) made.addEventListener(event, listener);
-    else if (key === "css") for (const [variable, setting] of Object.entries(value)) made.style.setProperty(variable, setting);
+    else if (key === "css")
+      for (const [variable, setting] of Object.entries(value)) made.style.setProperty(variable, setting);
     else if (value === true) made.setAttribute(key, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(key, visible(value));
   }
@@ -72,8 +73,20 @@ function table(caption, head, rows) {
       "table",
       {},
       element("caption", { class: "unseen" }, caption),
-      element("thead", {}, element("tr", {}, head.map((text) => element("th", { scope: "col" }, text)))),
-      element("tbody", {}, rows.map((row) => element("tr", {}, cells(row)))),
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          head.map((text) => element("th", { scope: "col" }, text)),
+        ),
+      ),
+      element(
+        "tbody",
+        {},
+        rows.map((row) => element("tr", {}, cells(row))),
+      ),
     ),
   );
 }
@@ -106,14 +119,16 @@ function exact(value, digits = 6) {
 }
 
 /** The same with a plus above 0: advantages and terms. */
-const signed = (value, digits = 6) => (Number(value.toFixed?.(digits)) > 0 ? "+" : "") + exact(value, digits);
+const signed = (value, digits = 6) =>
+  (isNumber(value) && Number(value.toFixed(digits)) > 0 ? "+" : "") + exact(value, digits);
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const mean = (values) => sum(values) / values.length;
 const spread = (values) => Math.sqrt(mean(values.map((value) => (value - mean(values)) ** 2)));
 
 /** The largest of `values`, and at least `least`; what is not finite does not count. */
-const largest = (values, least) => values.reduce((most, value) => (isNumber(value) && value > most ? value : most), least);
+const largest = (values, least) =>
+  values.reduce((most, value) => (isNumber(value) && value > most ? value : most), least);
 
 /** Ranges of steps in words: [[3, 6], [9, 9]] is "3 to 6, 9". */
 const ranges = (list) => list.map(([first, last]) => (first === last ? `${first}` : `${first} to ${last}`)).join(", ");
@@ -135,6 +150,7 @@ async function readSamples({ step, bytes }) {
 
 async function loadChunk(step) {
   const embedded = byId(`samples-${step}`);
+  if (!embedded && !LIVE) throw new Error("they are not in the page");
   if (!embedded) return (await fetchFromServer(`samples/${step}.json`)).json();
   const bytes = Uint8Array.from(atob(embedded.textContent.trim()), (character) => character.charCodeAt(0));
   const inflated = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -143,7 +159,7 @@ async function loadChunk(step) {
 
 async function fetchFromServer(address) {
   const answer = await fetch(address, { cache: "no-cache" }); // asks each time, and need not send what has not changed
-  if (!answer.ok) throw new Error(`the server answered ${answer.status} for ${address}`);
+  if (!answer.ok) throw new Error(shortened(await answer.text(), 300));
   return answer;
 }
 

@@ -33,9 +33,12 @@ function tokenTerms(row, loss) {
   const zeros = row.sampler.map(() => 0);
   const old = row.old ?? zeros; // all numbers of a row are written as differences to those of the sampler
   const reference = row.ref ?? zeros.map(() => null);
+  const divisor = denominator(row, loss); // once per row: completions can have thousands of tokens
   return row.updates.map(({ epoch, minibatch, log_probs: now }) => {
     const rows = rowsOfUpdate(loss, minibatch);
-    const logProb = now.map((value, i) => (isNumber(value) && isNumber(row.sampler[i]) ? (row.sampler[i] + value) * MICRO : NaN));
+    const logProb = now.map((value, i) =>
+      isNumber(value) && isNumber(row.sampler[i]) ? (row.sampler[i] + value) * MICRO : NaN,
+    );
     const ratio = now.map((value, i) => Math.exp(difference(value, old[i])));
     const limited = ratio.map((value) => Math.min(Math.max(value, 1 - loss.clip_eps), 1 + loss.clip_eps));
     const surrogate = ratio.map((value, i) => -Math.min(value * advantage, limited[i] * advantage));
@@ -43,8 +46,18 @@ function tokenTerms(row, loss) {
     const clipped = ratio.map((value, i) => limited[i] !== value && limited[i] * advantage < value * advantage);
     const kl = now.map((value, i) => difference(reference[i], value)).map((logR) => Math.expm1(logR) - logR);
     const penalty = (i) => (loss.kl_weight > 0 ? loss.kl_weight * kl[i] : 0);
-    const term = surrogate.map((value, i) => (value + penalty(i)) / denominator(row, loss) / rows);
-    return { epoch, minibatch, rows, logProb, ratio, clipped, surrogate, kl, term: loss.kind ? term : term.map(() => NaN) };
+    const term = surrogate.map((value, i) => (value + penalty(i)) / divisor / rows);
+    return {
+      epoch,
+      minibatch,
+      rows,
+      logProb,
+      ratio,
+      clipped,
+      surrogate,
+      kl,
+      term: loss.kind ? term : term.map(() => NaN),
+    };
   });
 }
 
