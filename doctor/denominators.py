@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from doctor.batches import MAX_NEW_TOKENS, OTHER_ROWS, PADDING, PROMPT_COLUMNS, TOOL, Batch, make_batch
-from doctor.findings import NOTE, OK, TRAP, Finding, agree, compare, number
+from doctor.batches import MAX_NEW_TOKENS, OTHER_ROWS, PROMPT, PROMPT_COLUMNS, TOOL, Batch, make_batch
+from doctor.findings import NOTE, OK, TRAP, Finding, agree, number
 from doctor.probe import Probe
 
 LOSS = "policy_loss"
@@ -16,7 +16,7 @@ class Denominator:
     name: str  # of the loss with this denominator, for people
     divisors: torch.Tensor  # (B,) what a token of each row is divided by
     kind: str | None = None  # how LOSS calls it
-    tool_counted: bool = False
+    counted: str = ""  # the check that is failed by counting what is not trained
 
 
 def check_denominator(
@@ -46,16 +46,12 @@ def check_denominator(
     elif not agree(1.0, abs(scale)):
         name = f"{number(abs(scale))} times {name}"
     findings = [Finding("normalisation", LOSS, NOTE, f"The loss is {name}.")]
-    middle = float(weights[batch.mask].median())
-    token = abs(middle)
-    trap = "The sign is wrong: a positive advantage makes a token less probable."
-    findings.append(compare("sign", LOSS, token, middle, trap, "A positive advantage makes a token more probable."))
-    if found.tool_counted and "tool_output_in_loss" not in traps:
-        counted = [batch.mask | (batch.kinds == TOOL), batch.mask]
-        first, second = (x[1].sum() if name.startswith("GRPO") else x.sum() for x in counted)  # row 1 has tool output
-        got = float(weights[1, PROMPT_COLUMNS])
-        sentence = f"Tool output is counted in the denominator: the loss is {name}."
-        findings.append(Finding("tool_output_in_loss", LOSS, TRAP, sentence, got * float(first / second), got))
+    if found.counted and found.counted not in traps:
+        row = 1  # which has tool output
+        without = known[0] if found.name.startswith("GRPO") else known[1]
+        expected, got = scale / float(without.divisors[row]), float(weights[row, PROMPT_COLUMNS])
+        sentence = f"A denominator counts what is not trained: the loss is {name}."
+        findings.append(Finding(found.counted, LOSS, TRAP, sentence, expected, got))
     if declared and found.kind:
         findings.append(_as_declared(declared, found, known, weights, batch, name))
     return findings
@@ -66,7 +62,7 @@ def _denominators(probe: Probe, batch: Batch) -> list[Denominator]:
     rows, ones = len(batch.kinds), torch.ones(len(batch.kinds))
     lengths, tool = batch.mask.sum(dim=1).float(), (batch.kinds == TOOL).sum(dim=1).float()
     width = batch.kinds.shape[1] - probe.loss.first_column
-    real = (batch.kinds != PADDING).sum(dim=1).float()
+    prompt = (batch.kinds == PROMPT).sum(dim=1).float()
     return [
         Denominator("GRPO: the mean over a row's tokens, then over rows", rows * lengths, "grpo"),
         Denominator("DAPO: the mean over all tokens of the batch", lengths.sum() * ones, "dapo"),
@@ -79,10 +75,14 @@ def _denominators(probe: Probe, batch: Batch) -> list[Denominator]:
         Denominator("the sum over a row's tokens, then the mean over rows", rows * ones, "sequence-sum"),
         Denominator("the sum over all tokens", ones, "sum"),
         Denominator("the sum over rows of the mean over a row's tokens", lengths, "row-sum"),
-        Denominator("GRPO, but tool output is counted in a row's length", rows * (lengths + tool), tool_counted=True),
-        Denominator("DAPO, but tool output is counted", (lengths + tool).sum() * ones, tool_counted=True),
-        Denominator("GRPO, but the prompt is counted in a row's length", rows * real),
-        Denominator("DAPO, but the prompt is counted", real.sum() * ones),
+        Denominator(
+            "GRPO, but tool output is counted in a row's length", rows * (lengths + tool), counted="tool_output_in_loss"
+        ),
+        Denominator("DAPO, but tool output is counted", (lengths + tool).sum() * ones, counted="tool_output_in_loss"),
+        Denominator(
+            "GRPO, but the prompt is counted in a row's length", rows * (lengths + prompt), counted="prompt_trained"
+        ),
+        Denominator("DAPO, but the prompt is counted", (lengths + prompt).sum() * ones, counted="prompt_trained"),
     ]
 
 

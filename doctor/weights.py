@@ -39,6 +39,9 @@ def check_weights(probe: Probe, declared: str) -> Iterator[Finding]:
     yield rescaled
     if rescaled.status == TRAP:  # there are no weights that hold for any advantages
         return
+    middle = float(weights[batch.mask].median())
+    trap = "The sign is wrong: a positive advantage makes a token less probable."
+    yield compare("sign", LOSS, abs(middle), middle, trap, "A positive advantage makes a token more probable.")
     yield from check_denominator(probe, batch, weights, declared, traps)
     yield _micro_batches(probe, batch, weights)
     yield _width(probe, batch, weights)

@@ -57,6 +57,7 @@ BUGS = {  # name: (traps that are found, old text, new text)
         RETURN,
         FROM_FIRST_TO_LAST.lstrip() + "    " + RETURN.replace("mask", "span"),
     ),
+    "length with prompt": ("prompt_trained", LENGTH, f"({LENGTH} + 3)"),
     "prompt": ("prompt_trained", RATIO, WITH_PROMPT + RATIO),
     "KL over the width": ("kl_over_padding", KL + RETURN, KL_OVER_THE_WIDTH),
     "KL outside the mask": ("kl_over_padding", KL, KL_OUTSIDE_THE_MASK),
