@@ -42,7 +42,7 @@ OTHER_PANELS = ("completion/length", "group/zero_reward_variance", "loss/kl", "l
 class Config:
     runs: tyro.conf.Positional[tuple[str, ...]]  # directories of runs, patterns of them, or LABEL=PATTERN
     output: Path = Path("compare.png")  # the figure; .png, .svg or .pdf
-    # keys of metrics.jsonl: a large panel, and the others beside it; none: accuracy (or reward, or loss), length, KL ...
+    # keys of metrics.jsonl: a large panel, and others beside it; none given: accuracy (reward, loss), length, KL ...
     panels: tuple[str, ...] = ()
     each: bool = False  # a row of the table for each run, instead of one for each group
 

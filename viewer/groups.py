@@ -140,9 +140,7 @@ def group_by_seed(runs: list[Run]) -> Groups:
     groups: Groups = {}
     for (experiment, stem), members in found:
         siblings = [others[0] for key, others in found if key == (experiment, stem)]
-        settings = "".join(
-            f", {name}={_value(members[0], name)}" for name in list(differences(siblings))[:MOST_SHOWN]
-        )
+        settings = "".join(f", {name}={_value(members[0], name)}" for name in list(differences(siblings))[:MOST_SHOWN])
         is_one = len(members) == 1 and (stem or not settings)
         label = name_of(members[0]) if is_one else f"{experiment}{'/' if stem else ''}{stem}{settings}"
         groups[label if label not in groups else str(members[0].directory)] = members

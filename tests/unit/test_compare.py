@@ -123,7 +123,7 @@ def test_runs_with_equal_names_and_other_settings_are_apart(make_run):
 
 def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
     """Killed in the middle of a line, at step 10 of 80, beside one that has ended."""
-    make_run("seed0", lines=12, end='{"step": 11, "loss/to', seed=0)
+    make_run("seed0", lines=11, end='{"step": 11, "loss/to', seed=0)
     place = make_run("seed1", lines=90, seed=1, summary=True)
     text = table(*sorted(place.parent.iterdir()))
     assert re.search(r"^seed\* .* 0\.980 \[", text, re.MULTILINE)  # not the mean of both
