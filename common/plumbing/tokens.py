@@ -26,7 +26,7 @@ class TokenTexts:
         self._added = tokenizer.added_tokens_decoder
         self._ends = set(end_of_turn_ids)
         self._special = {i for i, token in self._added.items() if token.special} | {*tokenizer.all_special_ids}
-        self._known = {line["id"] for line in read_lines(path)}
+        self._known = {line.get("id") for line in read_lines(path)}
 
     def add(self, step: int, ids: Iterable[int]) -> None:
         new = sorted(set(ids) - self._known)

@@ -197,8 +197,8 @@ def assert_equal_runs(directory: Path, expected: Path) -> None:
     assert read_results(directory) == read_results(expected)
     weights = [path.relative_to(expected) for path in (expected / "final").glob("*.safetensors")]
     assert weights
-    samples = [Path("samples.jsonl")] if (expected / "samples.jsonl").exists() else []
-    for name in weights + samples:
+    logs = [Path(name) for name in ("samples.jsonl", "tokens.jsonl", "diagnosis.jsonl") if (expected / name).exists()]
+    for name in weights + logs:
         assert digest(directory / name) == digest(expected / name), name
 
 

@@ -65,7 +65,7 @@ def test_plumbing_imports_no_particular_task():
 
 
 def test_viewer_imports_nothing_of_common():
-    assert violations(sorted((ROOT / "viewer").glob("*.py")), "common") == []
+    assert violations(sorted((ROOT / "viewer").rglob("*.py")), "common") == []
 
 
 @pytest.mark.parametrize(
