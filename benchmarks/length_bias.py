@@ -31,7 +31,8 @@ from seeds import make_runs
 
 from common.datagen.arithmetic_grammar import KINDS, draw_question, render
 from common.tasks.arithmetic import messages
-from viewer.compare import draw_comparison
+from viewer.bands import draw_comparison
+from viewer.groups import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = "experiment_drgrpo"
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = ROOT / EXPERIMENT / "results"
     write_checks(sorted((Path(config.runs_dir) / EXPERIMENT).glob("rambling_*")), results / "rambling.csv")
     labels = {"GRPO": "rambling_grpo_seed*", "Dr. GRPO": "rambling_drgrpo_seed*"}
-    groups = {label: sorted(results.glob(pattern)) for label, pattern in labels.items()}
+    groups = {label: [read_run(run) for run in sorted(results.glob(pattern))] for label, pattern in labels.items()}
     draw_comparison(groups, ROOT / EXPERIMENT / "rambling.png", PANELS)
 
 

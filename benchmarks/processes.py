@@ -37,7 +37,8 @@ from torch import distributed
 from common import sampling
 from common.parallel import gather as gather_from_ranks
 from common.parallel import is_main, world_size
-from viewer.compare import draw_comparison
+from viewer.bands import draw_comparison
+from viewer.groups import read_run
 
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 from common.plumbing.run import Run
@@ -437,7 +438,7 @@ def draw(data: dict, seeds: Sequence[int]) -> None:
     for variant in BROKEN if "broken" in data else ():
         results = ROOT / variant.experiment / "results"
         names = {f"as it is, {variant.processes} processes": variant.correct, variant.label: variant.broken}
-        groups = {label: [results / f"{name}{seed}" for seed in seeds] for label, name in names.items()}
+        groups = {label: [read_run(results / f"{name}{seed}") for seed in seeds] for label, name in names.items()}
         draw_comparison(groups, ROOT / variant.experiment / variant.picture, variant.panels)
 
 

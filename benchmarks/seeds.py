@@ -21,7 +21,8 @@ from pathlib import Path
 
 import tyro
 
-from viewer.compare import draw_comparison
+from viewer.bands import draw_comparison
+from viewer.groups import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PANELS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl")
@@ -100,7 +101,8 @@ def draw(experiment: str, panels: Sequence[str] = PANELS, also: dict[str, str] |
     if parent and task_of(parent) == task_of(experiment):
         places = {parent: (parent, "seed")} | places
     groups = {
-        label: sorted((ROOT / place / "results").glob(f"{prefix}*/")) for label, (place, prefix) in places.items()
+        label: [read_run(run) for run in sorted((ROOT / place / "results").glob(f"{prefix}*/"))]
+        for label, (place, prefix) in places.items()
     }
     draw_comparison({label: runs for label, runs in groups.items() if runs}, ROOT / experiment / "curve.png", panels)
 

@@ -1,13 +1,26 @@
-"""Compare runs: a line for each group of runs, the mean over its seeds, in a band from lowest to highest.
+"""Compare runs: a table, and a figure with a line for each group of runs in a band from its lowest to its highest run.
 
-    python -m viewer.compare curve.png "GRPO=experiment_base/results/seed*" "no KL=experiment_base/results/no_kl*"
-    python -m viewer.compare curve.png "GRPO=runs/experiment_base/*" --panels reward/correct loss/grad_norm
+    python -m viewer.compare runs/experiment_base/a runs/experiment_base/b
+    python -m viewer.compare "experiment_base/results/*" --each
+    python -m viewer.compare "GRPO=runs/experiment_base/*" "no KL=runs/other/*" --panels reward/correct loss/grad_norm
 
-Reads the runs' metrics.jsonl and imports nothing of the training code.
+Runs are named by their directories, or by patterns in quotes. Runs whose names and settings differ only by their seed
+are one group: seed0 and seed1 are `seed*`; so are runs without --name, whose groups are called by the settings in which
+they differ. LABEL=PATTERN makes a group of all that it matches. A run that is not finished is marked, and is left out
+of what a group has reached at its end, unless all of its runs are like that.
+
+The table. Of several runs: their mean, with the lowest and the highest in parentheses. Of one run: its value. Accuracy
+is that of greedy answers to n held-out questions, and of one run (or of several with the same value) it has the 95 %
+interval of Wilson (1927) in brackets, with z = 1.96 and p the share of right answers:
+
+    (p + z^2 / 2n  +-  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+It says how far the accuracy on all questions of this kind can be from that on these n, and nothing about other seeds.
+Runs answer the same questions, so that two runs can differ more surely than their intervals suggest. There is none if
+n is not --eval-prompts (there were fewer questions), or answers count in part: then p n is no whole number.
 """
 
-import glob
-import json
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,119 +28,80 @@ from pathlib import Path
 
 import tyro
 
-# key in metrics.jsonl: its title, and the range of the axis (None: as the data need); the title of others is their key
-HEADINGS = {
-    "reward/correct": ("sampled accuracy on training questions, each asked once", (0, 1.02)),
-    "completion/length": ("completion length (tokens)", (0, None)),
-    "completion/length_right": ("length of right completions (tokens)", (0, None)),
-    "completion/length_wrong": ("length of wrong completions (tokens)", (0, None)),
-    "reward/calls": ("calls per answer", (0, None)),
-    "reward/retrieved": ("share of the supporting documents found", (0, 1.02)),
-    "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
-}
-PANELS = ("reward/correct", "completion/length", "group/zero_reward_variance", "loss/kl")
-WINDOW = 5  # steps over which every run is averaged before runs are compared
+from viewer.bands import draw_comparison
+from viewer.groups import Groups, name_of, plain, read_groups, series
+from viewer.runs import RunError
+from viewer.table import print_table
+
+# The first panel is the first of these that a run has
+FIRST_PANELS = ("reward/correct", "reward/total", "loss/total")
+OTHER_PANELS = ("completion/length", "group/zero_reward_variance", "loss/kl", "loss/grad_norm")
 
 
 @dataclass(frozen=True)
 class Config:
-    picture: tyro.conf.Positional[Path]  # file that the figure is written to
-    groups: tyro.conf.Positional[tuple[str, ...]]  # LABEL=RUN_DIRECTORIES each, with * for any text
-    panels: tuple[str, ...] = PANELS  # keys of metrics.jsonl: a large panel, and the others beside it
+    runs: tyro.conf.Positional[tuple[str, ...]]  # directories of runs, patterns of them, or LABEL=PATTERN
+    output: Path = Path("compare.png")  # the figure; .png, .svg or .pdf
+    # keys of metrics.jsonl: a large panel, and others beside it; none given: accuracy (reward, loss), length, KL ...
+    panels: tuple[str, ...] = ()
+    each: bool = False  # a row of the table for each run, instead of one for each group
 
 
-def draw_comparison(groups: dict[str, list[Path]], path: Path, panels: Sequence[str] = PANELS) -> None:
-    """Draw the runs of each group, given by their directories, into a figure at `path`.
-
-    Raises:
-        FileNotFoundError: a directory holds no metrics.jsonl.
+def compare(config: Config) -> None:
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display is needed
-    import matplotlib.pyplot as plt
-
-    figure = plt.figure(figsize=(11, 5.5))
-    grid = figure.add_gridspec(max(1, len(panels) - 1), 5)
-    places = [grid[:, :3], *(grid[row, 3:] for row in range(len(panels) - 1))]
-    for key, place in zip(panels, places, strict=True):
-        described = key.startswith("completion/")  # by the task
-        default = (f"{key.removeprefix('completion/')} (mean over completions)", (None, None))
-        heading, limits = HEADINGS.get(key, default if described else (key, (None, None)))
-        axes = figure.add_subplot(place)
-        for color, (label, directories) in enumerate(groups.items()):
-            _draw_band(axes, [_read_curve(directory, key) for directory in directories], label, f"C{color}")
-        if key == "loss/kl" and axes.get_ylim()[1] > 100:  # broken runs only: the others would be a flat line
-            axes.set_yscale("symlog", linthresh=0.1)
-            axes.set_yticks([0, 1, 1e3, 1e6])
-            heading += ", log scale"
-        axes.set_title(heading, fontsize=10)
-        axes.set_ylim(*limits)
-        if described and axes.dataLim.ymin >= 0:
-            axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    main_axes, last_axes = figure.axes[0], figure.axes[-1]
-    if panels[0] == "reward/correct":
-        for color, directories in enumerate(groups.values()):
-            _draw_held_out(main_axes, directories, f"C{color}")
-    for axes in (main_axes, last_axes):
-        axes.set_xlabel("step")
-    handles, labels = main_axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=len(labels), fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.95))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    Raises:
+        RunError: there is nothing to compare, or the figure cannot be written.
+    """
+    groups, left_out = read_groups(config.runs)
+    panels = config.panels or default_panels(groups)
+    known = {key for runs in groups.values() for run in runs for row in run.metrics.rows for key in row}
+    for key in panels:
+        if key not in known:
+            raise RunError(f"--panels {key}: no run has logged it; what they have logged is, for example, "
+                           f"{', '.join(_like(key, known))}")  # fmt: skip
+    if config.output.suffix not in (".png", ".svg", ".pdf"):
+        raise RunError(f"--output {config.output}: the name of the figure must end with .png, .svg or .pdf")
+    print_table(one_by_one(groups) if config.each else groups, left_out)
+    try:
+        draw_comparison(groups, config.output, panels)
+    except OSError as error:
+        raise RunError(f"--output {config.output} cannot be written ({error.strerror})") from error
+    print(f"figure: {plain(config.output)}")
 
 
-def _draw_band(axes, curves: list[dict[int, float]], label: str, color: str) -> None:
-    """The mean over the runs at the steps that all of them have, and a band from the lowest to the highest."""
-    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-    if not steps:
-        return
-    values = [[curve[step] for curve in curves] for step in steps]
-    count = f"{len(curves)} runs" if len(curves) > 1 else "1 run"
-    axes.plot(steps, [sum(row) / len(row) for row in values], color=color, label=f"{label} ({count})")
-    if len(curves) > 1:
-        axes.fill_between(steps, [min(row) for row in values], [max(row) for row in values], color=color, alpha=0.2)
+def one_by_one(groups: Groups) -> Groups:
+    """A group for each run."""
+    rows: Groups = {}
+    for run in dict.fromkeys(run for runs in groups.values() for run in runs):
+        rows[name_of(run) if name_of(run) not in rows else str(run.directory)] = [run]
+    return rows
 
 
-def _draw_held_out(axes, directories: list[Path], color: str) -> None:
-    """A diamond for each run's sampled accuracy on held-out questions, before and after training."""
-    for number, directory in enumerate(directories):
-        points = [
-            (entry["step"], entry["eval/sampled/accuracy"])
-            for entry in _read_metrics(directory)
-            if "eval/sampled/accuracy" in entry
-        ]
-        label = "held-out questions, before and after (mean@8)" if number == 0 and color == "C0" else None
-        axes.plot(*zip(*points, strict=True), "D", color=color, markersize=5, alpha=0.7, label=label)
+def default_panels(groups: Groups) -> tuple[str, ...]:
+    runs = [run for members in groups.values() for run in members]
+    first = next((key for key in FIRST_PANELS if any(series(run, key) for run in runs)), None)
+    if first is None:
+        raise RunError(f"{runs[0].directory} has logged no reward and no loss: name --panels")
+    others = [key for key in OTHER_PANELS if any(series(run, key) for run in runs)]
+    return first, *others[:3]
 
 
-def _read_curve(directory: Path, key: str) -> dict[int, float]:
-    """A run's values by step, each the mean of the last few steps."""
-    points = [(entry["step"], entry[key]) for entry in _read_metrics(directory) if key in entry]
-    values = [value for _, value in points]
-    means = [sum(values[max(0, i + 1 - WINDOW) : i + 1]) / min(WINDOW, i + 1) for i in range(len(values))]
-    return {step: mean for (step, _), mean in zip(points, means, strict=True)}
+def _like(key: str, known: set[str]) -> list[str]:
+    """A few keys that resemble a misspelt one, else the first ones."""
+    import difflib
 
-
-def _read_metrics(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return difflib.get_close_matches(key, known, n=3) or sorted(key for key in known if "/" in key)[:3]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    groups = {}
-    for group in config.groups:
-        label, _, pattern = group.partition("=")
-        groups[label] = [Path(place) for place in sorted(glob.glob(pattern))]
-        if not groups[label]:
-            sys.exit(f"error: {group} is not LABEL=RUN_DIRECTORIES, or no directory matches")
-    if not groups or not config.panels:
-        sys.exit("error: nothing to draw: give runs as LABEL=RUN_DIRECTORIES, and at least one of --panels")
-    draw_comparison(groups, config.picture, config.panels)
-    print(config.picture)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a label that the terminal cannot show
+    try:
+        compare(config)
+    except RunError as error:
+        sys.exit(f"error: {plain(error)}")
 
 
 if __name__ == "__main__":

@@ -106,10 +106,11 @@ def _read_jsonl(path: Path) -> list[Row]:
     except OSError as error:
         raise UserError(f"{shown(path)} cannot be read ({error.strerror})") from error
     rows: list[Row] = []
+    file = shown(path)  # once: for every row it would take longer than reading them
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        place = f"{shown(path)}:{number}"
+        place = f"{file}:{number}"
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:

@@ -1,0 +1,205 @@
+"""Several runs are compared: which of them are a group, what the table says, and what is drawn."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+import viewer.bands
+from viewer.compare import main
+from viewer.groups import plain, read_groups, series
+from viewer.table import Z, print_table, wilson
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "experiment_base" / "results"
+SUMMARIES = [json.loads((RESULTS / f"seed{seed}" / "summary.json").read_text("utf-8")) for seed in range(5)]
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """A copy of the first lines of a committed run, as it was after `lines` of them, with other settings."""
+
+    def make(name: str, lines: int = 12, end: str = "", summary: bool = False, **settings) -> Path:
+        place = tmp_path / "runs" / "experiment_base" / name
+        place.mkdir(parents=True)
+        config = json.loads((RESULTS / "seed0" / "config.json").read_text("utf-8"))
+        (place / "config.json").write_text(json.dumps(config | settings))
+        metrics = (RESULTS / "seed0" / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
+        (place / "metrics.jsonl").write_text("".join(metrics[:lines]) + end)
+        if summary:
+            shutil.copy(RESULTS / "seed0" / "summary.json", place)
+        return place
+
+    return make
+
+
+@pytest.fixture
+def table(monkeypatch, capsys):
+    """The printed table of arguments, on a wide terminal."""
+
+    def show(*arguments: Path | str, width: int = 250) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_table(*read_groups([str(argument) for argument in arguments]))
+        return capsys.readouterr().out
+
+    return show
+
+
+def test_runs_are_compared_in_the_panels_asked_for(tmp_path, monkeypatch, capsys):
+    drawn = []
+    draw_band = viewer.bands._draw_band
+    monkeypatch.setattr("viewer.bands._draw_band", lambda *args: drawn.append(args[1:3]) or draw_band(*args))
+    picture = tmp_path / "a.png"
+    groups = [f"five={RESULTS}/seed*", f"one={RESULTS}/broken_mask"]
+    main([*groups, "--panels", "reward/correct", "loss/grad_norm", "--output", str(picture)])
+    assert [(label, len(curves)) for curves, label in drawn] == [("five", 5), ("one", 1)] * 2
+    assert all(len(curve) == 80 for curves, _ in drawn for curve in curves)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"figure: {picture}" in capsys.readouterr().out
+
+
+def test_seeds_are_a_row_with_mean_lowest_and_highest(table):
+    text = table(f"{RESULTS}/*")
+    (row,) = re.findall(r"^seed\* .*", text, re.MULTILINE)
+    for key, form, unit in (
+        ("accuracy_after", ".3f", 1),
+        ("seconds", ".0f", 1),
+        ("tokens_per_second", ".0f", 1),
+        ("peak_memory_bytes", ".2f", 1e9),
+    ):
+        values = [summary[key] / unit for summary in SUMMARIES]
+        assert f" {fmean(values):{form}} ({min(values):{form}}-{max(values):{form}})" in row
+    others = [place.parent for place in RESULTS.glob("*/summary.json") if "seed" not in place.parent.name]
+    for run in [*others, RESULTS / "second_policy_seed0"]:
+        accuracy = json.loads((run / "summary.json").read_text("utf-8"))["accuracy_after"]
+        low, high = wilson(accuracy, 256)
+        assert re.search(rf"^{run.name} .* {accuracy:.3f} \[{low:.3f}-{high:.3f}\]", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 256), (61 / 256, 256), (1.0, 10)])
+def test_the_interval_is_that_of_wilson(share, count):
+    """At its bounds b the share is Z standard errors away, with the standard error that a share of b would have."""
+    for bound in wilson(share, count):
+        assert (share - bound) ** 2 == pytest.approx(Z**2 * bound * (1 - bound) / count, abs=1e-12)
+    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"eval_prompts": 200}, {"eval_prompts": None}])
+def test_no_interval_without_the_number_of_questions(make_run, table, settings):
+    """61 of 256 are no whole number of 200: fewer questions were asked than that."""
+    assert "0.238 [0.190-0.294]" in table(make_run("as_recorded"))
+    text = table(make_run("other", **settings))
+    assert "0.238" in text
+    assert "[" not in text
+
+
+def test_runs_without_a_name_are_grouped_by_settings(make_run):
+    for number, settings in enumerate([{}, {"kl_weight": 0.0}]):
+        for seed in (0, 1):
+            make_run(f"2026010{number}-12000{seed}-seed{seed}", seed=seed, threads=1 + seed, **settings)
+    again = make_run("20260103-120000-seed0", seed=0)  # a seed is once in a group
+    groups, _ = read_groups([f"{again.parent}/*"])
+    assert [(label, len(runs)) for label, runs in groups.items()] == [
+        ("experiment_base, kl_weight=0.02", 2),
+        ("experiment_base, kl_weight=0.0", 2),
+        (str(again), 1),
+    ]
+
+
+def test_runs_with_equal_names_and_other_settings_are_apart(make_run):
+    for seed in (0, 1, 2, 10):
+        make_run(f"seed{seed}", seed=seed, lr=1e-3 if seed > 1 else 5e-5)
+    groups, _ = read_groups([f"{make_run('a').parent}/*"])
+    assert {label: [run.directory.name for run in runs] for label, runs in groups.items()} == {
+        "experiment_base/a": ["a"],
+        "experiment_base/seed*, lr=5e-05": ["seed0", "seed1"],
+        "experiment_base/seed*, lr=0.001": ["seed2", "seed10"],
+    }
+
+
+def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
+    """Killed in the middle of a line, at step 10 of 80, beside one that has ended."""
+    make_run("seed0", lines=11, end='{"step": 11, "loss/to', seed=0)
+    place = make_run("seed1", lines=90, seed=1, summary=True)
+    text = table(*sorted(place.parent.iterdir()))
+    assert re.search(r"^seed\* .* 0\.980 \[", text, re.MULTILINE)  # not the mean of both
+    assert "2 runs, 1 not finished" in text
+    text = table(place.parent / "seed0")
+    assert re.search(r"^seed0 .* 10 of 80 ", text, re.MULTILINE)
+    assert "  not finished" in text
+    points = series(read_groups([str(place.parent / "seed0")])[0]["experiment_base/seed0"][0], "eval/greedy/accuracy")
+    assert f"{points[10]:.3f}" in text
+
+
+def test_it_is_said_what_cannot_be_compared(make_run, table, tmp_path):
+    (tmp_path / "empty").mkdir()
+    runs = [make_run("a"), make_run("b", task="qa", machine="Linux x86_64, 2 thread(s)"), tmp_path / "empty"]
+    text = table(*runs)
+    assert "Not all runs answer the same held-out questions (tasks: arithmetic, qa): do not compare" in text
+    assert "Not all runs had the same machine (Linux x86_64, 1 thread(s); Linux x86_64, 2 thread(s)): do not" in text
+    assert f"Left out: {tmp_path / 'empty'} is no run's directory" in text
+    text = table(make_run("c", eval_data=None), make_run("d", sources={}, seed=1))
+    assert "Not all" not in text
+    assert "Left out" not in text
+
+
+def test_names_control_neither_terminal_nor_figure(make_run, monkeypatch, capsys, tmp_path):
+    hostile = "[red]x\x1b[31m\u202e$\\frac{$"
+    run = make_run(hostile)
+    main([str(run), f"_[b]={run}", "--panels", "loss/total", "--output", str(tmp_path / "a.svg"), "--each"])
+    printed = capsys.readouterr().out
+    assert plain(hostile) in printed
+    assert not set(printed) & {"\x1b", "\u202e"}
+    assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_the_table_fits_into_eighty_columns(table):
+    text = table(f"{RESULTS}/*", width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "..." not in text
+    assert "\u2026" not in text  # nothing is cut off
+    for heading in ("accuracy", "length", "KL", "steps", "seconds", "per second", "(GB)"):
+        assert heading in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], r"no run is given"),
+        (["nowhere"], r"there is no directory nowhere"),
+        (["x=nowhere/*"], r"no directory matches nowhere/\*"),
+        ([f"={RESULTS}/seed0"], r"has no label"),
+        ([f"x={RESULTS}/seed0", f"x={RESULTS}/seed1"], r"the label x is given twice"),
+        ([f"{RESULTS}/metrics.csv"], r"metrics\.csv is a file"),
+        (["{empty}"], r"empty has no metrics yet"),
+        ([f"{RESULTS}/seed0", "--panels", "reward/corect"], r"reward/corect: .* for example, reward/correct"),
+        ([f"{RESULTS}/seed0", "--output", "a.txt"], r"must end with \.png"),
+        ([f"{RESULTS}/seed0", "--output", "{empty}/no/a.png"], r"a\.png cannot be written \(No such file"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_in_a_sentence(make_run, arguments, sentence):
+    empty = make_run("empty", lines=0)
+    with pytest.raises(SystemExit, match=rf"^error: [^\n]*{sentence}[^\n]*$"):
+        main([argument.format(empty=empty) for argument in arguments])
+
+
+def test_figures_of_the_pages_are_made_from_runs_that_exist(monkeypatch):
+    """Each documented command with --output names a figure beside its page, and finds all of its runs."""
+    monkeypatch.chdir(ROOT)
+    figures = {}
+    for page in sorted(ROOT.glob("experiment_*/README.md")):
+        text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
+        for command in re.findall(r"python -m viewer\.compare ([^\n#]*--output [^\n#]*)", text):
+            *words, _, figure = shlex.split(command)
+            groups, left_out = read_groups(words[: words.index("--panels")])
+            logged = set.intersection(*({*run.metrics.rows[1]} for runs in groups.values() for run in runs))
+            assert set(words[words.index("--panels") + 1 :]) <= logged | {"loss/kl"}, figure
+            assert not left_out
+            assert (ROOT / figure).parent == page.parent
+            figures[figure] = (ROOT / figure).is_file()
+    assert len(figures) > 4
+    assert all(figures.values())

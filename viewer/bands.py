@@ -1,0 +1,116 @@
+"""Draw groups of runs: of each a line, the mean over its runs, in a band from the lowest to the highest."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from viewer.groups import Groups, plain, series
+from viewer.runs import Run
+
+# key in metrics.jsonl: its title, and the range of the axis (None: as the data need); the title of others is their key
+HEADINGS = {
+    "reward/correct": ("sampled accuracy on training questions, each asked once", (0, 1.02)),
+    "completion/length": ("completion length (tokens)", (0, None)),
+    "completion/length_right": ("length of right completions (tokens)", (0, None)),
+    "completion/length_wrong": ("length of wrong completions (tokens)", (0, None)),
+    "reward/calls": ("calls per answer", (0, None)),
+    "reward/retrieved": ("share of the supporting documents found", (0, 1.02)),
+    "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
+}
+WINDOW = 5  # steps over which every run is averaged before runs are compared
+NUM_COLORS = 10  # of matplotlib; then the lines are dashed
+
+
+def draw_comparison(groups: Groups, path: Path, panels: Sequence[str]) -> None:
+    """Draw the runs of each group into a figure at `path`.
+
+    Args:
+        panels: keys of metrics.jsonl; the first one is large, and the others are beside it.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(figsize=(11, 5.5))
+    grid = figure.add_gridspec(max(1, len(panels) - 1), 5)
+    places = [grid[:, :3] if panels[1:] else grid[:, :], *(grid[row, 3:] for row in range(len(panels) - 1))]
+    for key, place in zip(panels, places, strict=True):
+        _draw_panel(figure.add_subplot(place), groups, key)
+    main_axes, last_axes = figure.axes[0], figure.axes[-1]
+    if panels[0] == "reward/correct":
+        for number, runs in enumerate(groups.values()):
+            _draw_held_out(main_axes, runs, f"C{number % NUM_COLORS}", is_first=number == 0)
+    for axes in (main_axes, last_axes):
+        axes.set_xlabel("step")
+    top = _add_legend(figure)
+    figure.tight_layout(rect=(0, 0, 1, top))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_panel(axes, groups: Groups, key: str) -> None:
+    described = key.startswith("completion/")  # by the task
+    default = (f"{key.removeprefix('completion/')} (mean over completions)", (None, None))
+    heading, limits = HEADINGS.get(key, default if described else (key, (None, None)))
+    for number, (label, runs) in enumerate(groups.items()):
+        _draw_band(axes, [_smooth(series(run, key)) for run in runs], label, number)
+    if key == "loss/kl" and axes.get_ylim()[1] > 100:  # broken runs only: the others would be a flat line
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.set_yticks([0, 1, 1e3, 1e6])
+        heading += ", log scale"
+    axes.set_title(_text(heading), fontsize=10)
+    axes.set_ylim(*limits)
+    if described and axes.dataLim.ymin >= 0:
+        axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_band(axes, curves: list[dict[int, float]], label: str, number: int) -> None:
+    """The mean over the runs at the steps that all of them have, and a band from the lowest to the highest.
+
+    A group without values has its place in the legend all the same.
+    """
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    values = [[curve[step] for curve in curves] for step in steps]
+    count = f"{len(curves)} runs" if len(curves) > 1 else "1 run"
+    color, style = f"C{number % NUM_COLORS}", ("-", "--", ":", "-.")[number // NUM_COLORS % 4]
+    means = [sum(row) / len(row) for row in values]
+    # a marker where there is no line to see
+    marker = "o" if len(steps) == 1 else ""
+    axes.plot(steps, means, color=color, linestyle=style, marker=marker, label=f"{_text(label)} ({count})")
+    if len(curves) > 1 and steps:
+        axes.fill_between(steps, [min(row) for row in values], [max(row) for row in values], color=color, alpha=0.2)
+
+
+def _draw_held_out(axes, runs: list[Run], color: str, is_first: bool) -> None:
+    """A diamond for each run's sampled accuracy on held-out questions, before and after training."""
+    for number, run in enumerate(runs):
+        points = series(run, "eval/sampled/accuracy")
+        label = "held-out questions, before and after (mean@8)" if is_first and number == 0 else None
+        axes.plot(points.keys(), points.values(), "D", color=color, markersize=5, alpha=0.7, label=label)
+
+
+def _add_legend(figure) -> float:
+    """One row of labels above the panels if they have the room, else more; returns where the panels end."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    for columns in range(len(labels), 0, -1):
+        style = {"loc": "upper center", "ncol": columns, "fontsize": 9, "frameon": False}
+        legend = figure.legend(handles, labels, **style)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
+    return 0.95 if columns == len(labels) else 1 - legend.get_window_extent().height / figure.bbox.height
+
+
+def _smooth(curve: dict[int, float]) -> dict[int, float]:
+    """A run's values by step, each the mean of the last few steps."""
+    values = list(curve.values())
+    means = [sum(values[max(0, i + 1 - WINDOW) : i + 1]) / min(WINDOW, i + 1) for i in range(len(values))]
+    return dict(zip(curve, means, strict=True))
+
+
+def _text(text: str) -> str:
+    """Text that matplotlib takes as it is: no formula between dollars, no label that a legend leaves out."""
+    text = plain(text).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

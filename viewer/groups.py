@@ -1,0 +1,178 @@
+"""Which runs are compared: directories and patterns as they are given, and runs that differ only by their seed."""
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from viewer.growing import step_of
+from viewer.runs import Run, RunError, number
+
+DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
+# Entries of config.json that do not change what is learned
+NOT_LEARNED = {"seed", "name", "runs_dir", "resume", "device", "threads", "gpu", "machine", "versions", "commit"}
+NOT_LEARNED |= {"command", "experiment", "processes", "sources", "task_failed", "wandb", "save_merged"}
+NOT_LEARNED |= {"checkpoint_every", "keep_checkpoints", "eval_every", "samples_every"}
+NOT_LEARNED |= {"micro_batch_size", "generation_batch_size"}
+MOST_SHOWN = 3  # settings in the label of a group
+
+Groups = dict[str, list[Run]]
+
+
+def plain(text: object) -> str:
+    """One line that cannot control a terminal.
+
+    >>> plain("red: \\x1b[31m\\n next line")
+    'red: \\ufffd[31m next line'
+    """
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(str(text).split()))
+
+
+def read_run(directory: Path) -> Run:
+    """
+    Raises:
+        RunError: this is not the directory of a run, or it holds no metrics yet.
+    """
+    run = Run(directory)
+    run.update()
+    if not any(step_of(row) is not None for row in run.metrics.rows):
+        raise RunError(f"{directory} has no metrics yet: its metrics.jsonl is missing or empty")
+    return run
+
+
+def read_groups(arguments: Sequence[str]) -> tuple[Groups, list[str]]:
+    """The runs by label.
+
+    Args:
+        arguments: directories of runs and patterns of them, each by itself or as LABEL=PATTERN.
+
+    Returns:
+        The groups, in the order of the arguments, and for each directory that is left out the reason.
+
+    Raises:
+        RunError: an argument matches nothing, a label is given twice, or no run is left.
+    """
+    labelled: dict[str | None, list[Path]] = {}  # None: runs without a label, where the first of them is given
+    for argument in arguments:
+        label, places = _match(argument)
+        if label is not None and label in labelled:
+            raise RunError(f"the label {label} is given twice")
+        labelled.setdefault(label, []).extend(places)
+    groups: Groups = {}
+    left_out: list[str] = []
+    for label, places in labelled.items():
+        runs, reasons = _read(places)
+        left_out += reasons
+        if not runs:
+            raise RunError(reasons[0] if len(reasons) == 1 else f"{len(reasons)} directories, no run: {reasons[0]}")
+        found = group_by_seed(runs) if label is None else {label: runs}
+        if twice := found.keys() & groups.keys():
+            raise RunError(f"the label {twice.pop()} is given twice")
+        groups |= found
+    if not groups:
+        raise RunError("no run is given: name directories of runs, such as runs/experiment_base/*")
+    return groups, left_out
+
+
+def _match(argument: str) -> tuple[str | None, list[Path]]:
+    """The label, if there is one, and the directories: what has = in its own name needs no label."""
+    ends = [match.start() for match in re.finditer("=", argument)]
+    for label, pattern in [(None, argument), *((argument[:end], argument[end + 1 :]) for end in ends)]:
+        place = Path(pattern).expanduser()
+        matches = [Path(match) for match in glob.glob(str(place), recursive=True)] if pattern else []
+        found = [place] if pattern and place.exists() else [match for match in matches if match.is_dir()]
+        if found and label is not None and not label.strip():
+            raise RunError(f"{argument} has no label before the =")
+        if found:
+            return label, sorted(found, key=_natural)
+    place = argument[ends[0] + 1 :] if ends else argument
+    raise RunError(f"no directory matches {place}" if glob.has_magic(place) else f"there is no directory {place}")
+
+
+def _natural(path: Path) -> list:
+    """seed2 comes before seed10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def _read(places: list[Path]) -> tuple[list[Run], list[str]]:
+    """The runs, each once, and why others are left out."""
+    runs, reasons = [], []
+    for place in {place.resolve(): place for place in places}.values():
+        try:
+            runs.append(read_run(place))
+        except RunError as error:
+            reasons.append(str(error))
+    return runs, reasons
+
+
+def experiment_of(run: Run) -> str:
+    folder = run.directory.parent
+    name = run.config.get("experiment")
+    return name if isinstance(name, str) else (folder.parent if folder.name == "results" else folder).name
+
+
+def name_of(run: Run) -> str:
+    """
+    >>> run = Run.__new__(Run)
+    >>> run.directory, run.config = Path("runs/experiment_base/a"), {}
+    >>> name_of(run)
+    'experiment_base/a'
+    """
+    return f"{experiment_of(run)}/{run.directory.name}"
+
+
+def group_by_seed(runs: list[Run]) -> Groups:
+    """Runs of an experiment whose names and settings differ only by their seed are one group; a seed is there once.
+
+    Names that say only when a run began (those without --name) count as equal, and the settings in which such groups
+    differ are their labels: `experiment_base, kl_weight=0.0`.
+    """
+    found: list[tuple[tuple[str, str], list[Run]]] = []
+    for run in runs:
+        name = run.directory.name
+        stem = "" if DEFAULT_NAME.fullmatch(name) else re.sub(r"(seed[-_]?)\d+", r"\1*", name)
+        key = (experiment_of(run), stem)
+        for other, members in found:
+            if other == key and not any(_seed(run) == _seed(one) or differences([run, one]) for one in members):
+                members.append(run)
+                break
+        else:
+            found.append((key, [run]))
+    groups: Groups = {}
+    for (experiment, stem), members in found:
+        siblings = [others[0] for key, others in found if key == (experiment, stem)]
+        settings = "".join(f", {name}={_value(members[0], name)}" for name in list(differences(siblings))[:MOST_SHOWN])
+        is_one = len(members) == 1 and (stem or not settings)
+        label = name_of(members[0]) if is_one else f"{experiment}{'/' if stem else ''}{stem}{settings}"
+        groups[label if label not in groups else str(members[0].directory)] = members
+    return groups
+
+
+def _seed(run: Run) -> object:
+    match = re.search(r"seed[-_]?(\d+)", run.directory.name)
+    return run.config.get("seed", int(match[1]) if match else None)
+
+
+def differences(runs: list[Run]) -> dict[str, list]:
+    """Settings that change what is learned and in which runs differ, of those that all of them have recorded."""
+    names = [name for name in runs[0].config if name not in NOT_LEARNED and all(name in run.config for run in runs)]
+    found = {name: [_content(run, name) for run in runs] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def _content(run: Run, name: str) -> object:
+    """A setting; of a file or a model its checksum, where that is recorded."""
+    sources = run.config.get("sources")
+    source = sources.get(name) if isinstance(sources, dict) else None
+    return source.get("content") if isinstance(source, dict) else run.config[name]
+
+
+def _value(run: Run, name: str) -> str:
+    text = str(run.config[name])
+    return text if len(text) <= 24 else f"...{text[-21:]}"
+
+
+def series(run: Run, key: str) -> dict[int, float]:
+    """The values of a key of metrics.jsonl by step, without those that are not finite."""
+    points = ((step_of(row), number(row.get(key))) for row in run.metrics.rows)
+    return {step: value for step, value in points if step is not None and value is not None}
