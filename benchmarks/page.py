@@ -19,9 +19,10 @@ from typing import Any
 
 import tyro
 
+from viewer import report
+
 from common.plumbing import run as runs
 from common.plumbing.machine import describe_machine
-from viewer import report
 
 RESULTS = Path(__file__).resolve().parent / "results" / "page.json"
 

@@ -10,5 +10,7 @@ def draw_run(directory: Path) -> None:
         FileNotFoundError: the directory holds no metrics.jsonl.
     """
     from viewer.curve import draw_curve
+    from viewer.report import write_report
 
     draw_curve(directory)
+    write_report(directory)

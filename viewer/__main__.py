@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -20,18 +21,22 @@ from viewer.runs import RunError
 
 @dataclass(frozen=True)
 class Config:
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # the run's directory, and perhaps that of a second one
+    # the directory of a run, and perhaps that of a second one, to lay over it
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN]")]
     output: Path | None = None  # file that the page is written to; by default report.html in the run's directory
     serve: bool = False  # show the page at 127.0.0.1 instead, and keep it up to date
     port: int = 8008  # of --serve; 0: any that is free
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = tyro.cli(Config, args=arguments, description=__doc__, prog="python -m viewer")
+    flags = (tyro.conf.FlagCreatePairsOff,)
+    config = tyro.cli(Config, args=arguments, description=__doc__, prog="python -m viewer", config=flags)
     try:
         _show(config)
-    except RunError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
+    except (RunError, OSError) as error:
+        written = getattr(error, "filename", None) or "the output"
+        sentence = error if isinstance(error, RunError) else f"{written} cannot be written: {error.strerror}"
+        print(f"error: {printable(sentence)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

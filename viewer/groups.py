@@ -5,7 +5,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from viewer.runs import Run, RunError, number, step_of
+from viewer.growing import step_of
+from viewer.runs import Run, RunError, number
 
 DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
 # Entries of config.json that do not change what is learned

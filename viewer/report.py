@@ -10,10 +10,12 @@ import json
 import math
 import os
 from pathlib import Path
+from shlex import quote as quote_for_shell
 from urllib.parse import quote
 
-from viewer.runs import Run, RunError, clean, number, ranges, step_of
-from viewer.sampled import describe_all, describe_kept, keep_steps
+from viewer.growing import step_of
+from viewer.runs import Run, RunError, clean, number, ranges
+from viewer.thinning import describe_all, describe_kept, keep_steps
 
 HERE = Path(__file__).resolve().parent
 METRICS_PAGE = HERE.parent / "docs" / "metrics.md"
@@ -31,7 +33,8 @@ def write_report(directory: Path, other: Path | None = None, output: Path | None
         output: the file; by default report.html in `directory`.
 
     Raises:
-        RunError: a directory is not a run's or cannot be read, or the file cannot be written.
+        RunError: a directory is not a run's or cannot be read, or the output is no page.
+        OSError: the file cannot be written.
     """
     runs = [Run(path) for path in (directory, other) if path is not None]
     for run in runs:
@@ -42,7 +45,9 @@ def write_report(directory: Path, other: Path | None = None, output: Path | None
     first = runs[0]
     rows_per_step = count_rows_per_step(first.config)
     kept = keep_steps(first.samples, rows_per_step)
-    samples = describe_kept(kept, first.samples, rows_per_step, f"python -m viewer {directory} --serve")
+    samples = describe_kept(
+        kept, first.samples, rows_per_step, f"python -m viewer {quote_for_shell(str(directory))} --serve"
+    )
     data = page_data(runs, samples, kept.token_ids, _relative(METRICS_PAGE, path.parent))
     chunks = [(f"samples-{step}", kept.chunks[step]) for step in sorted(kept.chunks)]
     _replace(path, render(data, title_of(runs), chunks))
@@ -224,4 +229,4 @@ def _replace(path: Path, text: str) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from None
+        raise OSError(error.errno, error.strerror, str(path)) from None  # not the one beside it

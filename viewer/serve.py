@@ -86,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hosts = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
         if self.headers.get_all("Host") not in ([host] for host in hosts):
-            self._answer(403, f"This page is at http://{hosts[0]}/ only.")
+            self._answer(403, f"this page is at http://{hosts[0]}/ only")
             return
         runs = self.server.runs
         try:
@@ -96,10 +96,10 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(200, runs.data(), "application/json")
             elif match := re.fullmatch(r"/samples/([0-9]{1,15})\.json", self.path):
                 samples = runs.samples(int(match[1]))
-                found = (200, samples, "application/json") if samples else (404, "There are no samples of this step.")
+                found = (200, samples, "application/json") if samples else (404, "there are no samples of this step")
                 self._answer(*found)
             else:
-                self._answer(404, "There is no such page.")
+                self._answer(404, "there is no such page")
         except (RunError, OSError) as error:
             if not isinstance(error, ConnectionError | TimeoutError):
                 self._answer(503, printable(error))
@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Of a request that http.server itself refuses: another method, or no HTTP."""
         self.close_connection = True
-        self._answer(code, "This server answers GET and HEAD only.")
+        self._answer(code, "this server answers GET and HEAD only")
 
     def log_message(self, *_) -> None:
         """The terminal is left alone."""

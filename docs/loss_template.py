@@ -1,0 +1,76 @@
+"""What `python -m doctor` can examine: copy this file, and put your own code into its functions.
+
+    python -m doctor docs/loss_template.py
+
+Leave out the functions that you do not have; docs/doctor.md says which check needs which. Shapes: B rows, T tokens,
+V ids; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict. A mask is 1 on the tokens
+that the policy sampled. Q prompts have G completions each.
+"""
+
+import torch
+
+# ADAPTER = "trl"  # or "verl": names and shapes of policy_loss; found by the names of its parameters otherwise
+# SETTINGS = {"loss_type": "dapo"}  # further arguments of policy_loss, by name
+# SKIP = ["clip"]  # checks that are not for you
+LOSS = "grpo"  # optional: what the loss should be: "grpo", "drgrpo", "dapo" or "sequence-sum"
+
+
+def policy_loss(
+    log_probs: torch.Tensor,  # (B, T-1) of the policy, with gradient
+    old_log_probs: torch.Tensor,  # (B, T-1) of the policy that sampled
+    log_probs_ref: torch.Tensor,  # (B, T-1) of the reference
+    advantages: torch.Tensor,  # (B, T-1), the same for all tokens of a row
+    mask: torch.Tensor,  # (B, T-1)
+    *,  # settings that the function does not have are not passed
+    clip_eps: float,  # or clip_low and clip_high
+    kl_weight: float,
+    max_new_tokens: int,
+    num_rows: int,  # of the minibatch, of which this is a micro-batch; num_tokens is the number of its sampled tokens
+) -> torch.Tensor:
+    """A micro-batch's part of the loss: one number."""
+    ratio = torch.where(mask.bool(), log_probs - old_log_probs, 0.0).exp()
+    token_loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
+    log_r = torch.where(mask.bool(), log_probs_ref - log_probs, 0.0)
+    token_loss = torch.where(mask.bool(), token_loss + kl_weight * (log_r.exp() - log_r - 1), 0.0)
+    return (token_loss.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).sum() / num_rows
+
+
+def advantages(returns: torch.Tensor) -> torch.Tensor:
+    """Returns (Q, G) to advantages (Q, G)."""
+    centered = returns - returns.mean(dim=1, keepdim=True)
+    has_variance = centered.abs().amax(dim=1, keepdim=True) > 1e-5
+    return torch.where(has_variance, centered / (returns.std(dim=1, keepdim=True) + 1e-4), 0.0)
+
+
+def log_probs(logits: torch.Tensor, sequences: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits (B, T, V), which may be bfloat16, and ids (B, T) to log-probs (B, T-1)."""
+    scores = torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
+    return scores.gather(-1, sequences[:, 1:, None])[..., 0]
+
+
+def action_mask(
+    sequences: torch.Tensor,  # (B, T) ids, padded on the right
+    prompt_lengths: torch.Tensor,  # (B,)
+    pad_id: int,  # these four are optional, by name
+    end_of_turn_ids: list[int],
+    lengths: torch.Tensor,  # (B,) of rows without padding
+    tool_mask: torch.Tensor,  # (B, T), 0 on what tools wrote; without it only one turn is examined
+) -> torch.Tensor:
+    """Which tokens are trained: (B, T-1)."""
+    place = torch.arange(sequences.shape[1])
+    is_completion = (place >= prompt_lengths[:, None]) & (place < lengths[:, None])
+    return (is_completion & tool_mask.bool())[:, 1:]
+
+
+def generate_inputs(prompts: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids and the attention mask that `generate` gets for prompts of different lengths."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + prompt for prompt in prompts])
+    return ids, torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+
+
+def reference_log_probs(model: torch.nn.Module, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Log-probs (B, T-1) of a reference, which is called as models of transformers are, and may be in training mode."""
+    model.eval()
+    with torch.no_grad():
+        return log_probs(model(input_ids=sequences, attention_mask=attention_mask).logits, sequences, 1.0)

@@ -1,0 +1,233 @@
+"""How a batch is handed to the user's loss: names and shapes of the user's own trainer, of TRL, of verl, or of ours.
+
+native    (B, T-1) tensors, named as in docs/loss_template.py
+trl       the completion's columns only, (B, C); advantages (B,); a function with TRL's names, or a GRPOTrainer
+verl      the response's columns only, (B, C), advantages too; settings in a config, and a tuple returned
+textbook  policy_loss(config, log_probs, micro, num_rows) of an experiment_*/train.py
+"""
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from doctor.batches import PROMPT_COLUMNS, TOOL, Batch
+from doctor.findings import UnusableError
+from doctor.stand_ins import textbook_arguments, trl_inputs, trl_trainer, verl_config
+
+ADAPTERS = ("native", "trl", "verl", "textbook")
+TENSORS = ("log_probs", "old_log_probs", "log_probs_ref", "advantages", "mask")  # in the order of docs/loss_template.py
+# What a parameter of these names is: a tensor or setting of the batch
+ALIASES = {
+    "per_token_logps": "log_probs",
+    "old_per_token_logps": "old_log_probs",
+    "ref_per_token_logps": "log_probs_ref",
+    "completion_mask": "mask",
+    "beta": "kl_weight",
+    "epsilon": "clip_eps",
+    "epsilon_low": "clip_low",
+    "epsilon_high": "clip_high",
+    "max_completion_length": "max_new_tokens",
+    "num_items_in_batch": "num_tokens",
+    "gradient_accumulation_steps": "num_parts",
+    "current_gradient_accumulation_steps": "num_parts",
+    "log_prob": "log_probs",
+    "old_log_prob": "old_log_probs",
+    "ref_log_prob": "log_probs_ref",
+    "response_mask": "mask",
+    "cliprange": "clip_eps",
+    "cliprange_low": "clip_low",
+    "cliprange_high": "clip_high",
+    "clip_eps_low": "clip_low",
+    "clip_eps_high": "clip_high",
+    "action_mask": "mask",
+    "clip_ratio": "clip_eps",
+    "clip_ratio_low": "clip_low",
+    "clip_ratio_high": "clip_high",
+    "kl_loss_coef": "kl_weight",
+}
+SETTINGS = ("clip_eps", "clip_low", "clip_high", "kl_weight", "max_new_tokens", "num_rows", "num_tokens", "num_parts")
+OF_THE_MINIBATCH = {"num_rows", "num_tokens", "num_parts"}
+
+
+class LossFunction:
+    """The user's `policy_loss`, as a function of a `Batch` and its log-probs.
+
+    Raises:
+        UnusableError: it has a parameter for which there is no value.
+    """
+
+    def __init__(self, module: ModuleType, adapter: str | None):
+        self.function = module.policy_loss
+        self.given = dict(getattr(module, "SETTINGS", {}))
+        self.settings = {ALIASES.get(name, name): value for name, value in self.given.items()}  # by our names
+        self.is_trainer = inspect.isclass(self.function) and hasattr(self.function, "_compute_loss")
+        names = [] if self.is_trainer else _parameters(self.function)
+        self.adapter = adapter or getattr(module, "ADAPTER", "") or self._detect(names)
+        if self.adapter not in ADAPTERS:
+            raise UnusableError(f"there is no adapter {self.adapter}; they are: {', '.join(ADAPTERS)}")
+        if inspect.isclass(self.function) and not (self.is_trainer and self.adapter == "trl"):
+            raise UnusableError("a policy_loss that is a class must be one of TRL's trainers, with the adapter trl")
+        if not names and not self.is_trainer:
+            raise UnusableError("policy_loss has no parameters with names; docs/loss_template.py shows them")
+        self.module = module
+        self.mask_dtype = torch.long
+        self.changed: set[str] = set()  # inputs that a call has written to
+        self.knows = self._knows(names)  # the tensors and settings that it is given
+        self.in_order = self.adapter == "native" and self._takes_tensors_in_order()
+
+    @property
+    def first_column(self) -> int:
+        """Of those that the function is given: TRL and verl leave the prompt out."""
+        return PROMPT_COLUMNS if self.adapter in ("trl", "verl") else 0
+
+    @property
+    def parts_add_up(self) -> bool:
+        """Whether the function is told of the minibatch; otherwise a trainer takes the mean over micro-batches."""
+        return bool(self.knows & OF_THE_MINIBATCH)
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """How far below and above 1 the ratio may go, if the function is told."""
+        low, high = (self.settings.get(name, getattr(Batch, name)) for name in ("clip_low", "clip_high"))
+        if "clip_eps" in self.knows and not {"clip_low", "clip_high"} & self.knows:
+            clip_eps = self.settings.get("clip_eps", low)
+            return clip_eps, clip_eps
+        return (low, high) if {"clip_low", "clip_high"} <= self.knows else None
+
+    def may_be_none(self, tensor: str) -> bool:
+        """Whether the function says that it can do without a tensor."""
+        if self.is_trainer or self.adapter == "textbook":
+            return tensor == "old_log_probs"
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if ALIASES.get(name, name) == tensor:
+                return parameter.default is None or "None" in str(parameter.annotation)
+        return False
+
+    def __call__(self, batch: Batch, log_probs: torch.Tensor) -> Any:
+        """What the function returns; which of its inputs it writes to is noted."""
+        values = self._values(batch, log_probs)
+        inputs = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        copies = {name: value.detach().clone() for name, value in inputs.items()}
+        result = self._call(batch, values)
+        self.changed |= {
+            name for name, copy in copies.items() if not torch.equal(copy, inputs[name].detach().to(copy.dtype))
+        }
+        if isinstance(result, tuple) and result:
+            return result[0]
+        return result.get("loss") if isinstance(result, dict) else result
+
+    def _call(self, batch: Batch, values: dict[str, Any]) -> Any:
+        if self.adapter == "textbook":
+            return self.function(*textbook_arguments(self.module, self.given, batch, values))
+        if self.is_trainer:
+            trainer = trl_trainer(self.function, batch, values["log_probs"], self.given)
+            return trainer._compute_loss(trainer.model, trl_inputs(batch, values))
+        if self.in_order:
+            tensors = [values[name] for name in TENSORS]
+            return self.function(*tensors, **self._keywords(values, _parameters(self.function)[len(TENSORS) :]))
+        return self.function(**self._keywords(values, _parameters(self.function)))
+
+    def _keywords(self, values: dict[str, Any], names: list[str]) -> dict[str, Any]:
+        """A value for every parameter that has one; what is in SETTINGS comes first."""
+        known = {name: values[ALIASES.get(name, name)] for name in names if ALIASES.get(name, name) in values}
+        if _has(self.function, inspect.Parameter.VAR_KEYWORD):
+            return known | {name: values[name] for name in SETTINGS} | self.given
+        return known | {name: value for name, value in self.given.items() if name in names}
+
+    def _values(self, batch: Batch, log_probs: torch.Tensor) -> dict[str, Any]:
+        """What a parameter can be given, by name; tensors are the function's own."""
+
+        def columns(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x[:, self.first_column :].clone()
+
+        mask = columns(batch.mask).to(self.mask_dtype)
+        advantages = batch.advantages.clone()
+        if self.adapter in ("native", "verl"):
+            advantages = advantages[:, None].repeat(1, mask.shape[1])
+        if self.adapter == "verl":  # as compute_grpo_outcome_advantage returns them
+            advantages = advantages * mask
+        values = {name: getattr(batch, name) for name in SETTINGS if hasattr(batch, name)}
+        values |= {"clip_eps": batch.clip_low, "config": verl_config(batch, self.given)}
+        values |= {"old_log_probs": columns(batch.old_log_probs), "log_probs_ref": columns(batch.log_probs_ref)}
+        values |= {"log_probs": columns(log_probs), "advantages": advantages, "mask": mask}
+        if self.is_trainer or (self.adapter == "trl" and "tool_mask" in _parameters(self.function)):
+            values["tool_mask"] = 1 - columns(batch.kinds == TOOL).long()
+            values["mask"] = mask + columns(batch.kinds == TOOL).to(mask.dtype)  # TRL's completion has tool output
+        if self.adapter == "trl" and not self.is_trainer:
+            values["num_tokens"] = torch.tensor(batch.num_tokens)
+        return values
+
+    def _knows(self, names: list[str]) -> set[str]:
+        everything = {*TENSORS, "num_rows", "clip_eps", "kl_weight", "max_new_tokens"}
+        if self.adapter == "textbook":
+            return everything
+        if self.is_trainer:
+            return everything - {"num_rows", "clip_eps"} | {"num_tokens", "num_parts", "clip_low", "clip_high"}
+        knows = {ALIASES.get(name, name) for name in names}
+        if _has(self.function, inspect.Parameter.VAR_KEYWORD):
+            knows |= {*SETTINGS} - {"clip_low", "clip_high"}
+        if self.adapter == "verl" and "config" in names:
+            knows |= {"num_rows", "num_tokens", "clip_low", "clip_high"}
+        return knows
+
+    def _takes_tensors_in_order(self) -> bool:
+        """Whether the first five parameters have names of the user's own, and are the five tensors in our order."""
+        parameters = inspect.signature(self.function).parameters.values()
+        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        required = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+        unknown = [name for name in required if ALIASES.get(name, name) not in (*TENSORS, *SETTINGS, *self.given)]
+        if not unknown:
+            return False
+        if len(required) >= len(TENSORS) and set(unknown) <= set(required[: len(TENSORS)]):
+            self.knows |= {*TENSORS}
+            return True
+        raise UnusableError(
+            f"policy_loss has a parameter {unknown[0]} that the doctor does not know: it passes {', '.join(TENSORS)} "
+            f"in this order or by name, and {', '.join(SETTINGS)} by name; give it a default, or a value in SETTINGS"
+        )
+
+    def _detect(self, names: list[str]) -> str:
+        if names[:4] == ["config", "log_probs", "micro", "num_rows"]:
+            return "textbook"
+        if "response_mask" in names:
+            return "verl"
+        return "trl" if "completion_mask" in names or self.is_trainer else "native"
+
+
+def _parameters(function: Callable) -> list[str]:
+    """The names of what a function can be given.
+
+    Raises:
+        UnusableError: it is a function of C that does not say.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError as error:
+        raise UnusableError(f"the parameters of {function.__name__} are not known: wrap it in a function") from error
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+def _has(function: Callable, kind: Any) -> bool:
+    return any(parameter.kind == kind for parameter in inspect.signature(function).parameters.values())
+
+
+def arguments(function: Callable, name: str, values: dict[str, Any], num_in_order: int) -> tuple[list, dict]:
+    """Arguments for a function other than `policy_loss`: the first ones in order, whatever they are called.
+
+    Args:
+        values: in their documented order.
+
+    Raises:
+        UnusableError: the function has another parameter without a default.
+    """
+    names = _parameters(function)
+    parameters = inspect.signature(function).parameters
+    rest = names[num_in_order:]
+    unknown = [n for n in rest if n not in values and parameters[n].default is inspect.Parameter.empty]
+    if len(names) < num_in_order or unknown:
+        expected = ", ".join(values)
+        raise UnusableError(f"{name} must take ({expected}), not ({', '.join(names)}); see docs/loss_template.py")
+    return list(values.values())[:num_in_order], {n: values[n] for n in rest if n in values}

@@ -1,0 +1,56 @@
+"""The user's file as a module."""
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from doctor.findings import UnusableError
+from doctor.guard import describe_error, printable
+
+FUNCTIONS = (
+    "policy_loss",
+    "advantages",
+    "log_probs",
+    "action_mask",
+    "generate_inputs",
+    "reference_log_probs",
+)
+LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LOSS may be; the kinds of weights.py
+
+
+def load(path: Path) -> ModuleType:
+    """Run the file, with its own directory first on the import path, as `python FILE` does.
+
+    Raises:
+        UnusableError: there is no such file, it cannot be run, or it defines none of the known functions.
+    """
+    name = printable(str(path))
+    if not path.is_file():
+        raise UnusableError(f"{name}: there is no such file")
+    path = path.resolve()
+    module = ModuleType(f"doctor_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up there
+    sys.path.insert(0, str(path.parent))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise UnusableError(f"{name} cannot be run: {describe_error(error, path)}") from error
+    if not any(hasattr(module, function) for function in FUNCTIONS):
+        raise UnusableError(
+            f"{name} defines none of the functions that the doctor knows ({', '.join(FUNCTIONS)}); "
+            "docs/loss_template.py shows them"
+        )
+    for function in FUNCTIONS:
+        if not callable(getattr(module, function, print)):
+            raise UnusableError(f"{name}: {function} is not a function")
+    for constant, kind in (("ADAPTER", str), ("LOSS", str), ("SETTINGS", dict), ("SKIP", (list, tuple))):
+        if not isinstance(getattr(module, constant, kind() if isinstance(kind, type) else ()), kind):
+            names = kind.__name__ if isinstance(kind, type) else "list"
+            raise UnusableError(f"{name}: {constant} must be a {names}")
+    if getattr(module, "LOSS", "grpo") not in LOSSES:
+        raise UnusableError(f"{name}: LOSS must be one of {', '.join(LOSSES)}")
+    return module

@@ -1,0 +1,249 @@
+"""The outputs in notebooks/one_grpo_step.ipynb are what running it gives, and its sentences agree with them."""
+
+import base64
+import copy
+import doctest
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+reason = "needs requirements-notebook.txt"
+nbformat, _, _ = (pytest.importorskip(package, reason=reason) for package in ("nbformat", "nbclient", "ipykernel"))
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "notebooks" / "one_grpo_step.ipynb"
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\d)")
+SOLUTION = re.compile(r"```python\n(.*?)```\s+```\n(.*?)```", re.DOTALL)  # its code, and what that prints
+
+
+@pytest.fixture(scope="module")
+def committed() -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(committed, load_script) -> nbformat.NotebookNode:
+    """Run once, from top to bottom, and behind it the solutions of the exercises."""
+    notebook = copy.deepcopy(committed)
+    for cell in notebook.cells:
+        cell.pop("outputs", None)
+        if cell.cell_type == "code":
+            cell.outputs = []
+    notebook.cells += [nbformat.v4.new_code_cell(code) for code, _ in solutions(committed)]
+    return load_script("notebooks/execute.py").execute(notebook, NOTEBOOK.parent)
+
+
+def solutions(notebook: nbformat.NotebookNode) -> list[tuple[str, str]]:
+    return [found for cell in notebook.cells if cell.cell_type == "markdown" for found in SOLUTION.findall(cell.source)]
+
+
+def prose(notebook: nbformat.NotebookNode) -> str:
+    return "\n".join(SOLUTION.sub("", cell.source) for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def differences(committed: nbformat.NotebookNode, executed: nbformat.NotebookNode) -> list[str]:
+    """What is not the same in the outputs of two notebooks, with the number of the cell."""
+    found = []
+    for number, (cell, again) in enumerate(zip(committed.cells, executed.cells, strict=False)):
+        was, now = (contents(x) for x in (cell, again))
+        if was.keys() != now.keys():
+            found.append(f"cell {number}: there were {list(was)}, and are {list(now)}")
+        for key in was.keys() & now.keys():
+            same = same_picture if key[1] == "image/png" else same_text
+            if not same(was[key], now[key]):
+                found.append(f"cell {number}: {key[1]} was {was[key][:2000]}\nand is {now[key][:2000]}")
+    return found
+
+
+def contents(cell: nbformat.NotebookNode) -> dict[tuple[int, str], str]:
+    """Every output of a cell, by its place and kind; what a picture says to those who cannot see it is one of them."""
+    found = {}
+    for place, output in enumerate(cell.get("outputs", [])):
+        if output.output_type == "stream":
+            found[place, output.name] = output.text
+        elif output.output_type == "error":
+            found[place, "error"] = output.evalue
+        else:
+            found |= {(place, kind): str(data) for kind, data in output.data.items()}
+            found |= {(place, f"alt of {kind}"): data["alt"] for kind, data in output.metadata.items() if "alt" in data}
+    return found
+
+
+def same_text(was: str, now: str) -> bool:
+    """Equal but for spaces and the last digit of numbers, which may be rounded otherwise on another processor."""
+    if NUMBER.sub("#", was).split() != NUMBER.sub("#", now).split():
+        return False
+    return all(map(nearly_equal, NUMBER.findall(was), NUMBER.findall(now)))
+
+
+def nearly_equal(was: str, now: str) -> bool:
+    """Whether two numbers differ by one in the last digit of the longer one at most; integers are to be equal."""
+    steps = [
+        10.0 ** (int(exponent or 0) - len(decimals)) for _, decimals, exponent in map(parts, (was, now)) if decimals
+    ]
+    return abs(float(was) - float(now)) <= 1.01 * min(steps, default=0.0)
+
+
+def parts(number: str) -> tuple[str, str, str]:
+    """What a number has before its point, after it, and as its exponent."""
+    digits, _, exponent = number.partition("e")
+    whole, _, decimals = digits.partition(".")
+    return whole, decimals, exponent
+
+
+def same_picture(was: str, now: str) -> bool:
+    """Of one size, and all but a few pixels (the last digit of a label, say) of nearly the same color."""
+    pixels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(x))).convert("RGB"), dtype=int) for x in (was, now)]
+    if pixels[0].shape != pixels[1].shape:
+        return False
+    return (np.abs(pixels[0] - pixels[1]).max(axis=-1) > 32).mean() < 5e-4
+
+
+def test_committed_outputs_are_what_running_gives(committed, executed):
+    assert any(cell.get("outputs") for cell in committed.cells)
+    assert differences(committed, executed) == []
+
+
+def test_solutions_print_what_they_say(committed, executed):
+    expected = [printed for _, printed in solutions(committed)]
+    outputs = ["".join(contents(cell).values()) for cell in executed.cells[len(committed.cells) :]]
+    assert len(expected) == 3
+    assert all(same_text(*pair) for pair in zip(expected, outputs, strict=True)), outputs
+
+
+def test_the_picture_beside_it_is_that_of_the_notebook(committed, load_script):
+    execute = load_script("notebooks/execute.py")
+    assert execute.PICTURE.read_bytes() == execute.picture(committed)
+
+
+def first_output(notebook: nbformat.NotebookNode, kind: str) -> nbformat.NotebookNode:
+    """The first one that has data of this kind, with a number that is not whole."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return next(x for x in outputs if kind in x.get("data", {}) and re.search(r"\d\.\d{2}", x.data["text/plain"]))
+
+
+def other_number(notebook):
+    data = first_output(notebook, "text/html").data
+    found = re.search(r"\d\.\d(\d)", data["text/html"])
+    digit = (int(found[1]) + 5) % 10
+    data["text/html"] = f"{data['text/html'][: found.end() - 1]}{digit}{data['text/html'][found.end() :]}"
+
+
+def other_id(notebook):
+    (output,) = (x for c in notebook.cells for x in c.get("outputs", []) if "[1, 284" in x.get("text", ""))
+    output.text = output.text.replace("[1, 284", "[1, 285")
+
+
+def other_alternative_text(notebook):
+    metadata = first_output(notebook, "image/png").metadata["image/png"]
+    metadata["alt"] = metadata["alt"].replace("row 1", "row 2")
+
+
+def other_color_of_a_token(notebook):
+    data = first_output(notebook, "image/png").data
+    pixels = np.array(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB"))
+    pixels[100:120, 100:115] = 255 - pixels[100:120, 100:115]
+    image = io.BytesIO()
+    Image.fromarray(pixels).save(image, "png")
+    data["image/png"] = base64.b64encode(image.getvalue()).decode()
+
+
+def no_output(notebook):
+    next(cell for cell in notebook.cells if cell.get("outputs")).outputs.clear()
+
+
+def a_warning(notebook):
+    next(cell for cell in notebook.cells if cell.get("outputs")).outputs.append(
+        nbformat.v4.new_output("stream", name="stderr", text="a warning")
+    )
+
+
+CHANGES = [other_number, other_id, other_alternative_text, other_color_of_a_token, no_output, a_warning]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_stale_output_is_found(committed, change):
+    stale = copy.deepcopy(committed)
+    change(stale)
+    assert differences(committed, committed) == []
+    assert len(differences(stale, committed)) == 1
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "is_same"),
+    [
+        ("<think> 0.298", "<think>   0.299", True),
+        ("<think> 0.298", "<think> 0.300", False),
+        ("<td>1</td>", "<td>0.999</td>", True),
+        ("<td>0</td>", "<td>0.281</td>", False),
+        ("4.70e-06", "4.71e-06", True),
+        ("-0.0112", "0.0112", False),
+        ("row 7", "row 8", False),
+        ("7*9=63", "7*9=64", False),
+        ("0.5 yes", "0.5 no", False),
+    ],
+)
+def test_only_the_last_digit_may_differ(was, now, is_same):
+    assert same_text(was, now) == same_text(now, was) == is_same
+
+
+def test_numbers_in_sentences_are_those_of_the_outputs(committed):
+    """Those with three decimals and more; what it says of a whole run is in the README of experiment_base."""
+    outputs = "\n".join(text for cell in committed.cells for text in contents(cell).values())
+    known = set(NUMBER.findall(outputs + (ROOT / "experiment_base" / "README.md").read_text(encoding="utf-8")))
+    told = re.findall(r"\d+\.\d{3,}", prose(committed))
+    assert len(told) > 20
+    assert [number for number in told if number not in known] == []
+
+
+def test_examples_of_the_pictures(load_script):
+    result = doctest.testmod(load_script("notebooks/pictures.py"))
+    assert result.attempted >= 3
+    assert result.failed == 0
+
+
+def test_links_of_the_notebook_lead_somewhere(committed):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", prose(committed))
+    assert len(links) > 4
+    for target, anchor in links:
+        page = (NOTEBOOK.parent / target).resolve()
+        assert page.exists(), target
+        text = page.read_text(encoding="utf-8") if anchor else ""
+        headings = re.findall(r"^#+ ([\w ]+)$", text, re.MULTILINE)
+        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], anchor
+
+
+def test_cells_are_short_and_the_file_is_small(committed):
+    code = [cell.source for cell in committed.cells if cell.cell_type == "code"]
+    assert max(len(source.splitlines()) for source in code) <= 32
+    assert NOTEBOOK.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("directory", [".", "notebooks", "tests/notebook"])
+def test_the_first_cell_finds_the_repository(committed, directory):
+    result = run_first_cell(committed, ROOT / directory)
+    assert result.stdout.strip() == str(ROOT), result.stderr
+
+
+def test_it_is_found_where_it_is_installed(committed, tmp_path):
+    result = run_first_cell(committed, tmp_path, PYTHONPATH=str(ROOT))
+    assert result.stdout.strip() == str(ROOT), result.stderr
+
+
+def test_without_the_repository_it_says_what_to_do(committed, tmp_path):
+    result = run_first_cell(committed, tmp_path, "-S")  # without site-packages, where it may be installed
+    assert result.stderr.strip().endswith("set REPOSITORY above to its address")
+
+
+def run_first_cell(notebook: nbformat.NotebookNode, directory: Path, *options: str, **environment: str):
+    source = next(cell.source for cell in notebook.cells if cell.cell_type == "code") + "\nprint(os.getcwd())"
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    command = [sys.executable, *options, "-c", source]
+    return subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True, timeout=60)

@@ -1,0 +1,378 @@
+"""The loss doctor: our own code passes, every planted mistake is found by its check and by no other."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import doctor.guard
+from doctor.__main__ import main
+from doctor.batches import ACTION, PADDING, PROMPT, TOOL, make_batch
+from doctor.examine import Report, examine
+from doctor.findings import GALLERY, NOT_EXAMINED, NOTE, OK, TRAP
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = (ROOT / "docs/loss_template.py").read_text(encoding="utf-8")
+
+# Lines of the template, in which mistakes are planted
+RATIO = "    ratio = torch.where(mask.bool(), log_probs - old_log_probs, 0.0).exp()\n"
+SURROGATE = "-torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)"
+LENGTH = "mask.sum(dim=1).clamp(min=1)"
+RETURN = f"return (token_loss.sum(dim=1) / {LENGTH}).sum() / num_rows"
+K3 = "(log_r.exp() - log_r - 1)"
+KL = f"""log_r = torch.where(mask.bool(), log_probs_ref - log_probs, 0.0)
+    token_loss = torch.where(mask.bool(), token_loss + kl_weight * {K3}, 0.0)
+    """
+KL_OVER_THE_WIDTH = f"""log_r = torch.where(mask.bool(), log_probs_ref - log_probs, 0.0)
+    token_loss = torch.where(mask.bool(), token_loss, 0.0)
+    return (token_loss.sum(dim=1) / {LENGTH} + kl_weight * {K3}.mean(dim=1)).sum() / num_rows"""
+KL_OUTSIDE_THE_MASK = f"""log_r = log_probs_ref - log_probs
+    token_loss = torch.where(mask.bool(), token_loss, 0.0) + kl_weight * {K3}
+    """
+FROM_FIRST_TO_LAST = """    place = torch.arange(mask.shape[1])
+    last = (mask.long() * place).amax(dim=1, keepdim=True)
+    span = (place >= mask.long().argmax(dim=1)[:, None]) & (place <= last) & mask.bool().any(dim=1)[:, None]
+"""
+WITHOUT_ENDS = "    mask = mask.bool() & torch.nn.functional.pad(mask.bool()[:, 1:], (0, 1))\n"
+WITH_PROMPT = "    mask = mask.bool() | (torch.arange(mask.shape[1]) < 3)\n"
+WHITENED = "    advantages = advantages / (advantages.std() + 0.1)\n"
+WRITES = f"result = {RETURN[7:]}\n    mask.zero_()\n    return result"
+STD = "returns.std(dim=1, keepdim=True)"
+GUARDED = f"torch.where(has_variance, centered / ({STD} + 1e-4), 0.0)"
+SCORES = "torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)"
+MASK = "return (is_completion & tool_mask.bool())[:, 1:]"
+NO_ENDS = "is_completion &= ~torch.isin(sequences, torch.tensor(end_of_turn_ids))\n    "
+LEFT, RIGHT_PADDED = "[pad_id] * (width - len(prompt)) + prompt", "prompt + [pad_id] * (width - len(prompt))"
+
+BUGS = {  # name: (traps that are found, old text, new text)
+    "mean of micro-batches": ("micro_batch_mean", RETURN, RETURN.replace("num_rows", "len(mask)")),
+    "token mean": ("micro_batch_mean declared", RETURN, "return token_loss.sum() / mask.sum()"),
+    "no end of turn": ("end_of_turn_masked", RATIO, WITHOUT_ENDS + RATIO),
+    "mask to the right": ("off_by_one", RATIO, "    mask = mask.roll(1, dims=1)\n" + RATIO),
+    "mask to the left": ("off_by_one", RATIO, "    mask = mask.roll(-1, dims=1)\n" + RATIO),
+    "tool output": ("tool_output_in_loss", RATIO, FROM_FIRST_TO_LAST + "    mask = span\n" + RATIO),
+    "length with tool output": (
+        "tool_output_in_loss",
+        RETURN,
+        FROM_FIRST_TO_LAST.lstrip() + "    " + RETURN.replace("mask", "span"),
+    ),
+    "length with prompt": ("prompt_trained", LENGTH, f"({LENGTH} + 3)"),
+    "prompt": ("prompt_trained", RATIO, WITH_PROMPT + RATIO),
+    "KL over the width": ("kl_over_padding", KL + RETURN, KL_OVER_THE_WIDTH),
+    "KL outside the mask": ("kl_over_padding", KL, KL_OUTSIDE_THE_MASK),
+    "maximum": ("clip", "torch.minimum", "torch.maximum"),
+    "only the clipped ratio": ("clip", SURROGATE, "-ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages"),
+    "no clip": ("clip", SURROGATE, "-ratio * advantages"),
+    "another clip range": ("clip", "1 + clip_eps", "1 + 2 * clip_eps"),
+    "sign": ("sign", "-torch.minimum", "torch.minimum"),
+    "old over new": ("sign", "log_probs - old_log_probs", "old_log_probs - log_probs"),
+    "detached": ("zero_gradient", "log_probs - old_log_probs", "log_probs.detach() - old_log_probs"),
+    "ratio to itself": ("zero_gradient", "log_probs - old_log_probs", "log_probs - log_probs"),
+    "width": ("padded_width", RETURN, "return token_loss.sum() / mask.shape[1] / num_rows"),
+    "another denominator": ("declared", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
+    "empty row": ("empty_row", LENGTH, "mask.sum(dim=1)"),
+    "k1": ("kl_gradient", K3, "(-log_r)"),
+    "policies exchanged": ("kl_gradient", K3, "((-log_r).exp() + log_r - 1)"),
+    "sign of the KL": ("kl_gradient", "token_loss + kl_weight", "token_loss - kl_weight"),
+    "detached KL": ("kl_gradient", "log_probs_ref - log_probs", "log_probs_ref - log_probs.detach()"),
+    "unknown KL": ("kl_gradient", K3, "log_r**4"),
+    "KL off policy": ("whole_loss", K3, f"{K3} * ratio.detach() ** 2"),
+    "whitened advantages": ("advantages_rescaled", RATIO, WHITENED + RATIO),
+    "writes to the mask": ("inputs_changed", RETURN, WRITES),
+    "std of the batch": ("std_wrong_axis", STD, "returns.std()"),
+    "std over groups": ("std_wrong_axis", STD, "returns.std(dim=0, keepdim=True)"),
+    "rounding": ("equal_rewards_noise", GUARDED, f"centered / ({STD} + 1e-8)"),
+    "no baseline": (
+        "baseline equal_rewards_noise",
+        "centered = returns - returns.mean",
+        "centered = returns + 0 * returns.mean",
+    ),
+    "upside down": ("advantage_sign", "centered = returns - returns.mean", "centered = -returns + returns.mean"),
+    "no temperature": ("no_temperature", " / temperature", ""),
+    "logits at the token": ("off_by_one", "logits[:, :-1]", "logits[:, 1:]"),
+    "bfloat16": ("log_probs_in_bfloat16", "logits[:, :-1].float()", "logits[:, :-1]"),
+    "log of softmax": ("log_of_softmax", SCORES, SCORES.replace("log_softmax", "softmax") + ".log()"),
+    "detached log-probs": ("gradient_of_log_probs", SCORES, SCORES + ".detach()"),
+    "other log-probs": ("log_probs", SCORES, SCORES + " / 2"),
+    "mask from pad": ("mask_from_pad", "(place < lengths[:, None])", "(sequences != pad_id)"),
+    "mask without ends": ("end_of_turn_masked", MASK, NO_ENDS + MASK),
+    "mask with prompt": ("prompt_trained", "(place >= prompt_lengths[:, None]) & ", ""),
+    "mask not shifted": ("off_by_one", MASK, MASK.replace("1:", ":-1")),
+    "mask after the tokens": ("off_by_one", MASK, MASK + ".roll(1, dims=1)"),
+    "mask with tools": ("tool_output_in_loss", " & tool_mask.bool()", ""),
+    "mask with padding": ("padding_trained", " & (place < lengths[:, None])", ""),
+    "mask by one row": ("prompt_trained tokens_left_out", "prompt_lengths[:, None]", "prompt_lengths[0]"),
+    "right padding": ("right_padding_generation", LEFT, RIGHT_PADDED),
+    "attention from ids": ("prompt_attention", "return ids, torch", "return ids, (ids != pad_id).long()\n    torch"),
+    "dropout": ("reference_dropout", "model.eval()", "pass"),
+}
+VARIANTS = {  # name: (check, part of its sentence, old text, new text); other losses, but no mistakes
+    "Dr. GRPO": ("normalisation", "Dr. GRPO", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
+    "Dr. GRPO, 512": ("normalisation", "divided by 512", RETURN, "return token_loss.sum() / 512 / num_rows"),
+    "token mean": ("normalisation", "DAPO", f"{RETURN}", "return token_loss.sum() / num_tokens"),
+    "sum": ("normalisation", "the sum over all tokens", RETURN, "return token_loss.sum()"),
+    "twice": ("normalisation", "2 times GRPO", RETURN, RETURN + " * 2"),
+    "k2": ("kl_gradient", "of k2", K3, "(log_r**2 / 2)"),
+    "k3 times ratio": ("whole_loss", "by the ratio", "kl_weight *", "kl_weight * ratio *"),
+    "a weight of its own": ("kl_gradient", "0.1333 times", "kl_weight *", "0.04 *"),
+    "CISPO": ("clip", "CISPO", SURROGATE, "-ratio.clamp(max=1 + clip_eps).detach() * advantages * log_probs"),
+    "policy gradient": ("clip", "does not depend on the ratio", SURROGATE, "-log_probs * advantages"),
+    "GSPO": (
+        "clip",
+        "of a sequence",
+        RATIO,
+        RATIO + f"    ratio = ratio.log().sum(dim=1)[:, None].div({LENGTH}[:, None]).exp() + 0 * mask\n",
+    ),
+    "dual clip": (
+        "clip",
+        "dual clip at 3",
+        SURROGATE,
+        f"torch.where(advantages < 0, ({SURROGATE}).minimum(-3 * advantages), {SURROGATE})",
+    ),
+    "biased std": ("divisor", "numpy.std", STD, "returns.std(dim=1, keepdim=True, correction=0)"),
+    "no std": ("divisor", "Dr. GRPO", f" / ({STD} + 1e-4)", ""),
+    "little noise": ("equal_rewards_noise", "but for at most", GUARDED, f"centered / ({STD} + 1e-4)"),
+}
+
+
+@pytest.fixture
+def examine_text(tmp_path):
+    """Examine a file with the given text."""
+
+    def run(text: str, name: str = "my_loss.py") -> Report:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return examine(path)
+
+    return run
+
+
+def traps(report: Report) -> set[str]:
+    return {finding.check for finding in report.findings if finding.status == TRAP}
+
+
+def planted(old: str, new: str) -> str:
+    """The template with a change, without the functions that it does not concern."""
+    assert old in TEMPLATE
+    head, *functions = TEMPLATE.split("\n\n\ndef ")
+    needed = [text for text in functions if old in text or ("model.eval()" in old and text.startswith("log_probs("))]
+    return "\n\n\ndef ".join([head, *needed]).replace(old, new)
+
+
+OURS = ["docs/loss_template.py", "doctor/examples/ours.py"]
+TRAIN = [f"experiment_{name}/train.py" for name in ("base", "drgrpo")]
+
+
+@pytest.mark.parametrize("path", OURS + TRAIN)
+def test_our_own_code_passes_all_checks(path):
+    report = examine(ROOT / path)
+    assert report.errors == []
+    assert [finding for finding in report.findings if finding.status not in (OK, NOTE)] == []
+    assert report.count(OK) == (37 if path in OURS else 17)
+
+
+@pytest.mark.parametrize(("found", "old", "new"), BUGS.values(), ids=BUGS)
+def test_a_planted_mistake_is_found_by_its_check(examine_text, found, old, new):
+    report = examine_text(planted(old, new))
+    assert report.errors == []
+    assert traps(report) == set(found.split())
+    numbers = [(f.expected, f.got) for f in report.findings if f.status == TRAP and f.check != "inputs_changed"]
+    assert all(None not in pair and pair[0] != pair[1] for pair in numbers)
+
+
+def test_every_trap_of_the_gallery_is_planted():
+    assert set(GALLERY) <= {check for found, _, _ in BUGS.values() for check in found.split()}
+
+
+@pytest.mark.parametrize(("check", "part", "old", "new"), VARIANTS.values(), ids=VARIANTS)
+def test_other_right_losses_are_named_and_no_traps(examine_text, check, part, old, new):
+    text = planted(old, new).replace('LOSS = "grpo"', "").replace("num_rows: int,", "num_rows: int, num_tokens: int,")
+    report = examine_text(text)
+    assert report.errors == []
+    assert traps(report) == set()
+    assert part in next(finding.sentence for finding in report.findings if finding.check == check)
+
+
+def test_skipped_checks_are_not_examined(examine_text):
+    report = examine_text('SKIP = ["clip", "whole_loss"]\n' + planted("torch.minimum", "torch.maximum"))
+    assert report.status == 0
+    assert report.count(NOT_EXAMINED) == 2
+
+
+# Adapters -----------------------------------------------------------------------------------------------------------
+
+TRL = """
+def policy_loss(per_token_logps, old_per_token_logps, ref_per_token_logps, advantages, completion_mask, tool_mask,
+                num_items_in_batch, epsilon_low, epsilon_high, beta):
+    mask, advantages = completion_mask * tool_mask, advantages.unsqueeze(1)
+    ratio = (per_token_logps - old_per_token_logps).exp()
+    clipped = ratio.clamp(1 - epsilon_low, 1 + epsilon_high)
+    log_r = ref_per_token_logps - per_token_logps
+    loss = -(ratio * advantages).minimum(clipped * advantages) + beta * (log_r.exp() - log_r - 1)
+    return (loss * mask).sum() / num_items_in_batch
+def advantages(rewards, num_generations):
+    groups = rewards.view(-1, num_generations)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).view(-1)
+"""
+VERL = """
+def policy_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None):
+    ratio = (log_prob - old_log_prob).exp()
+    clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    loss = -(ratio * advantages).minimum(clipped * advantages)
+    assert loss_agg_mode == config["loss_agg_mode"] == "seq-mean-token-sum", config.get("nothing", 3)
+    rows = config.global_batch_info["global_batch_size"]
+    return (loss * response_mask).sum() / rows / (loss_scale_factor := 1024), {"actor/pg_clipfrac": 0.0}
+SETTINGS = {"loss_agg_mode": "seq-mean-token-sum"}
+def advantages(token_level_rewards, response_mask, index, epsilon=1e-4):
+    scores = token_level_rewards.sum(dim=-1)
+    for group in set(index.tolist()):
+        part = scores[index == group]
+        scores[index == group] = (part - part.mean()) / (part.std() + epsilon)
+    return scores[:, None] * response_mask, scores
+"""
+OWN_NAMES = """
+def policy_loss(lp, lp_old, lp_ref, adv, m, eps=0.1):
+    ratio = (lp - lp_old).exp()
+    loss = -(ratio * adv).minimum(ratio.clamp(1 - eps, 1 + eps) * adv) + 0.01 * ((lp_ref - lp).exp() - lp_ref + lp - 1)
+    return sum(row[used].mean() for row, used in zip(loss, m) if used.any()) / len(m)
+"""
+SUBSET = """
+def policy_loss(mask, log_probs, advantages, **settings):
+    return {"loss": -(log_probs * advantages).masked_fill(~mask, 0.0).sum() / settings["num_tokens"]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "adapter", "name"),
+    [
+        (TRL, "trl", "DAPO"),
+        (VERL, "verl", "divided by 1024"),
+        (OWN_NAMES, "native", "GRPO"),
+        (SUBSET, "native", "DAPO"),
+    ],
+    ids=["trl", "verl", "names of one's own", "by name"],
+)
+def test_an_adapter_is_found_by_names(examine_text, text, adapter, name):
+    report = examine_text(text)
+    assert report.errors == []
+    assert report.adapter == adapter
+    assert traps(report) == set()
+    assert name in next(finding.sentence for finding in report.findings if finding.check == "normalisation")
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "old", "new"),
+    [
+        (TRL, "tool_output_in_loss", "completion_mask * tool_mask", "completion_mask"),
+        (TRL, "micro_batch_mean", "num_items_in_batch\ndef", "mask.sum()\ndef"),
+        (TRL, "off_by_one", "completion_mask * tool_mask", "(completion_mask * tool_mask).roll(1, dims=1)"),
+        (TRL, "equal_rewards_noise", "1e-4", "1e-6"),
+        (VERL, "padded_width", "(loss_scale_factor := 1024)", "response_mask.shape[-1]"),
+        (VERL, "std_wrong_axis", "part.std()", "token_level_rewards.sum(-1).std()"),
+        (VERL, "clip", "clip_ratio_high", "clip_ratio"),
+    ],
+)
+def test_mistakes_are_found_through_adapters(examine_text, text, found, old, new):
+    assert old in text
+    assert traps(examine_text(text.replace(old, new))) == {found}
+
+
+# What cannot be examined --------------------------------------------------------------------------------------------
+
+LOSS = "import torch\ndef policy_loss(log_probs, old_log_probs, advantages, mask):\n    "
+UNUSABLE = {
+    "no file": (None, "there is no such file"),
+    "syntax": ("x = 1\ndef policy_loss(:\n", "SyntaxError: invalid syntax (line 2 of my_loss.py)"),
+    "raises at once": ("x = 1 / 0", "ZeroDivisionError: division by zero (line 1 of my_loss.py)"),
+    "exits": ("raise SystemExit(0)", "SystemExit: 0 (line 1"),
+    "no function": ("loss = 1", "defines none of the functions"),
+    "no function of that name": ("policy_loss = 1", "policy_loss is not a function"),
+    "constant": ("SKIP = 'clip'\n" + LOSS + "pass", "SKIP must be a list"),
+    "unknown loss": ("LOSS = 'ppo'\n" + LOSS + "pass", "LOSS must be one of grpo, dapo"),
+    "unknown adapter": ("ADAPTER = 'nemo'\n" + LOSS + "pass", "there is no adapter nemo; they are: native, trl"),
+    "unknown parameter": ("def policy_loss(model, batch): pass", "a parameter model that the doctor does not know"),
+    "no parameter": ("def policy_loss(*args): pass", "no parameters with names"),
+    "built in": ("policy_loss = max", "the parameters of max are not known"),
+    "class": ("class policy_loss: pass", "must be one of TRL's trainers"),
+    "raises": (
+        LOSS + "raise ValueError('\\x1b]0;x\\x07a\\nb')",
+        "ValueError: \ufffd]0;x\ufffda b (line 3 of my_loss.py)",
+    ),
+    "exits later": (LOSS + "raise SystemExit(0)", "(in the check first call) raised SystemExit: 0"),
+    "float": (LOSS + "return log_probs.sum().item()", "returned a float instead of a tensor with a gradient"),
+    "nothing": (LOSS + "pass", "returned a NoneType"),
+    "no gradient": (LOSS + "return log_probs.detach().sum()", "a tensor without a gradient"),
+    "matrix": (LOSS + "return log_probs * mask", "a tensor of shape (6, 14), not one number"),
+    "NaN": (LOSS + "return log_probs.sum() * float('nan')", "returned nan"),
+    "chance": (LOSS + "return (log_probs * torch.rand_like(log_probs)).sum()", "depends on chance"),
+    "endless": (LOSS + "while True: pass", "did not return within 0.05 seconds"),
+    "advantages": ("def advantages(returns): return returns.mean()", "a tensor of shape (3, 4), not ()"),
+    "advantages of nothing": ("def advantages(): pass", "advantages must take (returns), not ()"),
+    "mask": ("def action_mask(sequences, prompt_lengths): return sequences > 0", "(3, 8), (B, T-1): entry t"),
+    "inputs": ("def generate_inputs(prompts, pad_id): return prompts", "two tensors of shape (3, 4)"),
+    "log-probs": ("def log_probs(logits, sequences, temperature): return logits", "(2, 5), (B, T-1), not (2, 6, 11)"),
+    "reference": ("def reference_log_probs(model, a, b): return model.generate(a)", "no attribute 'generate'"),
+}
+
+
+@pytest.mark.parametrize(("text", "sentence"), UNUSABLE.values(), ids=UNUSABLE)
+def test_what_cannot_be_examined_is_said_in_one_line(tmp_path, capsys, monkeypatch, text, sentence):
+    monkeypatch.setattr(doctor.guard, "TIME_LIMIT", 0.05 if "while" in (text or "") else 30)
+    path = tmp_path / "my_loss.py"
+    if text is not None:
+        path.write_text(text)
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_other_functions_are_examined_after_an_error(examine_text):
+    report = examine_text(TEMPLATE.replace(RATIO, "    1 / 0\n"))
+    assert len(report.errors) == 1
+    assert report.status == 2
+    assert report.count(OK) == 19
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_docs_is_what_it_prints(tmp_path, capsys, monkeypatch):
+    page = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
+    text, output = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "console"))
+    monkeypatch.chdir(tmp_path)
+    Path("my_loss.py").write_text(text)
+    assert main(["my_loss.py"]) == 1
+    rounding = r"expected 0, got [\d.]+"  # how float32 rounds a sum differs between processors
+    assert re.sub(rounding, "", capsys.readouterr().out) == re.sub(rounding, "", output)
+
+
+def test_json_has_every_finding_and_no_prints_of_the_file(tmp_path, capsys):
+    path = tmp_path / "my_loss.py"
+    path.write_text(
+        "print('loading')\n" + planted(RATIO, "    print('hello')\n" + RATIO).replace(LENGTH, "mask.sum(dim=1)")
+    )
+    assert main([str(path), "--json"]) == 1
+    entry = json.loads(capsys.readouterr().out)
+    assert entry["counts"] == {OK: 17, TRAP: 1, NOTE: 1, NOT_EXAMINED: 0}
+    empty_row = next(finding for finding in entry["findings"] if finding["check"] == "empty_row")
+    assert (empty_row["status"], empty_row["got"]) == (TRAP, "nan")
+    assert empty_row["link"] == "docs/doctor.md#what-it-tests"
+
+
+def test_ctrl_c_in_a_users_function_ends_the_doctor(tmp_path, capsys):
+    path = tmp_path / "my_loss.py"
+    path.write_text(LOSS + "raise KeyboardInterrupt")
+    assert main([str(path)]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_batches_hold_what_losses_go_wrong_on():
+    batch = make_batch()
+    assert batch.kinds.unique().tolist() == sorted([PROMPT, ACTION, TOOL, PADDING])
+    assert len(batch.mask.sum(dim=1).unique()) == 5  # lengths
+    assert (batch.advantages > 0).any()
+    assert (batch.advantages < 0).any()
+    assert batch.num_tokens == int(batch.mask.sum())

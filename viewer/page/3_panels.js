@@ -1,0 +1,124 @@
+// Which panels of curves there are, and the data of each.
+
+const isEvaluation = (key) => key.startsWith("eval/");
+
+const share = { floor: 0, ceiling: 1 }; // of the axis, where the data stay inside
+const positive = { floor: 0 };
+const more = { floor: 0, more: true }; // shown on request
+
+// Title, unit, keys, and options. A key belongs to the first panel that takes it, unless `reuse` names it; `upTo` leaves
+// out keys with larger values, `scale` multiplies them.
+const PANELS = [
+  ["Accuracy", "share of right answers", /^(reward\/correct|eval\/\w+\/accuracy)$/, share],
+  ["Accuracy by kind", "held-out questions, greedy", /^eval\/greedy\/accuracy_/, share],
+  ["Reward", "mean over completions", /^reward\/(?!.*calls)/, { reuse: /^reward\/correct$/ }],
+  ["Calls", "mean per completion", /^reward\/.*calls|^completion\/.*_(calls|searches)$/, positive],
+  ["Completion length", "tokens", /^completion\/length|^eval\/greedy\/length$/, positive],
+  ["What completions do", "share of completions", /^completion\/(?!truncated|turns)/, { ...share, upTo: 1 }],
+  ["Turns and other counts", "mean per completion", /^completion\/(?!truncated)/, positive],
+  ["Groups without variance", "share of groups", /^group\/zero_reward_variance$/, share],
+  ["Truncation", "share of completions cut off", /^completion\/truncated$/, share],
+  ["Loss", "mean over updates", /^(loss\/total|eval\/loss)$/, {}],
+  ["KL to the reference", "nats per token", /^loss\/kl$/, positive],
+  ["Entropy", "nats per token", /^policy\/entropy$/, positive],
+  ["Clipped tokens", "share of tokens without a gradient", /^policy\/clipped$/, positive],
+  ["Gradient norm", "before clipping", /^loss\/grad_norm$/, positive],
+  ["Seconds by phase", "seconds per step", /^time\/(?!tokens|waiting)/, positive],
+  ["Accuracy by kind, sampled", "held-out questions", /^eval\/sampled\/accuracy_/, { ...share, more: true }],
+  ["Probability ratio", "to the policy that sampled", /^policy\/(first_)?ratio/, { more: true }],
+  ["Gradients scaled down, skipped", "share, number of updates", /^loss\/(grad_clipped|skipped)$/, more],
+  ["Sampling against training", "difference of log-probs", /^policy\/sampling_log_prob_difference$/, more],
+  ["Tokens per second", "sampled", /^time\/tokens_per_second$/, more],
+  ["Waiting for other processes", "share of a step", /^time\/waiting$/, more],
+  ["Memory", "peak, GB", /^memory\/peak_bytes$/, { ...more, scale: 1e-9 }],
+  ["Learning rate", "of the optimizer", /^lr$/, more],
+].map(([title, unit, pattern, options]) => ({ title, unit, takes: (key) => pattern.test(key), ...options }));
+
+// What is 0 all the time tells something only here; elsewhere it is left out.
+const TELLING_ZERO = /accuracy|correct$|total$|kl$|variance|truncated|policy\/clipped/;
+
+const LABELS = {
+  "reward/correct": "training questions",
+  "eval/greedy/accuracy": "held out, greedy",
+  "eval/sampled/accuracy": "held out, sampled",
+  "eval/greedy/length": "held out, greedy",
+  "completion/length": "all",
+  "completion/length_right": "right answers",
+  "completion/length_wrong": "wrong answers",
+  "policy/ratio": "mean",
+  "policy/first_ratio": "mean, first update",
+  "policy/ratio_min": "lowest",
+  "policy/ratio_max": "highest",
+  "time/step": "whole step",
+  "time/sample": "sampling",
+  "time/reward": "rewards",
+  "time/log_probs": "log-probs",
+  "time/update": "updates",
+};
+
+/** The name of a key in the legend of a panel. */
+function labelOf(key, panel) {
+  if (panel.title === "Reward" && key === "reward/correct") return "correct";
+  return LABELS[key] ?? key.replace(/^.*\/(accuracy_)?/, "").replaceAll("_", " ");
+}
+
+// ---- data of the curves
+
+/** The steps of all runs, in order, each once. */
+function allSteps(runs) {
+  return [...new Set(runs.flatMap((run) => run.metrics?.steps ?? []))].sort((a, b) => a - b);
+}
+
+/** A run's values of a key at `steps`; a step that has several lines (training, evaluation) shows the last of them. */
+function valuesAt(run, key, steps, scale = 1) {
+  const known = new Map();
+  (run.metrics?.series?.[key] ?? []).forEach((value, i) => {
+    if (isNumber(value)) known.set(run.metrics.steps[i], value * scale);
+  });
+  return steps.map((step) => known.get(step) ?? null);
+}
+
+/** What the run logged at a step, or NaN. */
+const loggedAt = (run, key, step) => valuesAt(run, key, [step])[0] ?? NaN;
+
+/** A panel of its own for each key that no panel takes. */
+function ownPanels(keys) {
+  const others = keys.filter((key) => !isEvaluation(key) && !PANELS.some((panel) => panel.takes(key)));
+  return others.map((name) => ({ title: name, unit: "", takes: (key) => key === name, more: true }));
+}
+
+/** The panels that have something to show: [{...panel, steps, names, curves: [{key, label, run, values}]}]. */
+function panelsOf(runs) {
+  const steps = allSteps(runs);
+  const logged = new Set(runs.flatMap((run) => Object.keys(run.metrics?.series ?? {})));
+  const keys = [...logged].sort((a, b) => isEvaluation(a) - isEvaluation(b)); // training first, else as logged
+  const sizes = (key) =>
+    runs
+      .flatMap((run) => run.metrics?.series?.[key] ?? [])
+      .filter(isNumber)
+      .map(Math.abs);
+  const peaks = new Map(keys.map((key) => [key, largest(sizes(key), -1)])); // -1: no number at all
+  const taken = new Set();
+  const panels = [...PANELS, ...ownPanels(keys)].map((panel) => {
+    const free = (key) => panel.takes(key) && (!taken.has(key) || panel.reuse?.test(key));
+    const own = keys.filter((key) => free(key) && peaks.get(key) >= 0 && peaks.get(key) <= (panel.upTo ?? Infinity));
+    own.forEach((key) => taken.add(key));
+    const names = own.filter((key) => peaks.get(key) > 0 || TELLING_ZERO.test(key));
+    const curve = (key, run, number) => {
+      return { key, label: labelOf(key, panel), run: number, values: valuesAt(run, key, steps, panel.scale) };
+    };
+    const curves = names.flatMap((key) => runs.map((run, number) => curve(key, run, number)));
+    return { ...panel, steps, names, curves: curves.filter(({ values }) => values.some(isNumber)) };
+  });
+  return panels.filter((panel) => panel.curves.length > 0);
+}
+
+/** A curve in a sentence, for those who do not see it. */
+function describeCurve({ label, values }, steps) {
+  const known = values.map((value, i) => [steps[i], value]).filter(([, value]) => isNumber(value));
+  const [first, last] = [known[0], known.at(-1)];
+  const sorted = [...known].sort((a, b) => a[1] - b[1]);
+  const at = ([step, value]) => `${short(value)} at step ${step}`;
+  if (known.length === 1) return `${label}: ${at(first)}.`;
+  return `${label}: from ${at(first)} to ${at(last)}; lowest ${at(sorted[0])}, highest ${at(sorted.at(-1))}.`;
+}
