@@ -126,6 +126,22 @@ def test_a_step_that_is_not_all_there_is_no_sum(runs, open_page):
     assert "8 of 16 rows" in page.inner_text("#loss-check")
 
 
+def test_a_loss_that_differs_is_said(runs, open_page):
+    """To 1e-5, of the loss itself where it is large."""
+    page = open_page(runs["base"] / "report.html")
+    loss = {"kind": "grpo", "clip_eps": 0.2, "kl_weight": 0, "rows": 1, "minibatch_size": 1, "epochs": 1}
+    updates = [{"epoch": 0, "minibatch": 0, "log_probs": [0]}]
+    for total, logged, state in (
+        (0.5, 0.500009, "equal"),
+        (0.5, 0.500011, "differs"),
+        (3e5, 300_002.9, "equal"),
+        (3e5, 300_003.1, "differs"),
+    ):
+        row = {"mask": [1], "sampler": [0], "old": None, "ref": None, "advantage": -total, "updates": updates}
+        arguments = [[{"rows": [row]}], loss, logged, True]
+        assert page.evaluate("arguments => report.checkLoss(...arguments).state", arguments) == state
+
+
 # A step, a prompt, a token
 
 
@@ -258,12 +274,15 @@ def test_runs_without_samples_or_steps_have_a_page(runs, open_page, tmp_path):
     page = open_page(write_report(tmp_path))
     assert "the run has logged no step yet" in page.inner_text("#curves")
     assert "There are no samples" in page.inner_text("#samples")
-    shutil.copy(runs["base"] / "metrics.jsonl", tmp_path)
+    exploded = json.dumps({"step": 3, "loss/grad_norm": 4e7})
+    (tmp_path / "metrics.jsonl").write_text((runs["base"] / "metrics.jsonl").read_text() + exploded + "\n")
     (tmp_path / "samples.jsonl").write_bytes((runs["base"] / "samples.jsonl").read_bytes()[:-50])
     page = open_page(write_report(tmp_path))
     assert "The last line is not complete" in page.inner_text("#samples-note")
     assert page.locator(".completion").count() == 4
     assert page.locator("#loss-check").get_attribute("data-state") == "unknown"
+    plot, area = (page.locator(f"[data-panel='Gradient norm'] .{name}").bounding_box() for name in ("plot", "u-over"))
+    assert area["x"] - plot["x"] > 6 * len("40,000,000")  # pixels for the largest number at the axis
 
 
 def test_a_phone_needs_no_sideways_scrolling(runs, open_page):
