@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from viewer.__main__ import main
+from viewer.growing import find_file
 from viewer.report import describe_loss, write_report
 from viewer.runs import Run
 from viewer.sampled import encode_step
@@ -153,11 +154,13 @@ def test_two_runs_have_the_samples_of_the_first(directory, tmp_path):
     other = tmp_path / "b"
     other.mkdir()
     (other / "metrics.jsonl").write_bytes(lines([{"step": 7, "loss/total": 1}]))
+    (directory / "samples.jsonl").write_bytes(lines(rows_of(2)))
     data, chunks = read_page(write_report(directory, other, tmp_path / "both.html"))
+    assert "; its only step is in this page, in" in data["samples"]["note"]
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert data["runs"][1]["metrics"] == {"steps": [7], "series": {"loss/total": [1]}}
     assert data["runs"][1]["state"] == "not finished"
-    assert chunks.keys() == {1, 2, 3}
+    assert chunks.keys() == {2}
 
 
 # How it stays small
@@ -325,6 +328,23 @@ def test_only_what_is_new_is_read_and_a_resumed_run_anew(directory):
     path.write_bytes(lines(rows_of(6, 7)))  # longer, and other lines
     run.update()
     assert run.samples.steps == [6, 7]
+
+
+def test_a_file_may_go_while_it_is_looked_for(directory, monkeypatch):
+    """Such as those of a run that is deleted while its page is served."""
+
+    def find_and_delete(*arguments) -> Path | None:
+        path = find_file(*arguments)
+        if path is not None:
+            path.unlink()
+        return path
+
+    run = Run(directory)
+    run.update()
+    monkeypatch.setattr("viewer.growing.find_file", find_and_delete)
+    assert run.samples.read(1) == []
+    run.update()
+    assert (run.samples.steps, run.metrics.rows) == ([], [])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
@@ -503,6 +523,11 @@ def test_the_server_follows_a_run_until_it_is_deleted(ask, directory):
         samples.write(lines([a_row(4)])[-5:])
     assert data()["samples"]["steps"][-1]["step"] == 4
     assert len(json.loads(ask("/samples/4.json")[1])["groups"][0]["rows"]) == 1
+    times = (directory / "metrics.jsonl").stat()
+    (directory / "new").write_bytes((directory / "metrics.jsonl").read_bytes().replace(b'"step": 3', b'"step": 7'))
+    os.utime(directory / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (directory / "new").replace(directory / "metrics.jsonl")
+    assert data()["runs"][0]["metrics"]["steps"] == [0, 1, 2, 7]
     (directory / "metrics.jsonl").unlink()
     assert data()["runs"][0]["metrics"]["steps"] == []
     directory.rename(directory.with_name("elsewhere"))
