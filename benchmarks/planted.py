@@ -35,7 +35,7 @@ class Setting:
     label: str
     experiment: str = "experiment_base"
     flags: tuple[str, ...] = ()
-    plant: Plant = lambda train: nullcontext()  # what the correct runs need that the experiment does not have
+    plant: Plant = nullcontext  # what the correct runs need that the experiment does not have
 
 
 @dataclass(frozen=True, kw_only=True)

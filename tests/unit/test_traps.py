@@ -11,7 +11,11 @@ import common.policy
 import common.sampling
 from common.chat import encode_prompt
 from common.experience import Experience
+from common.policy import Policy
 from common.sampling import sample
+
+from common.plumbing.config import RunConfig
+from common.plumbing.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUP_SIZE = 8
@@ -33,25 +37,31 @@ def traps(load_script) -> Iterator:
 @pytest.fixture(scope="module")
 def gradient_of(traps, load_script):
     """The gradient of the update of a small step, with a mistake in it or with the correct code of a setting."""
-    correct: dict[str, torch.Tensor] = {}
+    policy = load_policy(RunConfig(device="cpu"), 0.7)
+    correct: dict[tuple, torch.Tensor] = {}  # by what a setting changes here, where flags have no effect
 
     def gradient(name: str) -> torch.Tensor:
-        if name in correct:
-            return correct[name]
-        train = load_script(f"{traps.setting_of(name).experiment}/train.py")
-        with traps.planted(name, train):
-            values = step(train)
-        if name not in traps.TRAPS:
-            correct[name] = values
-        return values
+        setting = traps.setting_of(name)
+        key = (setting.experiment, setting.plant)
+        if name in traps.TRAPS or key not in correct:
+            train = load_script(f"{setting.experiment}/train.py")
+            with traps.planted(name, train):
+                values = step(train, None if name == "mask_from_pad" else policy)
+            if name in traps.TRAPS:
+                return values
+            correct[key] = values
+        return correct[key]
 
     return gradient
 
 
-def step(train) -> torch.Tensor:
-    """Steps 1 to 5 of `train`, on two groups of rows with a hole in their masks; the first one's rewards are equal."""
+def step(train, policy: Policy | None) -> torch.Tensor:
+    """Steps 1 to 5 of `train`, on two groups of rows with a hole in their masks; the first one's rewards are equal.
+
+    None: the policy is loaded as `train` does.
+    """
     config = train.Config(device="cpu", group_size=GROUP_SIZE, micro_batch_size=4, kl_weight=0.5, max_grad_norm=1e9)
-    policy = train.load_policy(config, 0.7)
+    policy = policy or train.load_policy(config, 0.7)
     reference = train.make_reference(policy)
     for weight in reference.parameters():
         weight.mul_(1.02)
@@ -85,7 +95,7 @@ def test_a_planted_mistake_changes_the_gradient_and_is_gone(traps, gradient_of, 
 
 
 def test_an_update_after_all_mistakes_is_as_before(gradient_of, load_script):
-    assert gradient_of("default").equal(step(load_script("experiment_base/train.py")))
+    assert gradient_of("default").equal(step(load_script("experiment_base/train.py"), None))
 
 
 def test_noise_needs_rewards_that_are_not_exact(traps, load_script):
