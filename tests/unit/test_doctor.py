@@ -183,6 +183,8 @@ def test_a_planted_mistake_is_found_by_its_check(examine_text, found, old, new):
 
 def test_every_trap_of_the_gallery_is_planted():
     assert set(GALLERY) <= {check for found, _, _ in BUGS.values() for check in found.split()}
+    page = (ROOT / "docs/traps.md").read_text(encoding="utf-8")
+    assert all(f'<a id="{name}"></a>' in page for name in GALLERY)
 
 
 @pytest.mark.parametrize(("check", "part", "old", "new"), VARIANTS.values(), ids=VARIANTS)
