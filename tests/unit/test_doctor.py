@@ -30,6 +30,7 @@ KL_OVER_THE_WIDTH = f"""log_r = torch.where(mask.bool(), log_probs_ref - log_pro
 KL_OUTSIDE_THE_MASK = f"""log_r = log_probs_ref - log_probs
     token_loss = torch.where(mask.bool(), token_loss, 0.0) + kl_weight * {K3}
     """
+KL_IN_ADVANTAGES = "    advantages = advantages - kl_weight * (log_probs - log_probs_ref).detach()\n    kl_weight = 0\n"
 FROM_FIRST_TO_LAST = """    place = torch.arange(mask.shape[1])
     last = (mask.long() * place).amax(dim=1, keepdim=True)
     span = (place >= mask.long().argmax(dim=1)[:, None]) & (place <= last) & mask.bool().any(dim=1)[:, None]
@@ -68,6 +69,7 @@ BUGS = {  # name: (traps that are found, old text, new text)
     "sign": ("sign", "-torch.minimum", "torch.minimum"),
     "old over new": ("sign", "log_probs - old_log_probs", "old_log_probs - log_probs"),
     "detached": ("zero_gradient", "log_probs - old_log_probs", "log_probs.detach() - old_log_probs"),
+    "no_grad": ("zero_gradient", RATIO, "    log_probs = log_probs.detach()\n" + RATIO),
     "ratio to itself": ("zero_gradient", "log_probs - old_log_probs", "log_probs - log_probs"),
     "width": ("padded_width", RETURN, "return token_loss.sum() / mask.shape[1] / num_rows"),
     "another denominator": ("declared", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
@@ -115,6 +117,7 @@ VARIANTS = {  # name: (check, part of its sentence, old text, new text); other l
     "twice": ("normalisation", "2 times GRPO", RETURN, RETURN + " * 2"),
     "k2": ("kl_gradient", "of k2", K3, "(log_r**2 / 2)"),
     "k3 times ratio": ("whole_loss", "by the ratio", "kl_weight *", "kl_weight * ratio *"),
+    "KL in the advantages": ("whole_loss", "of the advantages", RATIO, KL_IN_ADVANTAGES + RATIO),
     "a weight of its own": ("kl_gradient", "0.1333 times", "kl_weight *", "0.04 *"),
     "CISPO": ("clip", "CISPO", SURROGATE, "-ratio.clamp(max=1 + clip_eps).detach() * advantages * log_probs"),
     "policy gradient": ("clip", "does not depend on the ratio", SURROGATE, "-log_probs * advantages"),
@@ -241,6 +244,24 @@ SUBSET = """
 def policy_loss(mask, log_probs, advantages, **settings):
     return {"loss": -(log_probs * advantages).masked_fill(~mask, 0.0).sum() / settings["num_tokens"]}
 """
+MODULE = """
+import torch
+class Loss(torch.nn.Module):
+    def forward(self, logprobs, old_logprobs, ref_logprobs, advantages, action_mask, kl_coef):
+        ratio, advantages = (logprobs - old_logprobs).exp(), advantages.expand(-1, 1).repeat(1, logprobs.shape[1])
+        loss = -(ratio * advantages).minimum(ratio.clamp(0.8, 1.2) * advantages)
+        log_r = ref_logprobs - logprobs
+        loss = (loss + kl_coef * (log_r.exp() - log_r - 1)) * action_mask
+        return (loss.sum(1) / action_mask.sum(1).clamp(min=1)).mean(), ratio
+policy_loss, SETTINGS = Loss(), {"kl_coef": 0.04}
+def advantages(rewards):
+    rewards = rewards.numpy()
+    return (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
+"""
+BY_ROW = """
+def policy_loss(logps, rollout_logps, adv, mask):
+    return -((logps * adv[:, None] * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+"""
 
 
 @pytest.mark.parametrize(
@@ -250,8 +271,10 @@ def policy_loss(mask, log_probs, advantages, **settings):
         (VERL, "verl", "divided by 1024"),
         (OWN_NAMES, "native", "GRPO"),
         (SUBSET, "native", "DAPO"),
+        (MODULE, "native", "GRPO"),
+        (BY_ROW, "native", "GRPO"),
     ],
-    ids=["trl", "verl", "names of one's own", "by name"],
+    ids=["trl", "verl", "names of one's own", "by name", "module with (B, 1)", "advantages (B,)"],
 )
 def test_an_adapter_is_found_by_names(examine_text, text, adapter, name):
     report = examine_text(text)
@@ -259,6 +282,7 @@ def test_an_adapter_is_found_by_names(examine_text, text, adapter, name):
     assert report.adapter == adapter
     assert traps(report) == set()
     assert name in next(finding.sentence for finding in report.findings if finding.check == "normalisation")
+    assert "as heavy" not in str(report.findings)  # as the weight that the function was given
 
 
 @pytest.mark.parametrize(
@@ -282,27 +306,29 @@ def test_mistakes_are_found_through_adapters(examine_text, text, found, old, new
 
 LOSS = "import torch\ndef policy_loss(log_probs, old_log_probs, advantages, mask):\n    "
 UNUSABLE = {
-    "no file": (None, "there is no such file"),
+    "no file": (None, "my_loss.py does not exist"),
     "syntax": ("x = 1\ndef policy_loss(:\n", "SyntaxError: invalid syntax (line 2 of my_loss.py)"),
     "raises at once": ("x = 1 / 0", "ZeroDivisionError: division by zero (line 1 of my_loss.py)"),
     "exits": ("raise SystemExit(0)", "SystemExit: 0 (line 1"),
-    "no function": ("loss = 1", "defines none of the functions"),
+    "no function": ("x = 1", "docs/loss_template.py shows them"),
+    "another name": ("def grpo_loss(): pass", "is it grpo_loss? Then add: policy_loss = grpo_loss"),
     "no function of that name": ("policy_loss = 1", "policy_loss is not a function"),
     "constant": ("SKIP = 'clip'\n" + LOSS + "pass", "SKIP must be a list"),
     "unknown loss": ("LOSS = 'ppo'\n" + LOSS + "pass", "LOSS must be one of grpo, dapo"),
     "unknown adapter": ("ADAPTER = 'nemo'\n" + LOSS + "pass", "there is no adapter nemo; they are: native, trl"),
-    "unknown parameter": ("def policy_loss(model, batch): pass", "a parameter model that the doctor does not know"),
+    "unknown parameter": ("def policy_loss(x, batch): pass", "a parameter x that the doctor does not know"),
     "no parameter": ("def policy_loss(*args): pass", "no parameters with names"),
     "built in": ("policy_loss = max", "the parameters of max are not known"),
-    "class": ("class policy_loss: pass", "must be one of TRL's trainers"),
+    "class": ("class policy_loss: pass", "give an object of it"),
+    "logits": ("def policy_loss(logits, input_ids, advantages, completion_mask): pass", "the doctor has no model"),
+    "another order": ("def policy_loss(a, b, advantages, c, mask): pass", "a parameter a that the doctor"),
     "raises": (
         LOSS + "raise ValueError('\\x1b]0;x\\x07a\\nb')",
         "ValueError: \ufffd]0;x\ufffda b (line 3 of my_loss.py)",
     ),
-    "exits later": (LOSS + "raise SystemExit(0)", "(in the check first call) raised SystemExit: 0"),
+    "exits later": (LOSS + "raise SystemExit(0)", "policy_loss raised SystemExit: 0"),
     "float": (LOSS + "return log_probs.sum().item()", "returned a float instead of a tensor with a gradient"),
     "nothing": (LOSS + "pass", "returned a NoneType"),
-    "no gradient": (LOSS + "return log_probs.detach().sum()", "a tensor without a gradient"),
     "matrix": (LOSS + "return log_probs * mask", "a tensor of shape (6, 14), not one number"),
     "NaN": (LOSS + "return log_probs.sum() * float('nan')", "returned nan"),
     "chance": (LOSS + "return (log_probs * torch.rand_like(log_probs)).sum()", "depends on chance"),
