@@ -34,7 +34,8 @@ class LossFunction:
         self.given = dict(getattr(module, "SETTINGS", {}))
         self.settings = {meaning(name): value for name, value in self.given.items()}  # by our names
         self.is_trainer = inspect.isclass(self.function) and hasattr(self.function, "_compute_loss")
-        names = [] if self.is_trainer else _parameters(self.function)
+        self.names = names = [] if self.is_trainer else _parameters(self.function)
+        self.takes_any_name = not self.is_trainer and _has(self.function, inspect.Parameter.VAR_KEYWORD)
         self.adapter = adapter or getattr(module, "ADAPTER", "") or self._detect(names)
         if self.adapter not in ADAPTERS:
             raise UnusableError(f"there is no adapter {self.adapter}; they are: {', '.join(ADAPTERS)}")
@@ -108,13 +109,13 @@ class LossFunction:
             return trainer._compute_loss(trainer.model, trl_inputs(batch, values))
         if self.in_order:
             tensors = [values[name] for name in TENSORS]
-            return self.function(*tensors, **self._keywords(values, _parameters(self.function)[len(TENSORS) :]))
-        return self.function(**self._keywords(values, _parameters(self.function)))
+            return self.function(*tensors, **self._keywords(values, self.names[len(TENSORS) :]))
+        return self.function(**self._keywords(values, self.names))
 
     def _keywords(self, values: dict[str, Any], names: list[str]) -> dict[str, Any]:
         """A value for every parameter that has one; what is in SETTINGS comes first."""
         known = {name: values[meaning(name)] for name in names if meaning(name) in values}
-        if _has(self.function, inspect.Parameter.VAR_KEYWORD):
+        if self.takes_any_name:
             return known | {name: values[name] for name in SETTINGS} | self.given
         return known | {name: value for name, value in self.given.items() if name in names}
 
@@ -134,7 +135,7 @@ class LossFunction:
         values |= {"clip_eps": batch.clip_low, "config": verl_config(batch, self.given)}
         values |= {"old_log_probs": columns(batch.old_log_probs), "log_probs_ref": columns(batch.log_probs_ref)}
         values |= {"log_probs": columns(log_probs), "advantages": advantages, "mask": mask}
-        if self.is_trainer or (self.adapter == "trl" and "tool_mask" in _parameters(self.function)):
+        if self.is_trainer or (self.adapter == "trl" and "tool_mask" in self.names):
             values["tool_mask"] = 1 - columns(batch.kinds == TOOL).long()
             values["mask"] = mask + columns(batch.kinds == TOOL).to(mask.dtype)  # TRL's completion has tool output
         if self.adapter == "trl" and not self.is_trainer:
@@ -148,7 +149,7 @@ class LossFunction:
         if self.is_trainer:
             return everything - {"num_rows", "clip_eps"} | {"num_tokens", "num_parts", "clip_low", "clip_high"}
         knows = {meaning(name) for name in names}
-        if _has(self.function, inspect.Parameter.VAR_KEYWORD):
+        if self.takes_any_name:
             knows |= {*SETTINGS} - {"clip_low", "clip_high"}
         if self.adapter == "verl" and "config" in names:
             knows |= {"num_rows", "num_tokens", "clip_low", "clip_high"}

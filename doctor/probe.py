@@ -9,7 +9,7 @@ import torch
 from doctor.adapters import LossFunction
 from doctor.batches import Batch, make_batch
 from doctor.findings import UnusableError, number
-from doctor.guard import call
+from doctor.guard import TooSlowError, call
 
 MASK_DTYPES = (torch.float32, torch.bool, torch.long)
 
@@ -73,6 +73,8 @@ class Probe:
                 working.append((form, dtype))
                 if self._rows_are_apart(batch, first[1]):
                     break
+            except TooSlowError:
+                raise
             except UnusableError as error:
                 errors.append(error)
         else:  # a loss that mixes rows whatever it is given

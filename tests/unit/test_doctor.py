@@ -332,7 +332,7 @@ UNUSABLE = {
     "matrix": (LOSS + "return log_probs * mask", "a tensor of shape (6, 14), not one number"),
     "NaN": (LOSS + "return log_probs.sum() * float('nan')", "returned nan"),
     "chance": (LOSS + "return (log_probs * torch.rand_like(log_probs)).sum()", "depends on chance"),
-    "endless": (LOSS + "while True: pass", "did not return within 0.05 seconds"),
+    "endless": (LOSS + "while True: pass", "did not return within 0.02 seconds"),
     "advantages": ("def advantages(returns): return returns.mean()", "a tensor of shape (3, 4), not ()"),
     "advantages of nothing": ("def advantages(): pass", "advantages must take (returns), not ()"),
     "mask": ("def action_mask(sequences, prompt_lengths): return sequences > 0", "(3, 8), (B, T-1): entry t"),
@@ -344,7 +344,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize(("text", "sentence"), UNUSABLE.values(), ids=UNUSABLE)
 def test_what_cannot_be_examined_is_said_in_one_line(tmp_path, capsys, monkeypatch, text, sentence):
-    monkeypatch.setattr(doctor.guard, "TIME_LIMIT", 0.05 if "while" in (text or "") else 30)
+    monkeypatch.setattr(doctor.guard, "TIME_LIMIT", 0.02 if "while" in (text or "") else 30)
     path = tmp_path / "my_loss.py"
     if text is not None:
         path.write_text(text)
