@@ -101,9 +101,10 @@ def test_no_interval_without_the_number_of_questions(make_run, table, settings):
 def test_runs_without_a_name_are_grouped_by_settings(make_run):
     for number, settings in enumerate([{}, {"kl_weight": 0.0}]):
         for seed in (0, 1):
-            make_run(f"2026010{number}-12000{seed}-seed{seed}", seed=seed, threads=1 + seed, **settings)
-    again = make_run("20260103-120000-seed0", seed=0)  # a seed is once in a group
-    groups, _ = read_groups([f"{again.parent}/*"])
+            same = {"micro_batch_size": 64 + seed, "model": f"/{seed}", "sources": {"model": {"content": "a checksum"}}}
+            make_run(f"2026010{number}-12000{seed}-seed{seed}", seed=seed, threads=1 + seed, **same, **settings)
+    again = make_run("20260103-120000-seed0", **same | {"seed": 0})  # a seed is once in a group
+    groups, _ = read_groups([f"{again.parent}/*"] * 2)  # and a run once
     assert [(label, len(runs)) for label, runs in groups.items()] == [
         ("experiment_base, kl_weight=0.02", 2),
         ("experiment_base, kl_weight=0.0", 2),
