@@ -53,16 +53,20 @@ class GrowingFile:
         """Take a complete line that begins at `offset`; whether it could be read."""
         raise NotImplementedError
 
-    @property
-    def path(self) -> Path | None:
-        """None if there is no such file in the directory."""
-        return find_file(self._directory, self._name)
+    def open(self) -> BinaryIO | None:
+        """None if there is no such file in the directory; it can go while it is looked for."""
+        path = find_file(self._directory, self._name)
+        try:
+            return None if path is None else path.open("rb")
+        except FileNotFoundError:
+            return None
 
     def update(self) -> None:
-        if self.path is None:
+        file = self.open()
+        if file is None:
             self._restart()
             return
-        with self.path.open("rb") as file:
+        with file:
             if not self._continues(file):
                 self._restart()
             self._inode = os.fstat(file.fileno()).st_ino
@@ -143,10 +147,10 @@ class StepIndex(GrowingFile):
 
     def read(self, step: int) -> list[dict]:
         """The rows of a step that can be read; none if there is no such step."""
-        if self.path is None:
-            return []
-        rows = []
-        with self.path.open("rb") as file:
+        file, rows = self.open(), []
+        if file is None:
+            return rows
+        with file:
             for start, end, _ in self._places.get(step, ()):
                 file.seek(start)
                 rows += [parse(line) for line in file.read(end - start).split(b"\n") if line.strip()]

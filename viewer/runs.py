@@ -73,9 +73,8 @@ class Run:
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte, no permission
             raise RunError(f"{directory} cannot be read: {getattr(error, 'strerror', None) or error}") from None
         if not names & {"config.json", "metrics.jsonl", "samples.jsonl"}:
-            hint = next(
-                (f"; did you mean {directory}/{path.parent.name}?" for path in self.directory.glob("*/config.json")), ""
-            )
+            inside = sorted(path.parent.name for path in self.directory.glob("*/config.json"))
+            hint = f"; did you mean {directory}/{inside[0]}?" if inside else ""
             raise RunError(f"{directory} is no run's directory: it has neither config.json nor metrics.jsonl{hint}")
         self.metrics, self.diagnosis = Rows(self.directory, "metrics.jsonl"), Rows(self.directory, "diagnosis.jsonl")
         self.tokens, self.samples = Rows(self.directory, "tokens.jsonl"), StepIndex(self.directory, "samples.jsonl")

@@ -62,15 +62,15 @@ class LiveRuns:
         return json.dumps(encode_step(rows), allow_nan=False) if rows else None
 
     @staticmethod
-    def _look(run: Run) -> list[tuple[int, int] | None]:
-        """Size and time of each file."""
+    def _look(run: Run) -> list[tuple[int, int, int] | None]:
+        """Size and time of each file, and which one it is."""
         if not run.directory.is_dir():
             raise RunError(f"the run's directory {run.directory} is gone")
         seen = []
         for name in FILES:
             try:
                 status = (run.directory / name).stat()
-                seen.append((status.st_size, status.st_mtime_ns))
+                seen.append((status.st_size, status.st_mtime_ns, status.st_ino))
             except OSError:
                 seen.append(None)
         return seen
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET and HEAD of what `Server.runs` shows, and refuses all else."""
 
     server: "Server"
-    timeout = 20  # seconds in which a request must have arrived
+    timeout = 20  # seconds without a byte, after which a connection is closed
     server_version, sys_version = "viewer", ""
 
     def do_GET(self) -> None:

@@ -66,7 +66,7 @@ def describe_kept(kept: Kept, index: StepIndex, rows_per_step: int | None, comma
         sentences[0] += f"; {len(steps)} of its {len(index.steps)} steps are in this page, in {size}"
         sentences.append(f"The others are left out to keep it small: {command} shows all")
     else:
-        sentences[0] += f"; all of its {len(steps)} steps are in this page, in {size}"
+        sentences[0] += f"; {_all_of(len(steps))} in this page, in {size}"
     if kept.shortened:
         numbers = ", ".join(map(str, sorted(kept.shortened)))
         sentences.append(f"Only the first groups are here of what is very long: step {numbers}")
@@ -82,7 +82,8 @@ def describe_kept(kept: Kept, index: StepIndex, rows_per_step: int | None, comma
 def describe_all(index: StepIndex, rows_per_step: int | None) -> dict:
     """The same of a page that asks for every step by itself."""
     steps = [_describe_step(step, index.num_rows(step), index.num_bytes(step), rows_per_step) for step in index.steps]
-    sentence = f"samples.jsonl has {in_bytes(index.size)}, in {len(steps)} steps" if steps else "There are no samples"
+    size = f"{in_bytes(index.size)}, in {len(steps)} step{'s' if len(steps) > 1 else ''}"
+    sentence = f"samples.jsonl has {size}" if steps else "There are no samples"
     return {"steps": steps, "left_out": [], "note": _note([sentence], index), "bytes": index.size}
 
 
@@ -94,6 +95,10 @@ def in_bytes(number: int) -> str:
     if number < 1000:
         return f"{number} bytes"
     return f"{number / 1000:.0f} KB" if number < 1_000_000 else f"{number / 1_000_000:.1f} MB"
+
+
+def _all_of(num_steps: int) -> str:
+    return f"all of its {num_steps} steps are" if num_steps > 1 else "its only step is"
 
 
 def _note(sentences: list[str], index: StepIndex, damaged: int = 0, has_returns: bool = True) -> str:

@@ -51,8 +51,8 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
-    asked = {task.question(row) for row in train_rows}
-    if known := sum(task.question(row) in asked for row in eval_rows):
+    asked = {row.question for row in train_rows}
+    if known := sum(row.question in asked for row in eval_rows):
         say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(task, [*train_rows, *eval_rows])  # before a model is loaded
     task.try_out(train_rows[0])
@@ -152,10 +152,10 @@ def _filter(rows: list[Row], config: RunConfig, task: Task, source: str) -> list
             if isinstance(row.get(field), bool) or not isinstance(row.get(field), int | float):
                 raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
         kept = [row for row in kept if row[field] <= most]
-    questions = [task.question(row) for row in kept]  # all of them, also to see that each can be asked
+    for row in kept:  # all of them, also to see that each can be asked
+        row.question = task.question(row)
     if config.max_question_length is not None:
-        pairs = zip(kept, questions, strict=True)
-        kept = [row for row, question in pairs if len(question) <= config.max_question_length]
+        kept = [row for row in kept if len(row.question) <= config.max_question_length]
     if not kept:
         raise UserError(
             f"none of the {len(rows)} rows of {shown(source)} passes the filters (--at-most, --max-question-length)"

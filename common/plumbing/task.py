@@ -29,9 +29,9 @@ class TaskError(UserError):
 
 
 class Row(dict):
-    """A row of data that knows where it is from, for error messages."""
+    """A row of data that knows where it is from, for error messages, and its question once the task has asked it."""
 
-    place = "a row"  # file and line
+    place, question = "a row", ""  # the place is file and line
 
 
 class Task:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from viewer.report import write_report
+from viewer.report import describe_loss, write_report
+from viewer.sampled import encode_step
 from viewer.serve import Server
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1;alert(1)"><script>window.hacked=1</script>{{7*7}}\u202e\ud800'
@@ -124,6 +125,55 @@ def test_a_step_that_is_not_all_there_is_no_sum(runs, open_page):
     page = open_page(runs["turns"] / "report.html")
     assert page.locator("#loss-check").get_attribute("data-state") == "part"
     assert "8 of 16 rows" in page.inner_text("#loss-check")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "drgrpo"])
+def test_terms_of_a_smaller_minibatch_and_a_tool(runs, open_page, kind):
+    """Three rows, the last one in a minibatch of its own; a token of a tool; ratios beyond both limits."""
+    config = {"prompts_per_step": 1, "group_size": 3, "minibatch_size": 2, "epochs_per_step": 2, "kl_weight": 0.1}
+    config |= {"critic_type": kind, "clip_eps": 0.2, "max_new_tokens": 8}
+    rows = []
+    for completion, advantage in enumerate((1.0, -0.5, 2.0)):
+        row = {"prompt_index": 4, "completion_index": completion, "prompt_length": 1, "ids": [1, 2, 3, 4, 5]}
+        row |= {"action_mask": [0, 1, 0, 1, 1], "advantage": advantage, "log_probs_ref": [0, -2.0, 0, -1.0, -0.5]}
+        row |= {"sampler_log_probs": [0, -1.5, 0, -1.0, -0.9], "old_log_probs": [0, -1.51, 0, -1.0, -0.9]}
+        passes = enumerate(([0, -1.5, 0, -1.0, -0.9], [0, -1.0, 0, -1.5, -0.95]))
+        updates = [{"epoch": epoch, "minibatch": completion // 2, "log_probs": now} for epoch, now in passes]
+        rows.append(row | {"updates": updates})
+    page = open_page(runs["base"] / "report.html")
+    groups, loss = encode_step(rows)["groups"], describe_loss(config)
+    step = page.evaluate("([groups, loss]) => report.stepLoss(groups, loss)", [groups, loss])
+    assert step["total"] == pytest.approx(sum(row_sum(row, config) for row in rows), abs=1e-9)
+    seen = [(update["epoch"], update["minibatch"], update["rows"]) for update in step["updates"]]
+    assert seen == [(0, 0, 2), (0, 1, 1), (1, 0, 2), (1, 1, 1)]
+    clipped = "([row, loss]) => report.tokenTerms(row, loss)[1].clipped"
+    seen = [page.evaluate(clipped, [row, loss]) for row in groups[0]["rows"]]
+    assert seen == [[True, False, False], [False, True, False], [True, False, False]]
+
+    def state(groups: list[dict], loss: dict) -> str:
+        return page.evaluate("([...a]) => report.checkLoss(...a, 0, true).state", [groups, loss])
+
+    assert state(groups, loss | {"kind": None}) == "unknown"
+    unknown = page.evaluate("([row, loss]) => report.rowLoss(row, loss)", [groups[0]["rows"][0], loss | {"kind": None}])
+    assert math.isnan(unknown)
+    for damage in ({"advantage": None}, {"log_probs_ref": [None] * 5}):
+        assert state(encode_step([*rows[:2], rows[2] | damage])["groups"], loss) == "missing"
+
+
+def test_a_loss_that_differs_is_said(runs, open_page):
+    """To 1e-5, of the loss itself where it is large."""
+    page = open_page(runs["base"] / "report.html")
+    loss = {"kind": "grpo", "clip_eps": 0.2, "kl_weight": 0, "rows": 1, "minibatch_size": 1, "epochs": 1}
+    updates = [{"epoch": 0, "minibatch": 0, "log_probs": [0]}]
+    for total, logged, state in (
+        (0.5, 0.500009, "equal"),
+        (0.5, 0.500011, "differs"),
+        (3e5, 300_002.9, "equal"),
+        (3e5, 300_003.1, "differs"),
+    ):
+        row = {"mask": [1], "sampler": [0], "old": None, "ref": None, "advantage": -total, "updates": updates}
+        arguments = [[{"rows": [row]}], loss, logged, True]
+        assert page.evaluate("arguments => report.checkLoss(...arguments).state", arguments) == state
 
 
 # A step, a prompt, a token
@@ -258,12 +308,15 @@ def test_runs_without_samples_or_steps_have_a_page(runs, open_page, tmp_path):
     page = open_page(write_report(tmp_path))
     assert "the run has logged no step yet" in page.inner_text("#curves")
     assert "There are no samples" in page.inner_text("#samples")
-    shutil.copy(runs["base"] / "metrics.jsonl", tmp_path)
+    exploded = json.dumps({"step": 3, "loss/grad_norm": 4e7})
+    (tmp_path / "metrics.jsonl").write_text((runs["base"] / "metrics.jsonl").read_text() + exploded + "\n")
     (tmp_path / "samples.jsonl").write_bytes((runs["base"] / "samples.jsonl").read_bytes()[:-50])
     page = open_page(write_report(tmp_path))
     assert "The last line is not complete" in page.inner_text("#samples-note")
     assert page.locator(".completion").count() == 4
     assert page.locator("#loss-check").get_attribute("data-state") == "unknown"
+    plot, area = (page.locator(f"[data-panel='Gradient norm'] .{name}").bounding_box() for name in ("plot", "u-over"))
+    assert area["x"] - plot["x"] > 6 * len("40,000,000")  # pixels for the largest number at the axis
 
 
 def test_a_phone_needs_no_sideways_scrolling(runs, open_page):

@@ -393,8 +393,9 @@ def test_an_adapter_that_cannot_be_trained_is_refused(load_script, first, tmp_pa
     """In one sentence, and the name of the run stays free."""
     adapter = shutil.copytree(first / "final", tmp_path / "adapter")
     damage(adapter)
+    few_rows = ("--data", str(arithmetic.EVAL_DATA), "--eval-data", str(arithmetic.EVAL_DATA))  # sooner read
     for way in WAYS.values():
-        flags = ("--runs-dir", str(tmp_path / "runs"), "--name", "x", "--model", str(adapter), *way)
+        flags = ("--runs-dir", str(tmp_path / "runs"), "--name", "x", "--model", str(adapter), *few_rows, *way)
         with pytest.raises(UserError, match=sentence) as caught:
             load_script("experiment_base/train.py").main([*FLAGS, *flags])
         assert "\n" not in str(caught.value)

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from common.errors import UserError
+from common.tasks.arithmetic import EVAL_DATA
 
 from common.plumbing.checkpoints import newest_checkpoint, write_checkpoint
 from common.plumbing.config import TINY_POLICY, RunConfig
@@ -37,6 +38,7 @@ TRAIN = Path(__file__).resolve().parents[2] / "experiment_base" / "train.py"
 FLAGS = (
     *("--prompts-per-step", "2", "--group-size", "4", "--eval-prompts", "4", "--max-new-tokens", "16"),
     *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "4"),
+    *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA)),  # sooner read than all questions
 )
 SIX_STEPS = (*FLAGS, "--steps", "6")
 CHECKPOINTS = ("--checkpoint-every", "2")

@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"
 QUICK = ("--steps", "1", "--max-new-tokens", "2", "--eval-prompts", "2", "--eval-every", "0", "--device", "cpu")
 SMALL = ("--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6", "--name", "x")
+FEW_ROWS = ("--data", str(arithmetic.EVAL_DATA), "--eval-data", str(arithmetic.EVAL_DATA))  # sooner read and checked
 GOOD_ROW = '{"question": "What is 1+1?", "answer": "2"}\n'
 
 
@@ -284,7 +285,7 @@ def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sente
     damage(model)
     for _ in range(2):  # not "exists already" the second time
         with pytest.raises(UserError, match=sentence) as caught:
-            train("--model", "./model", *SMALL)
+            train("--model", "./model", *FEW_ROWS, *SMALL)
         assert "\n" not in str(caught.value)
         assert not run_directories()
 

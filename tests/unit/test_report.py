@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from viewer.__main__ import main
+from viewer.growing import find_file
 from viewer.report import describe_loss, write_report
 from viewer.runs import Run
-from viewer.sampled import encode_step
+from viewer.sampled import encode_step, pack
 from viewer.serve import Server
 from viewer.thinning import PAGE_BUDGET, describe_kept, keep_steps
 
@@ -66,7 +67,8 @@ def directory(tmp_path) -> Path:
     (place / "metrics.jsonl").write_bytes(lines(metrics))
     (place / "samples.jsonl").write_bytes(lines(rows_of(1, 2, 3)))
     marks = {"special": True, "end_of_turn": True}
-    texts = [{"id": 7, "text": " four"}, {"id": 2, "text": "<|end|>", **marks}, {"id": 99, "text": "not sampled"}]
+    texts = [{"id": 7, "text": " four"}, {"id": 2, "text": "<|end|>", **marks}, {"id": 99, "text": "not there"}]
+    texts += [{"id": 5, "text": "in the prompt"}]
     (place / "tokens.jsonl").write_bytes(lines(texts))
     return place
 
@@ -89,7 +91,8 @@ def test_a_page_holds_what_the_run_wrote(directory):
     assert run["config"] == CONFIG
     assert run["metrics"]["steps"] == [0, 1, 2, 3]
     assert run["metrics"]["series"]["loss/total"] == pytest.approx([None, 1 / 3, 2 / 3, 1], abs=1e-7)
-    assert data["tokens"] == {"7": [" four", 0], "2": ["<|end|>", 3]}
+    assert data["tokens"] == {"7": [" four", 0], "2": ["<|end|>", 3], "5": ["in the prompt", 0]}
+    assert "An older version" not in data["samples"]["note"]
     assert [step["complete"] for step in data["samples"]["steps"]] == [True] * 3
     assert data["samples"]["left_out"] == []
     assert chunks.keys() == {1, 2, 3}
@@ -110,12 +113,15 @@ def test_log_probs_decode_to_what_was_written():
     assert update == {"epoch": 0, "minibatch": 0, "log_probs": [-10_000, 1, -1]}
 
 
-def test_what_a_row_does_not_have_is_null():
+def test_what_a_row_does_not_have_is_null(directory):
     changes = {"log_probs_ref": None, "entropy": None, "updates": [], "answer": None}
     same = a_row(1)["sampler_log_probs"]
     row = a_row(1, **changes, old_log_probs=same)
     del row["return"]
-    (group,) = encode_step([row])["groups"]
+    (directory / "samples.jsonl").write_bytes(lines([row]))
+    data, chunks = read_page(write_report(directory))
+    assert "An older version wrote them, without the total reward of a row" in data["samples"]["note"]
+    (group,) = chunks[1]["groups"]
     (encoded,) = group["rows"]
     assert [encoded[key] for key in ("ref", "entropy", "old", "return", "turns")] == [None] * 5
     assert encoded["updates"] == []
@@ -153,11 +159,13 @@ def test_two_runs_have_the_samples_of_the_first(directory, tmp_path):
     other = tmp_path / "b"
     other.mkdir()
     (other / "metrics.jsonl").write_bytes(lines([{"step": 7, "loss/total": 1}]))
+    (directory / "samples.jsonl").write_bytes(lines(rows_of(2)))
     data, chunks = read_page(write_report(directory, other, tmp_path / "both.html"))
+    assert "; its only step is in this page, in" in data["samples"]["note"]
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert data["runs"][1]["metrics"] == {"steps": [7], "series": {"loss/total": [1]}}
     assert data["runs"][1]["state"] == "not finished"
-    assert chunks.keys() == {1, 2, 3}
+    assert chunks.keys() == {2}
 
 
 # How it stays small
@@ -262,7 +270,13 @@ def test_damaged_lines_are_counted_and_left_out(directory):
         a_row(True),
         a_row(1, ids="x"),
     ]
-    damaged += [a_row(1, action_mask=[1]), a_row(2, prompt_length=99), b'{"step": 2, "ids": [1,\n', b"{}\n"]
+    damaged += [
+        a_row(1, action_mask=[1]),
+        a_row(1, ids=[10**30] * 6),
+        a_row(2, prompt_length=99),
+        b'{"step": 2, "ids": [1,\n',
+        b"{}\n",
+    ]
     (directory / "samples.jsonl").write_bytes(lines([*damaged[:6], *rows_of(1, 2), *damaged[6:]]))
     (directory / "metrics.jsonl").write_bytes(
         b'{"step": 1, "a": NaN, "b": 1e999, "c": "x", "d": 2}\nnull\n{"step": "1"}\n'
@@ -289,6 +303,17 @@ def test_wrong_types_become_null_or_text(directory):
     assert (row["rewards"], row["return"], row["advantage"]) == ({"correct": None, "x": None}, None, None)
     assert row["sampler"] == row["old"] == [None] * 3
     assert (row["entropy"], row["updates"]) == (None, [])
+    (group,) = encode_step([a_row(1, sampler_log_probs=[0, 0, 1e300, -1e12, 0, -1.0])])["groups"]
+    assert group["rows"][0]["sampler"] == [None, None, -1_000_000]  # others are not exact in JavaScript
+
+
+def test_rows_that_are_not_the_same_are_kept_apart():
+    rows = [a_row(1, completion=None), a_row(1, completion=None), a_row(1, ids=[1, 6, 7, 8, 9, 2])]
+    assert [len(group["rows"]) for group in encode_step(rows)["groups"]] == [2, 1]
+
+
+def test_the_same_samples_give_the_same_text():
+    assert base64.b64decode(pack(encode_step(rows_of(1))))[4:8] == bytes(4)  # gzip's place for the time
 
 
 def test_of_two_lines_of_one_row_the_later_counts(directory):
@@ -325,6 +350,23 @@ def test_only_what_is_new_is_read_and_a_resumed_run_anew(directory):
     path.write_bytes(lines(rows_of(6, 7)))  # longer, and other lines
     run.update()
     assert run.samples.steps == [6, 7]
+
+
+def test_a_file_may_go_while_it_is_looked_for(directory, monkeypatch):
+    """Such as those of a run that is deleted while its page is served."""
+
+    def find_and_delete(*arguments) -> Path | None:
+        path = find_file(*arguments)
+        if path is not None:
+            path.unlink()
+        return path
+
+    run = Run(directory)
+    run.update()
+    monkeypatch.setattr("viewer.growing.find_file", find_and_delete)
+    assert run.samples.read(1) == []
+    run.update()
+    assert (run.samples.steps, run.metrics.rows) == ([], [])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need a right there")
@@ -446,10 +488,13 @@ def test_the_page_its_data_and_its_samples_are_served(ask, directory):
     assert b"connect-src &#39;self&#39;" in page
     assert ask.headers["X-Content-Type-Options"] == "nosniff"
     assert ask.headers["Cache-Control"] == "no-store"
+    assert ask.headers["X-Frame-Options"] == "DENY"
+    assert ask.headers["Cross-Origin-Resource-Policy"] == "same-origin"
     assert not [name for name in ask.headers if name.lower().startswith("access-control")]
     data = json.loads(ask("/data.json")[1])
     assert [step["step"] for step in data["samples"]["steps"]] == [1, 2, 3]
-    assert data["tokens"].keys() == {"7", "2", "99"}
+    assert data["tokens"].keys() == {"7", "2", "99", "5"}
+    assert data["samples"]["note"].startswith("samples.jsonl has ")
     status, samples = ask("/samples/2.json")
     assert (status, json.loads(samples)) == (200, encode_step(rows_of(2)))
     assert ask("/data.json", "HEAD") == (200, b"")
@@ -503,6 +548,13 @@ def test_the_server_follows_a_run_until_it_is_deleted(ask, directory):
         samples.write(lines([a_row(4)])[-5:])
     assert data()["samples"]["steps"][-1]["step"] == 4
     assert len(json.loads(ask("/samples/4.json")[1])["groups"][0]["rows"]) == 1
+    (directory / "diagnosis.jsonl").write_bytes(lines([{"step": 3, "finding": "flat", "sentence": "flat"}]))
+    assert data()["runs"][0]["diagnosis"][0]["steps"] == [[3, 3]]
+    times = (directory / "metrics.jsonl").stat()
+    (directory / "new").write_bytes((directory / "metrics.jsonl").read_bytes().replace(b'"step": 3', b'"step": 7'))
+    os.utime(directory / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (directory / "new").replace(directory / "metrics.jsonl")
+    assert data()["runs"][0]["metrics"]["steps"] == [0, 1, 2, 7]
     (directory / "metrics.jsonl").unlink()
     assert data()["runs"][0]["metrics"]["steps"] == []
     directory.rename(directory.with_name("elsewhere"))

@@ -91,11 +91,12 @@ function stepLoss(groups, loss) {
 
 /** How the terms of a step compare with the loss that the run logged: {state, sum, logged}. */
 function checkLoss(groups, loss, logged, complete) {
+  const tolerance = 1e-5 * Math.max(1, Math.abs(logged)); // the run adds in float32, which has seven digits
   const { total } = stepLoss(groups, loss);
   let state = "equal";
   if (!loss.kind) state = "unknown";
   else if (!complete) state = "part";
   else if (!isNumber(total) || !isNumber(logged)) state = "missing";
-  else if (Math.abs(total - logged) > 1e-5) state = "differs";
+  else if (Math.abs(total - logged) > tolerance) state = "differs";
   return { state, sum: total, logged };
 }

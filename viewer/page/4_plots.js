@@ -5,6 +5,9 @@ const printing = () => window.matchMedia("print").matches;
 /** A colour of report.css: canvases do not follow the style sheet by themselves. */
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+/** Pixels that an axis needs for its numbers, which are large where a run has gone wrong. */
+const axisWidth = (_, texts) => Math.max(46, 12 + 7 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
+
 /** One panel: a figure with its curves, a legend with values, and a table of all of them. */
 class Panel {
   constructor(panel, onPoint, onChoose) {
@@ -97,7 +100,7 @@ class Panel {
           incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000],
           grid: { show: false },
         },
-        { ...axis, size: 46, gap: 6, space: 26, grid, values: (_, splits) => splits.map(short) },
+        { ...axis, size: axisWidth, gap: 6, space: 26, grid, values: (_, splits) => splits.map(short) },
       ],
       series: [
         {},
