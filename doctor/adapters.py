@@ -15,41 +15,10 @@ import torch
 
 from doctor.batches import PROMPT_COLUMNS, TOOL, Batch
 from doctor.findings import UnusableError
+from doctor.names import OF_THE_MINIBATCH, SETTINGS, TENSORS, meaning
 from doctor.stand_ins import textbook_arguments, trl_inputs, trl_trainer, verl_config
 
 ADAPTERS = ("native", "trl", "verl", "textbook")
-TENSORS = ("log_probs", "old_log_probs", "log_probs_ref", "advantages", "mask")  # in the order of docs/loss_template.py
-# What a parameter of these names is: a tensor or setting of the batch
-ALIASES = {
-    "per_token_logps": "log_probs",
-    "old_per_token_logps": "old_log_probs",
-    "ref_per_token_logps": "log_probs_ref",
-    "completion_mask": "mask",
-    "beta": "kl_weight",
-    "epsilon": "clip_eps",
-    "epsilon_low": "clip_low",
-    "epsilon_high": "clip_high",
-    "max_completion_length": "max_new_tokens",
-    "num_items_in_batch": "num_tokens",
-    "gradient_accumulation_steps": "num_parts",
-    "current_gradient_accumulation_steps": "num_parts",
-    "log_prob": "log_probs",
-    "old_log_prob": "old_log_probs",
-    "ref_log_prob": "log_probs_ref",
-    "response_mask": "mask",
-    "cliprange": "clip_eps",
-    "cliprange_low": "clip_low",
-    "cliprange_high": "clip_high",
-    "clip_eps_low": "clip_low",
-    "clip_eps_high": "clip_high",
-    "action_mask": "mask",
-    "clip_ratio": "clip_eps",
-    "clip_ratio_low": "clip_low",
-    "clip_ratio_high": "clip_high",
-    "kl_loss_coef": "kl_weight",
-}
-SETTINGS = ("clip_eps", "clip_low", "clip_high", "kl_weight", "max_new_tokens", "num_rows", "num_tokens", "num_parts")
-OF_THE_MINIBATCH = {"num_rows", "num_tokens", "num_parts"}
 
 
 class LossFunction:
@@ -60,23 +29,36 @@ class LossFunction:
     """
 
     def __init__(self, module: ModuleType, adapter: str | None):
-        self.function = module.policy_loss
+        function = module.policy_loss
+        self.function = function.forward if isinstance(function, torch.nn.Module) else function
         self.given = dict(getattr(module, "SETTINGS", {}))
-        self.settings = {ALIASES.get(name, name): value for name, value in self.given.items()}  # by our names
+        self.settings = {meaning(name): value for name, value in self.given.items()}  # by our names
         self.is_trainer = inspect.isclass(self.function) and hasattr(self.function, "_compute_loss")
-        names = [] if self.is_trainer else _parameters(self.function)
+        self.names = names = [] if self.is_trainer else _parameters(self.function)
+        self.takes_any_name = not self.is_trainer and _has(self.function, inspect.Parameter.VAR_KEYWORD)
         self.adapter = adapter or getattr(module, "ADAPTER", "") or self._detect(names)
         if self.adapter not in ADAPTERS:
             raise UnusableError(f"there is no adapter {self.adapter}; they are: {', '.join(ADAPTERS)}")
         if inspect.isclass(self.function) and not (self.is_trainer and self.adapter == "trl"):
-            raise UnusableError("a policy_loss that is a class must be one of TRL's trainers, with the adapter trl")
+            raise UnusableError(
+                "policy_loss is a class: give an object of it, as in policy_loss = MyLoss(clip_eps=0.2); only TRL's "
+                "trainers, with the adapter trl, are examined as classes"
+            )
         if not names and not self.is_trainer:
             raise UnusableError("policy_loss has no parameters with names; docs/loss_template.py shows them")
         self.module = module
         self.mask_dtype = torch.long
+        self.advantages_form = self.forms_of_advantages[0]
         self.changed: set[str] = set()  # inputs that a call has written to
         self.knows = self._knows(names)  # the tensors and settings that it is given
-        self.in_order = self.adapter == "native" and self._takes_tensors_in_order()
+        self.in_order = self.adapter != "textbook" and not self.is_trainer and self._takes_tensors_in_order()
+
+    @property
+    def forms_of_advantages(self) -> tuple[str, ...]:
+        """The shapes in which the function may want them, the usual one first."""
+        if self.is_trainer or self.adapter == "textbook":
+            return ("rows",)
+        return ("rows", "column", "tokens") if self.adapter == "trl" else ("tokens", "column", "rows")
 
     @property
     def first_column(self) -> int:
@@ -102,7 +84,7 @@ class LossFunction:
         if self.is_trainer or self.adapter == "textbook":
             return tensor == "old_log_probs"
         for name, parameter in inspect.signature(self.function).parameters.items():
-            if ALIASES.get(name, name) == tensor:
+            if meaning(name) == tensor:
                 return parameter.default is None or "None" in str(parameter.annotation)
         return False
 
@@ -127,13 +109,13 @@ class LossFunction:
             return trainer._compute_loss(trainer.model, trl_inputs(batch, values))
         if self.in_order:
             tensors = [values[name] for name in TENSORS]
-            return self.function(*tensors, **self._keywords(values, _parameters(self.function)[len(TENSORS) :]))
-        return self.function(**self._keywords(values, _parameters(self.function)))
+            return self.function(*tensors, **self._keywords(values, self.names[len(TENSORS) :]))
+        return self.function(**self._keywords(values, self.names))
 
     def _keywords(self, values: dict[str, Any], names: list[str]) -> dict[str, Any]:
         """A value for every parameter that has one; what is in SETTINGS comes first."""
-        known = {name: values[ALIASES.get(name, name)] for name in names if ALIASES.get(name, name) in values}
-        if _has(self.function, inspect.Parameter.VAR_KEYWORD):
+        known = {name: values[meaning(name)] for name in names if meaning(name) in values}
+        if self.takes_any_name:
             return known | {name: values[name] for name in SETTINGS} | self.given
         return known | {name: value for name, value in self.given.items() if name in names}
 
@@ -145,15 +127,15 @@ class LossFunction:
 
         mask = columns(batch.mask).to(self.mask_dtype)
         advantages = batch.advantages.clone()
-        if self.adapter in ("native", "verl"):
-            advantages = advantages[:, None].repeat(1, mask.shape[1])
-        if self.adapter == "verl":  # as compute_grpo_outcome_advantage returns them
+        if self.advantages_form != "rows":  # (B, 1), or (B, W)
+            advantages = advantages[:, None].repeat(1, mask.shape[1] if self.advantages_form == "tokens" else 1)
+        if self.adapter == "verl" and self.advantages_form == "tokens":  # as compute_grpo_outcome_advantage does
             advantages = advantages * mask
         values = {name: getattr(batch, name) for name in SETTINGS if hasattr(batch, name)}
         values |= {"clip_eps": batch.clip_low, "config": verl_config(batch, self.given)}
         values |= {"old_log_probs": columns(batch.old_log_probs), "log_probs_ref": columns(batch.log_probs_ref)}
         values |= {"log_probs": columns(log_probs), "advantages": advantages, "mask": mask}
-        if self.is_trainer or (self.adapter == "trl" and "tool_mask" in _parameters(self.function)):
+        if self.is_trainer or (self.adapter == "trl" and "tool_mask" in self.names):
             values["tool_mask"] = 1 - columns(batch.kinds == TOOL).long()
             values["mask"] = mask + columns(batch.kinds == TOOL).to(mask.dtype)  # TRL's completion has tool output
         if self.adapter == "trl" and not self.is_trainer:
@@ -166,8 +148,8 @@ class LossFunction:
             return everything
         if self.is_trainer:
             return everything - {"num_rows", "clip_eps"} | {"num_tokens", "num_parts", "clip_low", "clip_high"}
-        knows = {ALIASES.get(name, name) for name in names}
-        if _has(self.function, inspect.Parameter.VAR_KEYWORD):
+        knows = {meaning(name) for name in names}
+        if self.takes_any_name:
             knows |= {*SETTINGS} - {"clip_low", "clip_high"}
         if self.adapter == "verl" and "config" in names:
             knows |= {"num_rows", "num_tokens", "clip_low", "clip_high"}
@@ -178,12 +160,20 @@ class LossFunction:
         parameters = inspect.signature(self.function).parameters.values()
         variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         required = [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
-        unknown = [name for name in required if ALIASES.get(name, name) not in (*TENSORS, *SETTINGS, *self.given)]
+        known = {*TENSORS, *SETTINGS, *self.given, "config", "tool_mask"}
+        unknown = [name for name in required if meaning(name) not in known]
         if not unknown:
             return False
-        if len(required) >= len(TENSORS) and set(unknown) <= set(required[: len(TENSORS)]):
+        first = required[: len(TENSORS)]
+        in_order = all(name in unknown or meaning(name) == tensor for name, tensor in zip(first, TENSORS, strict=False))
+        if len(first) == len(TENSORS) and set(unknown) <= set(first) and in_order:
             self.knows |= {*TENSORS}
             return True
+        if {"logits", "model", "input_ids"} & set(required):
+            raise UnusableError(
+                f"policy_loss has a parameter {unknown[0]}, but the doctor has no model: let it take log-probs, and "
+                "put what computes them from logits into a function log_probs"
+            )
         raise UnusableError(
             f"policy_loss has a parameter {unknown[0]} that the doctor does not know: it passes {', '.join(TENSORS)} "
             f"in this order or by name, and {', '.join(SETTINGS)} by name; give it a default, or a value in SETTINGS"
@@ -206,7 +196,8 @@ def _parameters(function: Callable) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:
-        raise UnusableError(f"the parameters of {function.__name__} are not known: wrap it in a function") from error
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UnusableError(f"the parameters of {name} are not known: wrap it in a function") from error
     return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from doctor.adapters import arguments
@@ -58,6 +59,7 @@ def _adapted(module: ModuleType, path: Path) -> Callable[[torch.Tensor], torch.T
         in_order, by_name = arguments(function, NAME, values, len(values) if len(values) == 3 else 1)
         result = call(NAME, path, function, *in_order, **by_name)
         result = result[0] if isinstance(result, tuple) else result
+        result = torch.from_numpy(result) if isinstance(result, np.ndarray) else result
         if isinstance(result, torch.Tensor) and len(values) == 3 and result.dim() == 2:
             result = result[:, 0]
         shape = (num_groups, size) if "returns" in values else (num_groups * size,)
@@ -77,7 +79,10 @@ def _own_group(advantages: Callable, returns: torch.Tensor, result: torch.Tensor
     got = advantages(changed)
     at = int((got[:2] - result[:2]).abs().argmax())
     expected, found = float(result[:2].flatten()[at]), float(got[:2].flatten()[at])
-    trap = "Other returns in one group change another's advantages: mean or standard deviation are over the wrong axis."
+    trap = (
+        "Other returns in one group change another's advantages: mean or standard deviation are over the wrong axis. "
+        "(Is it for one group at a time? Then hand over torch.stack([yours(group) for group in returns]).)"
+    )
     ok = "A group's advantages depend on its own returns only."
     return compare("std_wrong_axis", NAME, expected, found, trap, ok)
 

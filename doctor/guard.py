@@ -15,6 +15,10 @@ T = TypeVar("T")
 TIME_LIMIT = 30.0  # seconds that one call may take
 
 
+class TooSlowError(UnusableError):
+    """One call took longer than the limit: it is not worth another one."""
+
+
 class TimeLimitError(BaseException):
     """Raised by the alarm. No Exception, as the user's code may catch those."""
 
@@ -23,13 +27,14 @@ def call(what: str, path: Path, function: Callable[..., T], *args: Any, **kwargs
     """Call the user's `function`; `what` names it and what for.
 
     Raises:
-        UnusableError: it raised, exited, or took longer than the limit.
+        UnusableError: it raised or exited.
+        TooSlowError: it took longer than the limit.
     """
     try:
         with contextlib.redirect_stdout(io.StringIO()), _time_limit():
             return function(*args, **kwargs)
     except TimeLimitError:
-        raise UnusableError(f"{what} did not return within {TIME_LIMIT:g} seconds") from None
+        raise TooSlowError(f"{what} did not return within {TIME_LIMIT:g} seconds") from None
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise UnusableError(f"{what} raised {describe_error(error, path)}") from error
 

@@ -14,6 +14,8 @@ from doctor.probe import Probe, Shape
 from doctor.surrogate import check_clip
 
 LOSS = "policy_loss"
+# What can become of the gradient of k2 where the ratio is not 1; k3 times the ratio has that of k2 times the ratio
+WITH_RATIO = ("", " The KL penalty is multiplied by the ratio.", " The KL penalty is a part of the advantages.")
 
 
 def check_objective(probe: Probe, broken: set[str]) -> Iterator[Finding]:
@@ -47,11 +49,9 @@ def _whole_loss(probe: Probe, shape: Shape) -> Finding:
     batch = make_batch(seed=4)
     weights, _ = probe.weights(batch)
     _, gradient = probe(batch)
-    # k3 times the ratio, which is exact off policy too, has the gradient of k2 times the ratio
-    variants = {"": False, " The KL penalty is multiplied by the ratio.": True} if shape.kl == "k2" else {"": False}
     best = None
-    for more, with_ratio in variants.items():
-        expected = _slow_gradient(probe, batch, weights, shape, with_ratio)
+    for more in WITH_RATIO if shape.kl == "k2" else WITH_RATIO[:1]:
+        expected = _slow_gradient(probe, batch, weights, shape, WITH_RATIO.index(more))
         error = torch.where(batch.mask, (expected - gradient).abs(), 0.0)
         if best is None or error.max() < best[0].max():
             best = error, expected, more
@@ -61,19 +61,19 @@ def _whole_loss(probe: Probe, shape: Shape) -> Finding:
     return compare("whole_loss", LOSS, *numbers, trap, f"Every token's gradient is that of a slow loop.{more}", 1e-3)
 
 
-def _slow_gradient(
-    probe: Probe, batch: Batch, weights: torch.Tensor, shape: Shape, kl_times_ratio: bool
-) -> torch.Tensor:
-    """The gradient of the loss by every log-prob of the mask, one at a time: (B, W)."""
+def _slow_gradient(probe: Probe, batch: Batch, weights: torch.Tensor, shape: Shape, with_ratio: int) -> torch.Tensor:
+    """The gradient of the loss by every log-prob of the mask, one at a time: (B, W); `with_ratio` is of WITH_RATIO."""
     expected = torch.zeros_like(weights)
     for row, column in batch.mask.nonzero().tolist():
         tensors = (batch.log_probs, batch.old_log_probs, batch.log_probs_ref, weights)
         log_prob, old, ref, weight = (float(x[row, column]) for x in tensors)
         ratio = math.exp(log_prob - old) if "old_log_probs" in probe.loss.knows else 1.0
-        slope = surrogate_slope(ratio, float(batch.advantages[row]), shape.low, shape.high)
-        if shape.kl:
-            factor = ratio if kl_times_ratio else 1.0
-            slope += shape.kl_weight * factor * KL_SLOPES[shape.kl](ref - log_prob)
+        advantage = float(batch.advantages[row])
+        kl = shape.kl_weight * KL_SLOPES[shape.kl](ref - log_prob) if shape.kl else 0.0
+        if with_ratio == 2:
+            slope = surrogate_slope(ratio, advantage - kl, shape.low, shape.high)
+        else:
+            slope = surrogate_slope(ratio, advantage, shape.low, shape.high) + kl * (ratio if with_ratio else 1.0)
         expected[row, column] = weight * slope
     return expected
 

@@ -46,7 +46,7 @@ def _kl_gradient(probe: Probe, batch: Batch, weights: torch.Tensor, gradient: to
     d = (batch.log_probs_ref - batch.log_probs)[mask].tolist()
     measured = gradient[mask] / weights[mask]  # of one token, in units of its weight
     row_of = torch.arange(len(mask))[:, None].expand(mask.shape)[mask]
-    told = probe.loss.given.get("kl_weight", batch.kl_weight) if "kl_weight" in probe.loss.knows else None
+    told = probe.loss.settings.get("kl_weight", batch.kl_weight) if "kl_weight" in probe.loss.knows else None
     for name, slope in KL_SLOPES.items():
         slopes = torch.tensor([slope(value) for value in d])
         scale = float((measured * slopes).sum() / (slopes**2).sum())

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ FUNCTIONS = (
     "generate_inputs",
     "reference_log_probs",
 )
-LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LOSS may be; the kinds of weights.py
+LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LOSS may be; the kinds of denominators.py
 
 
 def load(path: Path) -> ModuleType:
@@ -28,7 +29,9 @@ def load(path: Path) -> ModuleType:
     """
     name = printable(str(path))
     if not path.is_file():
-        raise UnusableError(f"{name}: there is no such file")
+        raise UnusableError(f"{name} {'is no file' if path.exists() else 'does not exist'}: name a Python file")
+    if path.suffix == ".ipynb":
+        raise UnusableError(f"{name} is a notebook: copy the cells that define the functions into a .py file")
     path = path.resolve()
     module = ModuleType(f"doctor_{path.stem}")
     module.__file__ = str(path)
@@ -40,9 +43,10 @@ def load(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise UnusableError(f"{name} cannot be run: {describe_error(error, path)}") from error
     if not any(hasattr(module, function) for function in FUNCTIONS):
+        own = next((each for each in vars(module) if re.search(r"loss|objective", each, re.IGNORECASE)), None)
         raise UnusableError(
             f"{name} defines none of the functions that the doctor knows ({', '.join(FUNCTIONS)}); "
-            "docs/loss_template.py shows them"
+            + (f"is it {own}? Then add: policy_loss = {own}" if own else "docs/loss_template.py shows them")
         )
     for function in FUNCTIONS:
         if not callable(getattr(module, function, print)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+from matplotlib.figure import Figure
 
 import viewer.bands
 from viewer.compare import main
@@ -100,9 +101,10 @@ def test_no_interval_without_the_number_of_questions(make_run, table, settings):
 def test_runs_without_a_name_are_grouped_by_settings(make_run):
     for number, settings in enumerate([{}, {"kl_weight": 0.0}]):
         for seed in (0, 1):
-            make_run(f"2026010{number}-12000{seed}-seed{seed}", seed=seed, threads=1 + seed, **settings)
-    again = make_run("20260103-120000-seed0", seed=0)  # a seed is once in a group
-    groups, _ = read_groups([f"{again.parent}/*"])
+            same = {"micro_batch_size": 64 + seed, "model": f"/{seed}", "sources": {"model": {"content": "a checksum"}}}
+            make_run(f"2026010{number}-12000{seed}-seed{seed}", seed=seed, threads=1 + seed, **same, **settings)
+    again = make_run("20260103-120000-seed0", **same | {"seed": 0})  # a seed is once in a group
+    groups, _ = read_groups([f"{again.parent}/*"] * 2)  # and a run once
     assert [(label, len(runs)) for label, runs in groups.items()] == [
         ("experiment_base, kl_weight=0.02", 2),
         ("experiment_base, kl_weight=0.0", 2),
@@ -135,6 +137,23 @@ def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
     assert f"{points[10]:.3f}" in text
 
 
+def test_a_run_before_its_first_evaluation_shows_rewards(make_run, table):
+    """What no summary says is computed from the steps so far."""
+    place = make_run("a", lines=10)
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()][1:]
+    assert len(rows) == 9
+    first, last = (fmean(row["reward/total"] for row in part) for part in (rows[:5], rows[-5:]))
+    seconds = sum(row["time/step"] for row in rows)
+    rate = sum(row["time/tokens_per_second"] * row["time/step"] for row in rows) / seconds
+    memory = max(row["memory/peak_bytes"] for row in rows) / 1e9
+    numbers = rf"\] +{first:.3f} +{last:.3f} .* 9 of 80 +{seconds:.0f} +{rate:.0f} +{memory:.2f} *\n"
+    assert re.search(numbers, table(place, place))  # given twice, and one run
+
+
+def test_accuracy_is_in_the_summary_of_a_warm_start(table):
+    assert "0.012 [0.004-0.034]" in table(ROOT / "experiment_sft/results/tools_seed0")
+
+
 def test_it_is_said_what_cannot_be_compared(make_run, table, tmp_path):
     (tmp_path / "empty").mkdir()
     runs = [make_run("a"), make_run("b", task="qa", machine="Linux x86_64, 2 thread(s)"), tmp_path / "empty"]
@@ -142,6 +161,7 @@ def test_it_is_said_what_cannot_be_compared(make_run, table, tmp_path):
     assert "Not all runs answer the same held-out questions (tasks: arithmetic, qa): do not compare" in text
     assert "Not all runs had the same machine (Linux x86_64, 1 thread(s); Linux x86_64, 2 thread(s)): do not" in text
     assert f"Left out: {tmp_path / 'empty'} is no run's directory" in text
+    assert "same machine (1 or 2 processes)" in table(make_run("e", processes=2), runs[0])
     text = table(make_run("c", eval_data=None), make_run("d", sources={}, seed=1))
     assert "Not all" not in text
     assert "Left out" not in text
@@ -155,6 +175,35 @@ def test_names_control_neither_terminal_nor_figure(make_run, monkeypatch, capsys
     assert plain(hostile) in printed
     assert not set(printed) & {"\x1b", "\u202e"}
     assert (tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_each_run_has_a_row_and_panels_need_no_names(capsys, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("viewer.compare.draw_comparison", lambda groups, path, panels: drawn.append(panels))
+    runs = [f"{RESULTS}/seed0", f"again={RESULTS}/seed[01]", f"{ROOT}/experiment_drgrpo/results/seed0"]
+    main([*runs, "--each", "--output", str(tmp_path / "a.png")])
+    printed = capsys.readouterr().out
+    assert re.findall(r"^experiment_\w+/\w+", printed, re.MULTILINE)[:3] == [
+        "experiment_base/seed0",
+        "experiment_drgrpo/seed0",
+        "experiment_base/seed1",
+    ]
+    assert "2 runs" not in printed
+    assert drawn == [("reward/correct", "completion/length", "group/zero_reward_variance", "loss/kl")]
+
+
+def test_a_line_is_the_mean_in_a_band_of_all_runs():
+    axes = Figure().subplots()
+    viewer.bands._draw_band(axes, [{1: 1.0, 2: 0.0, 3: 5.0}, {1: 3.0, 2: 6.0}, {1: 2.0, 2: 3.0}], "a", 0)
+    viewer.bands._draw_band(axes, [{4: 1.0}], "b", 11)
+    line, point = axes.lines
+    assert line.get_xydata().tolist() == [[1, 2], [2, 3]]  # no step that only one run has
+    corners = axes.collections[0].get_paths()[0].vertices.tolist()
+    assert {tuple(corner) for corner in corners} == {(1, 1), (2, 0), (2, 6), (1, 3)}
+    assert (line.get_marker(), point.get_marker()) == ("", "o")
+    assert (line.get_linestyle(), point.get_linestyle()) == ("-", "--")
+    assert viewer.bands._smooth({1: 1.0, 2: 2.0, 5: 6.0}) == {1: 1.0, 2: 1.5, 5: 3.0}
+    assert viewer.bands._smooth(dict.fromkeys(range(5), 0.0) | {5: 5.0})[5] == 1.0
 
 
 def test_the_table_fits_into_eighty_columns(table):
@@ -174,6 +223,7 @@ def test_the_table_fits_into_eighty_columns(table):
         (["x=nowhere/*"], r"no directory matches nowhere/\*"),
         ([f"={RESULTS}/seed0"], r"has no label"),
         ([f"x={RESULTS}/seed0", f"x={RESULTS}/seed1"], r"the label x is given twice"),
+        ([f"experiment_base/seed0={RESULTS}/seed1", f"{RESULTS}/seed0"], r"the label experiment_base/seed0 is given"),
         ([f"{RESULTS}/metrics.csv"], r"metrics\.csv is a file"),
         (["{empty}"], r"empty has no metrics yet"),
         ([f"{RESULTS}/seed0", "--panels", "reward/corect"], r"reward/corect: .* for example, reward/correct"),

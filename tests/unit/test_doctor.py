@@ -30,12 +30,14 @@ KL_OVER_THE_WIDTH = f"""log_r = torch.where(mask.bool(), log_probs_ref - log_pro
 KL_OUTSIDE_THE_MASK = f"""log_r = log_probs_ref - log_probs
     token_loss = torch.where(mask.bool(), token_loss, 0.0) + kl_weight * {K3}
     """
+KL_IN_ADVANTAGES = "    advantages = advantages - kl_weight * (log_probs - log_probs_ref).detach()\n    kl_weight = 0\n"
 FROM_FIRST_TO_LAST = """    place = torch.arange(mask.shape[1])
     last = (mask.long() * place).amax(dim=1, keepdim=True)
     span = (place >= mask.long().argmax(dim=1)[:, None]) & (place <= last) & mask.bool().any(dim=1)[:, None]
 """
 WITHOUT_ENDS = "    mask = mask.bool() & torch.nn.functional.pad(mask.bool()[:, 1:], (0, 1))\n"
 WITH_PROMPT = "    mask = mask.bool() | (torch.arange(mask.shape[1]) < 3)\n"
+WITH_PADDING = "    mask = mask.bool() | (torch.arange(mask.shape[1]) >= mask.shape[1] - 2)\n"
 WHITENED = "    advantages = advantages / (advantages.std() + 0.1)\n"
 WRITES = f"result = {RETURN[7:]}\n    mask.zero_()\n    return result"
 STD = "returns.std(dim=1, keepdim=True)"
@@ -44,6 +46,8 @@ SCORES = "torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)"
 MASK = "return (is_completion & tool_mask.bool())[:, 1:]"
 NO_ENDS = "is_completion &= ~torch.isin(sequences, torch.tensor(end_of_turn_ids))\n    "
 LEFT, RIGHT_PADDED = "[pad_id] * (width - len(prompt)) + prompt", "prompt + [pad_id] * (width - len(prompt))"
+
+BOTH_PADDED = "[pad_id] * (width - len(prompt) - 1) + prompt + [pad_id] * (len(prompt) < width)"
 
 BUGS = {  # name: (traps that are found, old text, new text)
     "mean of micro-batches": ("micro_batch_mean", RETURN, RETURN.replace("num_rows", "len(mask)")),
@@ -58,6 +62,23 @@ BUGS = {  # name: (traps that are found, old text, new text)
         FROM_FIRST_TO_LAST.lstrip() + "    " + RETURN.replace("mask", "span"),
     ),
     "length with prompt": ("prompt_trained", LENGTH, f"({LENGTH} + 3)"),
+    "tokens with tool output": (
+        "tool_output_in_loss micro_batch_mean",
+        RETURN,
+        FROM_FIRST_TO_LAST.lstrip() + "    return token_loss.sum() / span.sum()",
+    ),
+    "tokens with prompt": (
+        "prompt_trained micro_batch_mean",
+        RETURN,
+        "return token_loss.sum() / (mask.sum() + 3 * len(mask))",
+    ),
+    "mean of odd parts": (
+        "micro_batch_mean",
+        RETURN,
+        RETURN.replace("num_rows", "(num_rows if len(mask) % 2 == 0 else len(mask))"),
+    ),
+    "a token is missing": ("tokens_left_out", RATIO, "    mask = mask * (torch.arange(mask.shape[1]) != 4)\n" + RATIO),
+    "padding": ("padding_trained kl_over_padding", RATIO, WITH_PADDING + RATIO),
     "prompt": ("prompt_trained", RATIO, WITH_PROMPT + RATIO),
     "KL over the width": ("kl_over_padding", KL + RETURN, KL_OVER_THE_WIDTH),
     "KL outside the mask": ("kl_over_padding", KL, KL_OUTSIDE_THE_MASK),
@@ -68,6 +89,7 @@ BUGS = {  # name: (traps that are found, old text, new text)
     "sign": ("sign", "-torch.minimum", "torch.minimum"),
     "old over new": ("sign", "log_probs - old_log_probs", "old_log_probs - log_probs"),
     "detached": ("zero_gradient", "log_probs - old_log_probs", "log_probs.detach() - old_log_probs"),
+    "no_grad": ("zero_gradient", RATIO, "    log_probs = log_probs.detach()\n" + RATIO),
     "ratio to itself": ("zero_gradient", "log_probs - old_log_probs", "log_probs - log_probs"),
     "width": ("padded_width", RETURN, "return token_loss.sum() / mask.shape[1] / num_rows"),
     "another denominator": ("declared", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
@@ -91,6 +113,7 @@ BUGS = {  # name: (traps that are found, old text, new text)
     "upside down": ("advantage_sign", "centered = returns - returns.mean", "centered = -returns + returns.mean"),
     "no temperature": ("no_temperature", " / temperature", ""),
     "logits at the token": ("off_by_one", "logits[:, :-1]", "logits[:, 1:]"),
+    "the token before": ("off_by_one", "sequences[:, 1:, None]", "sequences[:, :-1, None]"),
     "bfloat16": ("log_probs_in_bfloat16", "logits[:, :-1].float()", "logits[:, :-1]"),
     "log of softmax": ("log_of_softmax", SCORES, SCORES.replace("log_softmax", "softmax") + ".log()"),
     "detached log-probs": ("gradient_of_log_probs", SCORES, SCORES + ".detach()"),
@@ -104,6 +127,7 @@ BUGS = {  # name: (traps that are found, old text, new text)
     "mask with padding": ("padding_trained", " & (place < lengths[:, None])", ""),
     "mask by one row": ("prompt_trained tokens_left_out", "prompt_lengths[:, None]", "prompt_lengths[0]"),
     "right padding": ("right_padding_generation", LEFT, RIGHT_PADDED),
+    "padding on both sides": ("right_padding_generation", LEFT, BOTH_PADDED),
     "attention from ids": ("prompt_attention", "return ids, torch", "return ids, (ids != pad_id).long()\n    torch"),
     "dropout": ("reference_dropout", "model.eval()", "pass"),
 }
@@ -112,10 +136,31 @@ VARIANTS = {  # name: (check, part of its sentence, old text, new text); other l
     "Dr. GRPO, 512": ("normalisation", "divided by 512", RETURN, "return token_loss.sum() / 512 / num_rows"),
     "token mean": ("normalisation", "DAPO", f"{RETURN}", "return token_loss.sum() / num_tokens"),
     "sum": ("normalisation", "the sum over all tokens", RETURN, "return token_loss.sum()"),
+    "sum of means": ("normalisation", "the sum over rows of the mean", " / num_rows", ""),
     "twice": ("normalisation", "2 times GRPO", RETURN, RETURN + " * 2"),
     "k2": ("kl_gradient", "of k2", K3, "(log_r**2 / 2)"),
     "k3 times ratio": ("whole_loss", "by the ratio", "kl_weight *", "kl_weight * ratio *"),
+    "KL in the advantages": ("whole_loss", "of the advantages", RATIO, KL_IN_ADVANTAGES + RATIO),
     "a weight of its own": ("kl_gradient", "0.1333 times", "kl_weight *", "0.04 *"),
+    "a KL of sums": (
+        "kl_gradient",
+        "weighs the rows",
+        "kl_weight *",
+        "kl_weight * mask.sum(dim=1, keepdim=True) / 8 *",
+    ),
+    "SAPO": ("clip", "another surrogate", SURROGATE, "-torch.sigmoid(4 * (ratio - 1)) * advantages"),
+    "writes to log-probs": (
+        "inputs_changed",
+        "writes to its inputs: log_probs.",
+        RETURN,
+        WRITES.replace("mask.zero_()", "log_probs.detach().zero_()"),
+    ),
+    "reference with gradient": (
+        "reference_gradient",
+        "have a gradient",
+        "model.eval()\n    with torch.no_grad():",
+        "model.eval()\n    with torch.enable_grad():",
+    ),
     "CISPO": ("clip", "CISPO", SURROGATE, "-ratio.clamp(max=1 + clip_eps).detach() * advantages * log_probs"),
     "policy gradient": ("clip", "does not depend on the ratio", SURROGATE, "-log_probs * advantages"),
     "GSPO": (
@@ -243,6 +288,30 @@ SUBSET = """
 def policy_loss(mask, log_probs, advantages, **settings):
     return {"loss": -(log_probs * advantages).masked_fill(~mask, 0.0).sum() / settings["num_tokens"]}
 """
+OLD_OR_NONE = """
+def policy_loss(log_probs, advantages, mask, old_log_probs=None):
+    old_log_probs = log_probs.detach() if old_log_probs is None else old_log_probs
+    loss = -((log_probs - old_log_probs).exp() * advantages).masked_fill(~mask, 0.0)
+    return (loss.sum(1) / mask.sum(1).clamp(min=1)).mean()
+"""
+MODULE = """
+import torch
+class Loss(torch.nn.Module):
+    def forward(self, logprobs, old_logprobs, ref_logprobs, advantages, action_mask, kl_coef):
+        ratio, advantages = (logprobs - old_logprobs).exp(), advantages.expand(-1, 1).repeat(1, logprobs.shape[1])
+        loss = -(ratio * advantages).minimum(ratio.clamp(0.8, 1.2) * advantages)
+        log_r = ref_logprobs - logprobs
+        loss = (loss + kl_coef * (log_r.exp() - log_r - 1)) * action_mask
+        return (loss.sum(1) / action_mask.sum(1).clamp(min=1)).mean(), ratio
+policy_loss, SETTINGS = Loss(), {"kl_coef": 0.04}
+def advantages(rewards):
+    rewards = rewards.numpy()
+    return (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-4)
+"""
+BY_ROW = """
+def policy_loss(logps, rollout_logps, adv, mask):
+    return -((logps * adv[:, None] * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+"""
 
 
 @pytest.mark.parametrize(
@@ -252,8 +321,10 @@ def policy_loss(mask, log_probs, advantages, **settings):
         (VERL, "verl", "divided by 1024"),
         (OWN_NAMES, "native", "GRPO"),
         (SUBSET, "native", "DAPO"),
+        (MODULE, "native", "GRPO"),
+        (BY_ROW, "native", "GRPO"),
     ],
-    ids=["trl", "verl", "names of one's own", "by name"],
+    ids=["trl", "verl", "names of one's own", "by name", "module with (B, 1)", "advantages (B,)"],
 )
 def test_an_adapter_is_found_by_names(examine_text, text, adapter, name):
     report = examine_text(text)
@@ -261,6 +332,7 @@ def test_an_adapter_is_found_by_names(examine_text, text, adapter, name):
     assert report.adapter == adapter
     assert traps(report) == set()
     assert name in next(finding.sentence for finding in report.findings if finding.check == "normalisation")
+    assert "as heavy" not in str(report.findings)  # as the weight that the function was given
 
 
 @pytest.mark.parametrize(
@@ -270,6 +342,7 @@ def test_an_adapter_is_found_by_names(examine_text, text, adapter, name):
         (TRL, "micro_batch_mean", "num_items_in_batch\ndef", "mask.sum()\ndef"),
         (TRL, "off_by_one", "completion_mask * tool_mask", "(completion_mask * tool_mask).roll(1, dims=1)"),
         (TRL, "equal_rewards_noise", "1e-4", "1e-6"),
+        (OLD_OR_NONE, "zero_gradient", "log_probs.detach() if", "1.1 * log_probs.detach() if"),
         (VERL, "padded_width", "(loss_scale_factor := 1024)", "response_mask.shape[-1]"),
         (VERL, "std_wrong_axis", "part.std()", "token_level_rewards.sum(-1).std()"),
         (VERL, "clip", "clip_ratio_high", "clip_ratio"),
@@ -284,32 +357,35 @@ def test_mistakes_are_found_through_adapters(examine_text, text, found, old, new
 
 LOSS = "import torch\ndef policy_loss(log_probs, old_log_probs, advantages, mask):\n    "
 UNUSABLE = {
-    "no file": (None, "there is no such file"),
+    "no file": (None, "my_loss.py does not exist"),
     "syntax": ("x = 1\ndef policy_loss(:\n", "SyntaxError: invalid syntax (line 2 of my_loss.py)"),
     "raises at once": ("x = 1 / 0", "ZeroDivisionError: division by zero (line 1 of my_loss.py)"),
     "exits": ("raise SystemExit(0)", "SystemExit: 0 (line 1"),
-    "no function": ("loss = 1", "defines none of the functions"),
+    "no function": ("x = 1", "docs/loss_template.py shows them"),
+    "another name": ("def grpo_loss(): pass", "is it grpo_loss? Then add: policy_loss = grpo_loss"),
     "no function of that name": ("policy_loss = 1", "policy_loss is not a function"),
     "constant": ("SKIP = 'clip'\n" + LOSS + "pass", "SKIP must be a list"),
     "unknown loss": ("LOSS = 'ppo'\n" + LOSS + "pass", "LOSS must be one of grpo, dapo"),
     "unknown adapter": ("ADAPTER = 'nemo'\n" + LOSS + "pass", "there is no adapter nemo; they are: native, trl"),
-    "unknown parameter": ("def policy_loss(model, batch): pass", "a parameter model that the doctor does not know"),
+    "unknown parameter": ("def policy_loss(x, batch): pass", "a parameter x that the doctor does not know"),
     "no parameter": ("def policy_loss(*args): pass", "no parameters with names"),
     "built in": ("policy_loss = max", "the parameters of max are not known"),
-    "class": ("class policy_loss: pass", "must be one of TRL's trainers"),
+    "class": ("class policy_loss: pass", "give an object of it"),
+    "logits": ("def policy_loss(logits, input_ids, advantages, completion_mask): pass", "the doctor has no model"),
+    "another order": ("def policy_loss(a, b, advantages, c, mask): pass", "a parameter a that the doctor"),
     "raises": (
         LOSS + "raise ValueError('\\x1b]0;x\\x07a\\nb')",
         "ValueError: \ufffd]0;x\ufffda b (line 3 of my_loss.py)",
     ),
-    "exits later": (LOSS + "raise SystemExit(0)", "(in the check first call) raised SystemExit: 0"),
+    "exits later": (LOSS + "raise SystemExit(0)", "policy_loss raised SystemExit: 0"),
     "float": (LOSS + "return log_probs.sum().item()", "returned a float instead of a tensor with a gradient"),
     "nothing": (LOSS + "pass", "returned a NoneType"),
-    "no gradient": (LOSS + "return log_probs.detach().sum()", "a tensor without a gradient"),
     "matrix": (LOSS + "return log_probs * mask", "a tensor of shape (6, 14), not one number"),
     "NaN": (LOSS + "return log_probs.sum() * float('nan')", "returned nan"),
     "chance": (LOSS + "return (log_probs * torch.rand_like(log_probs)).sum()", "depends on chance"),
-    "endless": (LOSS + "while True: pass", "did not return within 0.05 seconds"),
+    "endless": (LOSS + "while True: pass", "did not return within 0.02 seconds"),
     "advantages": ("def advantages(returns): return returns.mean()", "a tensor of shape (3, 4), not ()"),
+    "infinite advantages": ("def advantages(returns): return returns / 0", "a number that is not finite"),
     "advantages of nothing": ("def advantages(): pass", "advantages must take (returns), not ()"),
     "mask": ("def action_mask(sequences, prompt_lengths): return sequences > 0", "(3, 8), (B, T-1): entry t"),
     "inputs": ("def generate_inputs(prompts, pad_id): return prompts", "two tensors of shape (3, 4)"),
@@ -320,7 +396,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize(("text", "sentence"), UNUSABLE.values(), ids=UNUSABLE)
 def test_what_cannot_be_examined_is_said_in_one_line(tmp_path, capsys, monkeypatch, text, sentence):
-    monkeypatch.setattr(doctor.guard, "TIME_LIMIT", 0.05 if "while" in (text or "") else 30)
+    monkeypatch.setattr(doctor.guard, "TIME_LIMIT", 0.02 if "while" in (text or "") else 30)
     path = tmp_path / "my_loss.py"
     if text is not None:
         path.write_text(text)
@@ -329,6 +405,12 @@ def test_what_cannot_be_examined_is_said_in_one_line(tmp_path, capsys, monkeypat
     assert sentence in error
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+def test_a_file_can_import_its_neighbour(examine_text, tmp_path):
+    (tmp_path / "beside_my_loss.py").write_text("def advantages(returns): return returns - returns.mean(1, True)")
+    report = examine_text("from beside_my_loss import advantages")
+    assert report.count(OK) == 4
 
 
 def test_other_functions_are_examined_after_an_error(examine_text):
