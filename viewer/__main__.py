@@ -15,8 +15,8 @@ from typing import Annotated
 
 import tyro
 
-from viewer.report import printable, write_report
-from viewer.runs import RunError
+from viewer.report import write_report
+from viewer.runs import RunError, printable
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from viewer.growing import step_of
-from viewer.runs import Run, RunError, number
+from viewer.runs import Run, RunError, number, printable
 
 DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
 # Entries of config.json that do not change what is learned
@@ -25,7 +25,7 @@ def plain(text: object) -> str:
     >>> plain("red: \\x1b[31m\\n next line")
     'red: \\ufffd[31m next line'
     """
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(str(text).split()))
+    return printable(" ".join(str(text).split()))
 
 
 def read_run(directory: Path) -> Run:

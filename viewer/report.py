@@ -14,7 +14,7 @@ from shlex import quote as quote_for_shell
 from urllib.parse import quote
 
 from viewer.growing import step_of
-from viewer.runs import Run, RunError, clean, number, ranges
+from viewer.runs import Run, RunError, clean, number, printable, ranges
 from viewer.thinning import describe_all, describe_kept, keep_steps
 
 HERE = Path(__file__).resolve().parent
@@ -111,11 +111,6 @@ def render(data: str, title: str, chunks: list[tuple[str, str]] = (), live: bool
 
 def title_of(runs: list[Run]) -> str:
     return " and ".join(printable(f"{_experiment(run)}/{run.directory.name}") for run in runs)
-
-
-def printable(text: object) -> str:
-    """Without what could control a terminal or is no text: a directory's name can hold anything."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in str(text))
 
 
 def count_rows_per_step(config: dict) -> int | None:

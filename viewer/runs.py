@@ -14,6 +14,11 @@ class RunError(Exception):
     """Something that the user can correct; shown as one sentence, without a traceback."""
 
 
+def printable(text: object) -> str:
+    """Without what could control a terminal or is no text: a directory's name can hold anything."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in str(text))
+
+
 def number(value: object) -> int | float | None:
     """`value` if it is a number that is finite and not absurd, else None.
 

@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
 
-from viewer.report import live_data, printable, render, title_of
-from viewer.runs import Run, RunError
+from viewer.report import live_data, render, title_of
+from viewer.runs import Run, RunError, printable
 from viewer.sampled import encode_step
 
 ADDRESS = "127.0.0.1"
