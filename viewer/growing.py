@@ -53,7 +53,7 @@ class GrowingFile:
         """Take a complete line that begins at `offset`; whether it could be read."""
         raise NotImplementedError
 
-    def open(self) -> BinaryIO | None:
+    def open_bytes(self) -> BinaryIO | None:
         """None if there is no such file in the directory; it can go while it is looked for."""
         path = find_file(self._directory, self._name)
         try:
@@ -62,7 +62,7 @@ class GrowingFile:
             return None
 
     def update(self) -> None:
-        file = self.open()
+        file = self.open_bytes()
         if file is None:
             self._restart()
             return
@@ -147,7 +147,7 @@ class StepIndex(GrowingFile):
 
     def read(self, step: int) -> list[dict]:
         """The rows of a step that can be read; none if there is no such step."""
-        file, rows = self.open(), []
+        file, rows = self.open_bytes(), []
         if file is None:
             return rows
         with file:

@@ -22,8 +22,9 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator:
+    """Closed after the file: it keeps an event loop running, beside which later tests could start none."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: requirements-browser.txt")
     pytest.importorskip("axe_playwright_python", reason="axe is not installed: requirements-browser.txt")
     if not CHROMIUM.exists():
@@ -66,7 +67,7 @@ def open_page(browser) -> Iterator[Callable]:
             assert all(url.startswith(address) for url in page.requests)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runs(browser, load_script, tmp_path_factory) -> dict[str, Path]:
     """The directories of runs, by their names in RUNS; `browser` comes first because without it nothing is needed."""
     from viewer.report import write_report
