@@ -150,10 +150,11 @@ def test_terms_of_a_smaller_minibatch_and_a_tool(runs, open_page, kind):
     seen = [page.evaluate(clipped, [row, loss]) for row in groups[0]["rows"]]
     assert seen == [[True, False, False], [False, True, False], [True, False, False]]
 
-    def state(groups: list[dict], loss: dict) -> str:
-        return page.evaluate("([...a]) => report.checkLoss(...a, 0, true).state", [groups, loss])
+    def state(groups: list[dict], loss: dict, logged: float | None = 0) -> str:
+        return page.evaluate("([...a]) => report.checkLoss(...a, true).state", [groups, loss, logged])
 
     assert state(groups, loss | {"kind": None}) == "unknown"
+    assert state(groups, loss, logged=None) == "missing"
     unknown = page.evaluate("([row, loss]) => report.rowLoss(row, loss)", [groups[0]["rows"][0], loss | {"kind": None}])
     assert math.isnan(unknown)
     for damage in ({"advantage": None}, {"log_probs_ref": [None] * 5}):

@@ -248,6 +248,18 @@ def test_the_space_in_front_of_a_token_is_shown(kind, tmp_path):
     assert TokenTexts(tmp_path / "tokens.jsonl", tokenizer, [])._known == {line["id"] for line in lines.values()}
 
 
+def test_an_added_token_is_shown_as_it_was_added(make_byte_tokenizer, tmp_path):
+    """Its letters are no bytes; and what ends a turn is special, whatever the tokenizer says."""
+    added = [AddedToken("<\u00e9>", special=False), AddedToken("<over>", special=False)]
+    tokenizer = make_byte_tokenizer([*added, "<eos>"], eos_token="<eos>")
+    names = ["<\u00e9>", "<over>", "<eos>"]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    TokenTexts(tmp_path / "tokens.jsonl", tokenizer, ids[1:2]).add(1, ids)
+    marks = [{}, {"special": True, "end_of_turn": True}, {"special": True}]
+    expected = [{"step": 1, "id": i, "text": name} | mark for i, name, mark in zip(ids, names, marks, strict=True)]
+    assert read_lines(tmp_path / "tokens.jsonl") == expected
+
+
 # Tokenizers that put a space before all that they get ---------------------------------------------------------------
 
 

@@ -199,8 +199,9 @@ def assert_equal_runs(directory: Path, expected: Path) -> None:
     assert read_results(directory) == read_results(expected)
     weights = [path.relative_to(expected) for path in (expected / "final").glob("*.safetensors")]
     assert weights
-    logs = [Path(name) for name in ("samples.jsonl", "tokens.jsonl", "diagnosis.jsonl") if (expected / name).exists()]
-    for name in weights + logs:
+    logs, others = ({path.name for path in place.glob("*.jsonl")} for place in (expected, directory))
+    assert others == logs
+    for name in [*weights, *(logs - {"metrics.jsonl"})]:
         assert digest(directory / name) == digest(expected / name), name
 
 
@@ -267,6 +268,9 @@ def test_a_corrupt_checkpoint_is_ignored(tmp_path, capsys, uninterrupted, name, 
 def test_a_run_resumes_from_before_a_corrupt_checkpoint(tmp_path, train, uninterrupted):
     directory = copy_of(uninterrupted, tmp_path)
     flip_a_byte(directory / "checkpoints" / "step_6" / "model.safetensors")
+    for name in ("tokens.jsonl", "diagnosis.jsonl"):
+        with (directory / name).open("a") as log:
+            log.write('{"step": 7, ')  # as a kill leaves it
     output = train("--resume", str(directory))
     assert "step_6 is corrupt" in output
     assert "after step 4\n" in output

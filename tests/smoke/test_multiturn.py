@@ -155,6 +155,9 @@ def test_a_price_of_calls_is_part_of_the_return(train):
     metrics = rows_of(directory, "metrics")[1]
     assert metrics["reward/calls"] > 0
     assert metrics["reward/total"] == pytest.approx(metrics["reward/correct"] - 0.25 * metrics["reward/calls"])
+    rows = rows_of(directory, "samples")
+    assert any(row["rewards"]["calls"] for row in rows)
+    assert all(row["return"] == row["rewards"]["correct"] - 0.25 * row["rewards"]["calls"] for row in rows)
 
 
 def test_a_killed_run_resumes_to_the_same_end(train):

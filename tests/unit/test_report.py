@@ -217,6 +217,10 @@ def test_of_a_step_that_is_too_long_the_first_groups_are_kept(directory):
     assert not any(step["complete"] for step in described["steps"])
     assert "Only the first groups are here of what is very long: step 1, 2, 3" in described["note"]
     assert keep_steps(run.samples, 4, step_budget=100).chunks == {}
+    short = [a_row(1, prompt, text=text[:2000]) for prompt, text in enumerate(texts)]
+    (directory / "samples.jsonl").write_bytes(lines(short))
+    run.update()
+    assert keep_steps(run.samples, 12, step_budget=20_000).num_rows == {1: 2}  # no more than fit into a quarter of it
 
 
 def test_a_very_long_curve_keeps_its_evaluations(directory):
@@ -472,7 +476,7 @@ def ask(directory) -> Iterator:
                 connection.endheaders()
                 response = connection.getresponse()
                 send.headers = response.headers
-                return response.status, response.read()
+                return response.status, response.fp.read()  # also what should not follow an answer to HEAD
             finally:
                 connection.close()
 
@@ -529,6 +533,7 @@ def test_another_host_name_is_refused(ask, host):
     """A page of another site could have its name point to 127.0.0.1."""
     for path in ("/", "/data.json", "/samples/1.json"):
         assert ask(path, Host=host.format(ask.port))[0] == 403
+        assert ask(path, host=host.format(ask.port))[0] == 403  # a second one, behind the right one
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "<script>"])
