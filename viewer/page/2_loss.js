@@ -73,7 +73,7 @@ const groupLoss = (group, loss) => sum(group.rows.map((row) => rowLoss(row, loss
 /**
  * The terms of a step, added up.
  *
- * Returns: {total, rows, updates: [{epoch, minibatch, rows, total}]}; `total` is to be compared with the logged loss.
+ * Returns: {total, updates: [{epoch, minibatch, rows, total}]}; `total` is to be compared with the logged loss.
  */
 function stepLoss(groups, loss) {
   const rows = groups.flatMap((group) => group.rows);
@@ -86,7 +86,7 @@ function stepLoss(groups, loss) {
   }
   const inOrder = [...updates.values()].sort((a, b) => a.epoch - b.epoch || a.minibatch - b.minibatch);
   const total = loss.kind ? sum(inOrder.map((update) => update.total)) / updatesPerStep(loss) : NaN;
-  return { total, rows: rows.length, updates: inOrder };
+  return { total, updates: inOrder };
 }
 
 /** How the terms of a step compare with the loss that the run logged: {state, sum, logged}. */
