@@ -22,7 +22,7 @@ LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LO
 
 
 def load(path: Path) -> ModuleType:
-    """Run the file, with its own directory first on the import path, as `python FILE` does.
+    """Run the file. Modules are imported from where Python finds them, as those of a task file are.
 
     Raises:
         UnusableError: there is no such file, it cannot be run, or it defines none of the known functions.
@@ -36,12 +36,13 @@ def load(path: Path) -> ModuleType:
     module = ModuleType(f"doctor_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up there
-    sys.path.insert(0, str(path.parent))
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise UnusableError(f"{name} cannot be run: {describe_error(error, path)}") from error
+        neighbour = path.parent / f"{getattr(error, 'name', None)}.py"
+        hint = f"; it is found with PYTHONPATH={printable(str(path.parent))}" if neighbour.exists() else ""
+        raise UnusableError(f"{name} cannot be run: {describe_error(error, path)}{hint}") from error
     if not any(hasattr(module, function) for function in FUNCTIONS):
         own = next((each for each in vars(module) if re.search(r"loss|objective", each, re.IGNORECASE)), None)
         raise UnusableError(

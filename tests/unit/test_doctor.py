@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import doctor.guard
 from doctor.__main__ import main
 from doctor.batches import ACTION, PADDING, PROMPT, TOOL, make_batch
 from doctor.examine import Report, examine
-from doctor.findings import GALLERY, NOT_EXAMINED, NOTE, OK, TRAP
+from doctor.findings import GALLERY, NOT_EXAMINED, NOTE, OK, TRAP, UnusableError
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (ROOT / "docs/loss_template.py").read_text(encoding="utf-8")
@@ -407,10 +408,15 @@ def test_what_cannot_be_examined_is_said_in_one_line(tmp_path, capsys, monkeypat
     assert error.count("\n") == 1
 
 
-def test_a_file_can_import_its_neighbour(examine_text, tmp_path):
+def test_a_neighbour_is_imported_from_the_search_path_only(examine_text, tmp_path, monkeypatch):
+    """The doctor does not change it: a neighbour could take the place of a module that is imported later."""
     (tmp_path / "beside_my_loss.py").write_text("def advantages(returns): return returns - returns.mean(1, True)")
-    report = examine_text("from beside_my_loss import advantages")
-    assert report.count(OK) == 4
+    before = list(sys.path)
+    with pytest.raises(UnusableError, match=f"it is found with PYTHONPATH={tmp_path}$"):
+        examine_text("from beside_my_loss import advantages")
+    assert sys.path == before
+    monkeypatch.syspath_prepend(tmp_path)
+    assert examine_text("from beside_my_loss import advantages").count(OK) == 4
 
 
 def test_other_functions_are_examined_after_an_error(examine_text):
