@@ -123,10 +123,9 @@ def ask(config: Config, asked: Asked) -> None:
     torch.set_num_threads(1)
     model = str(asked.place(config.runs_dir) / "final") if asked.train else "tiny"
     exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
-    policy = load_policy(RunConfig(model=model, **exact))
+    policy = load_policy(RunConfig(model=model, completion_prefix=asked.prefix or None, **exact))
     rows = read_rows(str(ROOT / asked.data), task.FIELDS)[: asked.num_questions]
-    forced = policy.tokenizer.encode(asked.prefix, add_special_tokens=False) if asked.prefix else []
-    prompts = [encode_prompt(policy.tokenizer, task.messages(row)) + forced for row in rows]
+    prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in rows]
     started = time.perf_counter()
     settings = {"max_new_tokens": asked.max_new_tokens, "key": (0, EVALUATION), "generation_batch_size": NUM_SAMPLES}
     drawn = [(-1, x) for x in sample(policy, prompts, 1, greedy=True, **settings)]
@@ -135,7 +134,7 @@ def ask(config: Config, asked: Asked) -> None:
     new = path.with_suffix(".new")
     with gzip.open(new, "wt", encoding="utf-8", compresslevel=4) as file:
         for index, x in drawn:
-            text = decode(policy.tokenizer, forced + x.completion_ids)
+            text = decode(policy.tokenizer, x.completion_ids)  # with the prefix
             entry = [x.prompt_index, index, text, x.num_action_tokens, x.finish_reason == "stop"]
             file.write(json.dumps(entry) + "\n")
     new.rename(path)
