@@ -4,6 +4,7 @@ A thought is `47+29=76 76-18=58`, or carefully, tens before units, `47+20=67 67+
 The text is a policy's: it is only ever searched.
 """
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -59,7 +60,7 @@ def style_of(steps: list[Step]) -> str:
     has_whole = any(step.right > 10 and step.right % 10 for step in work)
     has_parts = any(
         tens.right >= 10 and tens.right % 10 == 0 and 0 < units.right < 10 and tens.sign == units.sign
-        for tens, units in zip(work, work[1:], strict=False)
+        for tens, units in itertools.pairwise(work)
     )
     return STYLES[{(True, False): 0, (False, True): 1, (True, True): 2}.get((has_whole, has_parts), 3)]
 
