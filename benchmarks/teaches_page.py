@@ -67,7 +67,7 @@ def cell(values: np.ndarray, digits: int = 3) -> str:
 
 
 def difference(before: np.ndarray, after: np.ndarray) -> str:
-    """Of means over questions, (seeds, questions) each, with a 95 % interval: the questions are drawn again and again."""
+    """Of means over questions, (seeds, questions) each, with a 95 % interval from drawing the questions again."""
     values = after.mean(axis=0) - before.mean(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(NUM_RESAMPLES, len(values)))
     low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
@@ -172,6 +172,7 @@ def groups_of(results: Results) -> dict[str, dict[str, Group]]:
     bundled, long, longer = (results.get(case, {}) for case in ("bundled", "long_sums", "longer_sums"))
     sums = {
         "before": long.get("before"),
+        "before, colder": long.get("before-colder"),
         "after, trained on 5 to 7": long.get("after"),
         "after, trained on 5 to 10": longer.get("after"),
         "lesson 2 again": long.get("lesson-again"),
@@ -234,7 +235,7 @@ def found_and_lost(groups: dict[str, Group]) -> str:
 
 
 COLORS = {
-    "before": "0.25", "after": "#0072B2", "made to think": "#CC79A7", "after, trained on 5 to 7": "#0072B2",
+    "before": "0.25", "after": "#0072B2", "made to think": "#CC79A7", "before, colder": "0.6", "after, trained on 5 to 7": "#0072B2",
     "after, trained on 5 to 10": "#D55E00", "lesson 2 again": "#009E73", "lesson 2 again, longer": "#8a6d00",
 }  # fmt: skip
 
@@ -251,7 +252,7 @@ def draw(results: Results) -> None:
     for axes, (panel, groups) in zip(places[0], panels.items(), strict=True):
         for label, group in groups.items():
             curves = np.array([group.passes(k).mean(axis=1) for k in KS]).T  # (seeds, K)
-            style = "--" if label.startswith(("lesson", "made")) else "-"
+            style = "--" if label.startswith(("lesson", "made", "before, colder")) else "-"
             axes.plot(KS, curves.mean(axis=0), style, color=COLORS[label], label=label, linewidth=2)
             axes.fill_between(KS, curves.min(axis=0), curves.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
         axes.set_xscale("log", base=2)

@@ -25,6 +25,11 @@ class Step(NamedTuple):
     result: int
 
     @property
+    def number(self) -> int:
+        """What is added, with its sign."""
+        return _value(0, self.sign, self.right)
+
+    @property
     def is_wrong(self) -> bool:
         return self.result != _value(self.left, self.sign, self.right)
 
@@ -50,17 +55,18 @@ def steps_of(text: str) -> list[Step]:
     return [Step(bool(check), int(left), sign, int(right), int(result)) for check, left, sign, right, result in found]
 
 
-def style_of(steps: list[Step]) -> str:
+def style_of(steps: list[Step], terms: list[int]) -> str:
     """Whether numbers with tens and units are added whole ("step by step"), in two parts ("careful"), or both.
 
-    >>> style_of(steps_of("<think>47+20=67 67+9=76 76-18=58</think>"))
+    >>> style_of(steps_of("<think>47+20=67 67+9=76 76-18=58</think>"), [47, 29, -18])
     'mixed'
     """
     work = [step for step in steps if not step.is_check]
     has_whole = any(step.right > 10 and step.right % 10 for step in work)
     has_parts = any(
-        tens.right >= 10 and tens.right % 10 == 0 and 0 < units.right < 10 and tens.sign == units.sign
+        tens.right % 10 == 0 and 0 < units.right < 10 and tens.number + units.number in terms
         for tens, units in itertools.pairwise(work)
+        if tens.sign == units.sign != "*"
     )
     return STYLES[{(True, False): 0, (False, True): 1, (True, True): 2}.get((has_whole, has_parts), 3)]
 
@@ -82,14 +88,12 @@ def first_mistake(text: str, terms: list[int]) -> str:
     for position, step in enumerate(step for step in steps_of(text) if not step.is_check):
         if step.left != total:
             return "carried" if position else "operand"
-        number = _value(0, step.sign, step.right) if step.sign != "*" else None
-        tens = _tens(waiting[0]) if waiting else None
-        if waiting and number == waiting[0]:
-            waiting.pop(0)
-        elif waiting and number == tens != 0:
-            waiting[0] -= tens  # its units are to follow
-        else:
+        number, tens = step.number, _tens(waiting[0]) if waiting else 0
+        if step.sign == "*" or not waiting or number not in (waiting[0], tens) or number == 0:
             return "operand"
+        waiting[0] -= number  # after the tens its units are to follow
+        if waiting[0] == 0:
+            waiting.pop(0)
         if step.is_wrong:
             return "arithmetic"
         total = step.result

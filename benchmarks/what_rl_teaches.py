@@ -14,6 +14,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -61,6 +62,7 @@ class Asked:
     num_questions: int = 192  # the first ones of the file
     prefix: str = "<think>"  # what every completion is made to begin with
     max_new_tokens: int = 224
+    temperature: float = 1.0  # of the samples
 
     def place(self, runs_dir: str) -> Path:
         return Path(runs_dir) / self.train[0].partition("/")[0] / f"{self.case}-{self.name}"
@@ -74,11 +76,12 @@ def policies() -> Iterator[Asked]:
     for seed in SEEDS:
         yield Asked("bundled", f"after-{seed}", (base, "--seed", f"{seed}"), prefix="", **short)
     yield Asked("long_sums", "before")
+    yield Asked("long_sums", "before-colder", temperature=0.5)
     for seed in SEEDS:
         yield Asked("long_sums", f"after-{seed}", (base, *LONG, *UP_TO_7, "--seed", f"{seed}"))
     for seed in SEEDS:
         yield Asked("longer_sums", f"after-{seed}", (base, *LONG, *UP_TO_10, "--seed", f"{seed}"))
-    # Lesson 2 of the warm start again, with supervision: as many rows and updates as reinforcement learning had, or more
+    # Lesson 2 of the warm start again, with supervision: as many rows and updates as reinforcement learning, or more
     matched = ("--num-reasoning", "10240", "--lr", "1e-4", "--tokens-per-batch", "12288", "--warmup-steps", "5")
     yield Asked("long_sums", "lesson-again", ("experiment_sft/train.py", *AGAIN, *matched))
     yield Asked("long_sums", "lesson-again-longer", ("experiment_sft/train.py", *AGAIN, "--num-reasoning", "30720"))
@@ -126,7 +129,7 @@ def ask(config: Config, asked: Asked) -> None:
     torch.set_num_threads(1)
     model = str(asked.place(config.runs_dir) / "final") if asked.train else "tiny"
     exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
-    policy = load_policy(RunConfig(model=model, completion_prefix=asked.prefix or None, **exact))
+    policy = load_policy(RunConfig(model=model, completion_prefix=asked.prefix or None, **exact), asked.temperature)
     rows = read_rows(str(ROOT / asked.data), task.FIELDS)[: asked.num_questions]
     prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in rows]
     started = time.perf_counter()
@@ -167,8 +170,8 @@ def collect(config: Config, asked: Asked) -> None:
             count(name, question, number)
     place = RESULTS / asked.case
     place.mkdir(parents=True, exist_ok=True)
-    about = {"data": asked.data, "prefix": asked.prefix, "max_new_tokens": asked.max_new_tokens, "samples": NUM_SAMPLES}
-    about |= describe_run(config, asked)
+    about = {name: getattr(asked, name) for name in ("data", "prefix", "max_new_tokens", "temperature")}
+    about |= {"samples": NUM_SAMPLES} | describe_run(config, asked)
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"about": about, **counts}.items()]
     (place / f"{asked.name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     keep_samples(place / "samples.jsonl", asked, rows, completions)
@@ -181,10 +184,11 @@ def describe(row: dict, text: str, right: int) -> dict[str, int]:
     numbers = {"steps": len(work), "steps/wrong": sum(step.is_wrong for step in work)}
     wrong_checks = sum(step.is_wrong for step in steps if step.is_check)
     numbers |= {"checks": len(steps) - len(work), "checks/wrong": wrong_checks}
-    style = style_of(steps) if steps else "direct"
+    terms = [] if re.search(r"\*|times|Multiply|product", row["question"]) else terms_of(row["question"])
+    style = style_of(steps, terms) if steps else "direct"
     numbers |= {f"style/{style}": 1, f"style/{style}/right": right}
-    if "*" not in row["question"] and "times" not in row["question"] and row["num_terms"] > 4:
-        mistake = first_mistake(text, terms_of(row["question"]))
+    if row["num_terms"] > 4:
+        mistake = first_mistake(text, terms)
         numbers |= {f"mistake/{mistake}": 1, "right/with mistake": right * (mistake != "none")}
     return numbers
 
