@@ -236,7 +236,8 @@ def found_and_lost(groups: dict[str, Group]) -> str:
 
 COLORS = {
     "before": "0.25", "after": "#0072B2", "made to think": "#CC79A7", "before, colder": "0.6",
-    "after, trained on 5 to 7": "#0072B2", "after, trained on 5 to 10": "#D55E00", "lesson 2 again": "#009E73", "lesson 2 again, longer": "#8a6d00",
+    "after, trained on 5 to 7": "#0072B2", "after, trained on 5 to 10": "#D55E00",
+    "lesson 2 again": "#009E73", "lesson 2 again, longer": "#8a6d00",
 }  # fmt: skip
 
 

@@ -79,6 +79,8 @@ def policies() -> Iterator[Asked]:
     yield Asked("long_sums", "before-colder", temperature=0.5)
     for seed in SEEDS:
         yield Asked("long_sums", f"after-{seed}", (base, *LONG, *UP_TO_7, "--seed", f"{seed}"))
+    coin = ("--task", "benchmarks/coin_task.py")  # a reward that says nothing
+    yield Asked("long_sums", "coin", (base, *LONG, *UP_TO_7, *coin, "--seed", "0"))
     for seed in SEEDS:
         yield Asked("longer_sums", f"after-{seed}", (base, *LONG, *UP_TO_10, "--seed", f"{seed}"))
     # Lesson 2 of the warm start again, with supervision: as many rows and updates as reinforcement learning, or more

@@ -108,7 +108,16 @@ def test_a_thought_without_a_mistake_earns_the_reward(load_script):
 
 
 def test_the_examples_of_the_benchmark_are_right(load_script):
-    for name in ("thoughts", "teaches_page"):
+    for name in ("thoughts", "teaches_page", "coin_task"):
         result = doctest.testmod(load_script(f"benchmarks/{name}.py"))
         assert result.attempted > 0
         assert result.failed == 0
+
+
+def test_the_tables_of_the_page_are_those_of_its_data(load_script):
+    page_of = load_script("benchmarks/teaches_page.py")
+    page = (ROOT / "docs" / "what_rl_teaches.md").read_text(encoding="utf-8")
+    made = page_of.tables(page_of.read_results())
+    assert len(made) > 6
+    for name, table in made.items():
+        assert table in page, name
