@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "others": is_long.count(False),
     }
     about["correlation of the logged losses with those of the bundled policy, over batches"] = correlation
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps({"about": about, "loss": found}, indent=1) + "\n", encoding="utf-8")
     print(OUTPUT.read_text(encoding="utf-8"))
 

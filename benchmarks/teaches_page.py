@@ -115,12 +115,11 @@ def changes(groups: dict[str, Group]) -> str:
     rows = {
         "wrong steps, of all steps": (ratio("steps/wrong", "steps"), 4),
         "first mistake: a wrong result": (share("mistake/arithmetic"), 3),
-        "first mistake: another number than the question's": (share("mistake/operand"), 3),
-        "first mistake: not carried on from the last result": (share("mistake/carried"), 3),
-        "first mistake: numbers left out at the end": (share("mistake/left out"), 3),
-        "first mistake: another answer than the last result": (share("mistake/answer"), 3),
-        "first mistake: none or several answers": (share("mistake/form"), 3),
-        "right, in spite of a mistake": (share("right/with mistake"), 3),
+        "first mistake: a number that is not asked for": (share("mistake/operand"), 3),
+        "first mistake: a number left out": (share("mistake/left out"), 3),
+        "other mistakes": (share("mistake/carried", "mistake/answer", "mistake/form"), 3),
+        "right, in spite of a mistake": (share("right/with mistake"), 4),
+        "no mistake, but another order": (share("another order"), 3),
         "step by step": (share("style/step by step"), 3),
         "careful": (share("style/careful"), 3),
         "mixed": (share("style/mixed"), 3),
@@ -211,7 +210,8 @@ def answers(groups: dict[str, Group]) -> str:
 
     def accuracy(group: Group, names: list[str]) -> str:
         asked = group.total(*names)
-        return cell(group.total(*(f"{name}/right" for name in names)) / asked) if asked.all() else "-"
+        is_rare = asked.min() < group.samples / 1000
+        return "-" if is_rare else cell(group.total(*(f"{name}/right" for name in names)) / asked)
 
     rows = {
         "share of reasoned answers": lambda group: cell(group.total(*reasoned) / group.samples),

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import tyro
 from teaches_page import RESULTS, draw, read_results, tables
-from thoughts import first_mistake, steps_of, style_of, terms_of
+from thoughts import first_mistake, keeps_order, steps_of, style_of, terms_of
 
 from common.chat import decode, encode_prompt
 from common.evaluate import EVALUATION
@@ -192,6 +192,7 @@ def describe(row: dict, text: str, right: int) -> dict[str, int]:
     if row["num_terms"] > 4:
         mistake = first_mistake(text, terms)
         numbers |= {f"mistake/{mistake}": 1, "right/with mistake": right * (mistake != "none")}
+        numbers["another order"] = int(mistake == "none" and not keeps_order(text, terms))
     return numbers
 
 
