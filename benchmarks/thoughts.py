@@ -119,7 +119,7 @@ def keeps_order(text: str, terms: list[int]) -> bool:
         if not waiting or number not in (waiting[0], _tens(waiting[0])):
             return False
         waiting[0] -= number
-        if waiting[0] == 0 or number == 0:
+        if waiting[0] == 0:
             waiting.pop(0)
     return not waiting
 
