@@ -14,11 +14,13 @@ import importlib.util
 import itertools
 import json
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 import tyro
 
@@ -92,13 +94,21 @@ def last_steps(sft: ModuleType, policy: Policy) -> dict[int, tuple[list[Trajecto
     rows = sft.encode_rows(config, policy, made)
     length_of = {row.prompt_index: row for row in rows}
     assert len(length_of) == len(made), "a row was left out"
-    first_row = last - NUM_WINDOWS * sft.WINDOW
-    found = {}
-    for step, batch in enumerate(sft.batches(config, rows), start=1):
-        if min(row.prompt_index for row in batch) >= first_row:
-            questions = [made[row.prompt_index]["messages"][0]["content"] for row in batch]
-            found[step] = batch, sum(is_long(question) for question in questions) / len(batch)
+    found, step = {}, 0
+    for start in range(0, last, sft.WINDOW):
+        window = list(sft.batches_of_similar_length(rows[start : start + sft.WINDOW], config.tokens_per_batch))
+        for index in shuffle(config.seed, start).permutation(len(window)):
+            step, batch = step + 1, window[index]
+            if start >= last - NUM_WINDOWS * sft.WINDOW:
+                questions = [made[row.prompt_index]["messages"][0]["content"] for row in batch]
+                found[step] = batch, sum(is_long(question) for question in questions) / len(batch)
     return found
+
+
+def shuffle(seed: int, start: int) -> np.random.Generator:
+    """That of a window's batches in the run, whose commit did not yet give the number of keys to the generator."""
+    key = [zlib.crc32(b"minibatches"), seed, 0, start]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 def is_long(question: str) -> bool:

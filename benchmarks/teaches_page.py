@@ -175,7 +175,7 @@ def groups_of(results: Results) -> dict[str, dict[str, Group]]:
         "after, trained on 5 to 7": long.get("after"),
         "after, trained on 5 to 10": longer.get("after"),
         "lesson 2 again": long.get("lesson-again"),
-        "lesson 2 again, longer": long.get("lesson-again-longer"),
+        "lesson 2 again, then trained on 5 to 10": longer.get("lesson-again-then"),
     }
     short = {
         "before": bundled.get("before"),
@@ -237,7 +237,7 @@ def found_and_lost(groups: dict[str, Group]) -> str:
 COLORS = {
     "before": "0.25", "after": "#0072B2", "made to think": "#CC79A7", "before, colder": "0.6",
     "after, trained on 5 to 7": "#0072B2", "after, trained on 5 to 10": "#D55E00",
-    "lesson 2 again": "#009E73", "lesson 2 again, longer": "#8a6d00",
+    "lesson 2 again": "#009E73", "lesson 2 again, then trained on 5 to 10": "#8a6d00",
 }  # fmt: skip
 
 

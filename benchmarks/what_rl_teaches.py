@@ -83,10 +83,13 @@ def policies() -> Iterator[Asked]:
     yield Asked("long_sums", "coin", (base, *LONG, *UP_TO_7, *coin, "--seed", "0"))
     for seed in SEEDS:
         yield Asked("longer_sums", f"after-{seed}", (base, *LONG, *UP_TO_10, "--seed", f"{seed}"))
-    # Lesson 2 of the warm start again, with supervision: as many rows and updates as reinforcement learning, or more
+    # Lesson 2 of the warm start again: as many rows as reinforcement learning has completions, in 66 updates
     matched = ("--num-reasoning", "10240", "--lr", "1e-4", "--tokens-per-batch", "12288", "--warmup-steps", "5")
     yield Asked("long_sums", "lesson-again", ("experiment_sft/train.py", *AGAIN, *matched))
-    yield Asked("long_sums", "lesson-again-longer", ("experiment_sft/train.py", *AGAIN, "--num-reasoning", "30720"))
+    relearned = ("--model", "{runs}/experiment_sft/long_sums-lesson-again/final")
+    for seed in SEEDS:
+        flags = (*relearned, *LONG, *UP_TO_10, "--seed", f"{seed}")
+        yield Asked("longer_sums", f"lesson-again-then-{seed}", (base, *flags))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,8 @@ def train(config: Config, asked: Asked) -> None:
     place = asked.place(config.runs_dir) if asked.train else None
     if place is None or (place / "summary.json").exists():
         return
-    command = [sys.executable, *asked.train, "--runs-dir", config.runs_dir, "--name", place.name]
+    script, *flags = (part.replace("{runs}", config.runs_dir) for part in asked.train)
+    command = [sys.executable, script, *flags, "--runs-dir", config.runs_dir, "--name", place.name]
     print(shlex.join(command[1:]), flush=True)
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
@@ -211,7 +215,8 @@ def describe_run(config: Config, asked: Asked) -> dict:
         writer.writeheader()
         writer.writerows([row for row in old if row["policy"] != asked.name])
         writer.writerows({"policy": asked.name} | row for row in new)
-    return {"command": shlex.join(asked.train)} | {key: summary[key] for key in ("commit", "machine", "seconds")}
+    command = shlex.join(asked.train).replace("{runs}", Config.runs_dir)
+    return {"command": command} | {key: summary[key] for key in ("commit", "machine", "seconds")}
 
 
 def keep_samples(path: Path, asked: Asked, rows: list[dict], completions: list[list]) -> None:
