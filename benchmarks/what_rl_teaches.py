@@ -79,14 +79,14 @@ def policies() -> Iterator[Asked]:
     yield Asked("long_sums", "before-colder", temperature=0.5)
     for seed in SEEDS:
         yield Asked("long_sums", f"after-{seed}", (base, *LONG, *UP_TO_7, "--seed", f"{seed}"))
-    coin = ("--task", "benchmarks/coin_task.py")  # a reward that says nothing
-    yield Asked("long_sums", "coin", (base, *LONG, *UP_TO_7, *coin, "--seed", "0"))
     for seed in SEEDS:
         yield Asked("longer_sums", f"after-{seed}", (base, *LONG, *UP_TO_10, "--seed", f"{seed}"))
     # Lesson 2 of the warm start again: as many rows as reinforcement learning has completions, in 66 updates
     matched = ("--num-reasoning", "10240", "--lr", "1e-4", "--tokens-per-batch", "12288", "--warmup-steps", "5")
     yield Asked("long_sums", "lesson-again", ("experiment_sft/train.py", *AGAIN, *matched))
     relearned = ("--model", "{runs}/experiment_sft/long_sums-lesson-again/final")
+    more = (*relearned, *AGAIN[2:], *matched, "--seed", "1")  # other rows of the same lesson
+    yield Asked("long_sums", "lesson-twice", ("experiment_sft/train.py", *more))
     for seed in SEEDS:
         flags = (*relearned, *LONG, *UP_TO_10, "--seed", f"{seed}")
         yield Asked("longer_sums", f"lesson-again-then-{seed}", (base, *flags))

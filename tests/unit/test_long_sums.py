@@ -113,7 +113,7 @@ def test_a_thought_without_a_mistake_earns_the_reward(load_script):
 
 
 def test_the_examples_of_the_benchmark_are_right(load_script):
-    for name in ("thoughts", "teaches_page", "coin_task"):
+    for name in ("thoughts", "teaches_page"):
         result = doctest.testmod(load_script(f"benchmarks/{name}.py"))
         assert result.attempted > 0
         assert result.failed == 0
