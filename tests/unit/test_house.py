@@ -102,7 +102,7 @@ def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
 
 
 def test_reading_list_is_the_first_shelf_and_short_enough():
-    """The first shelf without its fast folder, without `__init__.py`, and without the tasks that docs/tasks.md tells of."""
+    """The first shelf without its fast folder, without `__init__.py`, and without the tasks of docs/tasks.md."""
     shelf = {path for path in FIRST_SHELF if path.parent.name != "fast" and path.name != "__init__.py"} - REAL_TASKS
     assert len(reading_list()) == len(set(reading_list()))
     assert set(reading_list()) == shelf
