@@ -60,7 +60,7 @@ KIND_FIELDS = ("level",)  # of MATH; other files have none
 REWARD_WEIGHTS = {"correct": 1.0, "format": 0.0, "boxed": 0.0}
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 
-_JUDGE = Judge()  # its processes begin with the first answer that only they can judge, or with `prepare`
+_JUDGE = Judge()  # keeps the verdicts; its processes begin when one is needed, or with `note`
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s++([^\s${}]++)")
 
@@ -122,7 +122,11 @@ def solution(row: dict) -> str:
 
 
 def note() -> str | None:
-    """Optional: what to say once before a run: that equality is only judged by text and numbers."""
+    """Optional: what the user is told once, before a model is loaded: that math-verify is not there, if so.
+
+    The processes begin here, so that they are ready when the first rollout is.
+    """
+    _JUDGE.start()
     return None if has_library() else NOTE
 
 

@@ -66,13 +66,13 @@ def normalize(text: str) -> str:
     """
     if len(text) > LONGEST:
         return text.strip()
-    text = _without_outer_braces(_TEXT.sub(r"\1", _clean(text)))
+    text = _without_outer_braces(_TEXT.sub(r"\1", clean(text)))
     if re.fullmatch(r"\([A-Za-z]\)", text):  # a choice
         return text[1]
     return text.lower() if re.fullmatch(r"[A-Za-z]{3,}", text) else text
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """The same, but with `\\text` and, after a number, the space before a word or another number."""
     tokens = _TOKEN.findall(text.translate(_UNICODE))
     cleaned, has_space = [""], False
@@ -113,7 +113,7 @@ def as_number(text: str) -> Number | None:
     if len(text) > LONGEST:
         return None
     has_list = re.search(r"\d,\s+\d", text) is not None
-    text = _clean(text).lstrip("€£¥")
+    text = clean(text).lstrip("€£¥")
     named = _NAME.match(text)
     name, text = (named[1], text[named.end() :]) if named else ("", text)
     text = re.sub(r"\^\\circ ?[CFK]?$|\^\{\\circ\}[CFK]?$", "", text)
