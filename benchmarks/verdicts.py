@@ -86,9 +86,8 @@ def measure(config: Config, answers: list[list[str]]) -> dict:
 
 def cases_of_step(answers: list[list[str]], generator: random.Random) -> list[Case]:
     problems = generator.sample(range(len(answers)), PROBLEMS)
-    return [
-        (answers[index], answer_to(answers[index], answers, generator)) for index in problems for _ in range(ANSWERS)
-    ]
+    golds_of_answers = [answers[index] for index in problems for _ in range(ANSWERS)]
+    return [(own, answer_to(own, answers, generator)) for own in golds_of_answers]
 
 
 def answer_to(own: list[str], answers: list[list[str]], generator: random.Random) -> str:
@@ -110,13 +109,8 @@ def respelled(gold: str) -> str:
         return f"{gold}.0"
     text = re.sub(r"\\frac\{(\w+)\}\{(\w+)\}", r"\1/\2", gold)
     text = re.sub(r"\\sqrt\{(\w+)\}", r"\1^{1/2}", text)
-    return (
-        text
-        if text != gold
-        else f"1 \\cdot ({gold})"
-        if gold.isascii() and "," not in gold and "=" not in gold
-        else gold
-    )
+    is_single = not any(sign in gold for sign in ",=")
+    return f"1 \\cdot ({gold})" if text == gold and is_single else text
 
 
 def with_a_digit_changed(gold: str, generator: random.Random) -> str:
@@ -146,19 +140,16 @@ def compare(config: Config, answers: list[list[str]]) -> dict:
         for (gold, answer), our, their in zip(pairs, ours, theirs, strict=True)
         if our is not their
     ]
+    both = list(zip(ours[num_golds:], theirs[num_golds:], strict=True))
     agreement = {
         "golds": num_golds,
-        "golds accepted as their own answer": sum(ours[:num_golds]),
-        "by math-verify": sum(theirs[:num_golds]),
-        "pairs": config.pairs,
-        "agree": sum(our is their for our, their in zip(ours[num_golds:], theirs[num_golds:], strict=True)),
-        "right by ours only": sum(
-            our is True and not their for our, their in zip(ours[num_golds:], theirs[num_golds:], strict=True)
-        ),
-        "right by math-verify only": sum(
-            our is False and their for our, their in zip(ours[num_golds:], theirs[num_golds:], strict=True)
-        ),
-        "undecided": ours[num_golds:].count(None),
+        "golds accepted as their own answer": ours[:num_golds].count(True),
+        "by math-verify": theirs[:num_golds].count(True),
+        "pairs": len(both),
+        "agree": sum(our is their for our, their in both),
+        "right by ours only": both.count((True, False)),
+        "right by math-verify only": both.count((False, True)),
+        "undecided": len([our for our, _ in both if our is None]),
         "processor seconds of math-verify alone": seconds,
     }
     return {"agreement": agreement, "differ": differ}

@@ -175,9 +175,8 @@ class Task:
         return tuple(repr(row.get(field)) for field in self.kind_fields)
 
     def _call(self, function: str, *arguments):
-        row = (
-            {} if not arguments else arguments[0] if isinstance(arguments[0], dict) else arguments[0][0]
-        )  # `prepare` is told of many
+        first = arguments[0] if arguments else {}
+        row = first if isinstance(first, dict) else first[0]  # `prepare` is told of many
         slow = f"has been running for {PATIENCE} s; Ctrl-C twice ends it"
         try:
             with call_after(PATIENCE, lambda: self._tell(function, row, slow)):
