@@ -36,6 +36,8 @@ def values_differ(gold: str, answer: str) -> bool:
         left, right = _values(gold), _values(answer)
     except (UnreadableError, ArithmeticError, ValueError, RecursionError):
         return False
+    if not all(map(cmath.isfinite, left + right)):
+        return False
     return not (_is_within(left, right) and _is_within(right, left))
 
 
