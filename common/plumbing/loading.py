@@ -26,7 +26,7 @@ from common.plumbing.config import DTYPES, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
 from common.plumbing.terminal import say
-from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids
+from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids, read_template
 from common.plumbing.weights import check_finite, describe_parameters
 
 
@@ -63,8 +63,13 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
 
 def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, temperature: float = 1.0) -> Policy:
     """Wrap a model and its tokenizer, ready for training, with the adapter that is to be trained."""
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
     if tokenizer.chat_template is None:
-        raise UserError(f"--model {shown(config.model)} has no chat template; use an instruction-tuned model")
+        raise UserError(
+            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
+            "--chat-template FILE (Jinja), or use an instruction-tuned model"
+        )
     check_quantisation(model, config)
     use_fast_products(model)
     if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
