@@ -433,7 +433,7 @@ def test_a_template_without_system_turn_gets_a_suggestion(train):
     assert [path.name for path in run_directories()] == ["x"]
 
 
-def test_a_model_without_template_runs_with_a_given_one(train):
+def test_a_model_without_template_runs_with_a_given_one(train, load_script):
     """It is saved with the policy, which needs the flag no more; a run is not resumed with another one."""
     shutil.copytree(TINY_POLICY, "model")
     Path("model/chat_template.jinja").rename("mine.jinja")
@@ -442,7 +442,7 @@ def test_a_model_without_template_runs_with_a_given_one(train):
     train("--model", "before/experiment_base/x/final", *SMALL)
     Path("mine.jinja").write_text("{{ messages }}")
     with pytest.raises(UserError, match=r"^--chat-template .*mine\.jinja is not what it was when"):
-        train("--resume", "before/experiment_base/x")
+        load_script(TRAIN).main(["--resume", "before/experiment_base/x"])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from common.tasks.arithmetic import FIELDS as REQUIRED
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task, prompts_of_step, read_rows
 from common.plumbing.hub import _load
+from common.plumbing.sources import check_sources, describe_sources
 from common.plumbing.task_file import bundled_tasks, import_task
 
 
@@ -192,6 +193,28 @@ def test_test_data_beside_training_data_are_evaluated_on(write, capsys):
         assert any("test.jsonl" in line for line in said) == (eval_data is None)
     other = write(*map(row, range(5)), name="mine.jsonl")  # only what is called train.jsonl
     assert len(load_rows(data=other, eval_prompts=2)[0]) == 3
+
+
+def test_a_run_is_not_resumed_with_other_held_out_questions(write, tmp_path):
+    """If the test file has gone, or has come, other questions would be held out."""
+    path = write(*map(row, range(5)), name="train.jsonl")
+
+    def sources(eval_data: str | None) -> dict:
+        task = import_task(RunConfig())
+        task.data, task.held_out_data = path, eval_data
+        return describe_sources(RunConfig(), task)
+
+    without, test = sources(None), write(row(9), name="test.jsonl")
+    beside = sources(test)
+    check_sources(tmp_path, beside, beside, has_failed=False)
+    check_sources(tmp_path, without, without, has_failed=False)
+    with pytest.raises(UserError, match=r"test\.jsonl was not there when .* began, which held out rows of --data"):
+        check_sources(tmp_path, without, beside, has_failed=False)
+    with pytest.raises(UserError, match=r"test\.jsonl, which .* is evaluated on, is no longer there"):
+        check_sources(tmp_path, beside, without, has_failed=False)
+    write(row(8), name="test.jsonl")
+    with pytest.raises(UserError, match=r"--eval-data .*test\.jsonl is not what it was"):
+        check_sources(tmp_path, beside, sources(test), has_failed=False)
 
 
 # Datasets of the hub -------------------------------------------------------------------------------------------------
