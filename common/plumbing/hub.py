@@ -12,7 +12,8 @@ from common.errors import UserError
 
 from common.plumbing.checks import local_path
 from common.plumbing.config import is_hub_id
-from common.plumbing.terminal import printable, say
+from common.plumbing.reward_weights import short
+from common.plumbing.terminal import say
 
 TIMEOUT = 10  # seconds
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # and no hub's names
@@ -87,7 +88,7 @@ def find_source(value: object, file: Path, what: str) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str | Path):
-        raise UserError(f"{what} must be a path, not {printable(repr(value), 80)}")
+        raise UserError(f"{what} must be a path, not {short(value)}")
     path = file.resolve().parent / local_path(str(value), what)
     return value if isinstance(value, str) and is_hub_source(value, path) else str(path)
 
