@@ -35,10 +35,10 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     source = config.data if config.data is not None else task.train_data
     if source is None:
         raise UserError(f"{task} has no data of its own: give --data")
-    train_rows = _filter(read_rows(source, task.fields), config, task, source)
+    train_rows = filter_rows(read_rows(source, task.fields), config, task, source)
     eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
     if eval_source is not None:
-        eval_rows = _filter(read_rows(eval_source, task.fields), config, task, eval_source)[: config.eval_prompts]
+        eval_rows = filter_rows(read_rows(eval_source, task.fields), config, task, eval_source)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
             f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
@@ -145,7 +145,8 @@ def _placed(fields: dict, place: str) -> Row:
     return row
 
 
-def _filter(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+    """Those that `--at-most` and `--max-question-length` keep, with the question that the task asks."""
     kept = rows
     for field, most in parse_numbers("--at-most", config.at_most).items():
         for row in kept:
