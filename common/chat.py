@@ -5,6 +5,7 @@ as the text that it is: otherwise a row of data could end its turn, and answer i
 """
 
 import functools
+import json
 import re
 from typing import NamedTuple
 
@@ -183,19 +184,50 @@ def decode(tokenizer, ids: list[int]) -> str:
 @functools.lru_cache
 def _opening(tokenizer) -> str:
     """What the prompt of a question holds beyond the header of an answer, which earlier answers have as well."""
+    prefix = _given_prefix(tokenizer)
+    control_tokens = _control_tokens(tokenizer).pattern  # left out, as in a decoded completion
     answer = "(an answer)"
     turn = {"role": "assistant", "content": answer}
     try:
         asked = _render(tokenizer, [_QUESTION], add_generation_prompt=False)
-        prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True)
+        prompt = _render(tokenizer, [_QUESTION], add_generation_prompt=True).removesuffix(prefix)
         answered = _render(tokenizer, [_QUESTION, turn, _QUESTION], add_generation_prompt=False)
     except ValueError:
-        return ""
+        return control_tokens.sub("", prefix)
     header = answered.partition(answer)[0]
-    if not (header.startswith(asked) and prompt.startswith(header)):
+    has_header = header.startswith(asked) and prompt.startswith(header)
+    opening = control_tokens.sub("", prompt.removeprefix(header)) if has_header else ""
+    return (opening if opening.strip() else "") + control_tokens.sub("", prefix)
+
+
+def begin_completions(tokenizer, prefix: str) -> None:
+    """Let the chat template write `prefix` behind the header of an answer, as DeepSeek-R1's writes `<think>`.
+
+    It is then a part of every prompt, and of every text that `decode` gives. The policy is saved with this template, so
+    that it is asked later on as it was trained. A template that writes the prefix already stays as it is.
+    """
+    try:
+        has_it = apply_template(tokenizer, [_QUESTION], add_generation_prompt=True).rstrip().endswith(prefix.rstrip())
+    except Exception:  # whatever a template raises: it may want other messages
+        has_it = _given_prefix(tokenizer) == prefix
+    if has_it or tokenizer.chat_template is None:
+        return
+    addition = _PREFIX_START + json.dumps(prefix, ensure_ascii=False) + _PREFIX_END
+    template = tokenizer.get_chat_template()
+    tokenizer.chat_template = template.removesuffix("\n") + addition  # Jinja drops a line break at a template's end
+
+
+_PREFIX_START = "{%+ if add_generation_prompt %}{{ "  # "+": spaces before it are the template's
+_PREFIX_END = " }}{% endif %}{# given, not sampled #}"
+
+
+def _given_prefix(tokenizer) -> str:
+    """What `begin_completions` has added to the template."""
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    start = template.rfind(_PREFIX_START)
+    if start < 0 or not template.endswith(_PREFIX_END):
         return ""
-    opening = _control_tokens(tokenizer).pattern.sub("", prompt.removeprefix(header))  # as in a decoded completion
-    return opening if opening.strip() else ""
+    return json.loads(template[start + len(_PREFIX_START) : -len(_PREFIX_END)])
 
 
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None) -> str:

@@ -47,7 +47,7 @@ def evaluate(
     The questions are divided over the ranks, and every rank gets the whole evaluation.
 
     Args:
-        task: has the functions of a task: `messages`, `reward` and `describe`.
+        task: has the functions of a task: `messages`, `reward`, `describe`, and `prepare` if it wants to be told first.
         num_samples: k of mean@k and pass@k; 0: greedy only.
         prefix: what every completion is made to begin with, e.g. "<think>".
         converse: answers in several turns, instead of one, and rewards them: called with all rows, the indices of those
@@ -68,11 +68,14 @@ def evaluate(
             return gather_rows(converse(rows, list(own), group_size, key=key, greedy=greedy))
         prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) + forced for index in own]
         completions = sample(policy, prompts, group_size, key=key, prompt_index=list(own), greedy=greedy, **settings)
-        for completion in completions:
-            row = rows[completion.prompt_index]
-            completion.text = decode(policy.tokenizer, forced + completion.completion_ids)
-            completion.rewards = task.reward(row, completion.text)
-            completion.description = task.describe(row, completion.text)
+        asked = [rows[completion.prompt_index] for completion in completions]
+        texts = [decode(policy.tokenizer, forced + completion.completion_ids) for completion in completions]
+        if hasattr(task, "prepare"):
+            task.prepare(asked, texts)
+        for completion, row, text in zip(completions, asked, texts, strict=True):
+            completion.text = text
+            completion.rewards = task.reward(row, text)
+            completion.description = task.describe(row, text)
         return gather_rows(completions)
 
     greedy = ask(1, greedy=True)

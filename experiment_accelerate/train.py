@@ -98,11 +98,13 @@ def train(
         run.lap("sample")
 
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
-        for completion in trajectories:
-            row = task.train_rows[completion.prompt_index]
-            completion.text = decode(policy.tokenizer, completion.completion_ids)
-            completion.rewards = task.reward(row, completion.text)
-            completion.description = task.describe(row, completion.text)  # only logged
+        rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
+        texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
+        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        for completion, row, text in zip(trajectories, rows, texts, strict=True):
+            completion.text = text
+            completion.rewards = task.reward(row, text)
+            completion.description = task.describe(row, text)  # only logged
         totals = [task.total_reward(completion.rewards) for completion in trajectories]
         returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)
 

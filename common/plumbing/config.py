@@ -129,6 +129,8 @@ class RunConfig(PolicyConfig):
     max_question_length: int | None = None  # keep questions of at most this many characters; None: any
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
     system_prompt: str | None = None
+    # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained
+    completion_prefix: str | None = None
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
     generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache

@@ -93,7 +93,7 @@ GROUPS = {
         *("lora_rank", "lora_alpha", "load_in", "save_merged"),
     ),
     "data and task": (
-        *("task", "reward_weight", "data", "at_most", "max_question_length", "system_prompt"),
+        *("task", "reward_weight", "data", "at_most", "max_question_length", "system_prompt", "completion_prefix"),
         *("tool", "tools", "tool_seconds", "lessons", "embeddings"),
         *("num_copying", "num_reasoning", "num_answering", "max_length"),
     ),

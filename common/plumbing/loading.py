@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from common.chat import begin_completions
 from common.errors import UserError
 from common.fast.matmul import use_fast_products
 from common.policy import Policy
@@ -48,6 +49,8 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     refuse_adapter(config.base, is_here)
     has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
     tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
+    if prefix := getattr(config, "completion_prefix", None):
+        begin_completions(tokenizer, prefix)
     quantised = {}
     if config.load_in is not None:
         quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}

@@ -13,9 +13,10 @@ from typing import Any
 from common.environment import OUTCOMES
 from common.errors import UserError
 
-from common.plumbing.checks import is_finite, is_text, local_path, parse_numbers
+from common.plumbing.checks import is_text, local_path
+from common.plumbing.reward_weights import reward_weights, short
 from common.plumbing.signals import call_after
-from common.plumbing.terminal import describe_error, printable, say
+from common.plumbing.terminal import describe_error, say
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
@@ -58,24 +59,7 @@ class Task:
         for function, arguments in (("messages", "row, system_prompt"), ("reward", "row, text")):
             if not callable(getattr(module, function, None)):
                 raise UserError(f"{self}: it defines no function {function}({arguments})")
-        own = getattr(module, "REWARD_WEIGHTS", None)
-        if not isinstance(own, dict) or not own or not all(is_text(k) and is_finite(v) for k, v in own.items()):
-            raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {_short(own)}")
-        if "total" in own:
-            raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
-        self._components = tuple(own)
-        if taken := own.keys() & (more_weights or {}).keys():
-            raise UserError(
-                f"{self}: the experiment itself rewards {min(taken)!r}: give the task's component another name"
-            )
-        own = own | (more_weights or {})
-        self.weights: dict[str, float] = {component: float(weight) for component, weight in own.items()}
-        for component, weight in parse_numbers("--reward-weight", weights).items():
-            if component not in own:
-                raise UserError(f"--reward-weight {component}: {self} has the components {', '.join(own)}")
-            self.weights[component] = weight
-        if not any(self.weights.values()):
-            raise UserError(f"{self}: the weights of all components are 0, so that nothing would be learned")
+        self._components, self.weights = reward_weights(str(self), module, weights, more_weights or {})
         self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
         self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
         for field, wanted in self.fields.items():
@@ -86,7 +70,7 @@ class Task:
                 raise UserError(f"{self}: FIELDS must name a type, or a tuple of types, for {field!r}")
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         if not all(isinstance(name, str) for name in self.kind_fields):
-            raise UserError(f"{self}: KIND_FIELDS must name fields, not {_short(self.kind_fields)}")
+            raise UserError(f"{self}: KIND_FIELDS must name fields, not {short(self.kind_fields)}")
         self.train_data = self._data("TRAIN_DATA")
         self.eval_data = self._data("EVAL_DATA")
         self.path = Path(module.__file__)
@@ -109,14 +93,14 @@ class Task:
             for turn in found
         )  # fmt: skip
         if not is_fine:
-            raise self._error("messages", row, f"must return a list of role and content, not {_short(found)}")
+            raise self._error("messages", row, f"must return a list of role and content, not {short(found)}")
         return found
 
     def reward(self, row: dict, text: str) -> dict[str, float]:
         """The reward components of a completion; a total is their sum, weighted by `weights`."""
         found = self._call("reward", row, text)
         if not isinstance(found, dict):
-            raise self._error("reward", row, f"must return a dict of components, not {_short(found)}")
+            raise self._error("reward", row, f"must return a dict of components, not {short(found)}")
         for component in set(self._components) - found.keys():
             raise self._error("reward", row, f"lacks the component {component!r} of REWARD_WEIGHTS")
         for component in found.keys() - set(self._components):
@@ -132,13 +116,18 @@ class Task:
                 self._tell("reward", row, f"gives {component!r} the value {value}; an update with it is skipped")
         return rewards
 
+    def prepare(self, rows: list[dict], texts: list[str]) -> None:
+        """Tell the task of completions that it will be asked to reward, if it defines `prepare`."""
+        if rows and hasattr(self._module, "prepare"):
+            self._call("prepare", rows, texts)
+
     def describe(self, row: dict, text: str) -> dict[str, float]:
         """What else the task measures of a completion; empty if it defines no `describe`."""
         if not hasattr(self._module, "describe"):
             return {}
         found = self._call("describe", row, text)
         if not isinstance(found, dict):
-            raise self._error("describe", row, f"must return a dict of numbers, not {_short(found)}")
+            raise self._error("describe", row, f"must return a dict of numbers, not {short(found)}")
         self._described = set(found) if self._described is None else self._described
         if set(found) != self._described:
             names = ", ".join(sorted(map(str, set(found) ^ self._described)))
@@ -155,7 +144,7 @@ class Task:
             return None
         found = self._call("solution", row)
         if not isinstance(found, str):
-            raise self._error("solution", row, f"must return a str, not {_short(found)}")
+            raise self._error("solution", row, f"must return a str, not {short(found)}")
         return found
 
     def total_reward(self, rewards: dict[str, float]) -> float:
@@ -177,7 +166,7 @@ class Task:
         return tuple(repr(row.get(field)) for field in self.kind_fields)
 
     def _call(self, function: str, *arguments):
-        row = arguments[0]
+        row = arguments[0] if isinstance(arguments[0], dict) else arguments[0][0]  # `prepare` is told of many
         slow = f"has been running for {PATIENCE} s; Ctrl-C twice ends it"
         try:
             with call_after(PATIENCE, lambda: self._tell(function, row, slow)):
@@ -187,13 +176,11 @@ class Task:
 
     def _number(self, function: str, row: dict, name: str, value) -> float:
         if not isinstance(value, numbers.Real) and not hasattr(value, "item"):
-            raise self._error(function, row, f"gives {name!r} the value {_short(value)}, which is not a number")
+            raise self._error(function, row, f"gives {name!r} the value {short(value)}, which is not a number")
         try:
             return float(value)
         except Exception:  # of the value's own class
-            raise self._error(
-                function, row, f"gives {name!r} a value that is not one number: {_short(value)}"
-            ) from None
+            raise self._error(function, row, f"gives {name!r} a value that is not one number: {short(value)}") from None
 
     def _tell(self, function: str, row: dict, problem: str) -> None:
         say(str(self._error(function, row, problem)), sys.stderr, anyway=True)  # another process does not know it
@@ -204,7 +191,7 @@ class Task:
     def _constant(self, name: str, wanted: type, default):
         value = getattr(self._module, name, default)
         if not isinstance(value, wanted):
-            raise UserError(f"{self}: {name} must be a {wanted.__name__}, not {_short(value)}")
+            raise UserError(f"{self}: {name} must be a {wanted.__name__}, not {short(value)}")
         return value
 
     def _data(self, name: str) -> str | None:
@@ -213,13 +200,6 @@ class Task:
         if value is None:
             return None
         if not isinstance(value, str | Path):
-            raise UserError(f"{self}: {name} must be a path, not {_short(value)}")
+            raise UserError(f"{self}: {name} must be a path, not {short(value)}")
         path = local_path(str(value), f"{self}: {name}")
         return str(path if path.is_absolute() else Path(self._module.__file__).resolve().parent / path)
-
-
-def _short(value: object) -> str:
-    try:
-        return printable(repr(value), 80)
-    except Exception:  # of the value's own class
-        return f"a {type(value).__name__}"

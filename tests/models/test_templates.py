@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.chat import decode, encode_chat, encode_prompt
+from common.chat import begin_completions, decode, encode_chat, encode_prompt
 from common.tasks import arithmetic
 
 from common.plumbing.config import TINY_POLICY
@@ -381,6 +381,21 @@ def test_a_completion_begins_with_what_its_prompt_has_opened(bundled, name):
     ids = tokenizer.encode("20+38=58</think><answer>58</answer><|im_end|>", add_special_tokens=False)
     assert decode(tokenizer, ids) == opening + "20+38=58</think><answer>58</answer>"
     assert decode(tokenizer, []) == opening
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize("prefix", ["<think>", 'So: "\\{{ 1 }} é😀\n'])
+def test_completions_begin_with_a_given_prefix(bundled, name, prefix):
+    """It is the end of the prompt, where the policy goes on, and the beginning of what rewards see; once."""
+    tokenizer = with_template(bundled, OPENINGS[name][0] or bundled.chat_template)
+    before = encode_prompt(tokenizer, [user("a")])
+    written = OPENINGS[name][1]
+    begin_completions(tokenizer, prefix)
+    added = "" if written.rstrip().endswith(prefix) else prefix
+    assert tokenizer.decode(encode_prompt(tokenizer, [user("a")])) == tokenizer.decode(before) + added
+    assert decode(tokenizer, tokenizer.encode("1<|im_end|>")) == written + added + "1"
+    begin_completions(tokenizer, prefix)  # as when a policy that was saved with it is loaded
+    assert decode(tokenizer, []) == written + added
 
 
 def test_a_tokenizer_without_template_decodes_as_before(bundled):

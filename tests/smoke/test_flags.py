@@ -382,6 +382,16 @@ def system_prompt(new, old):
     assert new.samples[0]["prompt_length"] > old.samples[0]["prompt_length"]
 
 
+@changes("--completion-prefix", "<think>")
+def completion_prefix(new, old):
+    for entry in new.samples:
+        assert entry["text"].startswith("<think>")
+        assert entry["ids"][entry["prompt_length"] - 1] == new.policy.tokenizer.convert_tokens_to_ids("<think>")
+        assert not any(entry["action_mask"][: entry["prompt_length"]])  # given, not trained
+    assert new.samples[0]["prompt_length"] == old.samples[0]["prompt_length"] + 1
+    assert all(text.startswith("<think>") for text in new.read("before.json")[1])  # greedy, before training
+
+
 @changes("--eval-prompts", "3")
 def eval_prompts(new, old):
     assert [len(run.read("before.json")[1]) for run in (new, old)] == [3, 2]

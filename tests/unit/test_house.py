@@ -11,7 +11,8 @@ FIRST_SHELF = [
     path for folder in ("common", "common/tasks", "common/fast") for path in sorted((ROOT / folder).glob("*.py"))
 ]
 PLUMBING = sorted((ROOT / "common/plumbing").rglob("*.py"))
-MOST_LINES_TO_READ = 2250
+MOST_LINES_TO_READ = 2300
+REAL_TASKS = {ROOT / f"common/tasks/{name}.py" for name in ("gsm8k", "math", "countdown")}  # read by who uses them
 MOST_LINES_OF_TRAIN = {
     "experiment_sft": 240,
     "experiment_accelerate": 210,
@@ -101,8 +102,8 @@ def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
 
 
 def test_reading_list_is_the_first_shelf_and_short_enough():
-    """The first shelf without its fast folder and without `__init__.py`."""
-    shelf = {path for path in FIRST_SHELF if path.parent.name != "fast" and path.name != "__init__.py"}
+    """The first shelf without its fast folder, without `__init__.py`, and without the tasks of docs/tasks.md."""
+    shelf = {path for path in FIRST_SHELF if path.parent.name != "fast" and path.name != "__init__.py"} - REAL_TASKS
     assert len(reading_list()) == len(set(reading_list()))
     assert set(reading_list()) == shelf
     assert sum(map(num_lines, shelf)) <= MOST_LINES_TO_READ
