@@ -1,0 +1,97 @@
+"""Evaluate a policy on a set of questions: greedy and sampled, with error bars.
+
+    python evaluate.py --model runs/experiment_base/<name>/final
+    python evaluate.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --limit 200 --num-samples 4
+    python evaluate.py --model tiny --compare runs/evaluate/<name>/results.json
+
+Each question is answered greedily, and --num-samples times by sampling. All completions and figures are kept in one
+directory. The same command with the same --output continues an evaluation that was interrupted or killed, and shows one
+that is complete. docs/evaluate.md explains every figure.
+"""
+
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import dataclasses
+import functools
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from common.errors import UserError
+from evaluation.directory import default_directory
+from evaluation.session import evaluate
+from evaluation.table import print_table
+
+from common.plumbing.config import RESOLVED, ModelConfig, shown
+from common.plumbing.loading import load_policy
+from common.plumbing.parse import parse_config
+from common.plumbing.ranks import num_launched
+from common.plumbing.signals import signals_to
+from common.plumbing.start import run_main
+from common.plumbing.terminal import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    FIRST_GROUP: ClassVar[str] = "sampling"
+
+    num_samples: int = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
+    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: float = 1.0  # logits are divided by it; that of the greedy answer makes no difference
+    # below 1: draw only from the most probable tokens that together have this much probability
+    top_p: float = 1.0
+    task: str = "arithmetic"  # what is asked and what is right: a file of common/tasks, or the path of your own
+    # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
+    data: str | None = None
+    at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
+    max_question_length: int | None = None  # keep questions of at most this many characters; None: any
+    # the system turn of every question; None: none for the bundled policy, the task's own for other models
+    system_prompt: str | None = None
+    completion_prefix: str | None = None  # what every completion is made to begin with, e.g. "<think>"
+    limit: int | None = None  # ask the first questions only, this many; None: all
+    compare: str | None = None  # results.json of another evaluation, or its directory: the difference to it
+    generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
+    # directory of the results, new or that of an evaluation to continue; None: runs/evaluate/ and date, time and seed
+    output: str | None = None
+
+
+def main(argv: list[str] | None = None) -> None:
+    defaults = {kind: {"max_new_tokens": values["max_new_tokens"]} for kind, values in RESOLVED.items()}
+    config = parse_config(Config, argv, description=__doc__, resolved=defaults)
+    if num_launched() > 1:
+        raise UserError("evaluate.py runs in one process: start it with python")
+    directory = default_directory(config.seed) if config.output is None else Path(config.output).expanduser()
+    config = dataclasses.replace(config, output=str(directory))
+    torch.set_num_threads(config.threads)
+    with interruptible(resume_command(config, directory)):
+        load = functools.cache(lambda: load_policy(config, config.temperature))
+        results = evaluate(config, directory, load)
+    print_table(f"{shown(config.model)} on {results['num_questions']} questions of {config.task}", results)
+    say(f"results: {directory / 'results.json'}")
+    say(f"failures: {directory / 'failures.txt'}")
+
+
+@contextmanager
+def interruptible(command: str) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM within the block, end with a sentence that says how to continue."""
+    try:
+        with signals_to(signal.default_int_handler):
+            yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; continue with: {command}") from None
+
+
+def resume_command(config: Config, directory: Path) -> str:
+    """The command line as it was given, with the directory that is new."""
+    output = [] if any(word.partition("=")[0] == "--output" for word in sys.argv) else ["--output", str(directory)]
+    return shlex.join(["python", *sys.argv, *output])
+
+
+if __name__ == "__main__":
+    run_main(main)
