@@ -15,7 +15,7 @@ from common.errors import UserError
 
 from common.plumbing.checks import flag
 from common.plumbing.config import ModelConfig
-from common.plumbing.directory import lock_directory
+from common.plumbing.directory import BEFORE_SETTINGS, lock_directory
 from common.plumbing.machine import describe_machine
 from common.plumbing.settings import write_settings
 from common.plumbing.sources import check_sources, describe_sources
@@ -74,8 +74,8 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
         if stored.get(name) != settings[name]:
             values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]
             raise UserError(
-                f"{flag(name)} {values[0]} differs from {values[1]} in {directory}, which holds an evaluation with that "
-                "setting: repeat the setting, or choose another --output"
+                f"{flag(name)} {values[0]} differs from {values[1]} in {directory}, which holds an evaluation with "
+                "that setting: repeat the setting, or choose another --output"
             )
     check_sources(directory, stored.get("sources", {}), sources, has_failed=False)
     for name in ("versions", "machine", "gpu", "commit"):
@@ -88,13 +88,11 @@ def _stored(directory: Path) -> dict | None:
     """The settings of the evaluation that the directory holds; None if it is empty."""
     path = directory / "config.json"
     if not path.exists():
-        others = sorted(
-            entry.name for entry in directory.iterdir() if entry.name not in (".lock", "config.json.partial")
-        )
+        others = sorted({entry.name for entry in directory.iterdir()} - BEFORE_SETTINGS)
         if others:
             raise UserError(
-                f"--output {directory} holds other files ({printable(', '.join(others), 60)}) and no evaluation: choose "
-                "a new directory"
+                f"--output {directory} holds other files ({printable(', '.join(others), 60)}) and no evaluation: "
+                "choose a new directory"
             )
         return None
     try:

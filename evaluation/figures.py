@@ -76,7 +76,10 @@ def _sampled(groups: list[list[Answer]], seed: int) -> dict:
             majority([answer.given for answer in group], values, seed, question)
             for question, (group, values) in enumerate(zip(groups, by_question, strict=True))
         ]
-        found["maj@k"] = {str(k): mean_with_interval([vote[k] for vote in votes])._asdict() for k in votes[0]}
+        found["maj@k"] = {
+            str(k): mean_with_interval([vote[k] for vote in votes], answers_per_question=n // k)._asdict()
+            for k in votes[0]
+        }
     return found
 
 

@@ -1,7 +1,7 @@
 """Means over questions with their 95 % intervals, and the difference of two policies on the same questions.
 
-Every figure here is a mean over Q questions of one number per question: whether the greedy answer is right, the share of
-right samples, an estimate of pass@k. The n samples of one question are not independent of each other, so that n Q
+Every figure here is a mean over Q questions of one number per question: whether the greedy answer is right, the share
+of right samples, an estimate of pass@k. The n samples of one question are not independent of each other, so that n Q
 answers are worth fewer than n Q questions; the number per question is what is independent.
 
     standard error   SE = sqrt(sum_q (x_q - p)^2 / (Q - 1) / Q)          p: mean of the x_q; clustered by question

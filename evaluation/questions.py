@@ -35,7 +35,7 @@ def load_questions(config: ModelConfig) -> Task:
 
 
 def answer_reader(task: Task) -> Callable[[int, str], str | None]:
-    """What a completion of a question answers, in one spelling: of the task's `vote`, else as in the arithmetic task."""
+    """What a completion of a question answers, in one spelling: by the task's `vote`, else as the arithmetic task."""
 
     def read(question: int, text: str) -> str | None:
         if task.has_vote:

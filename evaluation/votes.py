@@ -1,4 +1,4 @@
-"""maj@k: how often the answer that most of k samples give is right (self-consistency, Wang et al. 2022, arXiv 2203.11171)."""
+"""maj@k: how often the answer that most of k samples give is right (Wang et al. 2022, arXiv 2203.11171)."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ def majority(answers: Sequence[str | None], correct: Sequence[float], seed: int,
     """maj@k of one question for k = 1, 2, 4, ..., n, by k.
 
     Each of the k samples votes for the answer that it gives; one that gives none does not vote. Where several answers
-    have most votes, one of them is taken at random: what counts is the share of them that is right. Without any vote the
-    value is 0. For k = n this is exact. For k < n it is the mean over subsets of k samples: the samples are shuffled and
-    cut into n // k subsets, as often as it takes to have `DRAWS` of them. The random numbers depend on the seed and the
-    question only.
+    have most votes, one of them is taken at random: what counts is the share of them that is right. Without any vote
+    the value is 0. For k = n this is exact. For k < n it is the mean over subsets of k samples: the samples are
+    shuffled and cut into n // k subsets, as often as it takes to have `DRAWS` of them. The random numbers depend on the
+    seed and the question only.
 
     >>> majority(["58", "60", "58", None], [1.0, 0.0, 1.0, 0.0], seed=0, question=0)[4]
     1.0
