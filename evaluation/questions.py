@@ -7,14 +7,17 @@ from collections.abc import Callable
 from common.errors import UserError
 from common.tasks import arithmetic
 
-from common.plumbing.config import ModelConfig, shown
+from common.plumbing.config import ModelConfig
 from common.plumbing.data import filter_rows, read_rows
 from common.plumbing.task import Row, Task
 from common.plumbing.task_file import task_of
 
 
-def load_questions(config: ModelConfig) -> Task:
+def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     """The task of an evaluation, with its questions as `eval_rows`.
+
+    Args:
+        renamed: fields of the data, and what the task calls them.
 
     Raises:
         UserError: the task or a row cannot be used, or no row is left.
@@ -28,10 +31,22 @@ def load_questions(config: ModelConfig) -> Task:
     source = config.data if config.data is not None else task.eval_data
     if source is None:
         raise UserError(f"{task} has no evaluation data of its own: give --data")
-    rows = filter_rows(read_rows(source, task.fields), config, task, source)
+    rows = read_rows(source, {} if renamed else task.fields)
+    for row in rows if renamed else ():
+        _rename(row, renamed, task)
+    rows = filter_rows(rows, config, task, source)
     task.data, task.eval_rows = source, rows[: config.limit]
     task.try_out(task.eval_rows[0])
     return task
+
+
+def _rename(row: Row, renamed: dict[str, str], task: Task) -> None:
+    for published, name in renamed.items():
+        if published in row:
+            row[name] = row.pop(published)
+    for field in task.fields:
+        if field not in row:
+            raise UserError(f"{row.place}: the field {field!r} is missing (there are: {', '.join(row)})")
 
 
 def answer_reader(task: Task) -> Callable[[int, str], str | None]:
@@ -50,7 +65,3 @@ def content_of(row: Row) -> str:
     """A checksum of what a row holds, which names it whatever file it is in."""
     text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def title_of(task: Task) -> str:
-    return shown(task.data)

@@ -8,6 +8,7 @@ from pathlib import Path
 from common.errors import UserError
 from common.policy import Policy
 from evaluation.answers import Completions, ask, make_batches
+from evaluation.comparison import check_shared, compare, read_results
 from evaluation.directory import begin, locked
 from evaluation.failures import failures
 from evaluation.figures import Answers, figures, read_answers
@@ -23,17 +24,23 @@ from common.plumbing.task import Task
 from common.plumbing.terminal import printable, say
 
 
-def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy]) -> dict:
+def evaluate(
+    config: ModelConfig, directory: Path, load: Callable[[], Policy], renamed: dict[str, str] | None = None
+) -> dict:
     """Ask all questions, or those that are left, and write results.json and failures.txt; returns the results.
 
     Args:
         config: the `Config` of evaluate.py.
         load: the policy; it is not called if nothing is left to ask.
+        renamed: fields of the data, and what the task calls them.
 
     Raises:
         UserError: the task, a row, the directory or the model cannot be used, or the disk is full.
     """
-    task = load_questions(config)
+    task = load_questions(config, renamed or {})
+    other = None if config.compare is None else read_results(config.compare)
+    if other is not None:
+        check_shared(other, list(map(content_of, task.eval_rows)))
     with locked(directory):
         settings = begin(directory, config, task)
         batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
@@ -43,6 +50,8 @@ def evaluate(config: ModelConfig, directory: Path, load: Callable[[], Policy]) -
                 _ask(config, task, completions, load)
             answers = read_answers(completions, len(task.eval_rows), answer_reader(task))
             results = settings | _results(task, answers, config.seed)
+            if other is not None:
+                results["comparison"] = compare(other, results, config.seed)
             page = failures(task, answers)
             replace_file(directory / "failures.txt", page.encode(errors="replace"))
             replace_file(directory / "results.json", (json.dumps(finite(results), indent=1) + "\n").encode())
@@ -88,4 +97,4 @@ def _results(task: Task, answers: Answers, seed: int) -> dict:
         if values:
             entry |= {"mean": sum(values) / len(values), "right": sum(value == 1 for value in values)}
         questions.append(entry)
-    return {"num_questions": len(questions), **figures(answers, seed), "questions": questions}
+    return {"num_questions": len(questions), "asked": task.data, **figures(answers, seed), "questions": questions}
