@@ -17,7 +17,12 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
-BUNDLED = {"tiny": TINY_POLICY, "tiny_tools": ROOT / "assets" / "tiny_policy_tools"}  # the second knows tools
+# The second knows tools, the third searches for expressions
+BUNDLED = {
+    "tiny": TINY_POLICY,
+    "tiny_tools": ROOT / "assets" / "tiny_policy_tools",
+    "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
+}
 ADAPTER_SETTINGS = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
