@@ -256,7 +256,7 @@ def test_a_row_that_nobody_can_solve_is_refused(row, reason):
     row = Row(row)
     row.place = "rows.jsonl:7"
     with pytest.raises(UserError, match=r"rows\.jsonl:7: no completion can be right"):
-        try_solutions(Task(countdown, "countdown"), [row])
+        try_solutions(Task(countdown, "countdown"), [row], "countdown")
     assert reason in countdown.solution(row)
     assert countdown.reward(row, "<answer>1+2</answer>")["correct"] == 0
     assert countdown.messages(row)[0]["content"].startswith("Make ")
