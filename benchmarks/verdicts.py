@@ -4,8 +4,8 @@
 
 `--data` holds the benchmarks as JSON lines (math500, minerva, olympiad_bench, aime24, amc: `problem`, `answer`). A step
 has 125 of their problems with 8 answers each: the gold answer, another spelling of it, the same with a digit changed,
-a gold answer of another problem, or a number. Workers are ready, as they are after the first rollout. "Cold": nothing
-was judged or read before; "warm": the same answers again. The variants take turns, each on the same steps. Writes
+a gold answer of another problem, or a number. The workers have started, and judge one step after the other, as in a
+run. "Again": the same answers once more. The variants take turns, each on the same steps. Writes
 benchmarks/results/verdicts.json.
 """
 
@@ -54,29 +54,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(config: Config, answers: list[list[str]]) -> dict:
     """Seconds of `prepare` for a thousand answers, per number of workers: of the clock, and of their processors."""
-    taken: dict[str, list[dict]] = {"1": [], "2": []}
+    judges = {number: Judge(number_of_workers=number) for number in (1, 2)}
+    taken: dict[int, list[dict]] = {number: [] for number in judges}
+    for judge in judges.values():
+        judge.verdict(["x+y"], "y+x")  # waits until one of them is ready
     for step in range(config.steps):
         cases = cases_of_step(answers, random.Random(f"{config.seed} {step}"))
-        for number, found in taken.items():
-            judge = Judge(number_of_workers=int(number))
-            judge.verdict(["x+y"], "y+x")  # waits until one of them is ready
-            time.sleep(0.5)
-            began, undecided = time.perf_counter(), 0
+        for number, judge in judges.items():
+            own_began, began = time.process_time(), time.perf_counter()
+            judge.seconds, judge.num_asked = 0.0, 0
             judge.prepare(cases)
-            cold, processor = time.perf_counter() - began, judge.seconds
-            num_asked = judge.num_asked
+            new = {
+                "seconds": time.perf_counter() - began, "own processor": time.process_time() - own_began,
+                "workers' processors": judge.seconds, "asked": judge.num_asked,
+            }  # fmt: skip
             began = time.perf_counter()
             judge.prepare(cases)
-            warm = time.perf_counter() - began
+            again = time.perf_counter() - began
             verdicts = [judge.verdict(*case) for case in cases]
-            undecided = verdicts.count(None)
-            found.append(
-                {
-                    "cold": cold, "warm": warm, "workers' processors, cold": processor, "undecided": undecided,
-                    "right": verdicts.count(True), "asked the library": num_asked, "load": os.getloadavg()[0],
-                }
-            )  # fmt: skip
-            judge.close()
+            counts = {"right": verdicts.count(True), "undecided": verdicts.count(None)}
+            taken[number].append(new | {"seconds, again": again} | counts | {"load": os.getloadavg()[0]})
+    for judge in judges.values():
+        judge.close()
     return {
         f"{number} workers": {name: statistics.median(step[name] for step in found) for name in found[0]}
         | {"steps": found}

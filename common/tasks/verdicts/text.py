@@ -45,7 +45,7 @@ _SCIENTIFIC = re.compile(
     r"|10\^(?:\{([+-]?\d+)\}|([+-]?\d+)))"
 )
 _FRACTION = re.compile(
-    rf"([+-]?)(?:(\d+) ?(?=\\|\d+/))?(?:\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}|({_DECIMAL})/({_DECIMAL}))"
+    rf"([+-]?)(?:(\d++)(?: (?=\d+/)| ?(?=\\frac)))?(?:\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}|({_DECIMAL})/({_DECIMAL}))"
 )
 
 

@@ -168,15 +168,16 @@ class Workers:
         self._failed_starts += not worker.is_ready
         if self._failed_starts > 2 * len(self._workers):
             raise UserError(f"the processes that compare answers end as soon as they are started (status {status})")
-        if worker.pair is not None:
-            losses[worker.pair] += 1
-            took_too_long = was_overdue or status == -signal.SIGVTALRM
-            if took_too_long or losses[worker.pair] > 1:
-                verdicts[worker.pair] = None
-            else:
-                waiting.setdefault(worker.pair[0], []).append(worker.pair[1])
+        took_too_long = was_overdue or status == -signal.SIGVTALRM
         self._workers[index] = Worker()
-        return 1.0 if worker.pair is not None else 0.0  # twice what a verdict may take: at most that
+        if worker.pair is None:
+            return 0.0
+        losses[worker.pair] += 1
+        if took_too_long or losses[worker.pair] > 1:
+            verdicts[worker.pair] = None
+        else:
+            waiting.setdefault(worker.pair[0], []).append(worker.pair[1])
+        return 1.0 if took_too_long else 0.0  # the processor time after which a worker ends itself
 
 
 def _effort(pair: Pair) -> tuple[int, int]:
