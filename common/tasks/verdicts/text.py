@@ -44,8 +44,9 @@ _SCIENTIFIC = re.compile(
     rf"([+-]?)(?:({_DECIMAL})(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)10\^(?:\{{([+-]?\d+)\}}|([+-]?\d+)))"
     r"|10\^(?:\{([+-]?\d+)\}|([+-]?\d+)))"
 )
+_MIXED = r"(?:(\d++)(?: (?=\d+/)| ?(?=\\frac)))?"
 _FRACTION = re.compile(
-    rf"([+-]?)(?:(\d++)(?: (?=\d+/)| ?(?=\\frac)))?(?:\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}|({_DECIMAL})/({_DECIMAL}))"
+    rf"([+-]?){_MIXED}(?:\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}|({_DECIMAL})/({_DECIMAL}))"
 )
 
 
