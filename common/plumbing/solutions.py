@@ -32,6 +32,11 @@ def try_solutions(task: Task, rows: list[Row]) -> None:
         if math.isfinite(earned) and not is_earned:  # others are a fault of the reward, which the run reports
             raise UserError(
                 f"{row.place}: no completion can be right, because the row's own solution {printable(repr(text), 80)} "
-                f"earns {measure} {earned:g}: bring the gold answers to the form that reward(row, text) of {task} "
-                "compares with (of GSM8K's answers keep what follows ####), or correct its solution(row)"
+                f"earns {measure} {earned:g}: {_advice(task, row)}"
             )
+
+
+def _advice(task: Task, row: Row) -> str:
+    if "####" in str(row.get("answer")) and str(task) != "--task gsm8k":  # the task that reads such answers
+        return "the answers look like GSM8K's, for which use --task gsm8k, or keep only what follows ####"
+    return f"bring the row to the form that reward(row, text) of {task} compares with, or correct its solution(row)"

@@ -232,7 +232,7 @@ UNSOLVED = {
     '{"question": "x", "answer": "'
     + GSM8K
     + '"}': r"^bad\.jsonl:2: no completion can be right, .*She has .* correct = 0",
-    '{"question": "x", "answer": "\\u001b[31m7"}': r"^bad\.jsonl:2: .*'<\\x1b\[31m7>' earns correct = 0: .*####",
+    '{"question": "x", "answer": "\\u001b[31m7"}': r"^bad\.jsonl:2: .*'<\\x1b\[31m7>' earns correct = 0: bring the row",
     '{"question": "x", "answer": "' + "7 " * 5000 + '"}': r"^bad\.jsonl:2: no .*7 \.\.\. earns correct = 0",
 }
 
