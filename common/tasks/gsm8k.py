@@ -157,8 +157,8 @@ def describe(row: dict, text: str) -> dict[str, float]:
 
     - `unread`: there is an answer between tags, and it is no number by the table;
     - `boxed`, `hashes`, `sentence`: there is none, but a `\boxed{`, a `####`, or "answer is", in this order;
-    - `right_elsewhere`: `correct` is 0, but the last number of the text is the gold one. If this is frequent, the policy
-      solves more than it is rewarded for.
+    - `right_elsewhere`: `correct` is 0, but the last number of the text is the gold one. If this is frequent, the
+      policy solves more than it is rewarded for.
 
     >>> describe({"answer": "#### 18"}, "<think>9 * 2</think> The answer is 18.")
     {'unread': 0.0, 'boxed': 0.0, 'hashes': 0.0, 'sentence': 1.0, 'right_elsewhere': 1.0}

@@ -111,8 +111,8 @@ def test_a_row_whose_gold_is_no_number_is_refused(answer):
     """And nothing that a policy writes is right."""
     row = Row({"question": "", "answer": answer})
     row.place = "rows.jsonl:7"
-    with pytest.raises(UserError, match=r"^rows\.jsonl:7: no completion can be right, .* of --task gsm8k compares"):
-        try_solutions(Task(gsm8k, "gsm8k"), [row])
+    with pytest.raises(UserError, match=r"^rows\.jsonl:7: .*no completion can be right"):
+        try_solutions(Task(gsm8k, "gsm8k"), [row], "gsm8k")
     for text in ("", "<answer></answer>", "<answer>72</answer>", "<answer>nan</answer>", f"<answer>{answer}</answer>"):
         assert gsm8k.reward(row, text)["correct"] == 0
 
@@ -263,17 +263,17 @@ def write(path: Path, *rows: dict) -> str:
 def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, task):
     """In one sentence, before a model is loaded."""
     path = write(tmp_path / "train.jsonl", ROW, ROW)
-    sentence = r"train\.jsonl:1: no completion can be right, .*like GSM8K's, for which use --task gsm8k, or keep only "
+    sentence = r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"
     with pytest.raises(UserError, match=sentence) as caught:
         load_task(RunConfig(task=task, data=path, eval_data=path))
     assert "\n" not in str(caught.value)
 
 
-def test_a_user_s_task_for_gsm8k_is_told_the_same(tmp_path):
+def test_a_task_of_the_user_is_told_what_is_compared(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(Path(arithmetic.__file__).read_text("utf-8").replace("parents[2]", "parents[0]"))
     path = write(tmp_path / "train.jsonl", ROW, ROW)
-    with pytest.raises(UserError, match=r"use --task gsm8k, or keep only what follows ####$"):
+    with pytest.raises(UserError, match=r"bring the row .*of GSM8K's answers keep what follows ####\)"):
         load_task(RunConfig(task=str(file), data=path, eval_data=path))
 
 
