@@ -161,6 +161,12 @@ class Task:
             raise self._error("vote", row, f"must return a str or None, not {short(found)}")
         return found
 
+    def right_answer(self, row: dict) -> object:
+        """The answer to a row, for people: what its solution answers, if the task can tell, else its field `answer`."""
+        text = self.solution(row)
+        voted = self.vote(row, text) if text is not None and self.has_vote else None
+        return row.get("answer", text) if voted is None else voted
+
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""
         return sum(weight * rewards.get(component, 0.0) for component, weight in self.weights.items() if weight)
