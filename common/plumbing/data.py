@@ -1,5 +1,6 @@
 """Reads rows: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
 
+import sys
 from collections.abc import Iterator
 
 from common.errors import UserError
@@ -58,6 +59,8 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
     task.try_out(train_rows[0])
+    if note := task.note():
+        say(f"{task}: {note}", sys.stderr)
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task

@@ -179,7 +179,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=30).map("".join), st.booleans())
 def test_no_text_makes_the_reward_raise(text, is_answer):
     text = f"<answer>{text}</answer>" if is_answer else text
@@ -229,7 +229,7 @@ def test_a_solution_is_found_exactly_if_there_is_one(numbers):
 def test_solvable_rows_of_up_to_six_numbers_are_solved():
     rng = random.Random(0)
     for num_numbers in range(1, countdown.MAX_NUMBERS + 1):
-        for _ in range(3):
+        for _ in range(8):
             numbers, value = [rng.randint(1, 99) for _ in range(num_numbers)], None
             while value is None or value.denominator != 1:
                 value = countdown.evaluate_expression(random_expression(rng, numbers))
