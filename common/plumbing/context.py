@@ -9,7 +9,7 @@ from common.chat import encode_prompt
 from common.errors import UserError
 from common.policy import Policy
 
-from common.plumbing.config import RunConfig
+from common.plumbing.config import ModelConfig
 from common.plumbing.task import Row, Task
 
 PROBE = "probe"  # a text that no template writes by itself
@@ -24,7 +24,7 @@ def context_length(policy: Policy) -> float:
     return max(length, stretched) if length > 0 else math.inf
 
 
-def check_context(config: RunConfig, task: Task, policy: Policy) -> None:
+def check_context(config: ModelConfig, task: Task, policy: Policy) -> None:
     """Refuse a run with a row whose prompt and completion do not fit into the model's context.
 
     Raises:

@@ -117,10 +117,11 @@ def _load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
         rows = read_rows(source, task.fields)
     except FieldsError as error:
         raise UserError(f"{error}{suggest_task(error.row, config.task)}") from None
-    return _filter(rows, config, task, source)
+    return filter_rows(rows, config, task, source)
 
 
-def _filter(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+    """Those that `--at-most` and `--max-question-length` keep, with the question that the task asks."""
     kept = rows
     for field, most in parse_numbers("--at-most", config.at_most).items():
         for row in kept:

@@ -5,7 +5,7 @@ from pathlib import Path
 from common.errors import UserError
 
 from common.plumbing.checks import flag
-from common.plumbing.config import PolicyConfig
+from common.plumbing.config import ModelConfig
 from common.plumbing.files import sha256
 from common.plumbing.hub import commit_of
 from common.plumbing.ranks import is_first_here
@@ -15,7 +15,7 @@ from common.plumbing.terminal import say
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # of a Hugging Face directory
 
 
-def describe_sources(config: PolicyConfig, task: Task | None) -> dict[str, dict]:
+def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
 
     The model's only in one process of each machine: it can be large.

@@ -150,6 +150,17 @@ class Task:
             raise self._error("solution", row, f"must return a str, not {short(found)}")
         return found
 
+    @property
+    def has_vote(self) -> bool:
+        return hasattr(self._module, "vote")
+
+    def vote(self, row: dict, text: str) -> str | None:
+        """What a completion answers, in one spelling, for tasks that define `vote`; None: nothing."""
+        found = self._call("vote", row, text)
+        if found is not None and not isinstance(found, str):
+            raise self._error("vote", row, f"must return a str or None, not {short(found)}")
+        return found
+
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""
         return sum(weight * rewards.get(component, 0.0) for component, weight in self.weights.items() if weight)

@@ -18,12 +18,17 @@ BUNDLED = Path(__file__).resolve().parents[1] / "tasks"
 
 
 def import_task(config: RunConfig, more_weights: dict[str, float] | None = None) -> Task:
-    """The task that `--task` names, without its rows.
+    """The task that `--task` names, with its weights and without its rows.
 
     Raises:
         UserError: there is no such task, or its file cannot be used.
     """
-    return Task(_import_module(config.task), shown(config.task), config.reward_weight, more_weights)
+    return task_of(config.task, config.reward_weight, more_weights)
+
+
+def task_of(name: str, weights: tuple[str, ...] = (), more_weights: dict[str, float] | None = None) -> Task:
+    """The task of this name or path. Arguments and errors as of `Task`."""
+    return Task(_import_module(name), shown(name), weights, more_weights)
 
 
 def bundled_tasks() -> list[str]:
