@@ -6,7 +6,6 @@ import unicodedata
 from collections.abc import Iterator
 
 from common.errors import UserError
-
 from common.tasks.audit.findings import Finding
 
 from common.plumbing.rows import is_empty
@@ -147,4 +146,4 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _is_control(letter: str) -> bool:
-    return letter > "~" and (letter in _BIDI or unicodedata.category(letter) == "Cc") or letter < " " and letter not in "\n\t\r"
+    return letter not in "\n\t\r" and (letter in _BIDI or unicodedata.category(letter) == "Cc")
