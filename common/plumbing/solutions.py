@@ -39,7 +39,7 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
 
 
 def _reason(task: Task, row: Row, text: str, earned: str, name: str) -> str:
-    if empty := [repr(field) for field in task.fields if is_empty(row[field])]:
+    if empty := [repr(field) for field in sorted({*task.fields, "answer"} & row.keys()) if is_empty(row[field])]:
         return f"the field {' and '.join(empty)} is empty, so that no completion can be right: remove the row"
     reason = f"no completion can be right, because the row's own solution {printable(repr(text), 80)} earns {earned}"
     if suggestion := suggest_task(row, name):
