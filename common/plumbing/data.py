@@ -36,11 +36,11 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     source = config.data if config.data is not None else task.train_data
     if source is None:
         raise UserError(f"{task} has no data of its own: give --data")
-    train_rows = _load_rows(source, config, task)
+    train_rows = load_rows(source, config, task)
     eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
     eval_source = find_test_data(source) if eval_source is None else eval_source
     if eval_source is not None:
-        eval_rows = _load_rows(eval_source, config, task)[: config.eval_prompts]
+        eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
             f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
@@ -111,7 +111,7 @@ def find_test_data(source: str) -> str | None:
     return found
 
 
-def _load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
+def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
     """The rows of a source that pass the filters, with a hint if they are those of another task."""
     try:
         rows = read_rows(source, task.fields)
