@@ -13,11 +13,12 @@ from common.errors import UserError
 from common.plumbing.config import ADAPTER_SETTINGS, ModelConfig, PolicyConfig, shown
 from common.plumbing.flags import RANGES
 from common.plumbing.terminal import printable, say
+from common.plumbing.tokenizer import read_template
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
 # Flags that can name a file or a directory
-PATHS = ("model", "task", "data", "eval_data", "tools", "corpus", "index", "encoder", "runs_dir", "resume")
-PATHS += ("output", "compare")
+PATHS = ("model", "chat_template", "task", "data", "eval_data", "tools", "corpus", "index", "encoder")
+PATHS += ("runs_dir", "resume", "output", "compare")
 
 
 def flag(name: str) -> str:
@@ -133,7 +134,13 @@ def _check_training(config: PolicyConfig) -> None:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there."""
+    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there.
+
+    Raises:
+        UserError: naming it, or the chat template that it is to have and that cannot be read.
+    """
+    if config.chat_template is not None:
+        read_template(config.chat_template)
     path, base = config.model_path, config.base_path
     if path is None:
         return

@@ -17,7 +17,12 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
-BUNDLED = {"tiny": TINY_POLICY, "tiny_tools": ROOT / "assets" / "tiny_policy_tools"}  # the second knows tools
+# The second knows tools, the third searches for expressions
+BUNDLED = {
+    "tiny": TINY_POLICY,
+    "tiny_tools": ROOT / "assets" / "tiny_policy_tools",
+    "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
+}
 ADAPTER_SETTINGS = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -38,6 +43,8 @@ class ModelConfig:
     # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
     # adapter
     model: str = "tiny"
+    # file of a chat template (Jinja), for models that have none, such as base models; None: the model's own
+    chat_template: str | None = None
     seed: int = 0  # seed of sampling
     threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
     # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
@@ -122,8 +129,9 @@ class RunConfig(PolicyConfig):
 
     task: str = "arithmetic"  # what is asked and rewarded: a file of common/tasks, or the path of your own
     reward_weight: tuple[str, ...] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
-    data: str | None = None  # JSONL file, or hub dataset id[:subset]; None: the task's own
-    # held-out questions, a file or a hub dataset like --data; None: the task's own, or rows held out from --data
+    data: str | None = None  # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
+    # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
+    # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: str | None = None
     at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: int | None = None  # keep questions of at most this many characters; None: any

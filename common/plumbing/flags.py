@@ -89,7 +89,7 @@ RANGES = {
 # Their order is that of the fields.
 GROUPS = {
     "policy": (
-        *("model", "device", "dtype", "attn_implementation", "gradient_checkpointing"),
+        *("model", "chat_template", "device", "dtype", "attn_implementation", "gradient_checkpointing"),
         *("lora_rank", "lora_alpha", "load_in", "save_merged"),
     ),
     "data and task": (

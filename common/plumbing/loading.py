@@ -27,7 +27,7 @@ from common.plumbing.config import DTYPES, ModelConfig, PolicyConfig, resolve, s
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
 from common.plumbing.terminal import say
-from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids
+from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids, read_template
 from common.plumbing.weights import check_finite, describe_parameters
 
 
@@ -49,8 +49,6 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     refuse_adapter(config.base, is_here)
     has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
     tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
-    if prefix := getattr(config, "completion_prefix", None):
-        begin_completions(tokenizer, prefix)
     quantised = {}
     if config.load_in is not None:
         quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}
@@ -66,8 +64,15 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
 
 def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperature: float = 1.0) -> Policy:
     """Wrap a model and its tokenizer, with its adapter; under a `PolicyConfig` ready for training."""
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
     if tokenizer.chat_template is None:
-        raise UserError(f"--model {shown(config.model)} has no chat template; use an instruction-tuned model")
+        raise UserError(
+            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
+            "--chat-template FILE (Jinja), or use an instruction-tuned model"
+        )
+    if prefix := getattr(config, "completion_prefix", None):
+        begin_completions(tokenizer, prefix)
     check_quantisation(model, config)
     use_fast_products(model)
     if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them

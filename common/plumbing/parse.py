@@ -158,7 +158,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
-    names = ("data", "eval_data", "tools", "corpus", "index", "encoder")
+    names = ("chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
     named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in names}
     if config.model not in BUNDLED:
         named["model"] = config.model_path

@@ -177,7 +177,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=30).map("".join), st.booleans())
 def test_no_text_makes_the_reward_raise(text, is_answer):
     text = f"<answer>{text}</answer>" if is_answer else text
@@ -227,7 +227,7 @@ def test_a_solution_is_found_exactly_if_there_is_one(numbers):
 def test_solvable_rows_of_up_to_six_numbers_are_solved():
     rng = random.Random(0)
     for num_numbers in range(1, countdown.MAX_NUMBERS + 1):
-        for _ in range(8):
+        for _ in range(3):
             numbers, value = [rng.randint(1, 99) for _ in range(num_numbers)], None
             while value is None or value.denominator != 1:
                 value = countdown.evaluate_expression(random_expression(rng, numbers))
@@ -256,7 +256,7 @@ def test_a_row_that_nobody_can_solve_is_refused(row, reason):
     row = Row(row)
     row.place = "rows.jsonl:7"
     with pytest.raises(UserError, match=r"rows\.jsonl:7: no completion can be right"):
-        try_solutions(Task(countdown, "countdown"), [row])
+        try_solutions(Task(countdown, "countdown"), [row], "countdown")
     assert reason in countdown.solution(row)
     assert countdown.reward(row, "<answer>1+2</answer>")["correct"] == 0
     assert countdown.messages(row)[0]["content"].startswith("Make ")

@@ -134,7 +134,7 @@ BROKEN = {
     with_messages("return 1 / 0"): rf"{MESSAGES} raised ZeroDivisionError: .*{LINE.format(4)}",
     GOOD + "def describe(row, text): return 3": rf"{FILE}: describe of .*:1 must return a dict of numbers, not 3$",
     GOOD + "FIELDS = {'gold': str}": r"^rows\.jsonl:1: the field 'gold' is missing \(there are: question, answer\)$",
-    GOOD + "FIELDS = {'answer': int}": r"^rows\.jsonl:1: the field 'answer' cannot be \"0\"$",
+    GOOD + "FIELDS = {'answer': int}": r"^rows\.jsonl:1: the field 'answer' cannot be \"0\", but a whole number$",
 }  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def test_a_reward_can_limit_its_own_time(load):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"task": "nowhere.py"}, r"^--task nowhere\.py: there is no such file, and .*: arithmetic, calculator, qa$"),
+        ({"task": "nowhere.py"}, r"^--task nowhere\.py: there is no such file, and .*: arithmetic, calculator, countdown, gsm8k, math, qa$"),
         ({"task": "."}, r"^--task \.: there is no such file"),
         ({"reward_weight": ("long=1",)}, r"^--reward-weight long: --task my_task\.py has .* correct, short$"),
         ({"reward_weight": ("short=1", "short=2")}, r"^--reward-weight short=2: short is given twice$"),
