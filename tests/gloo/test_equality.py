@@ -336,7 +336,7 @@ def test_two_processes_take_every_task(results_of, experiment, task):
     directory = results_of(2)["directory"] / experiment / task
     metrics = rows_of(directory, "metrics")
     assert {entry["step"] for entry in metrics} == {0, 1, 2}
-    assert all(0 <= entry["reward/correct"] <= 1 for entry in metrics[1:])
+    assert all("reward/correct" in entry for entry in metrics if "loss/total" in entry)
     assert len({json.dumps(row["ids"]) for row in rows_of(directory, "samples")}) > 2  # of both ranks
 
 

@@ -134,7 +134,7 @@ BROKEN = {
     with_messages("return 1 / 0"): rf"{MESSAGES} raised ZeroDivisionError: .*{LINE.format(4)}",
     GOOD + "def describe(row, text): return 3": rf"{FILE}: describe of .*:1 must return a dict of numbers, not 3$",
     GOOD + "FIELDS = {'gold': str}": r"^rows\.jsonl:1: the field 'gold' is missing \(there are: question, answer\)$",
-    GOOD + "FIELDS = {'answer': int}": r"^rows\.jsonl:1: the field 'answer' cannot be \"0\"$",
+    GOOD + "FIELDS = {'answer': int}": r"^rows\.jsonl:1: the field 'answer' cannot be \"0\", but a whole number$",
 }  # fmt: skip
 
 
