@@ -118,7 +118,7 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
             )
             table.add_row(Text(printable(label, 60)), *("-" if value is None else f"{value:.3f}" for value in values))
     console.print(table)
-    if gain:
+    if any(gain.values()):
         say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
 
     table = Table(title="The greedy answer", show_lines=True)

@@ -63,6 +63,8 @@ def test_answered_and_format_do_not_depend_on_the_value(text, answered, is_forma
     [
         ("<think>3+5=8<15, 3*5=15</think><answer>3*5</answer>", (2, 0, 0, 0)),
         ("<think>3+5=8<15</think><answer>3+5</answer>", (1, 1, 0, 0)),
+        ("<think>(3+5)*1=8*1=8<15 (3*5)*1=15*1=15=15</think><answer>3*5</answer>", (2, 0, 0, 0)),
+        ("<think>3 + 5 = 8, so try 3 * 5 = 15.</think><answer>3 * 5</answer>", (2, 0, 0, 0)),
         ("<answer>15</answer>", (0, 1, 0, 0)),
         ("<answer>none</answer>", (0, 0, 1, 0)),
         ("<answer></answer>", (0, 0, 1, 0)),
@@ -255,7 +257,11 @@ def test_solvable_rows_of_up_to_six_numbers_are_solved():
 def test_a_row_that_nobody_can_solve_is_refused(row, reason):
     row = Row(row)
     row.place = "rows.jsonl:7"
+<<<<<<< HEAD
     with pytest.raises(UserError, match=r"rows\.jsonl:7: no completion can be right"):
+=======
+    with pytest.raises(UserError, match=r"rows\.jsonl:7: .*no completion can be right"):
+>>>>>>> main
         try_solutions(Task(countdown, "countdown"), [row], "countdown")
     assert reason in countdown.solution(row)
     assert countdown.reward(row, "<answer>1+2</answer>")["correct"] == 0

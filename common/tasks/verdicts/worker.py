@@ -27,7 +27,8 @@ WARM_UP = (  # the parser reads what is like something that it has read several 
     r"x \le 4", r"(-\infty,2] \cup (3,5)", r"\begin{pmatrix} 1 & x \\ 2 & 3 \end{pmatrix}", r"5 \text{ cm}^2", "n!",
     r"\sin^2 x+\ln 2", r"a_{1} e^{-2t}\cos(\omega t)", r"x \in [1,2]", r"\left[ 0, \frac{\pi^2}{8} \right]",
     r"f(x)=\frac{x}{2}", "3x-y+4z-1=0", "x=2y+3", r"\text{even}", r"1 \pm \sqrt{5}", r"\{1,2\}", "(1,2),(3,4)",
-    "1,-2,3", r"\frac{-1+\sqrt{5}}{2}", r"2 \times 10^{-3}", r"3 \cdot 2^{n-1}", r"\frac{x^{2}+1}{2(x-1)}", "2n^{2}-n", "[1,2)",
+    "1,-2,3", r"\frac{-1+\sqrt{5}}{2}", r"2 \times 10^{-3}", r"3 \cdot 2^{n-1}", r"\frac{x^{2}+1}{2(x-1)}",
+    "2n^{2}-n", "[1,2)",
     r"\left(\frac{1}{2}, -\sqrt{3}\right)", "(1,2)", r"\left(x+1\right)^{2}-\frac{\pi}{3}", r"\frac{1}{2}+\sqrt{3}x",
 )  # fmt: skip
 
