@@ -257,11 +257,7 @@ def test_solvable_rows_of_up_to_six_numbers_are_solved():
 def test_a_row_that_nobody_can_solve_is_refused(row, reason):
     row = Row(row)
     row.place = "rows.jsonl:7"
-<<<<<<< /tmp/mx/ours
     with pytest.raises(UserError, match=r"rows\.jsonl:7: .*no completion can be right"):
-=======
-    with pytest.raises(UserError, match=r"rows\.jsonl:7: no completion can be right"):
->>>>>>> /tmp/mx/theirs
         try_solutions(Task(countdown, "countdown"), [row], "countdown")
     assert reason in countdown.solution(row)
     assert countdown.reward(row, "<answer>1+2</answer>")["correct"] == 0
