@@ -35,7 +35,7 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     if source is None:
         raise UserError(f"{task} has no evaluation data of its own: give --data")
     if is_hub_source(source) and (test_split := find_test_split(source)) is not None:
-        say(f"the test split of {source} is asked; name a split to ask another: {source.rstrip(':')}:SUBSET:SPLIT")
+        say(f"the questions are those of {test_split} (--data names another split)")
         source = test_split
     rows = _read_renamed(source, config, task, renamed) if renamed else load_rows(source, config, task)
     task.data, task.eval_rows = source, rows[: config.limit]

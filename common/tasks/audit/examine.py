@@ -1,8 +1,9 @@
 """The audit itself: every file is read as training would, and all of its faulty rows are found, not only the first."""
 
 from common.errors import UserError
+from common.tasks.audit.calculations import find_wrong_calculations
 from common.tasks.audit.findings import Finding, Place, Report
-from common.tasks.audit.golds import find_control_characters, find_copied, find_gold_problems
+from common.tasks.audit.golds import find_boxed, find_control_characters, find_copied, find_gold_problems
 from common.tasks.audit.lengths import load_tokenizer, measure_prompts, measure_solutions
 from common.tasks.audit.questions import find_repeated, find_shared
 
@@ -34,7 +35,12 @@ def examine(config: RunConfig, max_new_tokens: int) -> Report:
         prompts, long = measure_prompts(tokenizer, task, rows, system_prompt, of, context - max_new_tokens)
         lengths += [prompts, measure_solutions(tokenizer, rows, of, max_new_tokens)]
         findings += [unusable, *find_gold_problems(task, rows, of), *find_repeated(task, rows, of), long]
-        findings += [find_control_characters(rows, of), find_copied(task, rows, of)]
+        findings += [
+            find_control_characters(rows, of),
+            find_boxed(task, rows, of),
+            find_copied(task, rows, of),
+            find_wrong_calculations(rows, of),
+        ]
     if eval_source is not None:
         findings += find_shared(kept["training"], kept["evaluation"])
     return Report(

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 from common.errors import UserError
 from common.tasks.audit.findings import Finding
+from common.tasks.math import boxes
 
 from common.plumbing.rows import is_empty
 from common.plumbing.task import Row, Task
 
 CHUNK = 1000  # rows that a task judges at once
+MOST_BOXES = 3  # of a question, that are tried as its answer
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w]|[.,]\d)")
 # Signs that no question needs: of control, of direction, and what a wrong decoding leaves behind
 _BIDI = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufffd")
@@ -40,6 +42,22 @@ def find_copied(task: Task, rows: list[Row], of: str) -> Finding:
         if gold and _holds(row.question, gold):
             copied.add(row, f"{gold}: {row.question}")
     return copied
+
+
+def find_boxed(task: Task, rows: list[Row], of: str) -> Finding:
+    r"""Questions that hold a `\boxed{}` with what the reward accepts: the solution of an earlier part, for example."""
+    boxed = Finding(f"{of}_boxed_in_question", f"{of}: gold answer is in a box in the question", True, len(rows))
+    asked = [(row, text) for row in rows for text in boxes(row.question)[:MOST_BOXES]]
+    texts = [f"<answer>{text}</answer>" for _, text in asked]
+    for start in range(0, len(asked), CHUNK):
+        task.prepare([row for row, _ in asked[start : start + CHUNK]], texts[start : start + CHUNK])
+    accepted = {}
+    for (row, text), completion in zip(asked, texts, strict=True):
+        if task.reward(row, completion).get("correct") == 1:
+            accepted.setdefault(id(row), (row, text))
+    for row, text in accepted.values():
+        boxed.add(row, f"{text}: ...{row.question[-200:]}")
+    return boxed
 
 
 def find_control_characters(rows: list[Row], of: str) -> Finding:

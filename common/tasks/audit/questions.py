@@ -10,6 +10,7 @@ from common.tasks.audit.golds import shown_gold
 from common.plumbing.task import Row, Task
 
 RUN = 13  # words in a row that two questions hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
+MOST = 10  # training questions with a run; one that more of them have is an instruction
 
 _SPACING = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!;: ]|\$")  # of LaTeX
 _PUNCTUATION = re.compile(r"[\"'`\u2018\u2019\u201c\u201d;:!?]|[.,](?!\d)|(?<!\d)[.,]")
@@ -33,10 +34,11 @@ def find_repeated(task: Task, rows: list[Row], of: str) -> list[Finding]:
     """Questions that the same data ask more than once, with the same gold answer and with different ones.
 
     Of rows that ask the same, the first is not counted. Two gold answers are the same if the reward accepts one for the
-    other's row.
+    other's row. Of the others, those that have a run of `RUN` words in common with an earlier one.
     """
     conflicts = Finding(f"{of}_conflicts", f"{of}: same question, different gold answers", True, len(rows))
     repeated = Finding(f"{of}_repeated", f"{of}: same question again, same gold answer", False, len(rows))
+    near = Finding(f"{of}_{RUN}_words", f"{of}: {RUN} words in a row in common with an earlier one", False, len(rows))
     first: dict[str, Row] = {}
     for row in rows:
         before = first.setdefault(normalise(row.question), row)
@@ -47,7 +49,10 @@ def find_repeated(task: Task, rows: list[Row], of: str) -> list[Finding]:
         else:
             golds = f"{shown_gold(task, row)} and {shown_gold(task, before)}"
             conflicts.add(row, f"as {before.place}, answers {golds}: {row.question}")
-    return [conflicts, repeated]
+    others = list(first.values())
+    for row, found, run in _share_a_run(others, others):
+        near.add(row, f"as {found.place}: {run}")
+    return [conflicts, repeated, near]
 
 
 def find_shared(train_rows: list[Row], eval_rows: list[Row]) -> list[Finding]:
@@ -65,26 +70,34 @@ def find_shared(train_rows: list[Row], eval_rows: list[Row]) -> list[Finding]:
             close.add(row, f"as {found.place}: {row.question}")
         else:
             others.append(row)
-    for row, (found, run) in _share_a_run(train_rows, others):
+    for row, found, run in _share_a_run(train_rows, others):
         near.add(row, f"as {found.place}: {run}")
     return [exact, close, near]
 
 
-def _share_a_run(train_rows: list[Row], eval_rows: list[Row]) -> list[tuple[Row, tuple[Row, str]]]:
-    """Which evaluation rows have a run of words that a training row has, the first such row, and the run."""
-    having = defaultdict(list)  # the evaluation rows, which are fewer, by their runs
-    for index, row in enumerate(eval_rows):
-        for run in _runs(row.question):
-            having[run].append(index)
-    found: dict[int, tuple[Row, str]] = {}
-    for row in train_rows:
-        for run in _runs(row.question):
-            for index in having.get(run, ()):
-                found.setdefault(index, (row, run))
-    return [(eval_rows[index], found[index]) for index in sorted(found)]
+def _share_a_run(rows: list[Row], others: list[Row]) -> list[tuple[Row, Row, str]]:
+    """Which of the others have a run of words that a row has, before them if they are the same rows; the row; the run.
+
+    A run is left out that more than `MOST` rows have.
+    """
+    wanted = {run for row in others for run in _runs(row.question)}
+    having: dict[str, list[int]] = defaultdict(list)  # by a run, the first rows that have it
+    for index, row in enumerate(rows):
+        for run in wanted.intersection(_runs(row.question)):
+            if len(having[run]) <= MOST:
+                having[run].append(index)
+    found = []
+    for index, row in enumerate(others):
+        before = index if others is rows else len(rows)
+        shared = [(having[run][0], run) for run in _runs(row.question) if 0 < len(having[run]) <= MOST]
+        if earlier := [(first, run) for first, run in shared if first < before]:
+            first, run = min(earlier, key=lambda pair: pair[0])
+            found.append((row, rows[first], run))
+    return found
 
 
 def _runs(question: str) -> list[str]:
+    """All runs of `RUN` words, in their order."""
     words = re.findall(r"\w+", normalise(question))
     return [" ".join(words[start : start + RUN]) for start in range(len(words) - RUN + 1)]
 
