@@ -54,6 +54,7 @@ math-verify does not tell capital from small letters; where a gold answer has a 
 import re
 
 from common.tasks.verdicts.judge import NOTE, Judge, has_library
+from common.tasks.verdicts.text import normalize
 
 FIELDS = {"problem": str}  # what every row must have, besides `answer` or `solution`
 KIND_FIELDS = ("level",)  # of MATH; other files have none
@@ -119,6 +120,16 @@ def solution(row: dict) -> str:
     ('<answer>9.6</answer>', '<answer>\\sqrt{2}</answer>')
     """
     return f"<answer>{(golds(row) or [''])[0]}</answer>"
+
+
+def vote(row: dict, text: str) -> str | None:
+    r"""Optional: what a completion answers, in one spelling; `0.5` and `\frac12` remain two, unlike in `reward`.
+
+    >>> vote({}, r"\boxed{\left( 3, \dfrac\pi 2 \right)}")
+    '(3,\\frac\\pi2)'
+    """
+    answer = given_answer(text)
+    return None if answer is None else normalize(answer)
 
 
 def note() -> str | None:
