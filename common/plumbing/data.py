@@ -1,5 +1,6 @@
 """Reads rows: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
 
+import sys
 from collections.abc import Iterator
 
 from common.errors import UserError
@@ -34,9 +35,9 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     task = import_task(config, more_weights)
     task.tools = tools
     source, eval_source = find_sources(config, task)
-    train_rows = _load_rows(source, config, task)
+    train_rows = load_rows(source, config, task)
     if eval_source is not None:
-        eval_rows = _load_rows(eval_source, config, task)[: config.eval_prompts]
+        eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
             f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
@@ -54,6 +55,8 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
     task.try_out(train_rows[0])
+    if note := task.note():
+        say(f"{task}: {note}", sys.stderr)
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task
@@ -120,7 +123,7 @@ def find_test_data(source: str) -> str | None:
     return found
 
 
-def _load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
+def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
     """The rows of a source that pass the filters, with a hint if they are those of another task."""
     try:
         rows = read_rows(source, task.fields)

@@ -151,6 +151,16 @@ def describe(row: dict, text: str) -> dict[str, float]:
     }
 
 
+def vote(row: dict, text: str) -> str | None:
+    """Optional: what a completion answers, in one spelling; two expressions of one value are two answers.
+
+    >>> vote({}, "<answer> 3 \u00d7 5 </answer>")
+    '3*5'
+    """
+    answer = given_answer(text)
+    return None if answer is None else "".join(answer.translate(_SIGNS).split())
+
+
 def solution(row: dict) -> str:
     """A completion that earns `correct` = 1, or a sentence that says that there is none, and earns nothing.
 

@@ -185,6 +185,17 @@ def solution(row: dict) -> str:
     return f"<answer>{_gold_text(row)}</answer>"
 
 
+def vote(row: dict, text: str) -> str | None:
+    """Optional: what a completion answers, in one spelling; None if that is no number.
+
+    >>> [vote({}, f"<answer>{answer}</answer>") for answer in ("$1,080.00", "1080 clips", "1/3", "blue")]
+    ['1080', '1080', '1/3', None]
+    """
+    answer = given_answer(text)
+    number = None if answer is None else read_number(answer)
+    return None if number is None else str(number)
+
+
 def gold(row: dict) -> Fraction | None:
     """The number of a row's answer; None if it has none that can be read.
 

@@ -147,7 +147,9 @@ class Workers:
                 continue
             if isinstance(message, dict):
                 if "error" in message:
-                    raise UserError(f"math-verify is installed but cannot be imported ({message['error']}): reinstall it")
+                    raise UserError(
+                        f"math-verify is installed but cannot be imported ({message['error']}): reinstall it"
+                    )
                 worker.is_ready, self._failed_starts = True, 0
             elif message is not None and worker.pair is not None:
                 verdicts[worker.pair], worker.pair = message[0], None
@@ -166,15 +168,16 @@ class Workers:
         self._failed_starts += not worker.is_ready
         if self._failed_starts > 2 * len(self._workers):
             raise UserError(f"the processes that compare answers end as soon as they are started (status {status})")
-        if worker.pair is not None:
-            losses[worker.pair] += 1
-            took_too_long = was_overdue or status == -signal.SIGVTALRM
-            if took_too_long or losses[worker.pair] > 1:
-                verdicts[worker.pair] = None
-            else:
-                waiting.setdefault(worker.pair[0], []).append(worker.pair[1])
+        took_too_long = was_overdue or status == -signal.SIGVTALRM
         self._workers[index] = Worker()
-        return 1.0 if worker.pair is not None else 0.0  # twice what a verdict may take: at most that
+        if worker.pair is None:
+            return 0.0
+        losses[worker.pair] += 1
+        if took_too_long or losses[worker.pair] > 1:
+            verdicts[worker.pair] = None
+        else:
+            waiting.setdefault(worker.pair[0], []).append(worker.pair[1])
+        return 1.0 if took_too_long else 0.0  # the processor time after which a worker ends itself
 
 
 def _effort(pair: Pair) -> tuple[int, int]:
