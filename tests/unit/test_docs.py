@@ -66,7 +66,7 @@ def aliases_of(config_class) -> dict[str, str]:
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The commands `python <script> <arguments>` on a page: script and arguments of each."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
-    found = re.findall(r"python (?:-m (viewer)\.(\w+)|(\w+/\w+\.py))((?: [^`\n&#)]*)?)", text)
+    found = re.findall(r"python (?:-m (viewer)\.(\w+)|(\w+/\w+\.py|evaluate\.py))((?: [^`\n&#)]*)?)", text)
     return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
 
 
