@@ -378,7 +378,7 @@ def run_evaluate(job: dict) -> dict:
     results = json.loads((Path(job["output"]) / "results.json").read_text(encoding="utf-8"))
     return {
         "answers": [{"text": completion["text"], "correct": completion["correct"]} for completion in completions],
-        "accuracy": results["greedy"]["accuracy"],
+        "accuracy": results["greedy"]["accuracy"]["value"],
         "cut_off": sum(completion["finish_reason"] == "length" for completion in completions),
         "cpu": sum(seconds),
     }
