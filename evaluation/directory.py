@@ -78,10 +78,14 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
                 "that setting: repeat the setting, or choose another --output"
             )
     check_sources(directory, stored.get("sources", {}), sources, has_failed=False)
-    for name in ("versions", "machine", "gpu", "commit"):
-        if stored.get(name) != machine[name]:
-            say(f"{directory} began with {name} {stored.get(name)}, and here is {machine[name]}: figures may differ")
     return stored
+
+
+def tell_changes(directory: Path, stored: dict) -> None:
+    """Say what has changed since the evaluation that is continued began."""
+    for name, value in describe_machine().items():
+        if stored.get(name) != value:
+            say(f"{directory} began with {name} {stored.get(name)}, and goes on with {value}: figures may differ")
 
 
 def _stored(directory: Path) -> dict | None:

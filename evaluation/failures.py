@@ -1,6 +1,5 @@
 """failures.txt: the questions whose greedy answer is wrong, for people to read."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 
@@ -38,7 +37,7 @@ def _failure(task: Task, answers: Answers, index: int) -> Iterator[str]:
     row, answer, text = task.eval_rows[index], answers.greedy[index], answers.greedy_texts[index]
     yield from ("", "-" * 80, f"question {index} ({printable(row.place, 200)}): {kind_of(answer)}", "")
     yield from _indented(row.question)
-    yield from ("", f"wanted: {_wanted(task, row)}", f"given:  {_given(answer.given)}")
+    yield from ("", f"wanted: {_shown(task.right_answer(row))}", f"given:  {_given(answer.given)}")
     if group := answers.sampled[index]:
         counts = Counter(_given(sample.given) for sample in group)
         num_right = sum(sample.correct == 1 for sample in group)
@@ -49,11 +48,8 @@ def _failure(task: Task, answers: Answers, index: int) -> Iterator[str]:
     yield from _indented(text)
 
 
-def _wanted(task: Task, row: dict) -> str:
-    if "answer" in row:
-        return printable(row["answer"] if isinstance(row["answer"], str) else json.dumps(row["answer"]), 200)
-    solution = task.solution(row)
-    return "(see the row)" if solution is None else printable(solution, 200)
+def _shown(wanted: object) -> str:
+    return "(see the row)" if wanted is None else printable(str(wanted), 200)
 
 
 def _given(given: str | None) -> str:

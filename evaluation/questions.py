@@ -8,9 +8,12 @@ from common.errors import UserError
 from common.tasks import arithmetic
 
 from common.plumbing.config import ModelConfig
-from common.plumbing.data import filter_rows, read_rows
+from common.plumbing.data import filter_rows, load_rows, read_rows
+from common.plumbing.hub import find_test_split, is_hub_source
+from common.plumbing.rows import FieldsError, find_problem
 from common.plumbing.task import Row, Task
 from common.plumbing.task_file import task_of
+from common.plumbing.terminal import say
 
 
 def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
@@ -31,22 +34,24 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     source = config.data if config.data is not None else task.eval_data
     if source is None:
         raise UserError(f"{task} has no evaluation data of its own: give --data")
-    rows = read_rows(source, {} if renamed else task.fields)
-    for row in rows if renamed else ():
-        _rename(row, renamed, task)
-    rows = filter_rows(rows, config, task, source)
+    if is_hub_source(source) and (test_split := find_test_split(source)) is not None:
+        say(f"the test split of {source} is asked; name a split to ask another: {source.rstrip(':')}:SUBSET:SPLIT")
+        source = test_split
+    rows = _read_renamed(source, config, task, renamed) if renamed else load_rows(source, config, task)
     task.data, task.eval_rows = source, rows[: config.limit]
     task.try_out(task.eval_rows[0])
     return task
 
 
-def _rename(row: Row, renamed: dict[str, str], task: Task) -> None:
-    for published, name in renamed.items():
-        if published in row:
-            row[name] = row.pop(published)
-    for field in task.fields:
-        if field not in row:
-            raise UserError(f"{row.place}: the field {field!r} is missing (there are: {', '.join(row)})")
+def _read_renamed(source: str, config: ModelConfig, task: Task, renamed: dict[str, str]) -> list[Row]:
+    rows = read_rows(source, {})
+    for row in rows:
+        for published, name in renamed.items():
+            if published in row:
+                row[name] = row.pop(published)
+        if (problem := find_problem(row, task.fields)) is not None:
+            raise FieldsError(row, problem)
+    return filter_rows(rows, config, task, source)
 
 
 def answer_reader(task: Task) -> Callable[[int, str], str | None]:

@@ -9,7 +9,7 @@ from common.errors import UserError
 from common.policy import Policy
 from evaluation.answers import Completions, ask, make_batches
 from evaluation.comparison import check_shared, compare, read_results
-from evaluation.directory import begin, locked
+from evaluation.directory import begin, locked, tell_changes
 from evaluation.failures import failures
 from evaluation.figures import Answers, figures, read_answers
 from evaluation.progress import progress
@@ -47,6 +47,7 @@ def evaluate(
         completions = Completions(directory / "completions.jsonl", batches, config.num_samples)
         try:
             if completions.left:
+                tell_changes(directory, settings)
                 _ask(config, task, completions, load)
             answers = read_answers(completions, len(task.eval_rows), answer_reader(task))
             results = settings | _results(task, answers, config.seed)

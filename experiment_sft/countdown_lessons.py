@@ -3,14 +3,14 @@
 1. *trying*: asked to try, it writes one try at random, with its value, and compares that with the target:
    `(7*5)+2=35+2=37<55`.
 2. *searching*: asked to make the target, it tries until a value is the target, and answers with that try:
-   `<think>(7+5)*2=12*2=24<55 (7*5)+2=35+2=37<55 ...=55=55</think><answer>...</answer>`. What it tries is drawn at
-   random, but never the same value twice.
-3. *guided searching*: the same, but values near the target are tried earlier. No network of this size can compute all
-   values beforehand, so it learns to guess which ones are near.
+   `<think>(7+5)*2=12*2=24<37 (7*5)+2=35+2=37=37</think><answer>(7*5)+2</answer>`. What it tries is drawn at random, but
+   never the same value twice. Nothing is taught about where to look.
+3. *guided searching*: the same, but values near the target tend to come first. The bundled policy is made without it,
+   so that this is left to reinforcement learning.
 
-A search that takes more than MAX_TRIES is left out, so nothing teaches the policy to give up. Verdicts and answers are
-few of a row's tokens and decide what it is worth, so they are weighted (EMPHASIS): a false verdict ends a search with a
-wrong answer. All problems come from the pool "warm_start", which shares none with the task's files.
+After MAX_TRIES a search is cut off, and its end is not learned: nothing teaches the policy to give up, or to claim what
+it has not found. Verdicts and answers are few of a row's tokens and decide what it is worth, so they are weighted
+(EMPHASIS). All problems come from the pool "warm_start", which shares none with the task's files.
 """
 
 import math

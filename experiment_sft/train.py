@@ -10,7 +10,8 @@ batch. What the user says and what the template adds is read, not learned.
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
 the end the policy is examined twice: as it answers by itself, and forced to reason before it answers. What it can do
 when forced is what experiment_base can bring out. With every --num-... at 0 a --model is only examined. With --lessons
-tools the rows are the three lessons of tool_lessons.py, and the policy is examined with its tools as well.
+tools the rows are the three lessons of tool_lessons.py, and the policy is examined with its tools as well; with
+--lessons countdown those of countdown_lessons.py, where some tokens weigh more, and it is examined in Countdown.
 
 Rows of --data may have "tools", a list of JSON schemas, with calls and turns of tools among their messages; a turn of
 the assistant with "weight": 0 is read and not learned.
@@ -155,9 +156,8 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{source}, row {index + 1}: {error}") from error
         if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
-            encoded.append(WeightedRow(ids, mask.index(1), mask, [0.0] * len(ids), index))
-            if emphasis:
-                encoded[-1].weights = token_weights(policy.tokenizer, ids, mask, emphasis)
+            weights = token_weights(policy.tokenizer, ids, mask, emphasis) if emphasis else []
+            encoded.append(WeightedRow(ids, mask.index(1), mask, [0.0] * len(ids), index, weights=weights))
     if len(encoded) < len(rows):
         say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
     if rows and not encoded:

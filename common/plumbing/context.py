@@ -17,7 +17,12 @@ PROBE = "probe"  # a text that no template writes by itself
 
 def context_length(policy: Policy) -> float:
     """The number of tokens that the model can attend to; infinite where its config does not say."""
-    settings = policy.model.config.get_text_config()
+    return context_of(policy.model.config)
+
+
+def context_of(config) -> float:
+    """The same, of a model that is not loaded, from its Hugging Face config."""
+    settings = config.get_text_config()
     length = getattr(settings, "max_position_embeddings", None) or math.inf
     rope = getattr(settings, "rope_parameters", None) or {}  # some configs name the length before it is stretched
     stretched = (rope.get("original_max_position_embeddings") or length) * (rope.get("factor") or 1)

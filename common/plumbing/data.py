@@ -1,5 +1,6 @@
 """Reads rows: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
 
+import sys
 from collections.abc import Iterator
 
 from common.errors import UserError
@@ -33,14 +34,10 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     """
     task = import_task(config, more_weights)
     task.tools = tools
-    source = config.data if config.data is not None else task.train_data
-    if source is None:
-        raise UserError(f"{task} has no data of its own: give --data")
-    train_rows = _load_rows(source, config, task)
-    eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
-    eval_source = find_test_data(source) if eval_source is None else eval_source
+    source, eval_source = find_sources(config, task)
+    train_rows = load_rows(source, config, task)
     if eval_source is not None:
-        eval_rows = _load_rows(eval_source, config, task)[: config.eval_prompts]
+        eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
             f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
@@ -58,9 +55,24 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
     task.try_out(train_rows[0])
+    if note := task.note():
+        say(f"{task}: {note}", sys.stderr)
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task
+
+
+def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
+    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out.
+
+    Raises:
+        UserError: the task has no data of its own, and none are given.
+    """
+    source = config.data if config.data is not None else task.train_data
+    if source is None:
+        raise UserError(f"{task} has no data of its own: give --data")
+    eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
+    return source, find_test_data(source) if eval_source is None else eval_source
 
 
 def read_rows(source: str, fields: Fields) -> list[Row]:
@@ -111,7 +123,7 @@ def find_test_data(source: str) -> str | None:
     return found
 
 
-def _load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
+def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
     """The rows of a source that pass the filters, with a hint if they are those of another task."""
     try:
         rows = read_rows(source, task.fields)

@@ -39,11 +39,11 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
 
 
 def _reason(task: Task, row: Row, text: str, earned: str, name: str) -> str:
-    if empty := [repr(field) for field in task.fields if is_empty(row[field])]:
+    if empty := [repr(field) for field in sorted({*task.fields, "answer"} & row.keys()) if is_empty(row[field])]:
         return f"the field {' and '.join(empty)} is empty, so that no completion can be right: remove the row"
     reason = f"no completion can be right, because the row's own solution {printable(repr(text), 80)} earns {earned}"
-    return reason + (
-        suggest_task(row, name)
-        or f": bring the gold answers to the form that reward(row, text) of {task} compares with (of GSM8K's answers "
-        "keep what follows ####), or correct its solution(row)"
-    )
+    if suggestion := suggest_task(row, name):
+        return reason + suggestion
+    hashes = " (of GSM8K's answers keep what follows ####)" if "####" in str(row.get("answer")) else ""
+    form = f"the form that reward(row, text) of {task} compares with{hashes}"
+    return f"{reason}: bring the row to {form}, or correct its solution(row)"

@@ -124,6 +124,15 @@ class Task:
         if rows and hasattr(self._module, "prepare"):
             self._call("prepare", rows, texts)
 
+    def note(self) -> str | None:
+        """What the task wants the user to know before a run, if it defines `note`."""
+        if not hasattr(self._module, "note"):
+            return None
+        found = self._call("note")
+        if found is not None and not isinstance(found, str):
+            raise self._error("note", {}, f"must return a str or None, not {short(found)}")
+        return found
+
     def describe(self, row: dict, text: str) -> dict[str, float]:
         """What else the task measures of a completion; empty if it defines no `describe`."""
         if not hasattr(self._module, "describe"):
@@ -186,7 +195,8 @@ class Task:
         return tuple(repr(row.get(field)) for field in self.kind_fields)
 
     def _call(self, function: str, *arguments):
-        row = arguments[0] if isinstance(arguments[0], dict) else arguments[0][0]  # `prepare` is told of many
+        first = arguments[0] if arguments else {}
+        row = first if isinstance(first, dict) else first[0]  # `prepare` is told of many
         slow = f"has been running for {PATIENCE} s; Ctrl-C twice ends it"
         try:
             with call_after(PATIENCE, lambda: self._tell(function, row, slow)):

@@ -88,6 +88,7 @@ MAX_NUMBERS = 6  # of a row, so that `solution` finds one, or that there is none
 
 _SIGNS = str.maketrans("\u00d7\u00f7\u2212", "*/-")
 _EXPRESSION = re.compile(r"(?!.*(?<![0-9])0[0-9])[0-9()+*/ -]+")  # no leading zeros; all else is for Python's parser
+_RESULT = re.compile(r"=[0-9()+*/<>=-]*+")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -130,12 +131,12 @@ def reward(row: dict, text: str) -> dict[str, float]:
 def describe(row: dict, text: str) -> dict[str, float]:
     """What else to log of a completion.
 
-    - `tries`: how many results (`=`) are written outside the answer;
+    - `tries`: how many results (`=`) are written outside the answer; `(7+5)*2=12*2=24<55` is one;
     - `false_claim`: the answer is an expression, and not a right one;
     - `gives_up`: the answer is none, as in `<answer>none</answer>`;
     - `equation`: the answer is an equation that has a right expression at its left or right.
 
-    >>> describe({"nums": [3, 5], "target": 2}, "<think>3-5=-2</think><answer>5-3=2</answer>")
+    >>> describe({"nums": [3, 5], "target": 2}, "<think>3-5=-2<2</think><answer>5-3=2</answer>")
     {'tries': 1.0, 'false_claim': 0.0, 'gives_up': 0.0, 'equation': 1.0}
     """
     answer = given_answer(text)
@@ -143,7 +144,7 @@ def describe(row: dict, text: str) -> dict[str, float]:
     is_expression = read_expression(given) is not None
     is_equation = given.count("=") == 1 and any(judge(row, side)[0] for side in given.split("="))
     return {
-        "tries": float(text.count("=") - given.count("=")),
+        "tries": float(len(_RESULT.findall(text)) - len(_RESULT.findall(given))),
         "false_claim": float(is_expression and not judge(row, given)[0]),
         "gives_up": float(answer is not None and not is_expression and "=" not in given),
         "equation": float(is_equation),

@@ -1,7 +1,7 @@
 r"""Competition mathematics, with answers that are expressions: MATH and the benchmarks that papers report.
 
-A row is `{"problem": "What is $\\frac12 + \\frac13$?", "answer": "\\frac{5}{6}"}`. `answer` is text, a number, or a list
-of spellings, any of which counts (Minerva and OlympiadBench have lists). Without `answer`, the gold answer is what the
+A row is `{"problem": "What is $1/2 + 1/3$?", "answer": "\\frac{5}{6}"}`. `answer` is text, a number, or a list of
+spellings, any of which counts (Minerva and OlympiadBench have lists). Without `answer`, the gold answer is what the
 last `\boxed{}` of `solution` holds, as in the MATH dataset. The policy should end with `\boxed{\frac{5}{6}}`, or with
 `<answer>\frac{5}{6}</answer>`.
 
@@ -11,7 +11,7 @@ What a completion answers:
 |---|---|
 | one `<answer>` outside the thought | what it holds, or the last `\boxed{}` in it; a `\boxed{}` elsewhere is ignored |
 | several `<answer>` outside the thought | none |
-| no closed `<answer>`, any number of `\boxed{}` | the last complete `\boxed{}` (or `\fbox{}`); of nested ones the inner |
+| no closed `<answer>`, any number of `\boxed{}` | the last complete `\boxed{}` (or `\fbox{}`); of nested, the inner |
 | only in the thought, or a thought that does not end | none |
 | `</think>` without `<think>` | a thought that the prompt has begun: what follows it counts |
 
@@ -30,7 +30,7 @@ When an answer equals the gold answer, decided by the first of these that can te
 | `\frac{1}{3}` | `1/3`, `0.333333` (six decimals) | `0.33` |
 | `1\frac{4}{5}` | `9/5`, `1.8` | `4/5` |
 | `8.7 \times 10^{8}` | `8.7e8`, `870000000` | `8.7 \times 10^{7}` |
-| `10,\!080` | `10,080`, `10080` | `10, 080` |
+| `10,\!080` | `10,080`, `10080` | `10.08` |
 | `\$18.90` | `18.9`, `18.90 \text{ dollars}` | `1890` |
 | `5.4 \text{ cents}` | `5.4`, `5.4 \text{ euros}`: a unit is not compared | `54` |
 | `90^\circ` | `90`, `90 degrees` | `\frac{\pi}{2}` |
@@ -60,7 +60,7 @@ KIND_FIELDS = ("level",)  # of MATH; other files have none
 REWARD_WEIGHTS = {"correct": 1.0, "format": 0.0, "boxed": 0.0}
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 
-_JUDGE = Judge()  # its processes begin with the first answer that only they can judge, or with `prepare`
+_JUDGE = Judge()  # keeps the verdicts; its processes begin when one is needed, or with `note`
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s++([^\s${}]++)")
 
@@ -122,7 +122,11 @@ def solution(row: dict) -> str:
 
 
 def note() -> str | None:
-    """Optional: what to say once before a run: that equality is only judged by text and numbers."""
+    """Optional: what the user is told once, before a model is loaded: that math-verify is not there, if so.
+
+    The processes begin here, so that they are ready when the first rollout is.
+    """
+    _JUDGE.start()
     return None if has_library() else NOTE
 
 

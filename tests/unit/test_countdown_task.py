@@ -63,6 +63,8 @@ def test_answered_and_format_do_not_depend_on_the_value(text, answered, is_forma
     [
         ("<think>3+5=8<15, 3*5=15</think><answer>3*5</answer>", (2, 0, 0, 0)),
         ("<think>3+5=8<15</think><answer>3+5</answer>", (1, 1, 0, 0)),
+        ("<think>(3+5)*1=8*1=8<15 (3*5)*1=15*1=15=15</think><answer>3*5</answer>", (2, 0, 0, 0)),
+        ("<think>3 + 5 = 8, so try 3 * 5 = 15.</think><answer>3 * 5</answer>", (2, 0, 0, 0)),
         ("<answer>15</answer>", (0, 1, 0, 0)),
         ("<answer>none</answer>", (0, 0, 1, 0)),
         ("<answer></answer>", (0, 0, 1, 0)),
@@ -177,7 +179,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=30).map("".join), st.booleans())
 def test_no_text_makes_the_reward_raise(text, is_answer):
     text = f"<answer>{text}</answer>" if is_answer else text
@@ -227,7 +229,7 @@ def test_a_solution_is_found_exactly_if_there_is_one(numbers):
 def test_solvable_rows_of_up_to_six_numbers_are_solved():
     rng = random.Random(0)
     for num_numbers in range(1, countdown.MAX_NUMBERS + 1):
-        for _ in range(3):
+        for _ in range(8):
             numbers, value = [rng.randint(1, 99) for _ in range(num_numbers)], None
             while value is None or value.denominator != 1:
                 value = countdown.evaluate_expression(random_expression(rng, numbers))
@@ -255,7 +257,7 @@ def test_solvable_rows_of_up_to_six_numbers_are_solved():
 def test_a_row_that_nobody_can_solve_is_refused(row, reason):
     row = Row(row)
     row.place = "rows.jsonl:7"
-    with pytest.raises(UserError, match=r"rows\.jsonl:7: no completion can be right"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:7: .*no completion can be right"):
         try_solutions(Task(countdown, "countdown"), [row], "countdown")
     assert reason in countdown.solution(row)
     assert countdown.reward(row, "<answer>1+2</answer>")["correct"] == 0

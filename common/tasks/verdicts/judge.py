@@ -31,7 +31,7 @@ class Judge:
         self._kept: dict[Pair, bool | None] = {}
         self._left: set[Pair] = set()  # what the allowance of the latest rollout left undecided
         self._lock = threading.Lock()
-        self.seconds = 0.0  # of the workers' processor time, for what was asked last
+        self.seconds, self.num_asked = 0.0, 0  # of the workers' processor time, and pairs: the latest that they got
 
     def start(self) -> None:
         """Start the workers, without waiting for them."""
@@ -75,6 +75,7 @@ class Judge:
             return
         self.start()
         verdicts, self.seconds = self._workers.judge(pairs)
+        self.num_asked = len(pairs)
         for pair in pairs:
             if pair in verdicts:
                 self._keep(pair, verdicts[pair])

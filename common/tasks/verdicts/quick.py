@@ -3,11 +3,13 @@
 import re
 
 from common.tasks.verdicts.text import as_number, normalize, same_number
+from common.tasks.verdicts.values import values_differ
 
 LONGEST = 300  # characters that the library is given
 MOST_WORDS = 2  # of an answer to a gold without words; parsing prose as a product of letters takes long, and is wrong
 
 _COMMAND = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\{[^{}]*+\}|\\[A-Za-z]+|\\.")
+_IS_WORD = re.compile(r"\\text\{[A-Za-z() ]++\}")
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _TOWER = re.compile(r"\^\{*\d+\^\{*\d+\^|\^\{*\d{2,}\^\{*\d|\^\{*\d{6,}|\d{4,}!|!!")  # too large to be computed
 
@@ -27,7 +29,11 @@ def quick_verdict(gold: str, answer: str) -> bool | None:
         return True
     numbers = as_number(gold), as_number(answer)
     verdict = same_number(*numbers) if all(numbers) else None
-    return verdict if verdict is not None else None if _is_for_library(gold, answer) else False
+    if verdict is not None:
+        return verdict
+    if _IS_WORD.fullmatch(gold) and any(letter.isdigit() for letter in given):
+        return False
+    return None if _is_for_library(gold, answer) and not values_differ(gold, answer) else False
 
 
 def _is_for_library(gold: str, answer: str) -> bool:

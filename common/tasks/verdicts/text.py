@@ -8,11 +8,12 @@ LONGEST = 2000  # characters; a longer text is compared as it is
 LARGEST_EXPONENT = 400  # of 10, in scientific notation
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+|\s+|.", re.DOTALL)
-_UNICODE = str.maketrans(
-    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "°": r"^\circ ", "∞": r"\infty ",
-     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ",
-     "²": "^2", "³": "^3", "％": "%", "，": ",", "\u00a0": " ", "\u2009": " ", "\u202f": " "}
-)  # fmt: skip
+_UNICODE = {  # by code point: some of them look like others
+    0x2212: "-", 0x2013: "-", 0xD7: r"\times ", 0xB7: r"\cdot ", 0xF7: "/", 0x3C0: r"\pi ", 0xB0: r"^\circ ",
+    0x221E: r"\infty ", 0x2264: r"\le ", 0x2265: r"\ge ", 0x2260: r"\ne ", 0x222A: r"\cup ", 0x2229: r"\cap ",
+    0x2208: r"\in ", 0xB1: r"\pm ", 0x221A: r"\sqrt ", 0xB2: "^2", 0xB3: "^3", 0xFF05: "%", 0xFF0C: ",",
+    0xA0: " ", 0x2009: " ", 0x202F: " ",
+}  # fmt: skip
 _SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\quad", r"\qquad", "~"}
 _NOTHING = {"$", r"\$", r"\(", r"\)", r"\[", r"\]", r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits"}
 _NOTHING |= {rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")}
@@ -32,8 +33,8 @@ _TEXT = re.compile(r"\\text\{([^{}]*+)\}")
 
 _NAME = re.compile(r"([A-Za-z](?:_\w|_\{\w+\}|\([a-z]\))?)=(?!=)")
 _UNITS = (
-    "degrees? cents? dollars? units? inch(?:es)? in ft feet foot yards? miles? mph mm cm m km meters? seconds? minutes? "
-    "hours? days? weeks? months? years? grams? g kg pounds? ounces? liters? square sq cubic"
+    "degrees? cents? dollars? units? inch(?:es)? in ft feet foot yards? miles? mph mm cm m km meters? seconds? "
+    "minutes? hours? days? weeks? months? years? grams? g kg pounds? ounces? liters? square sq cubic"
 ).replace(" ", "|")
 _UNIT = re.compile(rf"(?:\\text\{{[^{{}}]*+\}}(?:\^-?\d|\^\{{-?\d\}})?)+$|(?:(?<=\d) (?:(?:{_UNITS}) ?)+(?:\^[23])?)$")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
@@ -66,13 +67,13 @@ def normalize(text: str) -> str:
     """
     if len(text) > LONGEST:
         return text.strip()
-    text = _without_outer_braces(_TEXT.sub(r"\1", _clean(text)))
+    text = _without_outer_braces(_TEXT.sub(r"\1", clean(text)))
     if re.fullmatch(r"\([A-Za-z]\)", text):  # a choice
         return text[1]
     return text.lower() if re.fullmatch(r"[A-Za-z]{3,}", text) else text
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """The same, but with `\\text` and, after a number, the space before a word or another number."""
     tokens = _TOKEN.findall(text.translate(_UNICODE))
     cleaned, has_space = [""], False
@@ -113,7 +114,7 @@ def as_number(text: str) -> Number | None:
     if len(text) > LONGEST:
         return None
     has_list = re.search(r"\d,\s+\d", text) is not None
-    text = _clean(text).lstrip("€£¥")
+    text = clean(text).lstrip("€£¥")
     named = _NAME.match(text)
     name, text = (named[1], text[named.end() :]) if named else ("", text)
     text = re.sub(r"\^\\circ ?[CFK]?$|\^\{\\circ\}[CFK]?$", "", text)
@@ -151,7 +152,8 @@ def same_number(gold: Number, answer: Number) -> bool | None:
     They are compared exactly. Where one is a decimal, six decimals are enough, if they are five digits of the number.
     A percent sign is a factor of 1/100, or a unit that the other leaves out.
 
-    >>> [same_number(as_number(a), as_number(b)) for a, b in (("1/2", "0.5"), ("72", "72%"), ("0.72", "72%"), ("1/3", "0.33"))]
+    >>> pairs = (("1/2", "0.5"), ("72", "72%"), ("0.72", "72%"), ("1/3", "0.33"))
+    >>> [same_number(as_number(gold), as_number(answer)) for gold, answer in pairs]
     [True, True, True, False]
     """
     if gold.name and answer.name and gold.name != answer.name:

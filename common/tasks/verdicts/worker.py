@@ -67,10 +67,9 @@ class Judge:
     def __init__(self):
         logging.disable(logging.CRITICAL)
         import math_verify
-        import sympy
         from sympy.core.cache import clear_cache
 
-        self._verify, self._sympy, self._clear_cache = math_verify.verify, sympy, clear_cache
+        self._verify, self._clear_cache = math_verify.verify, clear_cache
         # only what is in the box, and not a number that is found within it
         config = (math_verify.LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
 
@@ -111,27 +110,7 @@ class Judge:
 
     def _are_equal(self, gold: str, answer: str) -> bool:
         wanted, given = self._read(gold), self._read(answer)
-        if not wanted or not given or self._differ(wanted[0], given[0]):
-            return False
         return bool(self._verify(wanted, given, timeout_seconds=None))
-
-    def _differ(self, wanted: object, given: object) -> bool:
-        """Whether two expressions have different values where their symbols have some: much faster than to simplify."""
-        sympy = self._sympy
-        if not all(isinstance(side, sympy.Expr) and not isinstance(side, sympy.Symbol) for side in (wanted, given)):
-            return False
-        if any(side.has(sympy.UnevaluatedExpr, sympy.oo, sympy.zoo, sympy.nan) for side in (wanted, given)):
-            return False  # a percentage, for one, is compared as a number with or without its factor
-        symbols = sorted(wanted.free_symbols | given.free_symbols, key=str)
-        try:
-            for shift in (0.0, 0.1):
-                values = {symbol: 0.61803 + 0.37 * number + shift for number, symbol in enumerate(symbols)}
-                left, right = (complex(side.evalf(15, subs=values)) for side in (wanted, given))
-                if not abs(left - right) > 1e-5 * (1 + abs(left) + abs(right)):
-                    return False
-        except Exception:  # no number comes out
-            return False
-        return True
 
 
 if __name__ == "__main__":

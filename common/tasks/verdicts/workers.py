@@ -147,7 +147,9 @@ class Workers:
                 continue
             if isinstance(message, dict):
                 if "error" in message:
-                    raise UserError(f"math-verify is installed but cannot be imported ({message['error']}): reinstall it")
+                    raise UserError(
+                        f"math-verify is installed but cannot be imported ({message['error']}): reinstall it"
+                    )
                 worker.is_ready, self._failed_starts = True, 0
             elif message is not None and worker.pair is not None:
                 verdicts[worker.pair], worker.pair = message[0], None
