@@ -45,8 +45,8 @@ QWEN = {"do_sample": True, "repetition_penalty": 1.1, "temperature": 0.7, "top_p
 class Config:
     data: str  # GSM8K's test.jsonl
     lm_eval: str = sys.executable  # the Python of an environment with requirements-lm-eval.txt
-    questions: int = 200  # the first ones
-    epochs: int = 60  # passes of the supervised training over the half of the questions
+    questions: int = 500  # the first ones
+    epochs: int = 25  # passes of the supervised training over the half of the questions
     repetitions: int = 1  # of every evaluation, for its time
     batch_sizes: tuple[int, ...] = (1, 16)
     work: Path | None = (
