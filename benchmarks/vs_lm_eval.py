@@ -10,7 +10,8 @@ it is a model that is right and wrong often enough to compare two programs. The 
 
 Both programs then answer all questions greedily, in float32, one at a time and 16 at a time, each in a process of its
 own, taking turns. Compared for every question: ids of the prompt, text of the completion, verdict; and the
-log-likelihood of the right answer. In a second part the model has the generation_config.json of Qwen2.5-0.5B-Instruct.
+log-likelihood of the right answer. Then once more with a generation_config.json like that of Qwen2.5's
+instruction-tuned models, whose repetition penalty lm-eval applies.
 lm_eval_tasks/gsm8k_tags.yaml is lm-eval's side; on its command line, from a directory with questions.jsonl:
 
     lm_eval --model hf --model_args pretrained=MODEL,dtype=float32 --tasks gsm8k_tags --apply_chat_template \\
@@ -37,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "vs_lm_eval.json"
 TASKS = ROOT / "benchmarks" / "lm_eval_tasks"
 MAX_NEW_TOKENS = 48  # as in gsm8k_tags.yaml
-# generation_config.json of Qwen/Qwen2.5-0.5B-Instruct, without its ids
-QWEN = {"do_sample": True, "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+# what Qwen2.5's instruction-tuned models have in their generation_config.json, beside ids
+DEFAULTS = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,7 @@ class Config:
     epochs: int = 25  # passes of the supervised training over the half of the questions
     repetitions: int = 1  # of every evaluation, for its time
     batch_sizes: tuple[int, ...] = (1, 16)
-    work: Path | None = (
-        None  # where the model is made, or has been made by an earlier call; None: a temporary directory
-    )
+    work: Path | None = None  # where the model is made, or was made by an earlier call; None: a temporary directory
     output: Path = RESULTS
 
 
@@ -169,18 +168,18 @@ def measure(config: Config, work: Path, model: Path) -> dict:
     for repetition in range(config.repetitions):
         for batch_size in config.batch_sizes:
             runs[repetition, batch_size] = run_both(config, work, model, batch_size)
-    like_qwen = work / "like_qwen"
-    shutil.copytree(model, like_qwen, dirs_exist_ok=True)
-    settings = like_qwen / "generation_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | QWEN), encoding="utf-8")
-    penalised = run_both(config, work, like_qwen, config.batch_sizes[-1])
+    with_defaults = work / "with_defaults"
+    shutil.copytree(model, with_defaults, dirs_exist_ok=True)
+    settings = with_defaults / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | DEFAULTS), encoding="utf-8")
+    penalised = run_both(config, work, with_defaults, config.batch_sizes[-1])
     prompts, log_likelihoods = our_prompts(model, rows)
     lm_eval = {size: runs[0, size]["lm_eval"] for size in config.batch_sizes}
     result = {
         "lm_eval_versions": penalised["lm_eval"]["versions"],
         "num_questions": len(rows),
         "batch_sizes": {size: compare(runs[0, size], prompts) for size in config.batch_sizes},
-        "generation_config_of_qwen": QWEN | compare(penalised, prompts),
+        "with_repetition_penalty": {"generation_config": DEFAULTS} | compare(penalised, prompts),
         "other_filters_of_lm_eval": other_filters(lm_eval[config.batch_sizes[-1]]),
         "log_likelihood": {
             size: compare_log_likelihoods(run["log_likelihoods"], log_likelihoods) for size, run in lm_eval.items()
@@ -190,7 +189,7 @@ def measure(config: Config, work: Path, model: Path) -> dict:
         "completions": {
             size: {program: run["answers"] for program, run in runs[0, size].items()} for size in config.batch_sizes
         },
-        "completions_with_generation_config_of_qwen": {program: run["answers"] for program, run in penalised.items()},
+        "completions_with_repetition_penalty": {program: run["answers"] for program, run in penalised.items()},
     }
     print(json.dumps({name: value for name, value in result.items() if "completions" not in name}, indent=1))
     return result
