@@ -91,7 +91,7 @@ def make_model(config: Config, work: Path) -> tuple[Path, dict]:
         command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         subprocess.run(command, cwd=ROOT, env=environment(work), check=True)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    return run / "final", {name: value for name, value in summary.items() if isinstance(value, int | float)}
+    return run / "final", {name: value for name, value in summary.items() if isinstance(value, int | float | str)}
 
 
 def read_questions(config: Config) -> list[dict]:
