@@ -1,6 +1,6 @@
 """What a policy can do on held-out questions: greedily, when sampled, and with k attempts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import comb
 from typing import NamedTuple
 
@@ -61,22 +61,13 @@ def evaluate(
     forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
     own = part_of(len(rows))  # the questions that this rank asks
     settings = {"max_new_tokens": max_new_tokens, "generation_batch_size": generation_batch_size}
+    settings |= {"system_prompt": system_prompt, "forced": forced}
 
     def ask(group_size: int, greedy: bool) -> list[Trajectory]:
         key = (seed, EVALUATION)
         if converse is not None:
             return gather_rows(converse(rows, list(own), group_size, key=key, greedy=greedy))
-        prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) + forced for index in own]
-        completions = sample(policy, prompts, group_size, key=key, prompt_index=list(own), greedy=greedy, **settings)
-        asked = [rows[completion.prompt_index] for completion in completions]
-        texts = [decode(policy.tokenizer, forced + completion.completion_ids) for completion in completions]
-        if hasattr(task, "prepare"):
-            task.prepare(asked, texts)
-        for completion, row, text in zip(completions, asked, texts, strict=True):
-            completion.text = text
-            completion.rewards = task.reward(row, text)
-            completion.description = task.describe(row, text)
-        return gather_rows(completions)
+        return gather_rows(ask_once(policy, rows, task, list(own), group_size, key=key, greedy=greedy, **settings))
 
     greedy = ask(1, greedy=True)
     metrics = {f"greedy/{name}": value for name, value in _means(greedy).items()}
@@ -91,6 +82,38 @@ def evaluate(
             pass_rates = [pass_at_k(num_samples, c, num_samples) for c in num_right]
             metrics[f"sampled/pass@{num_samples}"] = mean(pass_rates)
     return Evaluation(metrics, [completion.text for completion in greedy], answers)
+
+
+def ask_once(
+    policy: Policy,
+    rows: list[dict],
+    task,
+    own: list[int],
+    group_size: int,
+    /,
+    *,
+    system_prompt: str = "",
+    forced: Sequence[int] = (),
+    **settings,
+) -> list[Trajectory]:
+    """Answers in one turn to the questions of the rows `own`, rewarded and described.
+
+    Args:
+        forced: ids that every completion is made to begin with.
+        settings: of `sample`, whose `rows` are some of the answers.
+    """
+    prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) for index in own]
+    prompts = [prompt + list(forced) for prompt in prompts]
+    completions = sample(policy, prompts, group_size, prompt_index=own, **settings)
+    asked = [rows[completion.prompt_index] for completion in completions]
+    texts = [decode(policy.tokenizer, [*forced, *completion.completion_ids]) for completion in completions]
+    if hasattr(task, "prepare"):
+        task.prepare(asked, texts)
+    for completion, row, text in zip(completions, asked, texts, strict=True):
+        completion.text = text
+        completion.rewards = task.reward(row, text)
+        completion.description = task.describe(row, text)
+    return completions
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -10,7 +10,8 @@ batch. What the user says and what the template adds is read, not learned.
 Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
 the end the policy is examined twice: as it answers by itself, and forced to reason before it answers. What it can do
 when forced is what experiment_base can bring out. With every --num-... at 0 a --model is only examined. With --lessons
-tools the rows are the three lessons of tool_lessons.py, and the policy is examined with its tools as well.
+tools the rows are the three lessons of tool_lessons.py, and the policy is examined with its tools as well; with
+--lessons countdown those of countdown_lessons.py, where some tokens weigh more, and it is examined in Countdown.
 
 Rows of --data may have "tools", a list of JSON schemas, with calls and turns of tools among their messages; a turn of
 the assistant with "weight": 0 is read and not learned.
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from countdown_lessons import EMPHASIS, countdown_conversations, renew_symbols
+from emphasis import WeightedRow, collate_weighted, token_weights
 from tiny_policy import make_model, make_tokenizer
 from tool_examination import examine_tools
 from tool_lessons import renew_collapsed_embeddings, tool_conversations
@@ -35,7 +38,7 @@ from common.experience import Experience, collate
 from common.keyed import keyed_generator
 from common.loss import masked_sum
 from common.policy import Policy
-from common.tasks import arithmetic as task
+from common.tasks import arithmetic, countdown
 from common.trajectory import Trajectory
 
 from common.plumbing.config import DTYPES, PolicyConfig
@@ -48,6 +51,8 @@ from common.plumbing.start import run_main, start_run
 from common.plumbing.terminal import say
 
 RESOLVED = {"new": {"lr": 1.5e-3}, "tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
+# What the policy is asked at the end, by lessons, and the budget of its answers in tokens
+EXAMINED = {"arithmetic": (arithmetic, 96), "tools": (arithmetic, 96), "countdown": (countdown, 160)}
 WINDOW = 3000  # rows within which those of similar length are batched together, to save padding
 
 
@@ -55,7 +60,8 @@ WINDOW = 3000  # rows within which those of similar length are batched together,
 class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
     data: str | None = None  # JSONL with rows {"messages": [...], "tools": [...]}, without tools if there are none
-    lessons: Literal["arithmetic", "tools"] = "arithmetic"  # without --data: those of warm_start.py, or tool_lessons.py
+    # without --data: those of warm_start.py, tool_lessons.py, or countdown_lessons.py
+    lessons: Literal["arithmetic", "tools", "countdown"] = "arithmetic"
     # with --lessons tools, of the tokens of names, which have never been used: made like those of digits, random, as is
     embeddings: Literal["like_digits", "random", "as_is"] = "like_digits"
     num_copying: int = 38_000  # conversations of the first lesson
@@ -83,16 +89,19 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--num-copying, --num-reasoning and --num-answering size the lessons, which --data replaces")
     if config.lessons != "tools" and config.embeddings != Config.embeddings:
         raise UserError("--embeddings is about the names of --lessons tools")
-    if config.lessons == "tools" and (config.data is not None or config.model == "new"):
-        raise UserError("--lessons tools continues a policy that can reason: give a --model, and no --data")
+    if config.lessons != "arithmetic" and (config.data is not None or config.model == "new"):
+        raise UserError(f"--lessons {config.lessons} continues a policy that can reason: give a --model, and no --data")
     rows = lessons(config) if config.data is None else read_rows(config.data, {"messages": list})
     with start_run("experiment_sft", config) as run:
         policy = new_policy(config) if config.model == "new" else load_policy(config)
         if config.data is None:  # the examination at the end would fail
-            check_prompts(policy, read_rows(str(task.EVAL_DATA), task.FIELDS), task.messages, max_new_tokens=96)
+            task, budget = EXAMINED[config.lessons]
+            check_prompts(policy, read_rows(str(task.EVAL_DATA), task.FIELDS), task.messages, max_new_tokens=budget)
         if config.lessons == "tools" and config.embeddings != "as_is":
             cosines = renew_collapsed_embeddings(policy, config.seed, at_random=config.embeddings == "random")
             say("mean cosine between the syllables of names: {:.3f}, renewed {:.3f}".format(*cosines))
+        if config.lessons == "countdown":
+            renew_symbols(policy, config.seed)
         rows, eval_rows = hold_out(config, encode_rows(config, policy, rows))
         train(config, run, policy, rows)
 
@@ -121,8 +130,8 @@ def cast_weights(policy: Policy, dtype: torch.dtype) -> None:
 
 
 def lessons(config: Config) -> list[dict]:
-    make = tool_conversations if config.lessons == "tools" else conversations
-    return list(make(config.num_copying, config.num_reasoning, config.num_answering, config.seed))
+    make = {"arithmetic": conversations, "tools": tool_conversations, "countdown": countdown_conversations}
+    return list(make[config.lessons](config.num_copying, config.num_reasoning, config.num_answering, config.seed))
 
 
 def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
@@ -137,6 +146,7 @@ def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], 
 def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajectory]:
     """Conversations as trajectories: the assistant's tokens are the actions."""
     encoded, source = [], config.data or f"--lessons {config.lessons}"
+    emphasis = EMPHASIS if config.lessons == "countdown" else {}
     for index, row in enumerate(rows):
         try:
             tools = row.get("tools")
@@ -146,7 +156,8 @@ def encode_rows(config: Config, policy: Policy, rows: list[dict]) -> list[Trajec
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{source}, row {index + 1}: {error}") from error
         if len(ids) <= min(config.max_length, context_length(policy)) and any(mask):
-            encoded.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
+            weights = token_weights(policy.tokenizer, ids, mask, emphasis) if emphasis else []
+            encoded.append(WeightedRow(ids, mask.index(1), mask, [0.0] * len(ids), index, weights=weights))
     if len(encoded) < len(rows):
         say(f"{len(rows) - len(encoded)} of {len(rows)} rows left out: too long, or without an assistant turn")
     if rows and not encoded:
@@ -164,7 +175,7 @@ def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> N
     for step in run.steps(len(all_batches)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step, len(all_batches))
-        batch = collate(all_batches[step - 1], policy.pad_id, policy.device)
+        batch = collate_weighted(all_batches[step - 1], policy.pad_id, policy.device)
         metrics = update(config, policy, optimizer, batch) | {"lr": optimizer.param_groups[0]["lr"]}
         run.log(step, metrics | run.costs(num_tokens=int(batch.action_mask.sum())))
         run.checkpoint(step, policy, optimizer)
@@ -173,11 +184,13 @@ def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> N
 def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, batch: Experience) -> dict[str, float]:
     """One optimizer step: minus the mean log-probability of the batch's assistant tokens."""
     optimizer.zero_grad()
-    num_tokens = batch.action_mask.sum()  # of the full batch, so that micro-batches add up to its mean
+    weights = batch.action_mask if batch.advantages is None else batch.action_mask * batch.advantages  # (B, T-1)
+    total_weight = weights.sum()  # of the full batch, so that micro-batches add up to its mean
     total = 0.0
     for micro in batch.split(config.micro_batch_size):
         log_probs = policy(micro.sequences, micro.action_mask).log_probs  # (b, T-1)
-        loss = masked_sum(-log_probs, micro.action_mask) / num_tokens
+        weighted = log_probs if micro.advantages is None else log_probs * micro.advantages
+        loss = masked_sum(-weighted, micro.action_mask) / total_weight
         loss.backward()
         total += loss.item()
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
@@ -226,11 +239,13 @@ def examine(config: Config, policy: Policy, eval_rows: list[Trajectory]) -> dict
             log_prob_sum += policy(batch.sequences, batch.action_mask).log_probs.sum().item()
             num_tokens += batch.action_mask.sum().item()
         return {"eval/loss": -log_prob_sum / num_tokens} if num_tokens else {}
+    task, budget = EXAMINED[config.lessons]
     questions = read_rows(str(task.EVAL_DATA), task.FIELDS)[: config.eval_prompts]
     examination = {}
-    for name, prefix in (("eval", ""), ("eval_forced", "<think>")):
+    ways = {"eval": "", "eval_forced": "<think>"} if task is arithmetic else {"eval": ""}
+    for name, prefix in ways.items():
         metrics = evaluate(
-            policy, questions, task, max_new_tokens=96, num_samples=8, seed=config.seed, prefix=prefix
+            policy, questions, task, max_new_tokens=budget, num_samples=8, seed=config.seed, prefix=prefix
         ).metrics
         examination |= {f"{name}/{key}": value for key, value in metrics.items()}
     return examination | (examine_tools(policy, config.eval_prompts, config.seed) if config.lessons == "tools" else {})

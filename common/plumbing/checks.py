@@ -10,13 +10,15 @@ import torch
 
 from common.errors import UserError
 
-from common.plumbing.config import ADAPTER_SETTINGS, PolicyConfig, shown
+from common.plumbing.config import ADAPTER_SETTINGS, ModelConfig, PolicyConfig, shown
 from common.plumbing.flags import RANGES
 from common.plumbing.terminal import printable, say
+from common.plumbing.tokenizer import read_template
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
 # Flags that can name a file or a directory
-PATHS = ("model", "task", "data", "eval_data", "tools", "corpus", "index", "encoder", "runs_dir", "resume")
+PATHS = ("model", "chat_template", "task", "data", "eval_data", "tools", "corpus", "index", "encoder")
+PATHS += ("runs_dir", "resume", "output", "compare")
 
 
 def flag(name: str) -> str:
@@ -49,7 +51,7 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
     return values
 
 
-def check_texts(config: PolicyConfig) -> None:
+def check_texts(config: ModelConfig) -> None:
     """Refuse text that no file can hold, which a broken terminal or a script can pass on, and paths that cannot exist.
 
     Raises:
@@ -84,7 +86,7 @@ def local_path(text: str, what: str) -> Path:
     return path
 
 
-def check_ranges(config: PolicyConfig) -> None:
+def check_ranges(config: ModelConfig) -> None:
     """Refuse numbers out of range; a flag that is None, or that an experiment does not have, is in range.
 
     Raises:
@@ -97,15 +99,22 @@ def check_ranges(config: PolicyConfig) -> None:
             raise UserError(f"{flag(name)} must be {wanted}, not {printable(str(value), 40)}{why}")
 
 
-def check_combinations(config: PolicyConfig) -> None:
+def check_combinations(config: ModelConfig) -> None:
     """Refuse flags that contradict each other, or that need something that is not requested or not installed."""
-    _check_minibatches(config)
     if config.attn_implementation == "flash_attention_2" and config.dtype == "float32":
         raise UserError("--attn-implementation flash_attention_2 computes in half precision: add --dtype bfloat16")
     if config.load_in == "8bit" and config.dtype == "float32":
         raise UserError("--load-in 8bit computes in half precision: omit --dtype, or make it bfloat16")
+    if isinstance(config, PolicyConfig):
+        _check_training(config)
+    if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
+
+
+def _check_training(config: PolicyConfig) -> None:
+    _check_minibatches(config)
     if not config.lora_rank:
-        for name in ("lora_alpha",) if config.trains_adapter else ("lora_alpha", "load_in", "save_merged"):
+        for name in ("lora_alpha",) if config.has_adapter else ("lora_alpha", "load_in", "save_merged"):
             if getattr(config, name):
                 raise UserError(f"{flag(name)} needs an adapter to train: add --lora-rank 16, for example")
     elif config.model == "new":
@@ -115,8 +124,6 @@ def check_combinations(config: PolicyConfig) -> None:
             f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round what it "
             "has learned: omit --lora-rank to train it further, or merge it first with --save-merged"
         )
-    if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
     if getattr(config, "tools", None) and not config.tool:
         raise UserError("--no-tool leaves no tool, and --tools gives some: omit one of them")
     if getattr(config, "top_p", 1.0) < 1:
@@ -126,8 +133,14 @@ def check_combinations(config: PolicyConfig) -> None:
         )
 
 
-def check_model(config: PolicyConfig) -> None:
-    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there."""
+def check_model(config: ModelConfig) -> None:
+    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there.
+
+    Raises:
+        UserError: naming it, or the chat template that it is to have and that cannot be read.
+    """
+    if config.chat_template is not None:
+        read_template(config.chat_template)
     path, base = config.model_path, config.base_path
     if path is None:
         return

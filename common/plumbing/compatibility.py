@@ -8,10 +8,10 @@ from common.policy import Policy
 from common.sampling import next_logits
 
 from common.plumbing.adapters import is_lora
-from common.plumbing.config import PolicyConfig, shown
+from common.plumbing.config import ModelConfig, PolicyConfig, shown
 
 
-def check_quantisation(model: torch.nn.Module, config: PolicyConfig) -> None:
+def check_quantisation(model: torch.nn.Module, config: ModelConfig) -> None:
     """
     Raises:
         UserError: the weights were quantised when they were saved, and the settings ask for what needs other ones.
@@ -23,13 +23,14 @@ def check_quantisation(model: torch.nn.Module, config: PolicyConfig) -> None:
     load_in = next((bits for bits in ("4bit", "8bit") if getattr(stored, f"load_in_{bits}", False)), None)
     kind = load_in or getattr(stored.quant_method, "value", stored.quant_method)
     given = f"--model {shown(config.model)}: the weights of {config.base} are already quantised ({kind})"
-    if not config.trains_adapter:
+    is_trained = isinstance(config, PolicyConfig)
+    if is_trained and not config.has_adapter:
         raise UserError(f"{given} and cannot be trained: add an adapter, --lora-rank 16 for example")
     if config.load_in not in (None, load_in):
         raise UserError(f"{given}: omit --load-in {config.load_in}, or use a model that is not quantised")
-    if config.save_merged:
+    if is_trained and config.save_merged:
         raise UserError(f"{given}, and an adapter cannot be merged into them: omit --save-merged")
-    if config.adapter_path is not None and config.lora_rank:
+    if is_trained and config.adapter_path is not None and config.lora_rank:
         raise UserError(f"{given}, and an adapter cannot be merged into them: omit --lora-rank")
     if load_in == "8bit" and config.dtype == "float32":
         raise UserError(f"{given} and compute in half precision: use --dtype bfloat16")

@@ -17,7 +17,12 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
-BUNDLED = {"tiny": TINY_POLICY, "tiny_tools": ROOT / "assets" / "tiny_policy_tools"}  # the second knows tools
+# The second knows tools, the third searches for expressions
+BUNDLED = {
+    "tiny": TINY_POLICY,
+    "tiny_tools": ROOT / "assets" / "tiny_policy_tools",
+    "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
+}
 ADAPTER_SETTINGS = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,13 +37,15 @@ LORA_LR_FACTOR = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """What every program that trains a policy needs."""
+class ModelConfig:
+    """What every program that loads a model needs."""
 
     # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
-    # adapter, which is trained further, or with --lora-rank merged into its base
+    # adapter
     model: str = "tiny"
-    seed: int = 0  # seed of data order, sampling and minibatches
+    # file of a chat template (Jinja), for models that have none, such as base models; None: the model's own
+    chat_template: str | None = None
+    seed: int = 0  # seed of sampling
     threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
     # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
     device: str = "auto"
@@ -47,20 +54,7 @@ class PolicyConfig:
     dtype: Literal["float32", "bfloat16"] | None = None
     # how attention is computed; auto: flash_attention_2 if it is installed and usable (cuda, bfloat16), else sdpa
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    lora_rank: int = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
-    lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
-    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs an adapter
-    save_merged: bool = False  # with an adapter: also write final_merged/, a model with the adapter merged in
-    # held-out questions per evaluation; without --eval-data this many rows of --data are held out
-    eval_prompts: int = 256
-    checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
-    keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
-    wandb: bool = False  # also log to Weights & Biases; without its package, a key or a network the run continues
-    name: str | None = None  # the run's name; None: date, time and seed
-    runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
-    # directory of a run to resume, with its own settings; only --steps may be raised; None: a new run
-    resume: str | None = None
+    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes)
 
     @property
     def model_path(self) -> Path | None:
@@ -87,9 +81,9 @@ class PolicyConfig:
         return self.model if self.adapter_path is None else read_base(self.adapter_path)
 
     @property
-    def trains_adapter(self) -> bool:
-        """A new one, or the one that `model` names."""
-        return self.lora_rank > 0 or self.adapter_path is not None
+    def has_adapter(self) -> bool:
+        """Of low rank (LoRA), on frozen weights."""
+        return self.adapter_path is not None
 
     @property
     def kind(self) -> str:
@@ -101,13 +95,43 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyConfig(ModelConfig):
+    """What every program that trains a policy needs in addition."""
+
+    # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
+    # adapter, which is trained further, or with --lora-rank merged into its base
+    model: str = "tiny"
+    seed: int = 0  # seed of data order, sampling and minibatches
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
+    lora_rank: int = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
+    lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
+    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs an adapter
+    save_merged: bool = False  # with an adapter: also write final_merged/, a model with the adapter merged in
+    # held-out questions per evaluation; without --eval-data this many rows of --data are held out
+    eval_prompts: int = 256
+    checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
+    keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
+    wandb: bool = False  # also log to Weights & Biases; without its package, a key or a network the run continues
+    name: str | None = None  # the run's name; None: date, time and seed
+    runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
+    # directory of a run to resume, with its own settings; only --steps may be raised; None: a new run
+    resume: str | None = None
+
+    @property
+    def has_adapter(self) -> bool:
+        """A new one, or the one that `model` names."""
+        return self.lora_rank > 0 or self.adapter_path is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(PolicyConfig):
     """What every experiment with rewards needs in addition."""
 
     task: str = "arithmetic"  # what is asked and rewarded: a file of common/tasks, or the path of your own
     reward_weight: tuple[str, ...] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
-    data: str | None = None  # JSONL file, or hub dataset id[:subset]; None: the task's own
-    # held-out questions, a file or a hub dataset like --data; None: the task's own, or rows held out from --data
+    data: str | None = None  # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
+    # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
+    # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: str | None = None
     at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: int | None = None  # keep questions of at most this many characters; None: any
@@ -177,7 +201,7 @@ def _find_device() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
-ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 
 def resolve(config: ConfigT, defaults: dict) -> ConfigT:
@@ -193,6 +217,6 @@ def resolve(config: ConfigT, defaults: dict) -> ConfigT:
         has_flash = on_cuda and dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
         attention = "flash_attention_2" if has_flash else "sdpa"
     left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
-    if config.trains_adapter and "lr" in left_open:
+    if config.has_adapter and "lr" in left_open:
         left_open["lr"] *= LORA_LR_FACTOR
     return dataclasses.replace(config, device=device, dtype=dtype, attn_implementation=attention, **left_open)

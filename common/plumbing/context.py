@@ -9,7 +9,7 @@ from common.chat import encode_prompt
 from common.errors import UserError
 from common.policy import Policy
 
-from common.plumbing.config import RunConfig
+from common.plumbing.config import ModelConfig
 from common.plumbing.task import Row, Task
 
 PROBE = "probe"  # a text that no template writes by itself
@@ -17,14 +17,19 @@ PROBE = "probe"  # a text that no template writes by itself
 
 def context_length(policy: Policy) -> float:
     """The number of tokens that the model can attend to; infinite where its config does not say."""
-    settings = policy.model.config.get_text_config()
+    return context_of(policy.model.config)
+
+
+def context_of(config) -> float:
+    """The same, of a model that is not loaded, from its Hugging Face config."""
+    settings = config.get_text_config()
     length = getattr(settings, "max_position_embeddings", None) or math.inf
     rope = getattr(settings, "rope_parameters", None) or {}  # some configs name the length before it is stretched
     stretched = (rope.get("original_max_position_embeddings") or length) * (rope.get("factor") or 1)
     return max(length, stretched) if length > 0 else math.inf
 
 
-def check_context(config: RunConfig, task: Task, policy: Policy) -> None:
+def check_context(config: ModelConfig, task: Task, policy: Policy) -> None:
     """Refuse a run with a row whose prompt and completion do not fit into the model's context.
 
     Raises:

@@ -1,27 +1,29 @@
 """Reads rows: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
 
-import json
-from pathlib import Path
+import sys
+from collections.abc import Iterator
 
 from common.errors import UserError
 from common.keyed import keyed_generator
 
 from common.plumbing.checks import local_path, parse_numbers
-from common.plumbing.config import RunConfig, is_hub_id, shown
-from common.plumbing.hub import must_be_cached
+from common.plumbing.config import RunConfig, shown
+from common.plumbing.hub import find_test_split, is_hub_source, read_split
 from common.plumbing.ranks import together
+from common.plumbing.rows import Fields, FieldsError, find_problem, placed, read_jsonl
 from common.plumbing.solutions import try_solutions
 from common.plumbing.task import Row, Task
-from common.plumbing.task_file import import_task
-from common.plumbing.terminal import printable, say
+from common.plumbing.task_file import import_task, suggest_task
+from common.plumbing.terminal import say
 
 
 @together()
 def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
     """The task that `--task` names, with its training and evaluation rows, filtered alike.
 
-    Without `--eval-data`, a task with files of its own is evaluated on its held-out file. A user's `--data` is divided:
-    `--eval-prompts` rows, chosen by `--seed`, are held out.
+    Without `--eval-data`, a task with files of its own is evaluated on its held-out file, and a user's `--data` on the
+    test file that comes with it, see `find_test_data`. Otherwise `--data` is divided: `--eval-prompts` rows, chosen by
+    `--seed`, are held out.
 
     Args:
         more_weights: of reward components that the experiment gives, next to those of the task.
@@ -32,13 +34,10 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     """
     task = import_task(config, more_weights)
     task.tools = tools
-    source = config.data if config.data is not None else task.train_data
-    if source is None:
-        raise UserError(f"{task} has no data of its own: give --data")
-    train_rows = _filter(read_rows(source, task.fields), config, task, source)
-    eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
+    source, eval_source = find_sources(config, task)
+    train_rows = load_rows(source, config, task)
     if eval_source is not None:
-        eval_rows = _filter(read_rows(eval_source, task.fields), config, task, eval_source)[: config.eval_prompts]
+        eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
             f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
@@ -54,15 +53,30 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     asked = {row.question for row in train_rows}
     if known := sum(row.question in asked for row in eval_rows):
         say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
-    try_solutions(task, [*train_rows, *eval_rows])  # before a model is loaded
+    try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
     task.try_out(train_rows[0])
+    if note := task.note():
+        say(f"{task}: {note}", sys.stderr)
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     return task
 
 
-def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[Row]:
-    """The rows of a JSONL file, or of the train split of a hub dataset `owner/name[:subset]`.
+def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
+    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out.
+
+    Raises:
+        UserError: the task has no data of its own, and none are given.
+    """
+    source = config.data if config.data is not None else task.train_data
+    if source is None:
+        raise UserError(f"{task} has no data of its own: give --data")
+    eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
+    return source, find_test_data(source) if eval_source is None else eval_source
+
+
+def read_rows(source: str, fields: Fields) -> list[Row]:
+    """The rows of a JSONL file, or of a split of a hub dataset `owner/name[:subset[:split]]`, by default "train".
 
     Args:
         fields: the fields that every row must have, and their types.
@@ -70,82 +84,56 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]]) -> list[R
     Raises:
         UserError: naming file, line and what is wrong.
     """
-    path = local_path(source, "the data file")
-    looks_local = path.exists() or source[:1] in ("", ".", "/", "~") or path.suffix in (".json", ".jsonl")
-    is_remote = not looks_local and is_hub_id(source.partition(":")[0])
-    rows = _read_hub(source) if is_remote else _read_jsonl(path)
-    for row in rows:
-        for field, wanted in fields.items():
-            if field not in row:
-                raise UserError(f"{row.place}: the field {field!r} is missing (there are: {', '.join(row)})")
-            if not _is_usable(row[field], wanted):
-                value = printable(json.dumps(row[field], default=str), 80)
-                raise UserError(f"{row.place}: the field {field!r} cannot be {value}")
+    rows = []
+    for row in scan_rows(source, fields):
+        if isinstance(row, UserError):
+            raise row
+        rows.append(row)
     if not rows:
         raise UserError(f"{shown(source)} has no rows")
     return rows
 
 
-def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
-    """Whether a value is of a wanted type, and JSON: without NaN, infinities, and halves of a surrogate pair."""
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+def scan_rows(source: str, fields: Fields) -> Iterator[Row | UserError]:
+    """The same, with the error of a row that cannot be used in its place."""
+    path = local_path(source, "the data file")
+    for row in _read_hub(source) if is_hub_source(source) else read_jsonl(path):
+        problem = None if isinstance(row, UserError) else find_problem(row, fields)
+        yield row if problem is None else FieldsError(row, problem)
+
+
+def _read_hub(source: str) -> Iterator[Row]:
+    for number, row in enumerate(read_split(source), start=1):
+        yield placed(row, f"{source}, row {number}")
+
+
+def find_test_data(source: str) -> str | None:
+    """What training data come with to evaluate on, and a sentence about it: None if there is nothing.
+
+    That is `test.jsonl` beside a file `train.jsonl`, or the split "test" of a hub dataset whose split is not named.
+    """
+    if is_hub_source(source):
+        found = find_test_split(source)
+    else:
+        path = local_path(source, "the data file")
+        beside = path.with_name("test.jsonl")
+        found = str(beside) if path.name == "train.jsonl" and beside.is_file() else None
+    if found is not None:
+        say(f"evaluated on {shown(found)}, which comes with {shown(source)} (--eval-data names another)")
+    return found
+
+
+def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
+    """The rows of a source that pass the filters, with a hint if they are those of another task."""
     try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode()
-    except ValueError:
-        return False
-    if isinstance(value, bool):  # which Python counts among the integers
-        return bool in wanted
-    return isinstance(value, wanted) or (isinstance(value, int) and float in wanted)
+        rows = read_rows(source, task.fields)
+    except FieldsError as error:
+        raise UserError(f"{error}{suggest_task(error.row, config.task)}") from None
+    return filter_rows(rows, config, task, source)
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    if not path.is_file():
-        raise UserError(f"{shown(path)}: there is no such file (a hub dataset is owner/name)")
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{shown(path)} cannot be read ({error.strerror})") from error
-    rows: list[Row] = []
-    file = shown(path)  # once: for every row it would take longer than reading them
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        place = f"{file}:{number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{place}: not JSON ({error.msg} at column {error.colno})") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{place}: not UTF-8 text ({error.reason})") from error
-        except RecursionError as error:
-            raise UserError(f"{place}: lists or objects are nested too deeply to be read") from error
-        except ValueError as error:  # of Python, whose integers are read up to some thousand digits
-            raise UserError(f"{place}: an integer has too many digits to be read") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{place}: a row must be a JSON object, not {type(row).__name__}")
-        rows.append(_placed(row, place))
-    return rows
-
-
-def _read_hub(source: str) -> list[Row]:
-    from datasets import load_dataset
-
-    name, _, subset = source.partition(":")
-    must_be_cached("dataset", name)
-    try:
-        rows = load_dataset(name, subset or None, split="train", trust_remote_code=False).to_list()
-    except Exception as error:  # the hub client raises many kinds, which make no difference to a user
-        raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
-    return [_placed(row, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
-
-
-def _placed(fields: dict, place: str) -> Row:
-    row = Row(fields)
-    row.place = place
-    return row
-
-
-def _filter(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+    """Those that `--at-most` and `--max-question-length` keep, with the question that the task asks."""
     kept = rows
     for field, most in parse_numbers("--at-most", config.at_most).items():
         for row in kept:

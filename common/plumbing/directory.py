@@ -40,8 +40,11 @@ def make_directory(experiment: str, config: PolicyConfig) -> RunDirectory:
     return RunDirectory(directory, lock)
 
 
-def lock_directory(directory: Path) -> FileLock:
+def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:
     """
+    Args:
+        doing: what a process that holds the lock does.
+
     Raises:
         UserError: another process has locked the directory, or it cannot be written.
     """
@@ -50,7 +53,7 @@ def lock_directory(directory: Path) -> FileLock:
     except OSError as error:
         raise UserError(f"{directory} cannot be written ({error.strerror})") from error
     if lock is None:
-        raise UserError(f"{directory} is in use: another process is running or resuming this run")
+        raise UserError(f"{directory} is in use: another process is {doing}")
     return lock
 
 

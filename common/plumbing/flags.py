@@ -10,7 +10,7 @@ import re
 import textwrap
 from typing import Annotated, NamedTuple, get_type_hints
 
-from common.plumbing.config import PolicyConfig
+from common.plumbing.config import ModelConfig
 from common.plumbing.terminal import say
 
 
@@ -72,6 +72,8 @@ RANGES = {
     "num_reasoning": Range(0, 10**7, "rows"),
     "num_answering": Range(0, 10**7, "rows"),
     "max_length": Range(1, 10**6, "tokens"),
+    "limit": Range(1, 10**9, "questions"),
+    "num_samples": Range(0, 10**6, "answers"),
     "eval_prompts": Range(1, 10**9, "questions"),
     "eval_every": Range(0, 10**9, "steps"),
     # of the run
@@ -83,10 +85,11 @@ RANGES = {
     "generation_batch_size": Range(1, 10**6, "completions"),
 }
 
-# The groups of --help, after that of the algorithm, which has all other flags. Their order is that of the fields.
+# The groups of --help, after that of the algorithm (FIRST_GROUP can call it otherwise), which has all other flags.
+# Their order is that of the fields.
 GROUPS = {
     "policy": (
-        *("model", "device", "dtype", "attn_implementation", "gradient_checkpointing"),
+        *("model", "chat_template", "device", "dtype", "attn_implementation", "gradient_checkpointing"),
         *("lora_rank", "lora_alpha", "load_in", "save_merged"),
     ),
     "data and task": (
@@ -98,22 +101,23 @@ GROUPS = {
         *("corpus", "chunk_words", "chunk_overlap", "index", "encoder"),
         *("search_url", "search_seconds", "top_k"),
     ),
-    "evaluation": ("eval_data", "eval_prompts", "eval_every"),
+    "evaluation": ("eval_data", "eval_prompts", "eval_every", "suite", "limit", "compare"),
     "run": (
         *("name", "runs_dir", "resume", "seed", "threads", "checkpoint_every", "keep_checkpoints", "samples_every"),
-        *("generation_batch_size", "wandb", "save_dtype"),
+        *("generation_batch_size", "wandb", "save_dtype", "output"),
     ),
 }
 
 
-def make_flags(config: PolicyConfig) -> type:
+def make_flags(config: ModelConfig) -> type:
     """The flags in their groups, a dataclass of dataclasses for tyro, with the values of `config` as the defaults."""
     import tyro
 
     types, comments = get_type_hints(type(config)), read_comments(type(config))
-    grouped: dict[str, list] = {"algorithm": [], **{group: [] for group in GROUPS}}
+    first = getattr(config, "FIRST_GROUP", "algorithm")
+    grouped: dict[str, list] = {first: [], **{group: [] for group in GROUPS}}
     for field in dataclasses.fields(config):
-        group = next((group for group, names in GROUPS.items() if field.name in names), "algorithm")
+        group = next((group for group, names in GROUPS.items() if field.name in names), first)
         text, _, resolved = comments[field.name].partition("None: ")
         default = getattr(config, field.name)
         argument = tyro.conf.arg(
@@ -146,7 +150,7 @@ def _hint(name: str, default: object, resolved: str) -> str:
     return f"{RANGES[name]}; default: {shown}" if name in RANGES else f"default: {shown}"
 
 
-def read_comments(config_class: type[PolicyConfig]) -> dict[str, str]:
+def read_comments(config_class: type[ModelConfig]) -> dict[str, str]:
     """The comment of every field, beside it or in the lines above it, from the source of the class and its bases."""
     found = {}
     for parent in reversed(config_class.__mro__[:-1]):

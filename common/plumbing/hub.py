@@ -1,12 +1,22 @@
-"""Ask the hub once, with little patience: its own client tries again for a minute when nobody answers."""
+"""Datasets of the hub, and whether it answers.
 
+It is asked once, with little patience: its own client tries again for a minute when nobody answers.
+"""
+
+import functools
+import os
+import re
 from pathlib import Path
 
 from common.errors import UserError
 
+from common.plumbing.checks import local_path
+from common.plumbing.config import is_hub_id
+from common.plumbing.reward_weights import short
 from common.plumbing.terminal import say
 
 TIMEOUT = 10  # seconds
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # and no hub's names
 
 
 def must_be_cached(what: str, name: str) -> bool:
@@ -56,3 +66,87 @@ def commit_of(what: str, name: str) -> str | None:
         pass
     path = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=what) / "refs" / "main"
     return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def is_hub_source(source: str, path: Path | None = None) -> bool:
+    """Whether data are those of a hub dataset, `owner/name[:subset[:split]]`, and not of a file.
+
+    Args:
+        path: where the file would be; None: where `source` says.
+    """
+    path = local_path(source, "the data file") if path is None else path
+    looks_local = path.exists() or source[:1] in ("", ".", "/", "~") or path.suffix in FILES
+    return not looks_local and is_hub_id(source.partition(":")[0])
+
+
+def find_source(value: object, file: Path, what: str) -> str | None:
+    """The data that a task names, `what`, as its own: a path, relative to its file, or a hub dataset.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | Path):
+        raise UserError(f"{what} must be a path, not {short(value)}")
+    path = file.resolve().parent / local_path(str(value), what)
+    return value if isinstance(value, str) and is_hub_source(value, path) else str(path)
+
+
+def read_split(source: str) -> list[dict]:
+    """The rows of a split of a hub dataset, by default of "train".
+
+    Raises:
+        UserError: it cannot be loaded, or has no such subset or split; the sentence names those that it has.
+    """
+    name, subset, split = _parts(source)
+    splits = _load(name, subset, os.getcwd())
+    if (split or "train") not in splits:
+        subset_and_name = f"{name}:{subset}" if subset else name
+        raise UserError(
+            f"the dataset {subset_and_name} has no split {split or 'train'!r} (there are: {', '.join(splits)}): "
+            f"{subset_and_name}{'' if subset else ':'}:{next(iter(splits))}, for example"
+        )
+    return splits[split or "train"].to_list()
+
+
+def find_test_split(source: str) -> str | None:
+    """The source with the split "test", if it names no split and the dataset has that one."""
+    name, subset, split = _parts(source)
+    return f"{name}:{subset}:test" if not split and "test" in _load(name, subset, os.getcwd()) else None
+
+
+def _parts(source: str) -> list[str]:
+    """
+    >>> _parts("openai/gsm8k:main:test"), _parts("owner/name"), _parts("owner/name::test")
+    (['openai/gsm8k', 'main', 'test'], ['owner/name', '', ''], ['owner/name', '', 'test'])
+    """
+    return [*source.split(":", 2), "", ""][:3]
+
+
+@functools.lru_cache(maxsize=2)  # training data and held-out data can be two splits of one dataset
+def _load(name: str, subset: str, _directory: str):
+    """All splits of a dataset: those who load one split download all of them."""
+    import datasets
+
+    must_be_cached("dataset", name)
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, subset or None, trust_remote_code=False)
+    except Exception as error:  # the hub client raises many kinds, which make no difference to a user
+        source = f"{name}:{subset}" if subset else name
+        if subsets := _subsets(str(error)):
+            problem = f"has no subset {subset!r}" if subset else "has several subsets"
+            raise UserError(f"the dataset {name} {problem} (there are: {subsets}): give {name}:SUBSET") from error
+        raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
+
+
+def _subsets(message: str) -> str:
+    """The subsets that datasets names when one is missing: of a repository, or of this machine's cache.
+
+    >>> _subsets("BuilderConfig 'x' not found. Available: ['main', 'socratic']")
+    'main, socratic'
+    """
+    listed = re.search(r"[Aa]vailable(?: configs)?(?: in the cache)?: \[(.*?)\]", message)
+    listed = listed or re.search(r"There are multiple .* in the cache: (.*)", message)
+    return listed[1].replace("'", "") if listed else ""

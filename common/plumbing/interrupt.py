@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-PROGRAMS = ("train", "build_index", "serve_index", "make_questions")  # how their names begin
+PROGRAMS = ("train", "build_index", "serve_index", "make_questions", "evaluate")  # how their names begin
 
 
 def end_at_once(*_) -> None:

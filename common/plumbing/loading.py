@@ -23,15 +23,15 @@ from common.plumbing.adapters import (
     merge_adapter,
 )
 from common.plumbing.compatibility import check_computation, check_quantisation
-from common.plumbing.config import DTYPES, PolicyConfig, resolve, shown
+from common.plumbing.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
 from common.plumbing.terminal import say
-from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids
+from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids, read_template
 from common.plumbing.weights import check_finite, describe_parameters
 
 
-def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
+def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter if one is requested.
 
     Trained weights are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
@@ -49,14 +49,12 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     refuse_adapter(config.base, is_here)
     has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
     tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
-    if prefix := getattr(config, "completion_prefix", None):
-        begin_completions(tokenizer, prefix)
     quantised = {}
     if config.load_in is not None:
         quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}
     model = read_model(
         config.base,
-        DTYPES[config.dtype] if config.trains_adapter else torch.float32,
+        DTYPES[config.dtype] if config.has_adapter else torch.float32,
         local_files_only=is_here,
         attn_implementation=config.attn_implementation,
         **quantised,
@@ -64,10 +62,17 @@ def load_policy(config: PolicyConfig, temperature: float = 1.0) -> Policy:
     return make_policy(model, tokenizer, config, temperature)
 
 
-def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, temperature: float = 1.0) -> Policy:
-    """Wrap a model and its tokenizer, ready for training, with the adapter that is to be trained."""
+def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperature: float = 1.0) -> Policy:
+    """Wrap a model and its tokenizer, with its adapter; under a `PolicyConfig` ready for training."""
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
     if tokenizer.chat_template is None:
-        raise UserError(f"--model {shown(config.model)} has no chat template; use an instruction-tuned model")
+        raise UserError(
+            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
+            "--chat-template FILE (Jinja), or use an instruction-tuned model"
+        )
+    if prefix := getattr(config, "completion_prefix", None):
+        begin_completions(tokenizer, prefix)
     check_quantisation(model, config)
     use_fast_products(model)
     if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
@@ -80,31 +85,35 @@ def make_policy(model: torch.nn.Module, tokenizer, config: PolicyConfig, tempera
         raise UserError(f"--model {shown(config.model)}: {error}") from error
     if config.adapter_path is not None:
         model = _use_adapter(model, config)
-    if config.lora_rank:
+    is_trained = isinstance(config, PolicyConfig)
+    if is_trained and config.lora_rank:
         model = add_adapter(model, config.lora_rank, config.lora_alpha, config.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
-        if config.gradient_checkpointing:
+        if is_trained and config.gradient_checkpointing:
             # works in training mode only: Policy.forward enters it, and dropout is off anyway
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _disable_dropout(model)
     if config.load_in is None:
         model = model.to(config.device)
     _forbid_repacking(model)  # the weights may be quantised without --load-in: in the checkpoint
-    policy = Policy(
-        model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype], config.gradient_checkpointing
-    )
+    policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype])
+    policy.gradient_checkpointing = is_trained and config.gradient_checkpointing
     exclude_frozen(policy)
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
     check_computation(policy)
-    say(describe_parameters(model))
+    if is_trained:
+        say(describe_parameters(model))
     return policy
 
 
-def _use_adapter(model: torch.nn.Module, config: PolicyConfig) -> torch.nn.Module:
-    """With the adapter that `--model` names: to be trained further, or merged if a new one is to be trained."""
+def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
+    """With the adapter that `--model` names, which is merged if a new one is to be trained."""
     model = load_adapter(model, config.adapter_path)
     given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
+    if not isinstance(config, PolicyConfig):
+        say(f"{given} for {config.base}")
+        return model
     if not config.lora_rank:
         say(f"{given} for {config.base}: it is trained further")
         return model
@@ -122,7 +131,7 @@ def make_reference(policy: Policy) -> Policy:
     return WithAdapterAsItWas(policy) if adds_something(policy.model) else WithoutAdapter(policy)
 
 
-def _quantization(config: PolicyConfig):
+def _quantization(config: ModelConfig):
     from transformers import BitsAndBytesConfig
 
     if config.load_in == "8bit":

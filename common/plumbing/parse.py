@@ -21,12 +21,12 @@ from common.plumbing.checks import (
     check_texts,
     flag,
 )
-from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, RunConfig, resolve
+from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, resolve
 from common.plumbing.ending import may_say_why
 from common.plumbing.flags import make_flags, show_description
 from common.plumbing.ranks import num_launched
 from common.plumbing.settings import NOT_FLAGS, read_settings
-from common.plumbing.task_file import bundled_tasks, import_task
+from common.plumbing.task_file import bundled_tasks, task_of
 from common.plumbing.terminal import printable, say
 
 MAX_DIGITS = 4000  # Python reads up to 4300 of an integer
@@ -52,21 +52,17 @@ def parse_config(
         show_description(what_it_is, shutil.get_terminal_size().columns)
     _check_words(config_class, argv)
     config = _read(config_class(), argv)
-    if config.resume is not None:
+    if getattr(config, "resume", None) is not None:
         config = _resumed(config, argv)
     check_model(config)
-    check_name(config.name)
+    check_name(getattr(config, "name", None))
     check_device(config.device)
     if config.kind not in resolved:
         raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
     defaults = resolved[config.kind]
     check_ranges(config)  # before the task, whose first reward takes time
-    if isinstance(config, RunConfig):
-        defaults = defaults | {
-            "system_prompt": ""
-            if config.kind == "tiny"
-            else import_task(dataclasses.replace(config, reward_weight=())).system_prompt
-        }
+    if hasattr(config, "system_prompt"):
+        defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
     config = resolve(config, defaults)
     check_combinations(config)
     handle_as_usual()
@@ -162,7 +158,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
-    names = ("data", "eval_data", "tools", "corpus", "index", "encoder")
+    names = ("chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
     named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in names}
     if config.model not in BUNDLED:
         named["model"] = config.model_path

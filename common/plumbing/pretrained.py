@@ -45,6 +45,20 @@ def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **option
     return model
 
 
+def read_config(source: str, local_files_only: bool):
+    """The config of a model that is not loaded.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
+    except Exception as error:
+        raise UserError(f"the config of {source} could not be read: {_reason(error)}") from error
+
+
 def read_tokenizer(source: str, local_files_only: bool):
     from transformers import AutoTokenizer
 

@@ -45,7 +45,8 @@ def write_samples(
         if number >= kept:
             break
         row = task.train_rows[trajectory.prompt_index]
-        entry = {"step": step, "question": task.question(row), "answer": row.get("answer"), "text": trajectory.text}
+        entry = {"step": step, "question": task.question(row), "answer": task.right_answer(row)}
+        entry |= {"text": trajectory.text}
         entry |= {"turns": trajectory.turns} if trajectory.turns else {}
         entry |= {"return": task.total_reward(trajectory.rewards)}
         entry |= _describe_row(trajectory, index, experience, statistics)

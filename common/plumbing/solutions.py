@@ -5,14 +5,19 @@ import time
 
 from common.errors import UserError
 
+from common.plumbing.rows import is_empty
 from common.plumbing.task import Row, Task
+from common.plumbing.task_file import suggest_task
 from common.plumbing.terminal import printable, say
 
 PATIENCE = 10  # seconds for all rows together
 
 
-def try_solutions(task: Task, rows: list[Row]) -> None:
+def try_solutions(task: Task, rows: list[Row], name: str) -> None:
     """Reward the solution of every row, for as long as `PATIENCE` lasts; does nothing for a task without `solution`.
+
+    Args:
+        name: what `--task` calls it.
 
     Raises:
         UserError: the solution of a row does not earn `correct` = 1, or, in a task without `correct`, no reward.
@@ -30,8 +35,15 @@ def try_solutions(task: Task, rows: list[Row]) -> None:
         earned = rewards["correct"] if "correct" in rewards else task.total_reward(rewards)
         is_earned = earned == 1 if "correct" in rewards else earned > 0
         if math.isfinite(earned) and not is_earned:  # others are a fault of the reward, which the run reports
-            raise UserError(
-                f"{row.place}: no completion can be right, because the row's own solution {printable(repr(text), 80)} "
-                f"earns {measure} {earned:g}: bring the gold answers to the form that reward(row, text) of {task} "
-                "compares with (of GSM8K's answers keep what follows ####), or correct its solution(row)"
-            )
+            raise UserError(f"{row.place}: {_reason(task, row, text, f'{measure} {earned:g}', name)}")
+
+
+def _reason(task: Task, row: Row, text: str, earned: str, name: str) -> str:
+    if empty := [repr(field) for field in sorted({*task.fields, "answer"} & row.keys()) if is_empty(row[field])]:
+        return f"the field {' and '.join(empty)} is empty, so that no completion can be right: remove the row"
+    reason = f"no completion can be right, because the row's own solution {printable(repr(text), 80)} earns {earned}"
+    if suggestion := suggest_task(row, name):
+        return reason + suggestion
+    hashes = " (of GSM8K's answers keep what follows ####)" if "####" in str(row.get("answer")) else ""
+    form = f"the form that reward(row, text) of {task} compares with{hashes}"
+    return f"{reason}: bring the row to {form}, or correct its solution(row)"

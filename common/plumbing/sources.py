@@ -5,7 +5,7 @@ from pathlib import Path
 from common.errors import UserError
 
 from common.plumbing.checks import flag
-from common.plumbing.config import PolicyConfig
+from common.plumbing.config import ModelConfig
 from common.plumbing.files import sha256
 from common.plumbing.hub import commit_of
 from common.plumbing.ranks import is_first_here
@@ -15,12 +15,12 @@ from common.plumbing.terminal import say
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # of a Hugging Face directory
 
 
-def describe_sources(config: PolicyConfig, task: Task | None) -> dict[str, dict]:
+def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
 
     The model's only in one process of each machine: it can be large.
     """
-    sources = {name: getattr(config, name, None) for name in ("data", "tools")}
+    sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools")}
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}
@@ -39,6 +39,7 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
     Raises:
         UserError: naming the flag and the file.
     """
+    _check_evaluation(directory, before.get("eval_data"), now.get("eval_data"))
     for name in before.keys() & now.keys():
         then, content = before[name]["content"], now[name]["content"]
         if content == then:
@@ -51,6 +52,20 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
                 "start a new run"
             )
         say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
+
+
+def _check_evaluation(directory: Path, before: dict | None, now: dict | None) -> None:
+    """Refuse to hold out rows of the data now if they were evaluated on a file before, and the other way round.
+
+    A hub dataset that is in one of them only is no sign of that: its commit may not have been known.
+
+    Raises:
+        UserError: naming the file.
+    """
+    if before is None and now is not None and Path(now["source"]).is_file():
+        raise UserError(f"{now['source']} was not there when {directory} began, which held out rows of --data: move it")
+    if now is None and before is not None and Path(before["source"]).is_absolute():
+        raise UserError(f"{before['source']}, which {directory} is evaluated on, is no longer there: restore it")
 
 
 def _describe(name: str, source: str | Path) -> dict:

@@ -118,14 +118,15 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
             )
             table.add_row(Text(printable(label, 60)), *("-" if value is None else f"{value:.3f}" for value in values))
     console.print(table)
-    if gain:
+    if any(gain.values()):
         say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
 
     table = Table(title="The greedy answer", show_lines=True)
     for heading in ("question", "right", "before", "after"):
         table.add_column(heading, overflow="fold")
     for row, *texts in list(zip(task.eval_rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
-        cells = (task.question(row), str(row.get("answer", "")), *texts)
+        right = task.right_answer(row)
+        cells = (task.question(row), "" if right is None else str(right), *texts)
         table.add_row(*(Text(printable(text, 160)) for text in cells))  # text, not rich's markup
     console.print(table)
     say(f"run:          {directory}")

@@ -13,7 +13,8 @@ from typing import Any
 from common.environment import OUTCOMES
 from common.errors import UserError
 
-from common.plumbing.checks import is_text, local_path
+from common.plumbing.checks import is_text
+from common.plumbing.hub import find_source
 from common.plumbing.reward_weights import reward_weights, short
 from common.plumbing.signals import call_after
 from common.plumbing.terminal import describe_error, say
@@ -71,9 +72,11 @@ class Task:
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         if not all(isinstance(name, str) for name in self.kind_fields):
             raise UserError(f"{self}: KIND_FIELDS must name fields, not {short(self.kind_fields)}")
-        self.train_data = self._data("TRAIN_DATA")
-        self.eval_data = self._data("EVAL_DATA")
         self.path = Path(module.__file__)
+        self.train_data, self.eval_data = (
+            find_source(getattr(module, name, None), self.path, f"{self}: {name}")
+            for name in ("TRAIN_DATA", "EVAL_DATA")
+        )
         self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
         self.tools: list[dict] | None = None  # schemas of those that every prompt presents
         self.train_rows: list[Row] = []
@@ -121,6 +124,15 @@ class Task:
         if rows and hasattr(self._module, "prepare"):
             self._call("prepare", rows, texts)
 
+    def note(self) -> str | None:
+        """What the task wants the user to know before a run, if it defines `note`."""
+        if not hasattr(self._module, "note"):
+            return None
+        found = self._call("note")
+        if found is not None and not isinstance(found, str):
+            raise self._error("note", {}, f"must return a str or None, not {short(found)}")
+        return found
+
     def describe(self, row: dict, text: str) -> dict[str, float]:
         """What else the task measures of a completion; empty if it defines no `describe`."""
         if not hasattr(self._module, "describe"):
@@ -147,6 +159,23 @@ class Task:
             raise self._error("solution", row, f"must return a str, not {short(found)}")
         return found
 
+    @property
+    def has_vote(self) -> bool:
+        return hasattr(self._module, "vote")
+
+    def vote(self, row: dict, text: str) -> str | None:
+        """What a completion answers, in one spelling, for tasks that define `vote`; None: nothing."""
+        found = self._call("vote", row, text)
+        if found is not None and not isinstance(found, str):
+            raise self._error("vote", row, f"must return a str or None, not {short(found)}")
+        return found
+
+    def right_answer(self, row: dict) -> object:
+        """The answer to a row, for people: what its solution answers, if the task can tell, else its field `answer`."""
+        text = self.solution(row)
+        voted = self.vote(row, text) if text is not None and self.has_vote else None
+        return row.get("answer", text) if voted is None else voted
+
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""
         return sum(weight * rewards.get(component, 0.0) for component, weight in self.weights.items() if weight)
@@ -166,7 +195,8 @@ class Task:
         return tuple(repr(row.get(field)) for field in self.kind_fields)
 
     def _call(self, function: str, *arguments):
-        row = arguments[0] if isinstance(arguments[0], dict) else arguments[0][0]  # `prepare` is told of many
+        first = arguments[0] if arguments else {}
+        row = first if isinstance(first, dict) else first[0]  # `prepare` is told of many
         slow = f"has been running for {PATIENCE} s; Ctrl-C twice ends it"
         try:
             with call_after(PATIENCE, lambda: self._tell(function, row, slow)):
@@ -193,13 +223,3 @@ class Task:
         if not isinstance(value, wanted):
             raise UserError(f"{self}: {name} must be a {wanted.__name__}, not {short(value)}")
         return value
-
-    def _data(self, name: str) -> str | None:
-        """A default data file; a relative path is relative to the task's file."""
-        value = getattr(self._module, name, None)
-        if value is None:
-            return None
-        if not isinstance(value, str | Path):
-            raise UserError(f"{self}: {name} must be a path, not {short(value)}")
-        path = local_path(str(value), f"{self}: {name}")
-        return str(path if path.is_absolute() else Path(self._module.__file__).resolve().parent / path)

@@ -1,7 +1,11 @@
 """What a tokenizer must be able to do before a run begins: render a conversation, and name ids that the model has."""
 
+from pathlib import Path
+
 from common.chat import encode_prompt
 from common.errors import UserError
+
+from common.plumbing.config import shown
 
 PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
 
@@ -48,3 +52,19 @@ def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids:
         for i in (min(ids), max(ids)):
             if not 0 <= i < num_ids:
                 raise ValueError(f"{what} {i} is not among the {num_ids} ids that the model has")
+
+
+def read_template(source: str) -> str:
+    """The chat template in a file.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        template = Path(source).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"--chat-template {shown(source)} cannot be read ({reason})") from error
+    if not template.strip():
+        raise UserError(f"--chat-template {shown(source)} is empty")
+    return template

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,11 @@ TURNS = "experiment_multiturn_tool_calling"  # two processes run it with the lin
 SEVERAL_TURNS = (
     *("--steps", "2", "--prompts-per-step", "3", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "64"),
     *("--micro-batch-size", "4", "--lr", "1e-5", "--name", "x", "--seed", "1"),
+)
+TASKS = ("gsm8k", "math", "countdown")
+SHORT = (
+    *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "2", "--max-new-tokens", "8"),
+    *("--checkpoint-every", "0"),
 )
 GROUP_SIZES = {"experiment_accelerate": 4, "experiment_accelerate_ddp": 6}  # groups of 6 are split by ranks of 8 rows
 SCENARIOS = ("ragged", "no_signal", "none_at_all", "longest", "minibatches", "constant", "adamw", "lora", "skipped")
@@ -231,6 +237,9 @@ def main(path: str) -> None:
         load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(Path(path).parent)])
     else:
         load(TURNS, Path(path).parent).main([*SEVERAL_TURNS, "--runs-dir", str(Path(path).parent)])
+        for experiment, task in product(GROUP_SIZES, TASKS):
+            data = ("--task", task, "--data", str(ROOT / "tests" / "data" / f"{task}.jsonl"), "--name", task)
+            load(experiment).main([*data, *SHORT, "--runs-dir", str(Path(path).parent)])
     if rank() == 0:
         torch.save(results, path)
     distributed.destroy_process_group()
@@ -319,6 +328,16 @@ def test_gradients_are_equal_on_all_ranks_unless_ddp_is_bypassed(results_of, num
 @each_number
 def test_the_frozen_base_of_an_adapter_is_not_synchronised(results_of, num_processes):
     assert results_of(num_processes)["frozen base left alone"]
+
+
+@pytest.mark.parametrize("experiment", GROUP_SIZES)
+@pytest.mark.parametrize("task", TASKS)
+def test_two_processes_take_every_task(results_of, experiment, task):
+    directory = results_of(2)["directory"] / experiment / task
+    metrics = rows_of(directory, "metrics")
+    assert {entry["step"] for entry in metrics} == {0, 1, 2}
+    assert all("reward/correct" in entry for entry in metrics if "loss/total" in entry)
+    assert len({json.dumps(row["ids"]) for row in rows_of(directory, "samples")}) > 2  # of both ranks
 
 
 def test_three_ranks_that_split_groups_train_as_one_process(results_of, tmp_path, load_script):

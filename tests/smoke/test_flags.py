@@ -188,6 +188,8 @@ def files(tmp_path_factory) -> Path:
         rows = [{"question": f"What is {n} {word} {n}?", "answer": str(2 * n)} for n in range(8)]
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "task.py").write_text(A_TASK)
+    template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
+    (place / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     shutil.copytree(TINY_POLICY, place / "model")
     weights = load_file(place / "model" / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * 0.5
@@ -246,6 +248,12 @@ def changes(*given: str, also: tuple[str, ...] = (), needs: str | None = None) -
 @changes("--model", "files/model")
 def model(new, old):
     assert new.first("policy/entropy") > 1.5 * old.first("policy/entropy")
+
+
+@changes("--chat-template", "files/polite.jinja")
+def chat_template(new, old):
+    assert new.samples[0]["prompt_length"] > old.samples[0]["prompt_length"]
+    assert (new.directory / "final/chat_template.jinja").read_text(encoding="utf-8").startswith("{{- 'Please: ' }}")
 
 
 @changes("--seed", "1")

@@ -153,6 +153,8 @@ def files(tmp_path_factory) -> Path:
             for n in range(20)
         ]
         (place / f"{name}.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
+    (place / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     shutil.copytree(TINY_POLICY, place / "model")
     weights = load_file(place / "model" / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * 0.5
@@ -209,6 +211,12 @@ def changes(*given: str, base: tuple[str, ...] = DATA, needs: str | None = None)
 @changes("--model", "files/model")
 def model(new, old):
     assert abs(new.values("loss/total")[0] - old.values("loss/total")[0]) > 0.1
+
+
+@changes("--chat-template", "files/polite.jinja")
+def chat_template(new, old):
+    assert all(text.startswith("Please: ") for text in new.texts)
+    assert not any(text.startswith("Please: ") for text in old.texts)
 
 
 @changes("--seed", "1")

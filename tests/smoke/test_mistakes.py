@@ -162,6 +162,32 @@ def test_data_that_cannot_be_used_are_refused_by_file_and_line(train, lines, sen
     assert not run_directories()
 
 
+GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "sentence"),
+    [
+        ("arithmetic", {"question": "?", "answer": ["2", "two"]}, "'answer' cannot be .*; .* those of --task qa$"),
+        ("arithmetic", {"prompt": "?", "target": 2}, r"'question' is missing \(there are: prompt, target\)$"),
+        ("arithmetic", GSM8K_ROW, r"earns correct = 0; rows like this one are those of --task gsm8k$"),
+        ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* those of --task gsm8k$"),
+        ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* those of --task math$"),
+        ("gsm8k", {"nums": [1, 2], "target": 3}, "'question' is missing .* those of --task countdown$"),
+        ("math", {"problem": "?", "answer": []}, "the field 'answer' is empty"),
+        ("gsm8k", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
+        ("qa", {"question": "?", "answer": []}, "the field 'answer' is empty, so that no completion can be right"),
+        ("arithmetic", {"question": "?", "answer": " "}, "the field 'answer' is empty"),
+        ("arithmetic", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
+    ],
+)
+def test_rows_of_another_task_or_without_gold_are_refused(train, task, row, sentence):
+    Path("d.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=rf"^d\.jsonl:1: .*{sentence}"):
+        train("--task", task, "--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
+    assert not run_directories()
+
+
 def test_a_file_that_evaluation_would_use_up_is_refused(train):
     Path("d.jsonl").write_text(GOOD_ROW * 2)
     with pytest.raises(UserError, match="of which --eval-prompts takes 2, so none is left to train on"):
@@ -256,7 +282,7 @@ def add_token(role: str | None) -> Callable[[Path], None]:
         (overwrite("tokenizer.json", "nonsense"), "could not be loaded"),
         (overwrite("tokenizer.json", "{}"), "could not be loaded"),
         (lambda model: (model / "tokenizer.json").unlink(), "could not be loaded"),
-        (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template; use an instruction-tuned"),
+        (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template, .* --chat-template FILE"),
         (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
         (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "chat template refuses the messages: no"),
         (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "chat template refuses the messages: TypeError: "),
@@ -411,6 +437,35 @@ def test_a_template_without_system_turn_gets_a_suggestion(train):
         train("--model", "./model", "--system-prompt", "Be brief.", *SMALL)
     train("--model", "./model", "--system-prompt", "", "--steps", "1", *SMALL)
     assert [path.name for path in run_directories()] == ["x"]
+
+
+def test_a_model_without_template_runs_with_a_given_one(train, load_script):
+    """It is saved with the policy, which needs the flag no more; a run is not resumed with another one."""
+    shutil.copytree(TINY_POLICY, "model")
+    Path("model/chat_template.jinja").rename("mine.jinja")
+    train("--model", "./model", "--chat-template", "mine.jinja", *SMALL)
+    Path("runs").rename("before")
+    train("--model", "before/experiment_base/x/final", *SMALL)
+    Path("mine.jinja").write_text("{{ messages }}")
+    with pytest.raises(UserError, match=r"^--chat-template .*mine\.jinja is not what it was when"):
+        load_script(TRAIN).main(["--resume", "before/experiment_base/x"])
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, r"--chat-template t\.jinja cannot be read \(No such file"),
+        (b"\xe9", r"--chat-template t\.jinja cannot be read \(not UTF-8 text"),
+        (b" \n", r"--chat-template t\.jinja is empty"),
+        (b"{% for %}", "the chat template refuses the messages"),
+    ],
+)
+def test_a_file_that_is_no_chat_template_is_refused(train, content, sentence):
+    if content is not None:
+        Path("t.jinja").write_bytes(content)
+    with pytest.raises(UserError, match=sentence):
+        train("--chat-template", "t.jinja", *FEW_ROWS, *SMALL)
+    assert not run_directories()
 
 
 # Where runs are kept -------------------------------------------------------------------------------------------------
@@ -779,7 +834,7 @@ def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
 
 # Text, paths and numbers that nothing can be made of -----------------------------------------------------------------
 
-PATHS = ("model", "task", "data", "eval-data", "runs-dir", "resume")
+PATHS = ("model", "chat-template", "task", "data", "eval-data", "runs-dir", "resume")
 TEXTS = (*PATHS, "device", "name", "system-prompt")
 LONG = "a" * 5000
 
@@ -840,7 +895,7 @@ def test_a_place_where_one_may_not_look_is_named(train):
         ('{"question": "", "answer": ' + "1" * 5000 + "}", "an integer has too many digits to be read"),
         ("[" * 100_000, "lists or objects are nested too deeply to be read"),
         ('{"question": "", "answer": "2", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-        ('{"question": "' + LONG + '", "answer": ["' + LONG + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.$"),
+        ('{"question": "' + LONG + '", "answer": ["' + LONG + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.,"),
     ],
     ids=lambda value: value[:40],
 )

@@ -10,6 +10,9 @@ from common.tasks.arithmetic import FIELDS as REQUIRED
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task, prompts_of_step, read_rows
+from common.plumbing.hub import _load
+from common.plumbing.sources import check_sources, describe_sources
+from common.plumbing.task_file import bundled_tasks, import_task
 
 
 @pytest.fixture
@@ -64,6 +67,52 @@ def test_rows_are_read_in_order_with_all_their_fields(write):
 def test_a_row_that_cannot_be_used_is_named(write, lines, message):
     with pytest.raises(UserError, match=message):
         read_rows(write(*lines), REQUIRED)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("rows.json", b'[\n {"question": "x"},\n {"question": "y"}\n]', "is one JSON array, .* JSONL in UTF-8 is read"),
+        ("rows.parquet", b"PAR1\x15\x04", "is a Parquet file: JSONL .* is read .*from_parquet"),
+        ("rows.csv", b"question,answer\nx,2\n", "is a table: JSONL .* is read .*from_csv"),
+        ("rows.jsonl.gz", b"\x1f\x8b\x08", "is a compressed file: JSONL .* is read"),
+        ("rows.jsonl", '{"question": "x"}\r\n'.encode("utf-16"), "is text in UTF-16: JSONL in UTF-8 is read"),
+        ("rows.txt", b"question,answer\nx,2\n", r"txt:1: not JSON .*; every line must be one object"),
+    ],
+)
+def test_a_file_of_another_format_is_named(tmp_path, name, content, sentence):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=sentence) as caught:
+        read_rows(str(tmp_path / name), REQUIRED)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_sentence_proposes_writes_rows(tmp_path):
+    """datasets reads a JSON array, a CSV and a Parquet file, and writes JSONL."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = [row(1), row(2)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    made = datasets.Dataset.from_list(rows)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.to_csv(tmp_path / "rows.csv", index=False)
+    for kind in ("json", "parquet", "csv"):
+        read = getattr(datasets.Dataset, f"from_{kind}")
+        read(str(tmp_path / f"rows.{kind}"), cache_dir=str(tmp_path)).to_json(tmp_path / "rows.jsonl")
+        written = read_rows(str(tmp_path / "rows.jsonl"), REQUIRED)
+        assert [(row["question"], str(row["answer"])) for row in written] == [tuple(row.values()) for row in rows]
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_windows_files_are_read(tmp_path, mark, end):
+    """With CR LF, and with a byte order mark, also where two such files were joined."""
+    lines = [json.dumps(row(number, note="é"), ensure_ascii=False).encode() for number in range(3)]
+    (tmp_path / "rows.jsonl").write_bytes(mark + end.join([lines[0], mark + lines[1], b"", lines[2]]) + end)
+    rows = read_rows(str(tmp_path / "rows.jsonl"), REQUIRED)
+    assert rows == [row(number, note="é") for number in range(3)]
+    assert [row.place.rpartition(":")[2] for row in rows] == ["1", "2", "4"]
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
@@ -131,6 +180,133 @@ def test_a_users_file_that_evaluation_would_use_up_is_refused(write):
         load_rows(data=write(*map(row, range(5))), eval_prompts=5)
 
 
+def test_test_data_beside_training_data_are_evaluated_on(write, capsys):
+    path, test = write(*map(row, range(5)), name="train.jsonl"), write(*map(row, range(10, 14)), name="test.jsonl")
+    for eval_data in (None, path):  # what is given goes before
+        train_rows, eval_rows = load_rows(data=path, eval_data=eval_data)
+        assert len(train_rows) == 5
+        assert eval_rows == (list(map(row, range(10, 14))) if eval_data is None else train_rows)
+        said = capsys.readouterr().out.splitlines()
+        assert [line for line in said if "test.jsonl" in line] == [
+            line for line in said if line.startswith(f"evaluated on {test}, which comes with {path}")
+        ]
+        assert any("test.jsonl" in line for line in said) == (eval_data is None)
+    other = write(*map(row, range(5)), name="mine.jsonl")  # only what is called train.jsonl
+    assert len(load_rows(data=other, eval_prompts=2)[0]) == 3
+
+
+def test_a_run_is_not_resumed_with_other_held_out_questions(write, tmp_path):
+    """If the test file has gone, or has come, other questions would be held out."""
+    path = write(*map(row, range(5)), name="train.jsonl")
+
+    def sources(eval_data: str | None) -> dict:
+        task = import_task(RunConfig())
+        task.data, task.held_out_data = path, eval_data
+        return describe_sources(RunConfig(), task)
+
+    without, test = sources(None), write(row(9), name="test.jsonl")
+    beside = sources(test)
+    check_sources(tmp_path, beside, beside, has_failed=False)
+    check_sources(tmp_path, without, without, has_failed=False)
+    with pytest.raises(UserError, match=r"test\.jsonl was not there when .* began, which held out rows of --data"):
+        check_sources(tmp_path, without, beside, has_failed=False)
+    with pytest.raises(UserError, match=r"test\.jsonl, which .* is evaluated on, is no longer there"):
+        check_sources(tmp_path, beside, without, has_failed=False)
+    write(row(8), name="test.jsonl")
+    with pytest.raises(UserError, match=r"--eval-data .*test\.jsonl is not what it was"):
+        check_sources(tmp_path, beside, sources(test), has_failed=False)
+
+
+# Datasets of the hub -------------------------------------------------------------------------------------------------
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: test, path: test.jsonl}
+- config_name: other
+  data_files:
+  - {split: validation, path: test.jsonl}
+---
+"""
+
+
+@pytest.fixture
+def hub_dataset(tmp_path, monkeypatch) -> str:
+    """A dataset repository of two subsets, which datasets takes from the current directory instead of the hub."""
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    place = tmp_path / "owner" / "name"
+    place.mkdir(parents=True)
+    (place / "README.md").write_text(CARD)
+    for split, numbers in (("train", range(6)), ("test", range(10, 14))):
+        (place / f"{split}.jsonl").write_text("".join(json.dumps(row(number)) + "\n" for number in numbers))
+    return "owner/name"
+
+
+def test_a_hub_source_names_subset_and_split(hub_dataset):
+    assert read_rows("owner/name:main", REQUIRED) == list(map(row, range(6)))
+    rows = read_rows("owner/name:main:test", REQUIRED)
+    assert rows == read_rows("owner/name:other:validation", REQUIRED) == list(map(row, range(10, 14)))
+    assert rows[1].place == "owner/name:main:test, row 2"
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("owner/name:mian", r"owner/name has no subset 'mian' \(there are: main, other\): give owner/name:SUBSET$"),
+        ("owner/name:", r"owner/name has several subsets \(there are: main, other\)"),
+        ("owner/name:main:dev", r"owner/name:main has no split 'dev' \(there are: train, test\)"),
+        ("owner/name:other", r"no split 'train' \(there are: validation\): owner/name:other:validation, for example"),
+        ("owner/nobody:main", "owner/nobody:main could not be loaded: Couldn't reach"),
+    ],
+)
+def test_a_subset_or_split_that_is_missing_is_named(hub_dataset, source, sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
+        read_rows(source, REQUIRED)
+    assert "\n" not in str(caught.value)
+
+
+def test_subset_and_split_are_named_from_the_cache_as_well(hub_dataset, tmp_path):
+    """Without a network, where the dataset was loaded before."""
+    read_rows("owner/name:main", REQUIRED)
+    (tmp_path / "cache" / "name").rename(tmp_path / "cache" / "owner___name")  # as for one from the hub
+    (tmp_path / "owner" / "name").rename(tmp_path / "owner" / "gone")
+    _load.cache_clear()
+    assert len(read_rows("owner/name:main:test", REQUIRED)) == 4
+    with pytest.raises(UserError, match=r"no split 'dev' \(there are: train, test\)"):
+        read_rows("owner/name:main:dev", REQUIRED)
+    with pytest.raises(UserError, match=r"no subset 'other' \(there are: main\)"):
+        read_rows("owner/name:other", REQUIRED)
+
+
+def test_the_test_split_of_a_hub_dataset_is_evaluated_on(hub_dataset, capsys):
+    """Unless the source names a split: then rows are held out."""
+    train_rows, eval_rows = load_rows(data="owner/name:main")
+    assert (train_rows, eval_rows) == (list(map(row, range(6))), list(map(row, range(10, 14))))
+    assert "evaluated on owner/name:main:test, which comes with owner/name:main" in capsys.readouterr().out
+    assert [len(rows) for rows in load_rows(data="owner/name:main:train", eval_prompts=2)] == [4, 2]
+    assert [len(rows) for rows in load_rows(data="owner/name:other:validation", eval_prompts=1)] == [3, 1]
+
+
+def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
+    """The id is left as it is, where a path becomes one relative to the task's file."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.py").write_text(
+        "from common.tasks.arithmetic import *\nTRAIN_DATA = 'owner/name:main'\nEVAL_DATA = 'data/rows.jsonl'\n"
+    )
+    task = import_task(RunConfig(task="tasks/mine.py"))
+    assert task.train_data == "owner/name:main"
+    assert task.eval_data == str(tmp_path / "tasks" / "data" / "rows.jsonl")
+    (tmp_path / "tasks" / "mine.py").write_text(
+        "from common.tasks.arithmetic import *\nTRAIN_DATA, EVAL_DATA = 'owner/name:main', None\n"
+    )
+    assert len(load_rows(task="tasks/mine.py")[1]) == 4
+
+
 @pytest.mark.parametrize(("num_rows", "prompts_per_step"), [(12, 4), (14, 4), (8, 8), (7, 1)])
 def test_an_epoch_has_its_own_order_and_repeats_no_row(num_rows, prompts_per_step):
     """Every step has the full number of prompts."""
@@ -175,3 +351,9 @@ def test_no_depth_of_nesting_is_a_traceback(write):
             read_rows(write({"messages": []}, f'{{"messages": {"[" * depth}{"]" * depth}}}'), {"messages": list})
         except UserError as error:
             assert "nested" in str(error)  # noqa: PT017
+
+
+def test_only_files_are_bundled_tasks():
+    """Not the packages beside them, which tasks and programs are made of."""
+    assert {"arithmetic", "calculator", "qa"} <= set(bundled_tasks())
+    assert not {"audit", "verdicts", "__init__", "__main__"} & set(bundled_tasks())

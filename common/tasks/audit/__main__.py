@@ -1,0 +1,72 @@
+"""Read data as training would, and report what is wrong with them, before anyone trains on them.
+
+    python -m common.tasks.audit --task gsm8k --data data/train.jsonl
+    python -m common.tasks.audit --task my_task.py --data my_rows.jsonl --eval-data my_test.jsonl --json report.json
+
+Problems are what a run refuses, or what makes its figures wrong: rows that cannot be read, gold answers that the reward
+does not accept, the same question with different answers, questions that training and evaluation share, prompts that do
+not fit. Notes are worth a look. Exit status: 0 without a problem, 1 with one, 2 if the task or the data cannot be used.
+"""
+
+from common.plumbing.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+
+from common.plumbing.checks import check_model, check_ranges, check_texts
+from common.plumbing.config import RESOLVED, RunConfig
+from common.plumbing.files import replace_file
+from common.plumbing.start import run_main
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    task: str  # what is asked and rewarded, as in training: a file of common/tasks, or the path of your own
+    data: str | None = None  # as in training: a JSONL file, or a hub dataset owner/name[:subset[:split]]
+    eval_data: str | None = None  # as in training; None: what training would evaluate on, if that is a file of its own
+    at_most: tuple[str, ...] = ()  # NAME=NUMBER, as in training: keep rows whose field NAME is at most NUMBER
+    max_question_length: int | None = None  # as in training: keep questions of at most this many characters
+    model: str = "tiny"  # whose tokens and context lengths are measured in: as in training
+    chat_template: str | None = None  # as in training: file of a chat template, for models that have none
+    system_prompt: str | None = None  # as in training; None: none for the bundled policy, the task's for other models
+    max_new_tokens: int | None = None  # completion budget in tokens; None: as in training
+    json: str | None = None  # file that the report is written to as well, with the places of all rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    import tyro
+
+    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
+    config = tyro.cli(
+        Config, args=argv, description=__doc__, prog="python -m common.tasks.audit", config=(tyro.conf.DisallowNone,)
+    )
+    handle_as_usual()
+    check_ranges(config)
+    names = ("task", "data", "eval_data", "at_most", "max_question_length", "model", "chat_template", "system_prompt")
+    settings = RunConfig(**{name: getattr(config, name) for name in names})
+    check_texts(settings)
+    check_model(settings)
+    if settings.kind not in RESOLVED:
+        raise UserError(f"--model {config.model} has no tokenizer of its own")
+    budget = config.max_new_tokens or RESOLVED[settings.kind]["max_new_tokens"]
+
+    from common.tasks.audit.examine import examine  # what takes seconds to import
+    from common.tasks.audit.report import as_json, print_report
+
+    report = examine(settings, budget)
+    if config.json is not None:
+        text = json.dumps(as_json(report), indent=1, ensure_ascii=False) + "\n"
+        try:
+            replace_file(Path(config.json), text.encode(errors="replace"))
+        except OSError as error:
+            raise UserError(f"--json {config.json}: it cannot be written ({error.strerror})") from error
+    print_report(report)
+    sys.exit(1 if report.problems else 0)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,128 @@
+"""Evaluate a policy on a set of questions: greedy and sampled, with error bars.
+
+    python evaluate.py --model runs/experiment_base/<name>/final
+    python evaluate.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --limit 200 --num-samples 4
+    python evaluate.py --model tiny --compare runs/evaluate/<name>
+    python evaluate.py --model Qwen/Qwen2.5-Math-1.5B --suite math --max-new-tokens 2048
+
+Each question is answered greedily, and --num-samples times by sampling. All completions and figures are kept in one
+directory. The same command with the same --output continues an evaluation that was interrupted or killed, and shows one
+that is complete. docs/evaluate.md explains every figure.
+"""
+
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import dataclasses
+import functools
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+from common.errors import UserError
+from common.policy import Policy
+from evaluation.comparison import show_comparison
+from evaluation.directory import default_directory, locked
+from evaluation.session import evaluate
+from evaluation.suite import SUITES, parts, print_suite, summary
+from evaluation.table import print_table
+
+from common.plumbing.config import RESOLVED, ModelConfig, shown
+from common.plumbing.files import replace_file
+from common.plumbing.loading import load_policy
+from common.plumbing.parse import parse_config
+from common.plumbing.ranks import num_launched
+from common.plumbing.signals import signals_to
+from common.plumbing.start import run_main
+from common.plumbing.terminal import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    FIRST_GROUP: ClassVar[str] = "sampling"
+
+    num_samples: int = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
+    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: float = 1.0  # of the sampled answers: logits are divided by it
+    # below 1: draw only from the most probable tokens that together have this much probability
+    top_p: float = 1.0
+    task: str = "arithmetic"  # what is asked and what is right: a file of common/tasks, or the path of your own
+    # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
+    data: str | None = None
+    at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
+    max_question_length: int | None = None  # keep questions of at most this many characters; None: any
+    # the system turn of every question; None: none for the bundled policy, the task's own for other models
+    system_prompt: str | None = None
+    completion_prefix: str | None = None  # what every completion is made to begin with, e.g. "<think>"
+    limit: int | None = None  # ask the first questions only, this many; None: all
+    # several benchmarks, of --task math: a file for each in the directory --data, without it from the hub
+    suite: Literal["math"] | None = None
+    compare: str | None = None  # results.json of another evaluation, or its directory: print the difference to it
+    generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
+    # directory of the results, new or that of an evaluation to continue; None: runs/evaluate/ and date, time and seed
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.suite is not None and self.task == Config.task:
+            object.__setattr__(self, "task", SUITES[self.suite][0])
+
+
+def main(argv: list[str] | None = None) -> None:
+    defaults = {kind: {"max_new_tokens": values["max_new_tokens"]} for kind, values in RESOLVED.items()}
+    config = parse_config(Config, argv, description=__doc__, resolved=defaults)
+    if num_launched() > 1:
+        raise UserError("evaluate.py runs in one process: start it with python")
+    directory = default_directory(config.seed) if config.output is None else Path(config.output).expanduser()
+    config = dataclasses.replace(config, output=str(directory))
+    torch.set_num_threads(config.threads)
+    load = functools.cache(lambda: load_policy(config, config.temperature))
+    with interruptible(directory):
+        (evaluate_one if config.suite is None else evaluate_suite)(config, directory, load)
+
+
+def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
+    results = evaluate(config, directory, load)
+    print_table(f"{shown(config.model)}: {results['num_questions']} questions of {shown(results['asked'])}", results)
+    if "comparison" in results:
+        show_comparison(results["comparison"])
+    say(f"results:  {shown(directory / 'results.json')}")
+    say(f"failures: {shown(directory / 'failures.txt')}")
+
+
+def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
+    """One benchmark after the other, each in a directory of its own, and the table of all."""
+    results = {}
+    with locked(directory):
+        for part in parts(config, directory):
+            say(f"{part.title}: {shown(part.config.data)}")
+            results[part.title] = evaluate(part.config, part.directory, load, part.renamed)
+        table = json.dumps({"suite": config.suite, "table": summary(results)}, indent=1)
+        replace_file(directory / "results.json", (table + "\n").encode())
+    print_suite(f"{shown(config.model)}, --suite {config.suite}", results)
+    for title, found in results.items():
+        if "comparison" in found:
+            say(f"\n{title}")
+            show_comparison(found["comparison"])
+    say(f"results: {shown(directory)}")
+
+
+@contextmanager
+def interruptible(directory: Path) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM within the block, end with a sentence that says how to continue."""
+    output = [] if any(word.partition("=")[0] == "--output" for word in sys.argv) else ["--output", str(directory)]
+    try:
+        with signals_to(signal.default_int_handler):
+            yield
+    except KeyboardInterrupt:
+        command = shlex.join(["python", *sys.argv, *output])
+        raise KeyboardInterrupt(f"interrupted; continue with: {command}") from None
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,122 @@
+"""How the tiny policy is taught to search, imperfectly: three lessons about Countdown, every line of them correct.
+
+1. *trying*: asked to try, it writes one try at random, with its value, and compares that with the target:
+   `(7*5)+2=35+2=37<55`.
+2. *searching*: asked to make the target, it tries until a value is the target, and answers with that try:
+   `<think>(7+5)*2=12*2=24<37 (7*5)+2=35+2=37=37</think><answer>(7*5)+2</answer>`. What it tries is drawn at random, but
+   never the same value twice. Nothing is taught about where to look.
+3. *guided searching*: the same, but values near the target tend to come first. The bundled policy is made without it,
+   so that this is left to reinforcement learning.
+
+After MAX_TRIES a search is cut off, and its end is not learned: nothing teaches the policy to give up, or to claim what
+it has not found. Verdicts and answers are few of a row's tokens and decide what it is worth, so they are weighted
+(EMPHASIS). All problems come from the pool "warm_start", which shares none with the task's files.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+
+import torch
+
+from common.datagen.countdown_grammar import MAX_TARGET, Problem, Try, draw_nums, draw_problem, pool, tries
+from common.policy import Policy
+
+MAX_TRIES = 8
+SPREAD = 20.0  # lesson 3: a value is drawn in proportion to exp(-|value - target| / SPREAD)
+HIT_SHARE = 0.25  # of lesson 1, where the try makes the target
+
+# What is matched in the text of the assistant, and the weight of its tokens in the loss
+EMPHASIS = {
+    r"\d+[<>=]\d+(?= |</|<\||$)": 5.0,  # a verdict: value, relation and target
+    r"<answer>.*?</answer>": 2.0,
+    r" <\|im_end\|>": 0.0,  # a search that was cut off does not end here
+}
+
+# What the arithmetic questions of the bundled policy never contain
+NEW_SYMBOLS = ("(", " (", ")", "<", ">", "/", ",", "M", "ake", " from", "T", "ry")
+
+
+def countdown_conversations(num_trying: int, num_searching: int, num_guided: int, seed: int) -> Iterator[dict]:
+    """Yield rows `{"messages": [user, assistant]}` of the three lessons in order; the same rows for the same seed."""
+    rng = random.Random(f"countdown {seed}")
+    for _ in range(num_trying):
+        problem, found = draw_try(rng)
+        yield _conversation(f"Try {_asked(problem)}", _line(found, problem.target))
+    for index in range(num_searching + num_guided):
+        problem = draw_problem(rng, "warm_start")
+        yield _conversation(
+            f"Make {_asked(problem)}", thought_and_answer(problem, draw_search(rng, problem, index >= num_searching))
+        )
+
+
+def draw_try(rng: random.Random) -> tuple[Problem, Try]:
+    """A row of lesson 1: a problem of the pool "warm_start" which need not be solvable, and a try at it."""
+    while True:
+        nums = draw_nums(rng)
+        found = rng.choice([one for same in tries(nums).values() for one in same])
+        near = round(rng.gauss(found.value, 15))
+        target = found.value if rng.random() < HIT_SHARE else rng.choice((near, rng.randint(1, MAX_TARGET)))
+        problem = Problem(nums, target)
+        if 1 <= target <= MAX_TARGET and pool(problem) == "warm_start":
+            return problem, found
+
+
+def draw_search(rng: random.Random, problem: Problem, guided: bool) -> list[Try]:
+    """Tries with distinct values until one is the target, or there are MAX_TRIES of them."""
+    left, search = dict(tries(problem.nums)), []
+    while len(search) < MAX_TRIES:
+        values = list(left)
+        weights = [len(left[value]) * (_nearness(value, problem.target) if guided else 1) for value in values]
+        value = rng.choices(values, weights)[0]
+        search.append(rng.choice(left.pop(value)))
+        if value == problem.target:
+            break
+    return search
+
+
+def thought_and_answer(problem: Problem, search: list[Try]) -> str:
+    """
+    >>> thought_and_answer(Problem((1, 2, 3), 6), [Try("(3-2)*1", "1*1", 1), Try("(3*2)*1", "6*1", 6)])
+    '<think>(3-2)*1=1*1=1<6 (3*2)*1=6*1=6=6</think><answer>(3*2)*1</answer>'
+    """
+    lines = " ".join(_line(found, problem.target) for found in search)
+    if search[-1].value != problem.target:
+        return f"<think>{lines} "
+    return f"<think>{lines}</think><answer>{search[-1].expression}</answer>"
+
+
+def renew_symbols(policy: Policy, seed: int) -> None:
+    """Random vectors for symbols whose embeddings have collapsed; `renew_collapsed_embeddings` explains why they have.
+
+    Nothing is changed if `<` and `>` are apart already. Plain random vectors will do, of the length of the digits':
+    unlike names, these are written by habit, and not copied.
+    """
+    embeddings = policy.model.get_input_embeddings().weight
+    less, more = (policy.tokenizer.encode(sign, add_special_tokens=False)[0] for sign in "<>")
+    if torch.cosine_similarity(embeddings[less], embeddings[more], dim=0) < 0.5:
+        return
+    generator = torch.Generator().manual_seed(seed)
+    length = embeddings[policy.tokenizer.encode("0123456789", add_special_tokens=False)].norm(dim=-1).mean()
+    with torch.no_grad():
+        for symbol in NEW_SYMBOLS:
+            (token,) = policy.tokenizer.encode(symbol, add_special_tokens=False)
+            vector = torch.randn(embeddings.shape[1], generator=generator)
+            embeddings[token] = length * vector / vector.norm()
+
+
+def _nearness(value: int, target: int) -> float:
+    return math.exp(-abs(value - target) / SPREAD)
+
+
+def _line(found: Try, target: int) -> str:
+    relation = "<" if found.value < target else ">" if found.value > target else "="
+    return f"{found}{relation}{target}"
+
+
+def _asked(problem: Problem) -> str:
+    return f"{problem.target} from {', '.join(map(str, problem.nums))}."
+
+
+def _conversation(user: str, assistant: str) -> dict:
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}

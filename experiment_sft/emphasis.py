@@ -1,0 +1,53 @@
+"""Weights of tokens in the supervised loss: what matches a pattern in the assistant's text counts more."""
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+
+from common.experience import Experience, collate
+from common.trajectory import Trajectory
+
+
+@dataclass
+class WeightedRow(Trajectory):
+    """A conversation to learn from, with a weight for each of its ids; an empty list: 1 for all of them."""
+
+    weights: list[float] = field(default_factory=list)
+
+
+def token_weights(tokenizer, ids: list[int], mask: list[int], emphasis: dict[str, float]) -> list[float]:
+    """The weight of each id: that of the last pattern whose match its text overlaps, and 1 otherwise.
+
+    Patterns are matched in the text of the assistant alone, which `mask` marks; the texts of its tokens must add up to
+    it, as those of ASCII do.
+    """
+    spoken = [index for index, flag in enumerate(mask) if flag]
+    pieces = [_piece(tokenizer, ids[index]) for index in spoken]
+    owner = [index for index, piece in zip(spoken, pieces, strict=True) for _ in piece]  # the id of each character
+    weights = [1.0] * len(ids)
+    for pattern, weight in emphasis.items():
+        for match in re.finditer(pattern, "".join(pieces)):
+            for index in owner[match.start() : match.end()]:
+                weights[index] = weight
+    return weights
+
+
+_PIECES: dict[tuple[int, int], str] = {}
+
+
+def _piece(tokenizer, token: int) -> str:
+    key = (id(tokenizer), token)
+    if key not in _PIECES:
+        _PIECES[key] = tokenizer.decode([token])
+    return _PIECES[key]
+
+
+def collate_weighted(rows: list[Trajectory], pad_id: int, device: str | torch.device) -> Experience:
+    """The rows as tensors. Weights become advantages: the loss is that of a policy gradient with given actions."""
+    batch = collate(rows, pad_id, device)
+    if any(getattr(row, "weights", ()) for row in rows):
+        width = batch.sequences.shape[1]
+        padded = [(row.weights or [1.0] * len(row.ids)) + [0.0] * (width - len(row.ids)) for row in rows]
+        batch.advantages = torch.tensor(padded, device=device)[:, 1:]  # (B, T-1)
+    return batch

@@ -1,0 +1,160 @@
+"""evaluate.py as users run it: killed, interrupted and continued; adapters, suites, comparisons, and mistakes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.policy import Policy
+
+from common.plumbing.config import PolicyConfig
+from common.plumbing.loading import load_policy
+from common.plumbing.start import run_main
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("--device", "cpu", "--max-new-tokens", "8")
+
+
+@pytest.fixture
+def evaluate(load_script, tmp_path, monkeypatch):
+    """Call main() of evaluate.py in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *argv: load_script("evaluate.py").main([*SHORT, *argv])
+
+
+def start(*argv: str, folder: Path) -> subprocess.Popen:
+    command = [sys.executable, str(ROOT / "evaluate.py"), *SHORT, *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def wait_for_bytes(path: Path, size: int, process: subprocess.Popen) -> None:
+    while process.poll() is None and (not path.exists() or path.stat().st_size < size):
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, capsys):
+    """Once killed, once interrupted, then continued: every byte of the completions is that of one uninterrupted run."""
+    flags = ("--limit", "40", "--num-samples", "4", "--generation-batch-size", "4")
+    evaluate(*flags, "--output", "whole")
+    whole = (tmp_path / "whole/completions.jsonl").read_bytes()
+    path = tmp_path / "out/completions.jsonl"
+
+    process = start(*flags, "--output", "out", folder=tmp_path)
+    wait_for_bytes(path, 3_000, process)
+    process.send_signal(signal.SIGSTOP)  # it keeps its lock
+    with pytest.raises(UserError, match="in use: another process is writing an evaluation there"):
+        evaluate(*flags, "--output", "out")
+    process.kill()
+    process.communicate()
+    assert 0 < path.stat().st_size < len(whole)
+
+    process = start(*flags, "--output", "out", folder=tmp_path)
+    wait_for_bytes(path, path.stat().st_size + 3_000, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.strip().splitlines()[-1].startswith("interrupted; continue with: python ")
+    assert errors.strip().endswith("--output out")
+    assert "Traceback" not in errors
+    assert path.stat().st_size < len(whole)
+
+    capsys.readouterr()
+    evaluate(*flags, "--output", "out")
+    assert " of 200 completions are there already" in capsys.readouterr().out
+    assert path.read_bytes() == whole
+    found, expected = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("out", "whole"))
+    for section in ("greedy", "sampled", "questions"):
+        assert found[section] == expected[section]
+    assert (tmp_path / "out/failures.txt").read_bytes() == (tmp_path / "whole/failures.txt").read_bytes()
+
+
+def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):
+    """One whose B is 0 changes nothing; the same one with another B changes answers, and --compare names them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    policy = load_policy(PolicyConfig(device="cpu", lora_rank=2))
+    policy.model.save_pretrained(tmp_path / "adapter")
+    flags = ("--limit", "12", "--num-samples", "0")
+    evaluate(*flags, "--output", "base")
+    evaluate(*flags, "--model", "adapter", "--output", "same")
+    assert "adapter is a LoRA adapter of rank 2" in capsys.readouterr().out
+    texts = {name: (tmp_path / name / "completions.jsonl").read_text() for name in ("base", "same")}
+    assert texts["same"] == texts["base"]
+    weights = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(weight.shape, generator=generator) * 0.3 if "lora_B" in name else weight
+        for name, weight in weights.items()
+    }
+    save_file(weights, tmp_path / "adapter/adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"--model .*adapter is not what it was when same began"):
+        evaluate(*flags, "--model", "adapter", "--output", "same")
+    evaluate(*flags, "--model", "adapter", "--output", "other", "--compare", "base")
+    printed = capsys.readouterr().out
+    assert "difference to base/results.json, over 12 questions that both asked" in printed
+    comparison = json.loads((tmp_path / "other/results.json").read_text())["comparison"]
+    greedy = comparison["differences"]["greedy accuracy"]
+    assert greedy["value"] == pytest.approx((len(comparison["became_right"]) - len(comparison["became_wrong"])) / 12)
+    assert greedy["low"] <= greedy["value"] <= greedy["high"]
+
+
+def test_a_suite_prints_one_table(evaluate, tmp_path, capsys, monkeypatch):
+    """Five files of one row each; a second time nothing is asked, and the model is not loaded."""
+    (tmp_path / "data").mkdir()
+    row = json.dumps({"problem": "What is $1+1$?", "answer": "2"}) + "\n"
+    for name in ("math500", "aime24", "amc", "minerva", "olympiad_bench"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(row)
+    flags = ("--suite", "math", "--data", "data", "--num-samples", "2", "--output", "out")
+    evaluate(*flags)
+    first = capsys.readouterr().out
+    for title in ("MATH-500", "AIME 2024", "AMC", "Minerva", "OlympiadBench", "average"):
+        assert title in first
+    monkeypatch.setattr(Policy, "__init__", lambda *_: pytest.fail("the model is loaded"))
+    evaluate(*flags, "--compare", "out")
+    second = capsys.readouterr().out
+    assert second.count("difference to ") == 5
+    assert second.count("greedy accuracy              +0.000 [+0.000, +0.000]") == 5
+    table = json.loads((tmp_path / "out/results.json").read_text())["table"]
+    assert list(table) == ["greedy", "mean@2", "pass@2", "maj@2"]
+    assert table["greedy"]["average"]["value"] in (0.0, 1.0)
+    assert (tmp_path / "out/amc/failures.txt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("--lora-rank", "4"), None),
+        (("--num-samples", "-1"), "--num-samples must be 0 to 1e6 answers, not -1"),
+        (("--limit", "0"), "--limit must be 1 to 1e9 questions, not 0"),
+        (("--model", "nowhere"), "--model nowhere: there is no such directory"),
+        (("--model", "new"), "for experiment_sft only"),
+        (("--task", "nowhere"), "--task nowhere: there is no such file"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl: there is no such file"),
+        (("--compare", "nowhere"), "--compare nowhere: there is no results.json of an evaluation"),
+        (("--suite", "math", "--data", "nowhere"), "with --suite this is a directory that holds math500.jsonl"),
+        (("--max-new-tokens", "5000"), "exceed the model's context"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(evaluate, capsys, argv, sentence):
+    """Flags of training are unknown."""
+    with pytest.raises(SystemExit) as end:
+        run_main(lambda: evaluate("--limit", "2", *argv))
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    if sentence is None:
+        assert "Unrecognized" in error
+    else:
+        assert error.startswith("error: ")
+        assert sentence in error
+        assert error.count("\n") == 1

@@ -1,0 +1,489 @@
+"""The evaluation package: intervals, votes, what a kill leaves, batches, comparisons, and the page of failures."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.keyed import keyed_generator
+from common.policy import Policy
+from common.trajectory import Trajectory
+from evaluation import votes
+from evaluation.answers import GREEDY, Completions, make_batches
+from evaluation.comparison import check_shared, compare, read_results
+from evaluation.directory import begin, locked
+from evaluation.failures import failures
+from evaluation.figures import Answer, Answers, figures
+from evaluation.intervals import difference, mean_with_interval
+from evaluation.questions import content_of, load_questions
+from evaluation.session import evaluate
+from evaluation.suite import average, parts
+from evaluation.votes import majority, numbers_of_samples
+from viewer.table import wilson
+
+from common.plumbing.data import load_task
+from common.plumbing.held_out import evaluate_held_out
+from common.plumbing.loading import load_policy
+from common.plumbing.task import Row
+
+ROOT = Path(__file__).resolve().parents[2]
+SOME_ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 7)]
+
+# A random policy never answers right; whether this task finds an answer right depends on the length of its text
+LENGTHS = """
+from common.tasks.arithmetic import messages
+REWARD_WEIGHTS = {"correct": 1.0, "brief": 0.0}
+def reward(row, text):
+    return {"correct": float(len(text) % 3 == int(row["answer"]) % 3), "brief": 1 / (1 + len(text))}
+def describe(row, text):
+    return {"even": float(len(text) % 2 == 0)}
+def vote(row, text):
+    return str(len(text) % 3)
+"""
+
+
+# Intervals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (3, 10), (60, 256), (256, 256), (0, 30)])
+def test_of_single_answers_the_interval_is_wilsons(right, count):
+    found = mean_with_interval([1.0] * right + [0.0] * (count - right))
+    assert found.value == right / count
+    assert (found.low, found.high) == pytest.approx(wilson(right / count, count), abs=1e-12)
+
+
+def test_samples_that_always_agree_are_worth_one_answer():
+    """With 8 equal samples of each question nothing more is known than with one."""
+    single = [1.0] * 12 + [0.0] * 18
+    assert mean_with_interval(single, answers_per_question=8) == mean_with_interval(single)
+
+
+def test_samples_of_equal_questions_are_worth_all_answers():
+    """Where questions do not differ, Q questions with n samples are as good as Q n questions."""
+    shares = keyed_generator("shares", 0).binomial(8, 0.4, size=4000) / 8
+    found = mean_with_interval(shares.tolist(), answers_per_question=8)
+    assert (found.low, found.high) == pytest.approx(wilson(shares.mean(), 32_000), abs=5e-4)
+    assert found.standard_error == pytest.approx(shares.std(ddof=1) / 4000**0.5)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 64))
+def test_an_interval_is_inside_0_to_1_and_holds_the_mean(values, answers):
+    found = mean_with_interval(values, answers)
+    assert 0 <= found.low <= found.value <= found.high <= 1 + 1e-12
+    assert found.high - found.low > 0  # also where all questions are alike
+    assert (found.standard_error is None) == (len(values) == 1)
+
+
+def test_intervals_hold_the_truth_where_naive_ones_do_not():
+    """40 questions of unequal difficulty with 8 samples each; a seeded simulation of 400 evaluations."""
+    generator = keyed_generator("coverage", 0)
+    held = {"clustered": 0, "as if independent": 0}
+    for _ in range(400):
+        shares = generator.binomial(8, generator.beta(0.4, 0.6, size=40)) / 8
+        found = mean_with_interval(shares.tolist(), answers_per_question=8)
+        held["clustered"] += found.low <= 0.4 <= found.high
+        low, high = wilson(float(shares.mean()), 320)
+        held["as if independent"] += low <= 0.4 <= high
+    assert held["clustered"] / 400 > 0.92
+    assert held["as if independent"] / 400 < 0.75
+
+
+def test_a_difference_is_paired_and_has_a_sign():
+    generator = keyed_generator("paired", 0)
+    hard = generator.random(200)
+    before, after = (np.clip(hard + shift, 0, 1) for shift in (0.0, 0.05))
+    found = difference(before, after, seed=0)
+    assert found.low > 0  # every question gained; unpaired, the spread of 200 questions would hide it
+    back = difference(after, before, seed=0)
+    assert (back.value, back.low, back.high) == pytest.approx((-found.value, -found.high, -found.low), abs=1e-12)
+    assert difference(before, before, seed=0)[:3] == (0, 0, 0)
+    spread = generator.normal(0.1, 1.0, size=400)
+    found = difference(np.zeros(400), spread, seed=1)
+    expected = (spread.mean() - 1.96 * found.standard_error, spread.mean() + 1.96 * found.standard_error)
+    assert (found.low, found.high) == pytest.approx(expected, abs=0.01)
+
+
+# Votes ---------------------------------------------------------------------------------------------------------------
+
+
+def slow_majority(answers: list, correct: list, k: int) -> float:
+    """The mean over all subsets of k samples."""
+    values = []
+    for subset in itertools.combinations(range(len(answers)), k):
+        given = [answers[i] for i in subset if answers[i] is not None]
+        most = max(map(given.count, given), default=0)
+        winners = {answer for answer in given if given.count(answer) == most}
+        worth = [np.mean([correct[i] for i in range(len(answers)) if answers[i] == winner]) for winner in winners]
+        values.append(np.mean(worth) if worth else 0.0)
+    return float(np.mean(values))
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ["58", "60", "58", None, "58", "61", "60", "60"],  # a tie of right and wrong
+        ["58", "60", "60", "60", None, None, None, None],
+        ["58"] * 8,
+        [None] * 8,
+    ],
+)
+def test_majority_is_the_mean_over_all_subsets(monkeypatch, answers):
+    monkeypatch.setattr(votes, "DRAWS", 8000)
+    correct = [float(answer == "58") for answer in answers]
+    found = majority(answers, correct, seed=0, question=3)
+    assert list(found) == [1, 2, 4, 8]
+    for k, value in found.items():
+        assert value == pytest.approx(slow_majority(answers, correct, k), abs=1e-12 if k in (1, 8) else 0.02)
+    assert found[1] == pytest.approx(np.mean(correct))
+
+
+def test_votes_are_the_same_again_and_with_any_number():
+    answers = [str(number % 7) for number in range(100)]
+    correct = [float(number % 7 == 3) for number in range(100)]
+    assert majority(answers, correct, 0, 1) == majority(answers, correct, 0, 1)
+    assert list(majority(answers, correct, 0, 1)) == numbers_of_samples(100) == [1, 2, 4, 8, 16, 32, 64, 100]
+
+
+def answers_of(correct: list[list[float]], given: list[list]) -> Answers:
+    sampled = [
+        [Answer(c, g, 3, False, {}) for c, g in zip(*group, strict=True)] for group in zip(correct, given, strict=True)
+    ]
+    return Answers([group[0] for group in sampled], ["" for _ in sampled], sampled)
+
+
+def test_without_a_way_to_read_right_answers_there_is_no_vote():
+    """A task whose answers are in another form than the default one, and that defines no `vote`."""
+    assert "maj@k" not in figures(answers_of([[1.0, 0.0]], [[None, None]]), seed=0)["sampled"]
+    assert "maj@k" in figures(answers_of([[1.0, 0.0]], [["x", None]]), seed=0)["sampled"]
+
+
+def test_all_right_and_all_wrong_of_one_question_have_intervals():
+    for correct in (0.0, 1.0):
+        found = figures(answers_of([[correct] * 4], [["7"] * 4]), seed=0)
+        for estimate in (
+            found["greedy"]["accuracy"],
+            found["sampled"]["accuracy"],
+            *found["sampled"]["pass@k"].values(),
+        ):
+            assert estimate["value"] == correct
+            assert estimate["high"] - estimate["low"] > 0.5  # of one question hardly anything is known
+        kind = "mean_if_wrong" if correct else "mean_if_right"
+        assert found["greedy"]["length"][kind] is None
+
+
+# What a kill leaves --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 20), st.integers(0, 9), st.integers(1, 30))
+def test_batches_hold_every_row_once_and_in_order(questions, samples, size):
+    batches = make_batches(questions, samples, size)
+    numbers = [number for batch in batches for number in batch.numbers(samples)]
+    expected = [(q, GREEDY) for q in range(questions)] + [(q, s) for q in range(questions) for s in range(samples)]
+    assert numbers == expected
+    assert all(1 <= len(batch.rows) <= size for batch in batches)
+
+
+def trajectory(text: str) -> Trajectory:
+    return Trajectory([1, 2], 1, [0, 1], [0.0, -0.1], text=text, rewards={"correct": 1.0}, finish_reason="stop")
+
+
+def test_after_a_kill_at_any_byte_the_file_becomes_the_same(tmp_path):
+    """A file cut off at every byte, also with other bytes behind: complete batches are kept, the others written."""
+    batches = make_batches(3, 2, size=2)
+    path = tmp_path / "completions.jsonl"
+
+    def add_missing() -> int:
+        completions = Completions(path, batches, num_samples=2)
+        kept = completions.num_batches
+        for batch in completions.left:
+            completions.add([trajectory(f'{row} "\u2028\ufffd') for row in batch.rows])
+        return kept
+
+    assert add_missing() == 0
+    whole = path.read_bytes()
+    assert len(list(Completions(path, batches, 2))) == 9
+    ends = [0, *itertools.accumulate(map(len, whole.splitlines(keepends=True)))]
+    found = set()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut] + b"\0" * (cut % 3))  # as a file system can leave it
+        complete = sum(end <= cut for end in (ends[2], ends[3], ends[5], ends[7], ends[9]))
+        assert Completions(path, batches, num_samples=2).num_batches == complete
+        if cut % 101 == 0:
+            assert add_missing() == complete
+            assert path.read_bytes() == whole
+        found.add(complete)
+    assert found == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("line", [b"7\n", b"[]\n", b'{"question": 0}\n', b"[" * 5000 + b"\n", b"\xff\n", b"NaN\n"])
+def test_lines_of_anything_else_are_no_completions(tmp_path, line):
+    path = tmp_path / "completions.jsonl"
+    path.write_bytes(line)
+    assert Completions(path, make_batches(1, 0, 1), 0).num_batches == 0
+
+
+# Evaluations ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def config_class(load_script):
+    return load_script("evaluate.py").Config
+
+
+@pytest.fixture
+def make_config(config_class, tmp_path):
+    """Settings of an evaluation of `SOME_ROWS`, as the command line would resolve them."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SOME_ROWS))
+    (tmp_path / "lengths.py").write_text(LENGTHS)
+    plain = {"task": str(tmp_path / "lengths.py"), "data": str(tmp_path / "rows.jsonl"), "system_prompt": ""}
+    plain |= {"device": "cpu", "dtype": "float32", "max_new_tokens": 12, "num_samples": 4}
+    return lambda **changes: config_class(**(plain | changes))
+
+
+@pytest.fixture(scope="module")
+def random_models(tokenizer):
+    """A Qwen2 (rotary positions, biases, grouped keys) and a GPT-2 (absolute positions) that speak in random tokens."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+    shape = {"vocab_size": 1024, "initializer_range": 0.3, "eos_token_id": tokenizer.eos_token_id}
+    qwen2 = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **shape
+    )
+    gpt2 = GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=256, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, **shape
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        models = {"qwen2": Qwen2ForCausalLM(qwen2), "gpt2": GPT2LMHeadModel(gpt2)}
+    ids = [tokenizer.eos_token_id], tokenizer.pad_token_id
+    return {name: Policy(model.float(), tokenizer, *ids) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_batches_of_1_and_of_64_give_the_same_completions(make_config, random_models, tmp_path, kind):
+    """Prompts of different lengths are padded on the left, and groups are divided over batches."""
+    pages = []
+    for size in (1, 3, 64):
+        directory = tmp_path / str(size)
+        evaluate(make_config(generation_batch_size=size), directory, lambda: random_models[kind])
+        pages.append((directory / "completions.jsonl").read_text())
+    assert pages[0] == pages[1] == pages[2]
+    texts = {json.loads(line)["text"] for line in pages[0].splitlines()}
+    assert len(texts) > 10
+
+
+def test_the_figures_are_those_of_a_runs_own_evaluation(make_config, load_script, tmp_path):
+    """The same policy, questions and seed: the same answers as in the evaluation at the end of a run."""
+    flags = {"max_new_tokens": 24, "system_prompt": "", "eval_prompts": 24, "seed": 5}
+    run = load_script("experiment_base/train.py").Config(device="cpu", **flags)
+    policy = load_policy(run)
+    theirs = evaluate_held_out(run, load_task(run), policy, num_samples=4).metrics
+    config = make_config(task="arithmetic", data=None, limit=24, max_new_tokens=24, seed=5)
+    ours = evaluate(config, tmp_path / "out", lambda: policy)
+    assert 0 < theirs["greedy/accuracy"] < 1
+    for mode in ("greedy", "sampled"):
+        found = ours[mode]
+        assert found["accuracy"]["value"] == pytest.approx(theirs[f"{mode}/accuracy"])
+        assert found["length"]["mean"] == pytest.approx(theirs[f"{mode}/length"])
+        assert found["cut_off"] == pytest.approx(1 - theirs[f"{mode}/stopped"])
+        assert found["means"]["reward_format"] == pytest.approx(theirs[f"{mode}/reward_format"])
+        assert found["means"]["reasoned"] == pytest.approx(theirs[f"{mode}/reasoned"])
+    assert ours["sampled"]["accuracy_if"]["reasoned"] == pytest.approx(theirs["sampled/accuracy_reasoned"])
+    assert ours["sampled"]["pass@k"]["4"]["value"] == pytest.approx(theirs["sampled/pass@4"])
+    assert ours["sampled"]["pass@k"]["1"]["value"] == pytest.approx(theirs["sampled/accuracy"])
+
+
+def test_a_complete_evaluation_is_shown_without_the_model(make_config, random_models, tmp_path):
+    first = evaluate(make_config(), tmp_path / "out", lambda: random_models["qwen2"])
+    again = evaluate(make_config(), tmp_path / "out", lambda: pytest.fail("the model is loaded"))
+    assert again == first
+    stored = json.loads((tmp_path / "out/results.json").read_text())
+    assert stored["sampled"] == first["sampled"]
+    assert {"model", "seed", "versions", "machine", "commit", "sources", "command"} <= stored.keys()
+    assert stored["sources"]["data"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_samples": 2}, "--num-samples 2 differs from 4 in "),
+        ({"seed": 1}, "--seed 1 differs from 0 in "),
+        ({"limit": 3}, "--limit 3 differs from null in "),
+        ({"completion_prefix": "<think>"}, '--completion-prefix "<think>" differs from null in '),
+    ],
+)
+def test_other_settings_in_the_same_directory_are_refused(make_config, tmp_path, changes, sentence):
+    config = make_config()
+    (tmp_path / "out").mkdir()
+    begin(tmp_path / "out", config, load_questions(config, {}))
+    other = make_config(**changes)
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        begin(tmp_path / "out", other, load_questions(other, {}))
+    begin(tmp_path / "out", make_config(output="elsewhere", compare="x"), load_questions(config, {}))  # free
+
+
+def test_other_contents_in_the_same_directory_are_refused(make_config, tmp_path):
+    config = make_config()
+    (tmp_path / "out").mkdir()
+    begin(tmp_path / "out", config, load_questions(config, {}))
+    for name in ("lengths.py", "rows.jsonl"):
+        path = tmp_path / name
+        before = path.read_text()
+        path.write_text(before + "\n")
+        with pytest.raises(UserError, match=f"{name} is not what it was when "):
+            begin(tmp_path / "out", config, load_questions(config, {}))
+        path.write_text(before)
+
+
+def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
+    config = make_config()
+    task = load_questions(config, {})
+    with pytest.raises(UserError, match=r"holds other files \(lengths.py, rows.jsonl\)"):
+        begin(tmp_path, config, task)
+    (tmp_path / "config.json").write_text('{"experiment": "experiment_base"}')
+    with pytest.raises(UserError, match="is not that of an evaluation"):
+        begin(tmp_path, config, task)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        begin(tmp_path, config, task)
+    with pytest.raises(UserError, match="a file is in the way"), locked(tmp_path / "rows.jsonl"):
+        pass
+
+
+def test_two_processes_do_not_share_a_directory(tmp_path):
+    refused = pytest.raises(UserError, match="in use: another process is writing an evaluation there")
+    with locked(tmp_path / "out"), refused, locked(tmp_path / "out"):
+        pass
+    with locked(tmp_path / "out"):
+        pass
+
+
+def test_a_task_without_accuracy_is_refused(make_config, tmp_path):
+    (tmp_path / "lengths.py").write_text(LENGTHS.replace('"correct"', '"good"'))
+    with pytest.raises(UserError, match=r"has no reward component 'correct' \(it has good, brief\)"):
+        load_questions(make_config(), {})
+
+
+# Comparisons ---------------------------------------------------------------------------------------------------------
+
+
+def results_of(greedy: list[float], right: list[int], n: int = 4, first: int = 0, **settings) -> dict:
+    questions = [
+        {"row": f"row{first + index}", "question": f"question {first + index}", "greedy": g, "mean": c / n, "right": c}
+        for index, (g, c) in enumerate(zip(greedy, right, strict=True))
+    ]
+    return {"path": "there", "sampled": {"n": n}, "questions": questions, **settings}
+
+
+def test_a_comparison_names_the_questions_that_changed():
+    found = compare(results_of([0, 1, 1, 0], [0, 4, 2, 1]), results_of([1, 1, 0, 0], [4, 4, 2, 0]), seed=0)
+    assert found["became_right"] == ["question 0"]
+    assert found["became_wrong"] == ["question 2"]
+    values = {name: estimate["value"] for name, estimate in found["differences"].items()}
+    assert values == {"greedy accuracy": 0, "mean@4": (1 - 1 / 4) / 4, "pass@4": 0}
+    assert (found["questions"], found["only_here"], found["only_there"]) == (4, 0, 0)
+
+
+def test_of_two_sets_of_questions_the_shared_ones_are_compared():
+    there, here = results_of([0, 0, 0], [0, 0, 0], n=8, seed=0), results_of([1, 1], [2, 2], n=2, first=1, seed=1)
+    found = compare(there, here, seed=0)
+    assert (found["questions"], found["only_here"], found["only_there"]) == (2, 0, 1)
+    assert list(found["differences"]) == ["greedy accuracy", "mean@2 - mean@8", "pass@2"]
+    assert found["other_settings"] == {"seed": [0, 1]}
+    check_shared(there, ["row1"])
+    with pytest.raises(UserError, match=r"it asked 3 other questions, none of these 2"):
+        check_shared(there, ["row7", "row8"])
+
+
+def test_equal_rows_are_compared_one_by_one():
+    there, here = results_of([0, 1], [0, 4]), results_of([1, 1], [4, 4])
+    for side in (there, here):
+        for entry in side["questions"]:
+            entry["row"] = "the same"
+    assert compare(there, here, seed=0)["differences"]["greedy accuracy"]["value"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "7", "{}", '{"questions": []}', '{"questions": [{"row": 1}]}', '{"questions": [[]]}', "[" * 9999],
+)
+def test_what_is_no_evaluation_cannot_be_compared_with(tmp_path, content):
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(UserError, match=r"^--compare "):
+        read_results(str(tmp_path))
+    with pytest.raises(UserError, match=r"there is no results\.json"):
+        read_results(str(tmp_path / "nowhere"))
+
+
+def test_a_row_is_known_by_what_it_holds():
+    row = Row({"question": "What is 1+1?", "answer": "2"})
+    assert content_of(row) == content_of(Row(dict(reversed(row.items()))))
+    assert content_of(row) != content_of(Row(row | {"answer": "3"}))
+
+
+# Failures and suites -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_failures_is_plain_text_whatever_was_written():
+    hostile = "\x1b]0;title\x07 <answer>\u202e1</answer>\r\n" + "x" * 9000
+    row = Row({"question": "What\x1b[31m is 1+1?", "answer": "2\x07"})
+    row.question, row.place = row["question"], "rows\x1b.jsonl:1"
+    task = SimpleNamespace(eval_rows=[row, row, row], right_answer=lambda row: row["answer"])
+    greedy = [Answer(0.0, "\x1b1", 9, False, {}), Answer(1.0, "2", 9, False, {}), Answer(0.0, None, 9, True, {})]
+    page = failures(task, Answers(greedy, [hostile, "", ""], [[greedy[1], greedy[0]], [], []]))
+    assert all(character.isprintable() or character == "\n" for character in page)
+    assert page.startswith("2 of 3 questions: the greedy answer is wrong\n")
+    assert "question 0" in page
+    assert "question 1" not in page
+    assert ": cut off\n" in page
+    assert "samples: 1 of 2 right; 2 (1), \ufffd1 (1)" in page
+    assert "characters ..." in page  # a long completion is cut in its middle
+    assert "     1  of them with a right answer among the samples" in page
+
+
+def test_the_average_of_a_suite_weighs_benchmarks_equally():
+    found = average([{"value": 0.2, "low": 0.1, "high": 0.4}, {"value": 0.6, "low": 0.6, "high": 0.6}])
+    assert found == pytest.approx({"value": 0.4, "low": 0.35, "high": 0.5})
+
+
+def test_a_suite_reads_its_files_or_the_hub(make_config, tmp_path):
+    (tmp_path / "data").mkdir()
+    config = make_config(suite="math", data=str(tmp_path / "data"), task="arithmetic", compare="before")
+    assert config.task == "math"
+    with pytest.raises(UserError, match=r"has no file math500\.jsonl, which --suite math needs"):
+        parts(config, tmp_path / "out")
+    for name in ("math500", "aime24", "amc", "minerva", "olympiad_bench"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text("")
+    found = parts(config, tmp_path / "out")
+    assert [part.title for part in found] == ["MATH-500", "AIME 2024", "AMC", "Minerva", "OlympiadBench"]
+    assert found[2].config.data == str(tmp_path / "data/amc.jsonl")
+    assert (found[2].directory, found[2].config.compare, found[2].renamed) == (tmp_path / "out/amc", "before/amc", {})
+    hub = parts(dataclasses.replace(config, data=None), tmp_path / "out")
+    assert hub[4].config.data == "Hothan/OlympiadBench:OE_TO_maths_en_COMP:train"
+    assert hub[4].renamed == {"question": "problem", "final_answer": "answer"}
+    with pytest.raises(UserError, match=r"with --suite this is a directory that holds math500\.jsonl"):
+        parts(make_config(suite="math", task="arithmetic"), tmp_path / "out")
+
+
+def test_fields_of_published_data_are_renamed(make_config, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"asked": "What is 1+1?", "final": "2"}\n')
+    config = make_config(task="arithmetic")
+    task = load_questions(config, {"asked": "question", "final": "answer"})
+    assert task.eval_rows == [{"question": "What is 1+1?", "answer": "2"}]
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*'?answer'?"):
+        load_questions(config, {"asked": "question"})
+
+
+def test_the_table_of_intervals_is_that_of_its_data(load_script):
+    page = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    assert load_script("benchmarks/intervals.py").table() in page
+    repeats = json.loads((ROOT / "benchmarks" / "results" / "intervals.json").read_text(encoding="utf-8"))["repeats"]
+    assert f"{repeats} evaluations per row" in page

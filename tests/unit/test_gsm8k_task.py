@@ -1,0 +1,285 @@
+"""The GSM8K task: what counts as the right number, all published golds, components, and rows given to other tasks."""
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from common.tasks import arithmetic, gsm8k, qa
+
+from common.plumbing.config import RunConfig
+from common.plumbing.data import load_task
+from common.plumbing.solutions import try_solutions
+from common.plumbing.task import Row, Task
+
+PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"  # beside the repository
+RAW = "She sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
+ROW = {"question": "How many clips?", "answer": RAW}
+
+
+def decisions() -> list[tuple[str, str, int]]:
+    """The table of the task's docstring: gold, completion, and what it earns."""
+    found = []
+    for line in gsm8k.__doc__.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| ") and cells[0] != "gold":
+            wanted, text, correct, _ = cells
+            found.append((wanted, text if "<" in text else f"<answer>{text}</answer>", int(correct)))
+    return found
+
+
+@pytest.mark.parametrize(("wanted", "text", "correct"), decisions(), ids=[ascii(text) for _, text, _ in decisions()])
+def test_the_table_of_decisions_holds(wanted, text, correct):
+    """Also with the gold answer as it is published."""
+    assert gsm8k.reward({"answer": wanted}, text)["correct"] == correct
+    assert gsm8k.reward({"answer": f"It is <<9*2=18>>18.\n#### {wanted}"}, text)["correct"] == correct
+
+
+def test_the_table_was_read():
+    assert len(decisions()) == len(set(decisions())) > 70
+    assert {correct for _, _, correct in decisions()} == {0, 1}
+
+
+# Golds --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["test", "train"])
+def published(request) -> list[dict]:
+    path = PUBLISHED / f"{request.param}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def notebook_gold(answer: str) -> str:
+    """What many published notebooks take for the gold answer."""
+    return answer.split("####")[1].strip()
+
+
+def test_every_published_gold_is_read(published):
+    """As a reader would that knows that commas separate thousands; all are whole, and are their own solution."""
+    for row in published:
+        assert gsm8k.gold(row) == int(notebook_gold(row["answer"]).replace(",", ""))
+        rewards = gsm8k.reward(row, gsm8k.solution(row))
+        assert rewards["correct"] == rewards["integer_answer"] == 1
+        assert gsm8k.reward(row, f"<answer>{gsm8k.gold(row) + 1}</answer>")["correct"] == 0
+    assert len(published) in (1319, 7473)
+
+
+def test_notebooks_lose_what_has_a_comma(published):
+    """Their int() cannot read it, and as text it differs from the same number without commas."""
+    unread = unequal = 0
+    for row in published:
+        try:
+            int(notebook_gold(row["answer"]))
+        except ValueError:
+            unread += 1
+        unequal += notebook_gold(row["answer"]) != str(gsm8k.gold(row))
+    assert unread == unequal == {1319: 14, 7473: 79}[len(published)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        (72, 72),
+        (-3, -3),
+        (72.0, 72),
+        (0.1, Fraction(1, 10)),
+        (1e22, 10**22),
+        (1e-7, Fraction(1, 10**7)),
+        ("$1,080.50", Fraction(2161, 2)),
+        ("#### 1,080", 1080),
+        ("#### 7\n#### -8 ", -8),  # the last one
+        ("####72", 72),
+    ],
+)
+def test_golds_are_text_or_numbers(answer, number):
+    row = {"question": "", "answer": answer}
+    assert gsm8k.gold(row) == number
+    assert gsm8k.reward(row, gsm8k.solution(row))["correct"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer", ["", "blue", "#### blue", "#### 18 or 20", "72 ####", RAW + "\nSo 72.", "9" * 101, 1e300, float("nan")]
+)
+def test_a_row_whose_gold_is_no_number_is_refused(answer):
+    """And nothing that a policy writes is right."""
+    row = Row({"question": "", "answer": answer})
+    row.place = "rows.jsonl:7"
+    with pytest.raises(UserError, match=r"^rows\.jsonl:7: .*no completion can be right"):
+        try_solutions(Task(gsm8k, "gsm8k"), [row], "gsm8k")
+    for text in ("", "<answer></answer>", "<answer>72</answer>", "<answer>nan</answer>", f"<answer>{answer}</answer>"):
+        assert gsm8k.reward(row, text)["correct"] == 0
+
+
+# Numbers ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(-(10**12), 10**12), st.sampled_from(["", "$", "€"]), st.sampled_from(["", ".", " eggs", "%", ".00"]))
+def test_a_number_is_read_in_every_usual_form(number, before, after):
+    sign = "-" if number < 0 else ""
+    for text in (f"{number}{after}", f"{number:,}{after}", f"{sign}{before}{abs(number):,}{after}"):
+        assert gsm8k.read_number(text) == number
+        assert gsm8k.read_number(text.replace("-", "\u2212")) == number
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.decimals(-(10**6), 10**6, places=3), st.decimals(-(10**6), 10**6, places=3))
+def test_two_decimals_are_equal_only_if_they_are(one, other):
+    is_right = gsm8k.reward({"answer": str(one)}, f"<answer>{other:,}</answer>")["correct"]
+    assert is_right == (one == other)
+    assert gsm8k.reward({"answer": str(one)}, f"<answer>{one:,}00</answer>")["correct"] == 1
+
+
+PIECES = [*gsm8k._TAGS, *gsm8k._TAGS, *"0159 ,.$%/-+=\n\\{}eé\u2212\u00b2\u0663\x00", "18", " eggs", "####", "\\boxed{"]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=30).map("".join), st.booleans())
+def test_no_text_makes_the_reward_raise(text, is_answer):
+    text = f"<answer>{text}</answer>" if is_answer else text
+    rewards, description = gsm8k.reward(ROW, text), gsm8k.describe(ROW, text)
+    assert list(rewards) == list(gsm8k.REWARD_WEIGHTS)
+    assert all(0 <= value <= 1 for value in rewards.values())
+    assert set(description.values()) <= {0, 1}
+    assert description["right_elsewhere"] + rewards["correct"] <= 1
+
+
+@pytest.mark.parametrize("is_answer", [True, False])
+@pytest.mark.parametrize(
+    "piece", ["7", "1,", "1,234", " ", "$", "-", "7 ", "7/", ".", "a", " a", "a7", "%", "\n", "<", "#"]
+)
+def test_long_texts_are_rewarded(piece, is_answer):
+    """A million times the same: what is not linear in the length of the text would take hours."""
+    text = piece * 1_000_000
+    text = f"<think>{text}</think><answer>{text}</answer>" if is_answer else text
+    assert gsm8k.reward(ROW, text)["correct"] == 0
+    assert gsm8k.describe(ROW, text)["unread"] == is_answer
+
+
+@pytest.mark.parametrize("tag", gsm8k._TAGS)
+def test_many_tags_are_rewarded(tag):
+    assert gsm8k.reward(ROW, f"{tag}x" * 300_000)["soft_format"] == 0
+    assert gsm8k.reward(ROW, "<think>" + "<" * 1_000_000 + tag + "</think><answer>72</answer>")["soft_format"] == 0.75
+
+
+# Components ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "soft", "integer"),
+    [
+        ("<think>48+24=72</think><answer>72</answer>", 1, 1, 1),
+        ("\n<think>\n48+24=72\n</think>\n\n<answer>\n72\n</answer>\n", 1, 1, 1),
+        ("<think>1 < 2</think><answer>72</answer>", 1, 1, 1),
+        ("<think>48+24=72</think><answer>blue</answer>", 1, 1, 0),
+        ("<think>48+24=72</think><answer></answer>", 1, 1, 0),
+        ("<think>x</think><answer>72.5</answer>", 1, 1, 0),
+        ("<think>x</think><answer>$72.00</answer>", 1, 1, 1),
+        ("<think>x</think><answer>73 clips</answer>", 1, 1, 1),
+        ("<think> </think><answer>72</answer>", 0, 1, 1),  # nothing thought
+        ("<answer>72</answer>", 0, 0.5, 1),
+        ("So <think>x</think><answer>72</answer>", 0, 1, 1),
+        ("<think>x</think>So <answer>72</answer>", 0, 1, 1),
+        ("<think>x</think><answer>72</answer>!", 0, 1, 1),
+        ("<think>x</think><answer><b>72</b></answer>", 0, 1, 0),
+        ("<answer>72</answer><think>x</think>", 0, 1, 1),  # tags are counted, whatever their order
+        ("</answer></think><answer><think>", 0, 1, 0),
+        ("<think>x</think><think>y</think><answer>72</answer>", 0, 0.5, 1),
+        ("<think><think>x</think><answer>72</answer>", 0, 0.75, 1),
+        ("<think>x</think><answer>72</answer><answer>72</answer>", 0, 0.5, 0),
+        ("<think><answer>72</answer></think>", 0, 1, 0),
+        ("<think>x", 0, 0.25, 0),
+        ("<THINK>x</THINK><ANSWER>72</ANSWER>", 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_components_are_what_their_definition_says(text, strict, soft, integer):
+    rewards = gsm8k.reward(ROW, text)
+    assert (rewards["strict_format"], rewards["soft_format"], rewards["integer_answer"]) == (strict, soft, integer)
+
+
+def test_length_falls_to_zero():
+    lengths = [gsm8k.reward(ROW, "x" * number)["length"] for number in (0, 500, 1000, 2000, 4000)]
+    assert lengths == [1, 0.75, 0.5, 0, 0]
+
+
+def test_weights_of_the_command_line_reach_the_total():
+    text = "<think>48+24=72</think><answer>72</answer>"
+    plain = Task(gsm8k, "gsm8k")
+    assert plain.total_reward(plain.reward(ROW, text)) == 1
+    assert [name for name, weight in plain.weights.items() if weight] == ["correct"]
+    task = Task(gsm8k, "gsm8k", ("correct=2", "strict_format=0.5", "length=0.1"))
+    assert task.total_reward(task.reward(ROW, text)) == pytest.approx(2 + 0.5 + 0.1 * (1 - len(text) / 2000))
+    assert task.total_reward(task.reward(ROW, "<think>x</think><answer>7</answer>")) == pytest.approx(0.5983)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("<answer>72</answer>", set()),
+        ("<answer>73</answer>", set()),
+        ("<think>72</think><answer>73</answer>", set()),
+        ("<answer>73</answer>, or 72", {"right_elsewhere"}),
+        ("<answer>It is 72</answer>", {"unread", "right_elsewhere"}),
+        ("<answer></answer>", {"unread"}),
+        ("\\boxed{72}", {"boxed", "right_elsewhere"}),
+        ("<answer>\\boxed{72}</answer>", {"unread", "right_elsewhere"}),
+        ("#### 72", {"hashes", "right_elsewhere"}),
+        ("#### 73", {"hashes"}),
+        ("The answer is $72.00.", {"sentence", "right_elsewhere"}),
+        ("The answer is \\boxed{72}.", {"boxed", "right_elsewhere"}),
+        ("<think>It is 100-72", {"right_elsewhere"}),  # and not -72
+        ("72, then 73", set()),
+        ("", set()),
+    ],
+)
+def test_a_description_says_which_form_was_used(text, names):
+    description = gsm8k.describe(ROW, text)
+    assert {name for name, value in description.items() if value} == names
+    assert list(description) == ["unread", "boxed", "hashes", "sentence", "right_elsewhere"]
+
+
+def test_the_conversation_is_the_question():
+    assert gsm8k.messages(ROW) == [{"role": "user", "content": "How many clips?"}]
+    assert gsm8k.messages(ROW, "Think.")[0] == {"role": "system", "content": "Think."}
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, *rows: dict) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "qa"])
+def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, task):
+    """In one sentence, before a model is loaded."""
+    path = write(tmp_path / "train.jsonl", ROW, ROW)
+    sentence = r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"
+    with pytest.raises(UserError, match=sentence) as caught:
+        load_task(RunConfig(task=task, data=path, eval_data=path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_of_the_user_is_told_what_is_compared(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(Path(arithmetic.__file__).read_text("utf-8").replace("parents[2]", "parents[0]"))
+    path = write(tmp_path / "train.jsonl", ROW, ROW)
+    with pytest.raises(UserError, match=r"bring the row .*of GSM8K's answers keep what follows ####\)"):
+        load_task(RunConfig(task=str(file), data=path, eval_data=path))
+
+
+def test_rows_as_published_are_loaded(tmp_path):
+    path = write(tmp_path / "train.jsonl", ROW, {"question": "And $2?", "answer": "#### 2", "more": None})
+    task = load_task(RunConfig(task="gsm8k", data=path, eval_data=path))
+    assert [gsm8k.gold(row) for row in task.train_rows] == [72, 2]
+    assert re.fullmatch(r"openai/gsm8k:main(:test)?", gsm8k.EVAL_DATA)
+    assert qa.reward(ROW, arithmetic.solution(ROW))["correct"] == 0  # which is why those tasks are told

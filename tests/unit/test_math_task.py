@@ -1,0 +1,232 @@
+"""The task `math`: which answer a completion gives, which are right, and what hostile text does."""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.tasks import math as task
+from common.tasks.verdicts.judge import Judge, has_library
+
+from common.plumbing.config import RunConfig
+from common.plumbing.data import load_task
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL = ROOT.parent / "shared" / "data" / "math_benchmarks"
+needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def judge():
+    """One process for the file."""
+    previous, task._JUDGE = task._JUDGE, Judge(number_of_workers=1)
+    yield task._JUDGE
+    task._JUDGE.close()
+    task._JUDGE = previous
+
+
+@pytest.fixture
+def text_only(monkeypatch):
+    monkeypatch.setattr(task, "_JUDGE", Judge(uses_library=False))
+
+
+def decisions() -> list[tuple[str, str, bool]]:
+    """Every cell of the docstring's table: a gold answer, an answer, whether it is right."""
+    found = []
+    for line in task.__doc__.splitlines():
+        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1]]
+        if len(cells) == 3 and all(cells):
+            found += [(cells[0][0], answer, True) for answer in cells[1]] + [(cells[0][0], x, False) for x in cells[2]]
+    return found
+
+
+@needs_library
+def test_every_decision_of_the_docstring():
+    table = decisions()
+    assert len(table) > 55
+    rows = [{"answer": gold} for gold, _, _ in table]
+    texts = [rf"So it is \boxed{{{answer}}}." for _, answer, _ in table]
+    task.prepare(rows, texts)
+    found = [task.reward(row, text)["correct"] == 1 for row, text in zip(rows, texts, strict=True)]
+    assert [case for case, is_right in zip(table, found, strict=True) if case[2] is not is_right] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"First \boxed{4}, no: \boxed{5}", "5"),
+        (r"\boxed{5} and then \boxed{6", "5"),
+        (r"\fbox{5}", "5"),
+        (r"\boxed {5}", "5"),
+        (r"So $\boxed 5$", "5"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{x = \boxed{5}}", "5"),
+        (r"\boxed{}", ""),
+        ("<answer> 5 </answer>", "5"),
+        (r"<answer>$\boxed{5}$</answer>", "5"),
+        (r"\boxed{4} <answer>5</answer>", "5"),
+        (r"<answer>5</answer> \boxed{4}", "5"),
+        ("<answer>4</answer><answer>5</answer>", None),
+        (r"<answer>4</answer><answer>5</answer>\boxed{5}", None),
+        (r"\boxed{5} <answer>6", "5"),
+        (r"<think>\boxed{4}</think>\boxed{5}", "5"),
+        (r"<think><answer>4</answer></think><answer>5</answer>", "5"),
+        (r"<think>\boxed{4}</think>", None),
+        (r"<think>\boxed{4}", None),
+        (r"begun by the prompt \boxed{4}</think> \boxed{5}", "5"),
+        (r"begun by the prompt \boxed{4}</think>", None),
+        ("<ans<think></think>wer>5</answer>", None),
+        ("5", None),
+        ("", None),
+    ],
+)
+def test_which_answer_a_completion_gives(text, answer):
+    assert task.given_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "rewards"),
+    [
+        (r"<think>2+3</think>\boxed{5}", (1, 1, 1)),
+        ("<think>2+3</think><answer>5</answer>", (1, 1, 0)),
+        (r"\boxed{5} \boxed{5}", (1, 0, 1)),
+        (r"<answer>\boxed{5}</answer>", (1, 1, 1)),
+        (r"\boxed{6}", (0, 1, 1)),
+        (r"\boxed{5} <think>and", (1, 0, 1)),
+        ("<answer>5</answer><answer>5</answer>", (0, 0, 0)),
+        (r"<think>\boxed{5}</think>", (0, 0, 0)),
+        ("", (0, 0, 0)),
+    ],
+)
+def test_reward_components(text, rewards):
+    assert tuple(task.reward({"answer": "5"}, text).values()) == rewards
+    assert task.reward({"answer": "5"}, text).keys() == task.REWARD_WEIGHTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("row", "golds"),
+    [
+        ({"answer": 142.0}, ["142"]),
+        ({"answer": 7}, ["7"]),
+        ({"answer": ["4.4e7\n", "4.4 \\times 10^7\n"]}, ["4.4e7", "4.4 \\times 10^7"]),
+        ({"answer": "5", "solution": r"\boxed{6}"}, ["5"]),
+        ({"solution": r"As $\boxed{1}$ shows, $\boxed{\frac{1}{2}}$."}, [r"\frac{1}{2}"]),
+        ({"solution": r"It is $\boxed 9$."}, ["9"]),
+        ({"solution": "no box"}, []),
+        ({"answer": None}, []),
+        ({"answer": True}, []),
+        ({"answer": float("nan")}, []),
+        ({"answer": []}, []),
+        ({"answer": ["", None, {}]}, []),
+    ],
+)
+def test_gold_answers_of_a_row(row, golds):
+    assert task.golds(row) == golds
+    assert task.reward(row, task.solution(row))["correct"] == bool(golds)
+
+
+def test_any_gold_answer_of_a_list_is_right():
+    row = {"answer": ["6630.65\n", "6630\n"]}
+    assert [task.reward(row, rf"\boxed{{{x}}}")["correct"] for x in ("6630", "6,630.65", "6630.6")] == [1, 1, 0]
+
+
+@needs_library
+def test_what_is_undecided_is_wrong_and_described():
+    row, text = {"answer": "x"}, r"\boxed{9^{9^{9^9}}}"
+    assert task.reward(row, text)["correct"] == 0
+    assert task.describe(row, text) == {"answered": 1.0, "undecided": 1.0}
+    assert task.describe(row, r"\boxed{x}") == {"answered": 1.0, "undecided": 0.0}
+    assert task.describe(row, "x") == {"answered": 0.0, "undecided": 0.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\" * 100_000,
+        r"\boxed{" * 20_000,
+        r"\boxed{" + "{" * 10_000 + "}" * 10_000 + "}",
+        r"\boxed{" + "\\" * 100_001 + "}",
+        r"\boxed" + " " * 100_000,
+        r"\boxed{\ud800}" + "\ud800",
+        "\\boxed{\ud800}",
+        "\\boxed{\0\n\r\u2028}",
+        "<think>" * 20_000,
+        "<answer>" * 20_000,
+        "<answer>" + "<" * 100_000 + "</answer>",
+        "</think>" * 20_000,
+        r"\boxed{" + "9" * 100_000 + "}",
+        r"\boxed{1e999999999}",
+        r"\boxed{" + r"\frac" * 300 + "}",
+        r"\boxed{" + "1," * 140 + "}",
+        r"\boxed{" + "(" * 299 + "}",
+    ],
+)
+def test_hostile_text_is_wrong_and_nothing_else(text):
+    row = {"answer": r"\frac{1}{2}"}
+    task.prepare([row], [text])
+    assert task.reward(row, text)["correct"] == 0
+    assert task.describe(row, text).keys() == {"answered", "undecided"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    prompts_per_step: int = 1
+
+
+def load(tmp_path, *rows: dict):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return load_task(Config(task="math", data=str(path), eval_prompts=1))
+
+
+def test_rows_of_both_forms_can_be_trained_on(tmp_path, text_only, monkeypatch, capsys):
+    """A run without math-verify says so, once."""
+    monkeypatch.setattr(task, "has_library", lambda: False)
+    loaded = load(tmp_path, {"problem": "1+1?", "answer": 2.0}, {"problem": "2+2?", "solution": r"\boxed{4}"})
+    assert len(loaded.train_rows + loaded.eval_rows) == 2
+    assert capsys.readouterr().err.count("math-verify is not installed") == 1
+    assert loaded.messages(loaded.train_rows[0], task.SYSTEM_PROMPT)[0]["role"] == "system"
+
+
+def test_nothing_is_said_where_the_library_is(monkeypatch, text_only):
+    monkeypatch.setattr(task, "has_library", lambda: True)
+    assert task.note() is None
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "2+2?"}, "a row needs a field 'answer', or a 'solution'"),
+        ({"problem": "2+2?", "answer": ""}, r"rows\.jsonl:1: .*no completion can be right"),
+        ({"problem": "2+2?", "solution": "It is 4."}, r"rows\.jsonl:1: .*no completion can be right"),
+        ({"question": "2+2?", "answer": "4"}, r"rows\.jsonl:1: the field 'problem' is missing"),
+    ],
+)
+def test_rows_without_a_gold_answer_are_refused(tmp_path, text_only, row, message):
+    with pytest.raises(UserError, match=message):
+        load(tmp_path, row, {"problem": "1+1?", "answer": "2"})
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the real files are not there")
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("math500", 500), ("aime24", 30), ("amc", 83), ("minerva", 272), ("olympiad_bench", 675), ("asdiv", 1788)],
+)
+def test_every_real_gold_is_its_own_answer(name, number):
+    rows = [json.loads(line) for line in (REAL / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == number
+    assert [row["answer"] for row in rows if task.reward(row, task.solution(row))["correct"] != 1] == []
+
+
+def test_the_name_hides_no_module_of_python():
+    """Absolute imports only, and no directory of the package on the path."""
+    import math
+
+    assert math.sqrt(4) == 2
+    assert str(ROOT / "common/tasks") not in sys.path
