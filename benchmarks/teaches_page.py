@@ -307,8 +307,9 @@ def draw(results: Results) -> None:
 def draw_panel(axes, groups: dict[str, Group], success: str) -> None:
     for label, group in groups.items():
         curves = np.array([group.passes(k, success).mean(axis=1) for k in KS]).T  # (seeds, K)
-        style = "-" if label.startswith(("before", "after", "RL")) and "temperature" not in label else "--"
-        axes.plot(KS, curves.mean(axis=0), style, color=COLORS[label], label=label, linewidth=2)
+        is_control = (label.startswith(("made", "lesson")) and label != THEN) or "temperature" in label
+        style = {"linestyle": "--", "zorder": 3} if is_control else {}
+        axes.plot(KS, curves.mean(axis=0), color=COLORS[label], label=label, linewidth=2, **style)
         axes.fill_between(KS, curves.min(axis=0), curves.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xticks(KS, [str(k) for k in KS])
