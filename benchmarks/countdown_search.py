@@ -1,10 +1,11 @@
 """How does a policy search? What its completions of Countdown's held-out problems hold, before and after training.
 
-    python benchmarks/countdown_search.py tiny_countdown runs/experiment_base/*/final
+    python benchmarks/countdown_search.py before=tiny_countdown seed0=runs/experiment_base/countdown-0/final
 
 Samples `--samples` completions of each of the first `--questions` held-out problems at temperature 1 from every policy,
 reads the tries in them (`(7*5)+2=35+2=37<55`), and writes benchmarks/results/what_rl_teaches/countdown/search.json. To
-compare with, it simulates a search that draws its tries at random and makes no mistake.
+compare with, it simulates a search that draws its tries at random and makes no mistake. Policies that the file has
+already, with the same settings, are kept in it.
 """
 
 import argparse
@@ -49,7 +50,9 @@ class Line(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("policies", nargs="+", help="a bundled policy, or directories")
+    parser.add_argument(
+        "policies", nargs="+", help="NAME=MODEL: a name for the file, and a bundled policy or directory"
+    )
     parser.add_argument("--questions", type=int, default=256)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=160)
@@ -59,9 +62,11 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[: arguments.questions]
     settings = {name: value for name, value in vars(arguments).items() if name not in ("policies", "out")}
-    report = {"settings": settings, "random_search": random_search(rows), "policies": {}}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for model in arguments.policies:
+    report = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    if report.get("settings") != settings:
+        report = {"settings": settings, "random_search": random_search(rows), "policies": {}}
+    for name, _, model in (argument.partition("=") for argument in arguments.policies):
         policy = load_policy(PolicyConfig(model=model, device="cpu", seed=arguments.seed))
         prompts = [encode_prompt(policy.tokenizer, countdown.messages(row)) for row in rows]
         completions = sample(
@@ -75,8 +80,8 @@ def main() -> None:
         )
         for completion in completions:
             completion.text = decode(policy.tokenizer, completion.completion_ids)
-        report["policies"][model] = described = describe(rows, completions)
-        print(model, json.dumps(described, indent=2))
+        report["policies"][name] = described = describe(rows, completions)
+        print(name, json.dumps(described, indent=2))
         arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
