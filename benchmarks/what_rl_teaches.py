@@ -103,9 +103,9 @@ def policies() -> Iterator[Asked]:
     for seed in SEEDS:
         flags = (*relearned, *LONG, *UP_TO_10, "--seed", f"{seed}")
         yield Asked("longer_sums", f"lesson-again-then-{seed}", (base, *flags))
-    for case, budget in (("countdown_56", 56), ("countdown_160", 160)):
-        search = {"data": "data/countdown_tasks_heldout.jsonl", "num_questions": 128, "prefix": "", "task": "countdown"}
-        search |= {"max_new_tokens": budget, "model": "tiny_countdown"}
+    for case, budget, questions in (("countdown_56", 56, 128), ("countdown_160", 160, 96)):
+        search = {"data": "data/countdown_tasks_heldout.jsonl", "num_questions": questions, "prefix": ""}
+        search |= {"max_new_tokens": budget, "model": "tiny_countdown", "task": "countdown"}
         yield Asked(case, "before", **search)
         for seed in SEEDS:
             run = f"countdown-after-{seed}"
