@@ -1,10 +1,11 @@
-"""What the bundled policy has forgotten of lesson 2: its loss on rows of that lesson, beside the loss at that time.
+r"""What the bundled policy has forgotten of lesson 2: its loss on rows of that lesson, beside the loss at that time.
 
 The weights at the end of lesson 2 were not kept, but the loss of every step was (experiment_sft/results/seed0). Each
 row was seen once, so that this was the loss on new rows. Here the batches of the last steps of lesson 2 are made again,
 and other policies are evaluated on them, without the first token: whether to think is no matter of skill.
 
-    PYTHONPATH=experiment_sft python benchmarks/forgotten.py runs/what_rl_teaches/experiment_sft/long_sums-lesson-again/final     # five minutes
+    PYTHONPATH=experiment_sft python benchmarks/forgotten.py \
+        runs/what_rl_teaches/experiment_sft/long_sums-lesson-again/final     # five minutes
 
 Writes benchmarks/results/what_rl_teaches/forgotten.json. Losses are in nats per token, separately for batches of long
 sums (at least nine of ten rows are sums of five to seven numbers) and for the others.
