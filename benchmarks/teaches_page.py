@@ -14,6 +14,7 @@ from common.evaluate import pass_at_k
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "what_rl_teaches"
 PICTURE = ROOT / "docs" / "what_rl_teaches.png"
+CASES = ("bundled", "long_sums", "longer_sums", "countdown_56", "countdown_160")  # directories
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHOWN = (1, 4, 16, 64, 256)  # in tables
 NUM_RESAMPLES = 4000
@@ -24,7 +25,7 @@ Results = dict[str, dict[str, list[Result]]]  # by case, and by name without its
 
 def read_results() -> Results:
     results: Results = {}
-    for path in sorted(RESULTS.glob("*/*.json")):
+    for path in sorted(path for case in CASES for path in (RESULTS / case).glob("*.json")):
         name = path.stem.rstrip("0123456789").rstrip("-")
         results.setdefault(path.parent.name, {}).setdefault(name, []).append(json.loads(path.read_text("utf-8")))
     return results
@@ -263,10 +264,15 @@ def found_and_lost(groups: dict[str, Group]) -> str:
         for success in ("right", "sound"):
             before, has = groups["before"].counts(success)[0] > 0, group.counts(success) > 0
             values = [has.sum(axis=1), (has & ~before).sum(axis=1), (~has & before).sum(axis=1)]
-            cells += ["-" if label == "before" and value is not values[0] else cell(value, 1) for value in values]
+            cells += ["-" if label == "before" and value is not values[0] else number(value) for value in values]
         rows.append(cells)
     header = [f"of {int(groups['before'].mask.sum())} questions", "a right answer", "gained", "lost"]
     return markdown([*header, "a right thought", "gained", "lost"], rows)
+
+
+def number(values: np.ndarray) -> str:
+    """Of whole numbers the mean, and the range if there are several."""
+    return str(values[0]) if len(values) == 1 else f"{values.mean():.1f} ({values.min()} to {values.max()})"
 
 
 COLORS = {
