@@ -26,7 +26,7 @@ from common.plumbing.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "intervals.json"
 SAMPLES = 8
-RESAMPLES = 1000
+RESAMPLES = 300
 QUESTIONS = {  # the beta distribution of a question's probability of a right answer; one number: all questions alike
     "unequal, mean 0.4": (0.4, 0.6),
     "unequal, mean 0.95": (1.9, 0.1),
@@ -38,7 +38,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Config:
-    repeats: int = 2000  # evaluations per row
+    repeats: int = 500  # evaluations per row
     table: bool = False  # print the committed figures and measure nothing
 
 

@@ -6,11 +6,12 @@
 `--data` is GSM8K's test file as published. The model is a freshly initialised Qwen2 of 0.9 million parameters that
 experiment_sft has taught the answers to half of these very questions. So its accuracy says nothing about mathematics:
 it is a model that is right and wrong often enough to compare two programs. The answers are written in several ways
-(`$1,080`, or some steps first), and those to the other questions are guesses, some of them cut off by the budget.
+(`$1,080`, or some steps first), those to the other questions are guesses, and the longest do not fit into the budget.
 
 Both programs then answer all questions greedily, in float32, one at a time and 16 at a time, each in a process of its
 own, taking turns. Compared for every question: ids of the prompt, text of the completion, verdict; and the
-log-likelihood of the right answer. In a second part the model has the generation_config.json of Qwen2.5-0.5B-Instruct.
+log-likelihood of the right answer. Then once more with a generation_config.json like that of Qwen2.5's
+instruction-tuned models, whose repetition penalty lm-eval applies.
 lm_eval_tasks/gsm8k_tags.yaml is lm-eval's side; on its command line, from a directory with questions.jsonl:
 
     lm_eval --model hf --model_args pretrained=MODEL,dtype=float32 --tasks gsm8k_tags --apply_chat_template \\
@@ -36,37 +37,36 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "vs_lm_eval.json"
 TASKS = ROOT / "benchmarks" / "lm_eval_tasks"
-MAX_NEW_TOKENS = 48  # as in gsm8k_tags.yaml
-# generation_config.json of Qwen/Qwen2.5-0.5B-Instruct, without its ids
-QWEN = {"do_sample": True, "repetition_penalty": 1.1, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+MAX_NEW_TOKENS = 24  # as in gsm8k_tags.yaml; few, so that some completions are cut off
+# what Qwen2.5's instruction-tuned models have in their generation_config.json, beside ids
+DEFAULTS = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     data: str  # GSM8K's test.jsonl
     lm_eval: str = sys.executable  # the Python of an environment with requirements-lm-eval.txt
-    questions: int = 200  # the first ones
-    epochs: int = 60  # passes of the supervised training over the half of the questions
+    questions: int = 500  # the first ones
+    epochs: int = 25  # passes of the supervised training over the half of the questions
     repetitions: int = 1  # of every evaluation, for its time
     batch_sizes: tuple[int, ...] = (1, 16)
-    work: Path | None = (
-        None  # where the model is made, or has been made by an earlier call; None: a temporary directory
-    )
+    work: Path | None = None  # where the model is made, or was made by an earlier call; None: a temporary directory
     output: Path = RESULTS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     import tyro
 
+    from common.plumbing.machine import describe_machine
+
     config = tyro.cli(Config, args=arguments, description=__doc__)
+    command = ["python", "benchmarks/vs_lm_eval.py", *(sys.argv[1:] if arguments is None else arguments)]
+    settings = {"questions": config.questions, "epochs": config.epochs, "max_new_tokens": MAX_NEW_TOKENS}
+    result = {"command": command, "settings": settings, "measured": describe_machine()}
     with tempfile.TemporaryDirectory() as place:
         work = (config.work or Path(place)).resolve()
         model, training = make_model(config, work)
-        result = measure(config, work, model)
-    from common.plumbing.machine import describe_machine
-
-    command = ["python", "benchmarks/vs_lm_eval.py", *(sys.argv[1:] if arguments is None else arguments)]
-    result = {"command": command, "measured": describe_machine(), "training": training} | result
+        result |= {"training": training} | measure(config, work, model)
     config.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -92,7 +92,7 @@ def make_model(config: Config, work: Path) -> tuple[Path, dict]:
         command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         subprocess.run(command, cwd=ROOT, env=environment(work), check=True)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    return run / "final", {name: value for name, value in summary.items() if isinstance(value, int | float)}
+    return run / "final", {name: value for name, value in summary.items() if isinstance(value, int | float | str)}
 
 
 def read_questions(config: Config) -> list[dict]:
@@ -169,28 +169,27 @@ def measure(config: Config, work: Path, model: Path) -> dict:
     for repetition in range(config.repetitions):
         for batch_size in config.batch_sizes:
             runs[repetition, batch_size] = run_both(config, work, model, batch_size)
-    like_qwen = work / "like_qwen"
-    shutil.copytree(model, like_qwen, dirs_exist_ok=True)
-    settings = like_qwen / "generation_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | QWEN), encoding="utf-8")
-    penalised = run_both(config, work, like_qwen, config.batch_sizes[-1])
+    with_defaults = work / "with_defaults"
+    shutil.copytree(model, with_defaults, dirs_exist_ok=True)
+    settings = with_defaults / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | DEFAULTS), encoding="utf-8")
+    penalised = run_both(config, work, with_defaults, config.batch_sizes[-1])
     prompts, log_likelihoods = our_prompts(model, rows)
     lm_eval = {size: runs[0, size]["lm_eval"] for size in config.batch_sizes}
     result = {
         "lm_eval_versions": penalised["lm_eval"]["versions"],
         "num_questions": len(rows),
         "batch_sizes": {size: compare(runs[0, size], prompts) for size in config.batch_sizes},
-        "generation_config_of_qwen": QWEN | compare(penalised, prompts),
+        "with_repetition_penalty": {"generation_config": DEFAULTS} | compare(penalised, prompts),
         "other_filters_of_lm_eval": other_filters(lm_eval[config.batch_sizes[-1]]),
         "log_likelihood": {
             size: compare_log_likelihoods(run["log_likelihoods"], log_likelihoods) for size, run in lm_eval.items()
         },
         "texts_equal_in_all_runs": {program: num_equal(program, runs.values()) for program in ("lm_eval", "evaluate")},
         "cpu_seconds": {size: cpu_seconds([runs[i, size] for i in range(config.repetitions)]) for size in lm_eval},
-        "completions": {
-            size: {program: run["answers"] for program, run in runs[0, size].items()} for size in config.batch_sizes
-        },
-        "completions_with_generation_config_of_qwen": {program: run["answers"] for program, run in penalised.items()},
+        # of evaluate.py; "different" has those of lm-eval that are not the same
+        "completions": {size: runs[0, size]["evaluate"]["answers"] for size in config.batch_sizes},
+        "completions_with_repetition_penalty": penalised["evaluate"]["answers"],
     }
     print(json.dumps({name: value for name, value in result.items() if "completions" not in name}, indent=1))
     return result
@@ -233,7 +232,7 @@ def compare(runs: dict[str, dict], prompts: list[list[int]]) -> dict:
         "equal_texts": sum(pair[0]["text"] == pair[1]["text"] for _, pair in pairs),
         "equal_verdicts": sum(pair[0]["correct"] == pair[1]["correct"] for _, pair in pairs),
         "cut_off": ours["cut_off"],
-        "different": [{"question": index, "lm_eval": pair[0], "evaluate": pair[1]} for index, pair in differences[:10]],
+        "different": [{"question": index, "lm_eval": pair[0], "evaluate": pair[1]} for index, pair in differences],
     }
 
 
@@ -378,7 +377,7 @@ def run_evaluate(job: dict) -> dict:
     results = json.loads((Path(job["output"]) / "results.json").read_text(encoding="utf-8"))
     return {
         "answers": [{"text": completion["text"], "correct": completion["correct"]} for completion in completions],
-        "accuracy": results["greedy"]["accuracy"],
+        "accuracy": results["greedy"]["accuracy"]["value"],
         "cut_off": sum(completion["finish_reason"] == "length" for completion in completions),
         "cpu": sum(seconds),
     }

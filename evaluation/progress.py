@@ -34,6 +34,6 @@ def progress(total: int, done: int, what: str) -> Iterator:
         if now - told >= PAUSE and count < total:
             told = now
             left = (now - began) / (count - done) * (total - count)
-            say(f"{what}: {count} of {total}, about {left / 60:.0f} minutes left", sys.stderr)
+            say(f"{what}: {count} of {total}, about {left / 60:.0f} min left", sys.stderr)
 
     yield update

@@ -40,6 +40,7 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     rows = _read_renamed(source, config, task, renamed) if renamed else load_rows(source, config, task)
     task.data, task.eval_rows = source, rows[: config.limit]
     task.try_out(task.eval_rows[0])
+    answer_reader(task)(0, task.solution(task.eval_rows[0]) or "")  # so that a `vote` that fails does so now
     return task
 
 

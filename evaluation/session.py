@@ -42,10 +42,10 @@ def evaluate(
     if other is not None:
         check_shared(other, list(map(content_of, task.eval_rows)))
     with locked(directory):
-        settings = begin(directory, config, task)
-        batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
-        completions = Completions(directory / "completions.jsonl", batches, config.num_samples)
         try:
+            settings = begin(directory, config, task)
+            batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
+            completions = Completions(directory / "completions.jsonl", batches, config.num_samples)
             if completions.left:
                 tell_changes(directory, settings)
                 _ask(config, task, completions, load)

@@ -44,13 +44,14 @@ def wait_for_bytes(path: Path, size: int, process: subprocess.Popen) -> None:
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, capsys):
     """Once killed, once interrupted, then continued: every byte of the completions is that of one uninterrupted run."""
-    flags = ("--limit", "40", "--num-samples", "8", "--generation-batch-size", "4")
+    flags = ("--limit", "40", "--num-samples", "4", "--generation-batch-size", "4")
     evaluate(*flags, "--output", "whole")
     whole = (tmp_path / "whole/completions.jsonl").read_bytes()
     path = tmp_path / "out/completions.jsonl"
 
     process = start(*flags, "--output", "out", folder=tmp_path)
-    wait_for_bytes(path, 5_000, process)
+    wait_for_bytes(path, 3_000, process)
+    process.send_signal(signal.SIGSTOP)  # it keeps its lock
     with pytest.raises(UserError, match="in use: another process is writing an evaluation there"):
         evaluate(*flags, "--output", "out")
     process.kill()
@@ -58,7 +59,7 @@ def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, ca
     assert 0 < path.stat().st_size < len(whole)
 
     process = start(*flags, "--output", "out", folder=tmp_path)
-    wait_for_bytes(path, path.stat().st_size + 5_000, process)
+    wait_for_bytes(path, path.stat().st_size + 3_000, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 130
@@ -69,7 +70,7 @@ def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, ca
 
     capsys.readouterr()
     evaluate(*flags, "--output", "out")
-    assert " of 360 completions are there already" in capsys.readouterr().out
+    assert " of 200 completions are there already" in capsys.readouterr().out
     assert path.read_bytes() == whole
     found, expected = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("out", "whole"))
     for section in ("greedy", "sampled", "questions"):
@@ -97,7 +98,7 @@ def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):
         for name, weight in weights.items()
     }
     save_file(weights, tmp_path / "adapter/adapter_model.safetensors")
-    with pytest.raises(UserError, match="--model .*adapter is not what it was when same began"):
+    with pytest.raises(UserError, match=r"--model .*adapter is not what it was when same began"):
         evaluate(*flags, "--model", "adapter", "--output", "same")
     evaluate(*flags, "--model", "adapter", "--output", "other", "--compare", "base")
     printed = capsys.readouterr().out
@@ -121,7 +122,9 @@ def test_a_suite_prints_one_table(evaluate, tmp_path, capsys, monkeypatch):
         assert title in first
     monkeypatch.setattr(Policy, "__init__", lambda *_: pytest.fail("the model is loaded"))
     evaluate(*flags, "--compare", "out")
-    assert first.splitlines()[-12:] == capsys.readouterr().out.splitlines()[-12:] or "difference to" in first or True
+    second = capsys.readouterr().out
+    assert second.count("difference to ") == 5
+    assert second.count("greedy accuracy              +0.000 [+0.000, +0.000]") == 5
     table = json.loads((tmp_path / "out/results.json").read_text())["table"]
     assert list(table) == ["greedy", "mean@2", "pass@2", "maj@2"]
     assert table["greedy"]["average"]["value"] in (0.0, 1.0)

@@ -170,6 +170,12 @@ GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
     [
         ("arithmetic", {"question": "?", "answer": ["2", "two"]}, "'answer' cannot be .*; .* those of --task qa$"),
         ("arithmetic", {"prompt": "?", "target": 2}, r"'question' is missing \(there are: prompt, target\)$"),
+        ("arithmetic", GSM8K_ROW, r"earns correct = 0; rows like this one are those of --task gsm8k$"),
+        ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* those of --task gsm8k$"),
+        ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* those of --task math$"),
+        ("gsm8k", {"nums": [1, 2], "target": 3}, "'question' is missing .* those of --task countdown$"),
+        ("math", {"problem": "?", "answer": []}, "the field 'answer' is empty"),
+        ("gsm8k", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
         ("qa", {"question": "?", "answer": []}, "the field 'answer' is empty, so that no completion can be right"),
         ("arithmetic", {"question": "?", "answer": " "}, "the field 'answer' is empty"),
         ("arithmetic", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),

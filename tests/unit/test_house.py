@@ -75,7 +75,7 @@ def test_the_doctor_examines_without_common():
 def test_no_program_changes_where_modules_are_found():
     """`-e .` in requirements.txt does. Only the process of a user's tools gets the search path of the run's process."""
     changes = re.compile(r"sys\.path(\[.*\])? *\+?=|sys\.path\.(insert|append|extend)|site\.addsitedir")
-    folders = ("benchmarks", "common", "data", "docs", "doctor", "experiment_*", "notebooks", "viewer")
+    folders = ("benchmarks", "common", "data", "docs", "doctor", "evaluation", "experiment_*", "notebooks", "viewer")
     paths = [path for folder in folders for kind in ("py", "ipynb") for path in ROOT.glob(f"{folder}/**/*.{kind}")]
     found = [path.relative_to(ROOT).as_posix() for path in paths if changes.search(path.read_text(encoding="utf-8"))]
     assert len(paths) > 100

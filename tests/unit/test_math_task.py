@@ -203,8 +203,8 @@ def test_nothing_is_said_where_the_library_is(monkeypatch, text_only):
     ("row", "message"),
     [
         ({"problem": "2+2?"}, "a row needs a field 'answer', or a 'solution'"),
-        ({"problem": "2+2?", "answer": ""}, r"rows\.jsonl:1: no completion can be right"),
-        ({"problem": "2+2?", "solution": "It is 4."}, r"rows\.jsonl:1: no completion can be right"),
+        ({"problem": "2+2?", "answer": ""}, r"rows\.jsonl:1: .*no completion can be right"),
+        ({"problem": "2+2?", "solution": "It is 4."}, r"rows\.jsonl:1: .*no completion can be right"),
         ({"question": "2+2?", "answer": "4"}, r"rows\.jsonl:1: the field 'problem' is missing"),
     ],
 )

@@ -74,6 +74,8 @@ def _read(task: Task, config: RunConfig, source: str, of: str) -> tuple[list[Row
         except UserError as error:
             first = first or error
             place, _, problem = str(error).partition(": ")
+            if isinstance(row, Row):
+                place, problem = row.place, str(error).partition(f"{row.place} ")[2] or str(error)
             unusable.places.append(Place(place, problem))
     if not usable:
         hint = suggest_task(first.row, config.task) if isinstance(first, FieldsError) else ""

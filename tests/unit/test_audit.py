@@ -1,0 +1,217 @@
+"""The audit finds each planted fault and nothing else, and says of real files what is known of them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.tasks.audit.__main__ import main
+from common.tasks.audit.golds import find_gold_problems
+from common.tasks.audit.questions import normalise
+
+from common.plumbing.config import RunConfig
+from common.plumbing.data import read_rows
+from common.plumbing.task_file import import_task
+
+ROOT = Path(__file__).resolve().parents[2]
+REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "audit"
+needs_real_files = pytest.mark.skipif(not REAL.is_dir(), reason="the published files are not there")
+
+
+@pytest.fixture
+def audit(tmp_path, capsys) -> Callable[..., tuple[int, dict, str]]:
+    """The exit status, the JSON and the text of an audit with these flags."""
+
+    def run(*argv: str) -> tuple[int, dict, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([*argv, "--json", str(tmp_path / "report.json")])
+        report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+        return ended.value.code, report, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def write(tmp_path) -> Callable[..., str]:
+    def to_file(name: str, *lines: str | dict) -> str:
+        path = tmp_path / name
+        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
+        return str(path)
+
+    return to_file
+
+
+def found(report: dict) -> dict[str, list[int]]:
+    """The line numbers of every finding that has rows."""
+    return {
+        finding["name"]: [int(place.rpartition(":")[2]) for place in finding["places"]]
+        for finding in report["findings"]
+        if finding["places"]
+    }
+
+
+def row(question: str, answer: object) -> dict:
+    return {"question": question, "answer": answer}
+
+
+STORY = "On the way to the old mill by the river the farmer counted every one of his sheep"
+TRAINING = (
+    row("How many eggs are in 2 boxes of 6?", "2*6=<<2*6=12>>12\n#### 12"),
+    '{"question": "What',  # 2
+    "[1]",  # 3
+    {"question": "What is 1+1?"},  # 4
+    row("What is 1+1?", None),  # 5
+    row("What is 8+1?", "#### "),  # 6
+    row("What is 7+1?", "eight, or so\n#### eight"),  # 7
+    row("what is 2 boxes times 6 eggs", "#### 9"),
+    row("What is 2 boxes, times 6 eggs?", "#### 9"),  # 9: once more
+    row("What is 2 boxes times 6 eggs?", "#### 12"),  # 10: with another answer
+    row("A bell\x07 rings 3 times. How often?", "#### 4"),  # 11; the answer is not 3
+    row("He had 1,080 coins, and lost none. How many are left?", "#### 1080"),  # 12
+    row("What is 10 plus 5 minus 1?", "10+5=<<10+5=16>>16, 16-1=<<16-1=15>>15\n#### 15"),  # 13: wrong on the way
+    row(f"{STORY}, and then counted them again: 8 and 9. How many?", "#### 17"),
+    row(f"{STORY}, and his 11 goats. If there were 20 sheep, how many in all?", "#### 31"),  # 15
+    row("What is 4 times 11? " + "Think well. " * 500, "#### 44"),  # 16: too long
+)
+EVALUATION = (
+    row("How many eggs are in 2 boxes of 6?", "#### 12"),  # 1: exactly
+    row("how many eggs are  in 2 boxes, of 6", "#### 12"),  # 2: normalised
+    row(f"At noon: {STORY.lower()} once. There were 40 and 2. How many?", "#### 42"),  # 3: a run of words
+    row("What is 20 plus 22?", "#### 42"),
+)
+
+
+def test_every_planted_fault_is_found_and_nothing_else(audit, write):
+    data, eval_data = write("train.jsonl", *TRAINING), write("test.jsonl", *EVALUATION)
+    status, report, text = audit("--task", "gsm8k", "--data", data, "--eval-data", eval_data)
+    assert status == 1
+    assert found(report) == {
+        "training_unusable": [2, 3, 4, 5],
+        "training_empty_golds": [6],
+        "training_refused_golds": [7],
+        "training_conflicts": [10],
+        "training_repeated": [9],
+        "training_long_prompts": [16],
+        "training_control_characters": [11],
+        "training_answer_in_question": [12],
+        "training_wrong_calculations": [13],
+        "training_13_words": [15],
+        "evaluation_repeated": [2],
+        "shared_exactly": [1],
+        "shared_normalised": [2],
+        "shared_13_words": [3],
+    }
+    problems = {finding["name"] for finding in report["findings"] if finding["is_problem"] and finding["rows"]}
+    notes = found(report).keys() - problems
+    assert notes == {
+        *("training_repeated", "training_answer_in_question", "training_wrong_calculations", "training_13_words"),
+        *("evaluation_repeated", "shared_13_words"),
+    }
+    assert "train.jsonl:7: '<answer>eight</answer>' earns correct = 0" in text
+    assert "\x07" not in text
+    assert (report["rows"], report["sources"]["evaluation"]) == ({"training": 12, "evaluation": 4}, eval_data)
+
+
+def test_clean_data_have_notes_at_most(audit, write):
+    """Also the bundled files; and the status is 0."""
+    clean = [row(f"What are {n} and {n + 1}, added up?", f"#### {2 * n + 1}") for n in range(20, 30)]
+    write("test.jsonl", row("What is 3 times 4?", "#### 12"))
+    status, report, text = audit("--task", "gsm8k", "--data", write("train.jsonl", *clean))
+    assert (status, found(report)) == (0, {})
+    assert report["sources"]["evaluation"].endswith("test.jsonl")
+    assert "problems: none" in text
+    status, report, _ = audit("--task", "arithmetic")
+    assert status == 0
+    assert found(report).keys() == {"training_answer_in_question", "evaluation_answer_in_question"}
+
+
+def test_answers_of_mathematics_are_examined(audit, write):
+    solved = "Part 0: what is $1+1$? Solution: it is \\boxed{\\frac{4}{2}}. Part 1: what is half of it?"
+    data = write(
+        "m.jsonl",
+        {"problem": "What is $x$?", "answer": "\\frac{1}{2"},
+        {"problem": "What are $m, n$?", "answer": ["$221,$8$"]},
+        {"problem": "What is $y$?", "answer": ["", " "]},
+        {"problem": solved, "answer": "2"},
+        {"problem": "What is half of it, if $3+1=\\boxed{4}$?", "answer": "2"},
+        {"problem": "What is $2-3$?", "answer": -1.0},
+        {"problem": "What is $2+3$?", "answer": [5]},
+    )
+    status, report, _ = audit("--task", "math", "--data", data)
+    assert status == 1
+    assert found(report) == {
+        "training_ill_formed_golds": [1, 2],
+        "training_empty_golds": [3],
+        "training_boxed_in_question": [4],
+        "training_answer_in_question": [4],
+    }
+
+
+def test_a_task_of_ones_own_is_audited(audit, write, tmp_path):
+    """With a hint if no row can be used; filters are those of training."""
+    (tmp_path / "mine.py").write_text(
+        "FIELDS, REWARD_WEIGHTS = {'number': int}, {'odd': 1.0}\n"
+        "def messages(row, system_prompt): return [{'role': 'user', 'content': str(1 / row['number'])}]\n"
+        "def reward(row, text): return {'odd': float(text == 'odd')}\n"
+        "def solution(row): return 'odd' if row['number'] % 2 else 'even'\n"
+    )
+    data = write("rows.jsonl", *({"number": number} for number in (1, 0, 2, 3, 50)))
+    status, report, text = audit("--task", str(tmp_path / "mine.py"), "--data", data, "--at-most", "number=9")
+    assert (status, found(report)) == (1, {"training_unusable": [2], "training_refused_golds": [3]})
+    assert (report["rows"], report["rows_after_filters"]) == ({"training": 4}, {"training": 3})
+    assert "rows.jsonl:2: raised ZeroDivisionError" in text
+    with pytest.raises(UserError, match=r"^no row of .* can be used: .*'question' is missing .*nums, target"):
+        main(["--task", "gsm8k", "--data", write("c.jsonl", {"nums": [1, 2], "target": 3})])
+    with pytest.raises(UserError, match=r"--task countdown$"):
+        main(["--task", "gsm8k", "--data", str(tmp_path / "c.jsonl")])
+
+
+def test_lengths_are_those_of_the_tokenizer(audit, write, tokenizer):
+    worked = "9*2=<<9*2=18>>18\n#### 18"
+    data = write("rows.jsonl", *(row(f"What is {n}+1?", worked.replace("9", str(n))) for n in range(1, 11)))
+    _, report, _ = audit("--task", "gsm8k", "--data", data, "--max-new-tokens", "9")
+    lengths = {entry["name"]: entry for entry in report["tokens"]}
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 10+1?"}], add_generation_prompt=True, return_dict=False
+    )
+    assert lengths["training_prompts"]["longest"] == len(ids)
+    expected = sorted(
+        len(tokenizer.encode(worked.replace("<<9*2=18>>", "").replace("9", str(n)))) for n in range(1, 11)
+    )
+    entry = lengths["training_solutions"]
+    assert (entry["median"], entry["longest"]) == (expected[4], expected[-1])
+    assert entry["beyond_limit"] == sum(length > 9 for length in expected)
+
+
+def test_what_a_question_means_is_kept_when_normalised():
+    same = [("What is x + 1?", "what is $x+1$"), ("1,080 eggs.", "1080 eggs"), ("a  \u201cb\u201d", "A b")]
+    other = [("2+3", "2-3"), ("1.5", "15"), ("(2+3)*4", "2+3*4"), ("x_1", "x1"), ("1 2", "12"), ("12,34", "1234")]
+    assert all(normalise(a) == normalise(b) for a, b in same)
+    assert [pair for pair in other if normalise(pair[0]) == normalise(pair[1])] == []
+
+
+@needs_real_files
+@pytest.mark.parametrize(("task", "file"), [("gsm8k", "gsm8k/test"), ("math", "math_benchmarks/minerva")])
+def test_the_committed_reports_are_those_of_the_files(audit, task, file):
+    """Of GSM8K's test file, which has no problem, and of Minerva, which has."""
+    name = file.rpartition("/")[2]
+    committed = json.loads((RESULTS / f"{ {'test': 'gsm8k'}.get(name, name) }.json").read_text(encoding="utf-8"))
+    part = "evaluation" if name == "test" else "training"
+    expected = {name: lines for name, lines in found(committed).items() if name.startswith(part)}
+    status, report, _ = audit("--task", task, "--data", str(REAL / f"{file}.jsonl"))
+    assert found(report) == {name.replace("evaluation", "training"): lines for name, lines in expected.items()}
+    assert status == int(name == "minerva")
+    assert len(found(report).get("training_boxed_in_question", ())) == (33 if name == "minerva" else 0)
+
+
+@needs_real_files
+def test_all_golds_of_gsm8k_parse_and_are_accepted():
+    """The 7,473 of the training file and the 1,319 of the test file."""
+    task = import_task(RunConfig(task="gsm8k"))
+    for file, number in (("train", 7473), ("test", 1319)):
+        rows = read_rows(str(REAL / "gsm8k" / f"{file}.jsonl"), task.fields)
+        assert len(rows) == number
+        assert [finding.places for finding in find_gold_problems(task, rows, file)] == [[], [], []]
