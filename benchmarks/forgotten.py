@@ -1,10 +1,11 @@
-"""What the bundled policy has forgotten of lesson 2: its loss on rows of that lesson, beside the loss at that time.
+r"""What the bundled policy has forgotten of lesson 2: its loss on rows of that lesson, beside the loss at that time.
 
 The weights at the end of lesson 2 were not kept, but the loss of every step was (experiment_sft/results/seed0). Each
 row was seen once, so that this was the loss on new rows. Here the batches of the last steps of lesson 2 are made again,
 and other policies are evaluated on them, without the first token: whether to think is no matter of skill.
 
-    python benchmarks/forgotten.py runs/what_rl_teaches/experiment_sft/long_sums-lesson-again/final     # five minutes
+    PYTHONPATH=experiment_sft python benchmarks/forgotten.py \
+        runs/what_rl_teaches/experiment_sft/long_sums-lesson-again/final     # five minutes
 
 Writes benchmarks/results/what_rl_teaches/forgotten.json. Losses are in nats per token, separately for batches of long
 sums (at least nine of ten rows are sums of five to seven numbers) and for the others.
@@ -77,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load_sft() -> ModuleType:
     """experiment_sft/train.py, which imports what is beside it."""
-    sys.path.insert(0, str(ROOT / "experiment_sft"))
+    if importlib.util.find_spec("warm_start") is None:
+        sys.exit("error: the lessons are in experiment_sft: start this with PYTHONPATH=experiment_sft")
     spec = importlib.util.spec_from_file_location("train", ROOT / "experiment_sft" / "train.py")
     module = sys.modules["train"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
