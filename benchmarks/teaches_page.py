@@ -181,15 +181,13 @@ LONGER, CONTROLS = (
 THEN = "lesson 2 again, then RL on 5 to 10"
 LABELS = {
     "before": ("long_sums", "before"),
-    "before, at temperature 0.5": ("long_sums", "before-colder"),
     "lesson 2 again": ("long_sums", "lesson-again"),
-    "lesson 2 twice again": ("long_sums", "lesson-twice"),
     "RL on 5 to 7": ("long_sums", "after"),
     "RL on 5 to 10": ("longer_sums", "after"),
     THEN: ("longer_sums", "lesson-again-then"),
 }
-UP_TO_7 = ("before", "before, at temperature 0.5", "lesson 2 again", "RL on 5 to 7")
-UP_TO_10 = tuple(label for label in LABELS if "temperature" not in label)
+UP_TO_7 = ("before", "lesson 2 again", "RL on 5 to 7")
+UP_TO_10 = tuple(LABELS)
 
 
 def sums(results: Results, labels: Iterable[str], terms: range | None) -> dict[str, Group]:
@@ -216,21 +214,42 @@ def tries(groups: dict[str, Group]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def tries_of_searches() -> str:
+    """What countdown_search.py has counted with room for seven tries: before RL, and over the seeds."""
+    found = json.loads((RESULTS / "countdown" / "search.json").read_text(encoding="utf-8"))["policies"]
+    after = [policy for name, policy in sorted(found.items()) if name.startswith("seed")]
+    rows = {
+        "sampled accuracy": ("completions", "correct"),
+        "tries per completion": ("completions", "tries"),
+        "tries that hit the target": ("tries", "is_hit"),
+        "tries within 10 of the target": ("tries", "is_near"),
+        "tries made before in the same completion": ("tries", "is_repeated"),
+        "tries whose value is right": ("tries", "is_computed"),
+        "false claims": ("completions", "false_claim"),
+        "cut off": ("completions", "cut_off"),
+    }
+    lines = []
+    for shown, (kind, name) in rows.items():
+        values = np.array([policy[kind][name] for policy in after])
+        lines.append([shown, cell(np.array([found["before"][kind][name]])), cell(values)])
+    return markdown(["", "before", "after RL"], lines)
+
+
 def tables(results: Results) -> dict[str, str]:
     """All tables of the page, by name."""
     short = bundled(results)
     middle = sums(results, UP_TO_7, MIDDLE)
-    few = {label: group for label, group in middle.items() if group.results[0]["about"]["temperature"] == 1}
     long = sums(results, UP_TO_10, LONG)
     again = "lesson 2 again"
     pairs = [(again, "RL on 5 to 10"), (again, THEN)]
     search = searches(results)
     return {
         "countdown": pass_table(search, [("before", "after RL")]) + "\n" + tries(search),
+        "countdown: tries": tries_of_searches(),
         "bundled": pass_table(short, [("before", "after RL")]) + "\n" + answers(short),
         "5 to 7": pass_table(middle, [("before", "RL on 5 to 7"), (again, "RL on 5 to 7")]),
-        "5 to 7: completions": changes(few),
-        "5 to 7: styles": divided(results, [label for label in few if label != "before"], MIDDLE),
+        "5 to 7: completions": changes(middle),
+        "5 to 7: styles": divided(results, [label for label in middle if label != "before"], MIDDLE),
         "8 to 10: answers": pass_table(long, [("before", "RL on 5 to 7"), *pairs]),
         "8 to 10: thoughts": pass_table(long, [(again, "RL on 5 to 7"), *pairs], "sound"),
         "8 to 10: completions": changes(long),
@@ -291,8 +310,8 @@ def number(values: np.ndarray) -> str:
 
 
 COLORS = {
-    "before": "0.2", "after RL": "#0072B2", "made to think": "#CC79A7", "before, at temperature 0.5": "0.6",
-    "lesson 2 twice again": "#56B4E9", "RL on 5 to 7": "#0072B2", "RL on 5 to 10": "#D55E00",
+    "before": "0.2", "after RL": "#0072B2", "made to think": "#CC79A7",
+    "RL on 5 to 7": "#0072B2", "RL on 5 to 10": "#D55E00",
     "lesson 2 again": "#009E73", THEN: "#CC79A7",
 }  # fmt: skip
 
@@ -314,6 +333,7 @@ def draw(results: Results) -> None:
         ("Countdown, with room for two tries", searches(results), "right"),
     ]
     figure, places = plt.subplots(3, 2, figsize=(11, 12.2))
+    draw_lengths(places[-1, 1], sums(results, LABELS, None))
     for axes, (title, groups, success) in zip(places.flat, panels, strict=False):
         draw_panel(axes, groups, success)
         axes.set_title(title, fontsize=12)
@@ -321,17 +341,22 @@ def draw(results: Results) -> None:
         axes.set_ylabel("pass@k, held-out questions")
     for axes in (places[-1, 0], places[-2, 1]):
         axes.set_xlabel("k: attempts per question")
-    places[-1, 1].set_axis_off()
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=100)
     plt.close(figure)
 
 
+def is_control(label: str) -> bool:
+    """Whether a policy had no RL, other than the one that it is about: it gets a broken line."""
+    return label in ("made to think", "lesson 2 again")
+
+
 def draw_panel(axes, groups: dict[str, Group], success: str) -> None:
+    is_high = groups["before"].passes(KS[-1], success).mean() > 0.9
+    place = "lower right" if is_high else "upper left"
     for label, group in groups.items():
         curves = np.array([group.passes(k, success).mean(axis=1) for k in KS]).T  # (seeds, K)
-        is_control = (label.startswith(("made", "lesson")) and label != THEN) or "temperature" in label
-        style = {"linestyle": "--", "zorder": 3} if is_control else {}
+        style = {"linestyle": "--", "zorder": 3} if is_control(label) else {}
         axes.plot(KS, curves.mean(axis=0), color=COLORS[label], label=label, linewidth=2, **style)
         axes.fill_between(KS, curves.min(axis=0), curves.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
@@ -339,4 +364,21 @@ def draw_panel(axes, groups: dict[str, Group], success: str) -> None:
     axes.set_ylim(0, 1.02)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9.5)
+    axes.legend(frameon=False, fontsize=9.5, loc=place)
+
+
+def draw_lengths(axes, groups: dict[str, Group]) -> None:
+    """The share of right thoughts by how many numbers a sum has."""
+    lengths = range(5, 11)
+    for label, group in groups.items():
+        parts = [Group(group.results, range(length, length + 1)) for length in lengths]
+        shares = np.array([part.passes(1, "sound").mean(axis=1) for part in parts]).T  # (seeds, lengths)
+        style = {"linestyle": "--"} if is_control(label) else {}
+        axes.plot(lengths, shares.mean(axis=0), marker="o", markersize=4, color=COLORS[label], label=label, **style)
+        axes.fill_between(lengths, shares.min(axis=0), shares.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
+    axes.set_title("right thoughts in one attempt", fontsize=12)
+    axes.set_xlabel("numbers in the sum")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9.5, loc="lower left")

@@ -65,7 +65,6 @@ class Asked:
     num_questions: int = 192  # the first ones of the file
     prefix: str = "<think>"  # what every completion is made to begin with
     max_new_tokens: int = 224
-    temperature: float = 1.0  # of the samples
     task: str = "arithmetic"  # a file of common/tasks
     model: str = "tiny"  # without `train`
     run: str | None = None  # name of the run; None: <case>-<name>
@@ -89,7 +88,6 @@ def policies() -> Iterator[Asked]:
     for seed in SEEDS:
         yield Asked("bundled", f"after-{seed}", (base, "--seed", f"{seed}"), prefix="", **short)
     yield Asked("long_sums", "before")
-    yield Asked("long_sums", "before-colder", temperature=0.5)
     for seed in SEEDS:
         yield Asked("long_sums", f"after-{seed}", (base, *LONG, *UP_TO_7, "--seed", f"{seed}"))
     for seed in SEEDS:
@@ -98,11 +96,7 @@ def policies() -> Iterator[Asked]:
     matched = ("--num-reasoning", "10240", "--lr", "1e-4", "--tokens-per-batch", "12288", "--warmup-steps", "5")
     yield Asked("long_sums", "lesson-again", ("experiment_sft/train.py", *AGAIN, *matched))
     relearned = ("--model", "{runs}/experiment_sft/long_sums-lesson-again/final")
-    more = (*relearned, *AGAIN[2:], *matched, "--seed", "1")  # other rows of the same lesson
-    yield Asked("long_sums", "lesson-twice", ("experiment_sft/train.py", *more))
-    for seed in SEEDS:
-        flags = (*relearned, *LONG, *UP_TO_10, "--seed", f"{seed}")
-        yield Asked("longer_sums", f"lesson-again-then-{seed}", (base, *flags))
+    yield Asked("longer_sums", "lesson-again-then-0", (base, *relearned, *LONG, *UP_TO_10, "--seed", "0"))
     search = {"data": "data/countdown_tasks_heldout.jsonl", "num_questions": 128, "prefix": "", "max_new_tokens": 56}
     search |= {"model": "tiny_countdown", "task": "countdown"}
     yield Asked("countdown_56", "before", **search)
@@ -154,7 +148,7 @@ def ask(config: Config, asked: Asked) -> None:
     torch.set_num_threads(1)
     model = str(asked.place(config.runs_dir) / "final") if asked.train else asked.model
     exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
-    policy = load_policy(RunConfig(model=model, completion_prefix=asked.prefix or None, **exact), asked.temperature)
+    policy = load_policy(RunConfig(model=model, completion_prefix=asked.prefix or None, **exact))
     prompts = [encode_prompt(policy.tokenizer, asked.module.messages(row)) for row in asked.rows()]
     started = time.perf_counter()
     settings = {"max_new_tokens": asked.max_new_tokens, "key": (0, EVALUATION), "generation_batch_size": NUM_SAMPLES}
@@ -196,7 +190,7 @@ def collect(config: Config, asked: Asked) -> None:
             count(name, question, int(number))
     place = RESULTS / asked.case
     place.mkdir(parents=True, exist_ok=True)
-    about = {name: getattr(asked, name) for name in ("data", "prefix", "max_new_tokens", "temperature")}
+    about = {name: getattr(asked, name) for name in ("data", "prefix", "max_new_tokens")}
     about |= {"samples": NUM_SAMPLES} | describe_run(config, asked)
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"about": about, **counts}.items()]
     (place / f"{asked.name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
