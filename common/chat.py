@@ -205,7 +205,7 @@ def begin_completions(tokenizer, prefix: str) -> None:
     """Let the chat template write `prefix` behind the header of an answer, as DeepSeek-R1's writes `<think>`.
 
     It is then a part of every prompt, and of every text that `decode` gives. The policy is saved with this template, so
-    that it is asked later on as it was trained, unless it is given another prefix, which replaces that one; an empty one
+    that it is asked later on as it was trained; another prefix replaces the one that it was saved with, an empty one
     removes it. A template that writes the prefix by itself stays as it is.
     """
     if tokenizer.chat_template is None:
