@@ -1,21 +1,24 @@
 """How does a policy search? What its completions of Countdown's held-out problems hold, before and after training.
 
-    python benchmarks/countdown_search.py tiny_countdown runs/experiment_base/*/final
+    python benchmarks/countdown_search.py before=tiny_countdown seed0=runs/experiment_base/countdown-0/final
 
 Samples `--samples` completions of each of the first `--questions` held-out problems at temperature 1 from every policy,
 reads the tries in them (`(7*5)+2=35+2=37<55`), and writes benchmarks/results/what_rl_teaches/countdown/search.json. To
-compare with, it simulates a search that draws its tries at random and makes no mistake.
+compare with, it simulates a search that draws its tries at random and makes no mistake. Policies that the file has
+already, with the same settings, are kept in it.
 """
 
-import argparse
+import dataclasses
 import json
 import random
 import re
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import tyro
 
 from common.chat import decode, encode_prompt
 from common.datagen.countdown_grammar import tries
@@ -47,37 +50,43 @@ class Line(NamedTuple):
     is_repeated_value: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    policies: tyro.conf.Positional[tuple[str, ...]]  # NAME=MODEL: a name in the file, a bundled policy or a directory
+    questions: int = 256  # of the held-out problems, from the first on
+    samples: int = 8  # completions of each
+    max_new_tokens: int = 160  # budget of a completion
+    seed: int = 0  # of sampling
+    out: str = str(RESULTS)  # JSON
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("policies", nargs="+", help="a bundled policy, or directories")
-    parser.add_argument("--questions", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    config = tyro.cli(Config, description=__doc__)
     torch.set_num_threads(1)
-    rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[: arguments.questions]
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("policies", "out")}
-    report = {"settings": settings, "random_search": random_search(rows), "policies": {}}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for model in arguments.policies:
-        policy = load_policy(PolicyConfig(model=model, device="cpu", seed=arguments.seed))
+    out = Path(config.out)
+    rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[: config.questions]
+    settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("policies", "out")}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    if report.get("settings") != settings:
+        report = {"settings": settings, "random_search": random_search(rows), "policies": {}}
+    for name, _, model in (argument.partition("=") for argument in config.policies):
+        policy = load_policy(PolicyConfig(model=model, device="cpu", seed=config.seed))
         prompts = [encode_prompt(policy.tokenizer, countdown.messages(row)) for row in rows]
         completions = sample(
             policy,
             prompts,
-            arguments.samples,
-            key=(arguments.seed, EVALUATION),
+            config.samples,
+            key=(config.seed, EVALUATION),
             prompt_index=list(range(len(rows))),
-            max_new_tokens=arguments.max_new_tokens,
+            max_new_tokens=config.max_new_tokens,
             generation_batch_size=256,
         )
         for completion in completions:
             completion.text = decode(policy.tokenizer, completion.completion_ids)
-        report["policies"][model] = described = describe(rows, completions)
-        print(model, json.dumps(described, indent=2))
-        arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        report["policies"][name] = described = describe(rows, completions)
+        print(name, json.dumps(described, indent=2))
+        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def describe(rows: list[dict], completions: list[Trajectory]) -> dict:

@@ -1,10 +1,11 @@
-"""What the bundled policy has forgotten of lesson 2: its loss on rows of that lesson, beside the loss at that time.
+r"""What the bundled policy has forgotten of lesson 2: its loss on rows of that lesson, beside the loss at that time.
 
 The weights at the end of lesson 2 were not kept, but the loss of every step was (experiment_sft/results/seed0). Each
 row was seen once, so that this was the loss on new rows. Here the batches of the last steps of lesson 2 are made again,
 and other policies are evaluated on them, without the first token: whether to think is no matter of skill.
 
-    python benchmarks/forgotten.py runs/what_rl_teaches/experiment_sft/long_sums-lesson-again/final     # five minutes
+    PYTHONPATH=experiment_sft python benchmarks/forgotten.py \
+        runs/what_rl_teaches/experiment_sft/long_sums-lesson-again/final     # five minutes
 
 Writes benchmarks/results/what_rl_teaches/forgotten.json. Losses are in nats per token, separately for batches of long
 sums (at least nine of ten rows are sums of five to seven numbers) and for the others.
@@ -14,11 +15,13 @@ import importlib.util
 import itertools
 import json
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 import tyro
 
@@ -68,13 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "others": is_long.count(False),
     }
     about["correlation of the logged losses with those of the bundled policy, over batches"] = correlation
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps({"about": about, "loss": found}, indent=1) + "\n", encoding="utf-8")
     print(OUTPUT.read_text(encoding="utf-8"))
 
 
 def load_sft() -> ModuleType:
     """experiment_sft/train.py, which imports what is beside it."""
-    sys.path.insert(0, str(ROOT / "experiment_sft"))
+    if importlib.util.find_spec("warm_start") is None:
+        sys.exit("error: the lessons are in experiment_sft: start this with PYTHONPATH=experiment_sft")
     spec = importlib.util.spec_from_file_location("train", ROOT / "experiment_sft" / "train.py")
     module = sys.modules["train"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -91,13 +96,21 @@ def last_steps(sft: ModuleType, policy: Policy) -> dict[int, tuple[list[Trajecto
     rows = sft.encode_rows(config, policy, made)
     length_of = {row.prompt_index: row for row in rows}
     assert len(length_of) == len(made), "a row was left out"
-    first_row = last - NUM_WINDOWS * sft.WINDOW
-    found = {}
-    for step, batch in enumerate(sft.batches(config, rows), start=1):
-        if min(row.prompt_index for row in batch) >= first_row:
-            questions = [made[row.prompt_index]["messages"][0]["content"] for row in batch]
-            found[step] = batch, sum(is_long(question) for question in questions) / len(batch)
+    found, step = {}, 0
+    for start in range(0, last, sft.WINDOW):
+        window = list(sft.batches_of_similar_length(rows[start : start + sft.WINDOW], config.tokens_per_batch))
+        for index in shuffle(config.seed, start).permutation(len(window)):
+            step, batch = step + 1, window[index]
+            if start >= last - NUM_WINDOWS * sft.WINDOW:
+                questions = [made[row.prompt_index]["messages"][0]["content"] for row in batch]
+                found[step] = batch, sum(is_long(question) for question in questions) / len(batch)
     return found
+
+
+def shuffle(seed: int, start: int) -> np.random.Generator:
+    """That of a window's batches in the run, whose commit did not yet give the number of keys to the generator."""
+    key = [zlib.crc32(b"minibatches"), seed, 0, start]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 def is_long(question: str) -> bool:

@@ -4,6 +4,7 @@ pass@k is the unbiased estimate of common/evaluate.py from 256 samples of each q
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from common.evaluate import pass_at_k
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "what_rl_teaches"
 PICTURE = ROOT / "docs" / "what_rl_teaches.png"
+CASES = ("bundled", "long_sums", "longer_sums", "countdown_56", "countdown_160")  # directories
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHOWN = (1, 4, 16, 64, 256)  # in tables
 NUM_RESAMPLES = 4000
@@ -23,7 +25,7 @@ Results = dict[str, dict[str, list[Result]]]  # by case, and by name without its
 
 def read_results() -> Results:
     results: Results = {}
-    for path in sorted(RESULTS.glob("*/*.json")):
+    for path in sorted(path for case in CASES for path in (RESULTS / case).glob("*.json")):
         name = path.stem.rstrip("0123456789").rstrip("-")
         results.setdefault(path.parent.name, {}).setdefault(name, []).append(json.loads(path.read_text("utf-8")))
     return results
@@ -38,7 +40,9 @@ class Group:
         self.mask = np.isin(numbers, terms) if terms is not None else np.ones(len(numbers), dtype=bool)
 
     def counts(self, name: str) -> np.ndarray:
-        """(seeds, questions); 0 where nothing was counted."""
+        """(seeds, questions); 0 where nothing was counted. "sound": right answers whose thought has no mistake."""
+        if name == "sound":
+            return self.counts("right") - self.counts("right/with mistake")
         return np.array([result.get(name, [0] * len(self.mask)) for result in self.results])[:, self.mask]
 
     def total(self, *names: str) -> np.ndarray:
@@ -79,27 +83,28 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def pass_table(groups: dict[str, Group], compare: tuple[str, str]) -> str:
-    """Greedy accuracy and pass@k of every group, and the difference of two of them."""
-    first, second = (groups[name] for name in compare)
-    rows = [
-        ["greedy accuracy", *(cell(group.counts("greedy/right").mean(axis=1)) for group in groups.values()),
-         difference(first.counts("greedy/right"), second.counts("greedy/right"))]
-    ]  # fmt: skip
+def pass_table(groups: dict[str, Group], pairs: list[tuple[str, str]], success: str = "right") -> str:
+    """Greedy accuracy and pass@k of every group, and the differences of pairs of them: the second minus the first."""
+    pairs = [pair for pair in pairs if set(pair) <= groups.keys()]
+    rows = {"greedy accuracy": lambda group: group.counts("greedy/right")} if success == "right" else {}
     for k in SHOWN:
-        cells = [cell(group.passes(k).mean(axis=1)) for group in groups.values()]
-        label = "sampled accuracy (pass@1)" if k == 1 else f"pass@{k}"
-        rows.append([label, *cells, difference(first.passes(k), second.passes(k))])
-    return markdown(["", *groups, f"{compare[1]}, minus {compare[0]}"], rows)
+        name = "sampled accuracy (pass@1)" if k == 1 and success == "right" else f"pass@{k}"
+        rows[name] = lambda group, k=k: group.passes(k, success)
+    lines = []
+    for name, measure in rows.items():
+        cells = [cell(measure(group).mean(axis=1)) for group in groups.values()]
+        differences = [difference(measure(groups[first]), measure(groups[second])) for first, second in pairs]
+        lines.append([name, *cells, *differences])
+    return markdown(["", *groups, *(f"{second}, minus {first}" for first, second in pairs)], lines)
 
 
-def by_length(groups: dict[str, list[Result]], measure) -> str:
-    """One row per number of terms, one column per group."""
+def by_length(groups: dict[str, Group]) -> str:
+    """Greedy and sampled accuracy, and the share of right thoughts: means over the seeds, a row per number of terms."""
     rows = []
     for terms in range(5, 11):
-        rows.append(
-            [str(terms), *(cell(measure(Group(results, range(terms, terms + 1)))) for results in groups.values())]
-        )
+        parts = [Group(group.results, range(terms, terms + 1)) for group in groups.values()]
+        measured = ((x.counts("greedy/right"), x.passes(1), x.passes(1, "sound")) for x in parts)
+        rows.append([str(terms), *(", ".join(f"{values.mean():.3f}" for values in part) for part in measured)])
     return markdown(["numbers", *groups], rows)
 
 
@@ -112,18 +117,21 @@ def changes(groups: dict[str, Group]) -> str:
     def ratio(part: str, whole: str):
         return lambda group: group.total(part) / group.total(whole)
 
+    def accuracy(style: str):
+        return ratio(f"style/{style}/right", f"style/{style}")
+
     rows = {
         "wrong steps, of all steps": (ratio("steps/wrong", "steps"), 4),
         "first mistake: a wrong result": (share("mistake/arithmetic"), 3),
-        "first mistake: another number than the question's": (share("mistake/operand"), 3),
-        "first mistake: not carried on from the last result": (share("mistake/carried"), 3),
-        "first mistake: numbers left out at the end": (share("mistake/left out"), 3),
-        "first mistake: another answer than the last result": (share("mistake/answer"), 3),
-        "first mistake: none or several answers": (share("mistake/form"), 3),
-        "right, in spite of a mistake": (share("right/with mistake"), 3),
-        "step by step": (share("style/step by step"), 3),
-        "careful": (share("style/careful"), 3),
-        "mixed": (share("style/mixed"), 3),
+        "first mistake: a number that is not asked for": (share("mistake/operand"), 3),
+        "first mistake: a number left out": (share("mistake/left out"), 3),
+        "other mistakes": (share("mistake/carried", "mistake/answer", "mistake/form"), 3),
+        "right, in spite of a mistake": (share("right/with mistake"), 4),
+        "no mistake, but another order": (share("another order"), 3),
+        "share of step by step": (share("style/step by step"), 3),
+        "share of careful": (share("style/careful"), 3),
+        "accuracy of step by step": (accuracy("step by step"), 3),
+        "accuracy of careful": (accuracy("careful"), 3),
         "checks per completion": (share("checks"), 3),
         "length (tokens)": (share("length"), 1),
         "cut off": (share("cut_off"), 4),
@@ -158,51 +166,75 @@ def divide(before: list[Result], after: list[Result], terms: range) -> dict[str,
     return {name: np.mean(values, axis=0) for name, values in parts.items()}
 
 
-SHORT, MIDDLE, LONG = range(2, 5), range(5, 8), range(8, 11)  # numbers in a sum: of the bundled task, and beyond it
-TITLES = {
-    "bundled": "the bundled task: two to four numbers",
-    "middle": "sums of five to seven numbers",
-    "long": "sums of eight to ten numbers",
-    "countdown": "Countdown",
+def divided(results: Results, labels: list[str], terms: range) -> str:
+    before = results["long_sums"]["before"]
+    found = {label: divide(before, results[LABELS[label][0]][LABELS[label][1]], terms) for label in labels}
+    rows = [[part, *(cell(parts[part]) for parts in found.values())] for part in next(iter(found.values()))]
+    return markdown(["of sampled accuracy", *found], rows)
+
+
+MIDDLE, LONG = range(5, 8), range(8, 11)  # numbers in a sum: what the warm start held, and what it did not
+LONGER, CONTROLS = (
+    ("RL on 5 to 10", "lesson 2 again, then RL on 5 to 10"),
+    ("before, at temperature 0.5", "a coin as reward"),
+)
+THEN = "lesson 2 again, then RL on 5 to 10"
+LABELS = {
+    "before": ("long_sums", "before"),
+    "before, at temperature 0.5": ("long_sums", "before-colder"),
+    "lesson 2 again": ("long_sums", "lesson-again"),
+    "lesson 2 twice again": ("long_sums", "lesson-twice"),
+    "RL on 5 to 7": ("long_sums", "after"),
+    "RL on 5 to 10": ("longer_sums", "after"),
+    THEN: ("longer_sums", "lesson-again-then"),
 }
+UP_TO_7 = ("before", "before, at temperature 0.5", "lesson 2 again", "RL on 5 to 7")
+UP_TO_10 = tuple(label for label in LABELS if "temperature" not in label)
 
 
-def groups_of(results: Results) -> dict[str, dict[str, Group]]:
-    """What is compared, by panel of the figure and by label; what has not been measured is left out."""
-    bundled, long, longer = (results.get(case, {}) for case in ("bundled", "long_sums", "longer_sums"))
-    sums = {
-        "before": long.get("before"),
-        "before, colder": long.get("before-colder"),
-        "after, trained on 5 to 7": long.get("after"),
-        "after, trained on 5 to 10": longer.get("after"),
-        "lesson 2 again": long.get("lesson-again"),
-        "lesson 2 again, longer": long.get("lesson-again-longer"),
-    }
-    short = {
-        "before": bundled.get("before"),
-        "made to think": bundled.get("made-to-think"),
-        "after": bundled.get("after"),
-    }
-    panels = {"bundled": (short, None), "middle": (sums, MIDDLE), "long": (sums, LONG)}
-    found = {
-        panel: {label: Group(each, terms) for label, each in wanted.items() if each}
-        for panel, (wanted, terms) in panels.items()
-    }
-    return {panel: groups for panel, groups in found.items() if groups}
+def sums(results: Results, labels: Iterable[str], terms: range | None) -> dict[str, Group]:
+    """What has been measured on longer sums, by label."""
+    found = {label: results.get(LABELS[label][0], {}).get(LABELS[label][1]) for label in labels}
+    return {label: Group(each, terms) for label, each in found.items() if each}
+
+
+def bundled(results: Results) -> dict[str, Group]:
+    names = {"before": "before", "made to think": "made-to-think", "after RL": "after"}
+    return {label: Group(results["bundled"][name]) for label, name in names.items()}
 
 
 def tables(results: Results) -> dict[str, str]:
     """All tables of the page, by name."""
-    panels = groups_of(results)
-    made = {}
-    if "bundled" in panels:
-        made["bundled"] = pass_table(panels["bundled"], ("before", "after")) + "\n" + answers(panels["bundled"])
-    for panel, after in (("middle", "after, trained on 5 to 7"), ("long", "after, trained on 5 to 10")):
-        if after in panels.get(panel, ()):
-            made[panel] = pass_table(panels[panel], ("before", after))
-            made[f"{panel}: completions"] = changes(panels[panel])
-            made[f"{panel}: found and lost"] = found_and_lost(panels[panel])
-    return made
+    short = bundled(results)
+    middle = sums(results, UP_TO_7, MIDDLE)
+    few = {label: group for label, group in middle.items() if group.results[0]["about"]["temperature"] == 1}
+    long = sums(results, UP_TO_10, LONG)
+    again = "lesson 2 again"
+    pairs = [(again, "RL on 5 to 10"), (again, THEN)]
+    return {
+        "bundled": pass_table(short, [("before", "after RL")]) + "\n" + answers(short),
+        "5 to 7": pass_table(middle, [("before", "RL on 5 to 7"), (again, "RL on 5 to 7")]),
+        "5 to 7: completions": changes(few),
+        "5 to 7: styles": divided(results, [label for label in few if label != "before"], MIDDLE),
+        "8 to 10: answers": pass_table(long, [("before", "RL on 5 to 7"), *pairs]),
+        "8 to 10: thoughts": pass_table(long, [("before", "RL on 5 to 7"), *pairs], "sound"),
+        "8 to 10: completions": changes(long),
+        "8 to 10: styles": divided(results, [label for label in long if label != "before"], LONG),
+        "forgotten": forgotten(),
+        "8 to 10: found and lost": found_and_lost(long),
+        "by length": by_length(sums(results, LABELS, None)),
+    }
+
+
+def forgotten() -> str:
+    """The losses of forgotten.py, in nats per token."""
+    losses = json.loads((RESULTS / "forgotten.json").read_text(encoding="utf-8"))["loss"]
+    names = {"at the end of lesson 2": "at the end of lesson 2", "bundled": "the bundled policy"}
+    names |= {"long_sums-lesson-again": "after lesson 2 again", "long_sums-after-0": "after RL on 5 to 7, seed 0"}
+    rows = [
+        [shown, *(f"{losses[name][kind]:.4f}" for kind in ("long sums", "others"))] for name, shown in names.items()
+    ]
+    return markdown(["nats per token", "sums of five to seven numbers", "others"], rows)
 
 
 def answers(groups: dict[str, Group]) -> str:
@@ -211,7 +243,8 @@ def answers(groups: dict[str, Group]) -> str:
 
     def accuracy(group: Group, names: list[str]) -> str:
         asked = group.total(*names)
-        return cell(group.total(*(f"{name}/right" for name in names)) / asked) if asked.all() else "-"
+        is_rare = asked.min() < group.samples / 1000
+        return "-" if is_rare else cell(group.total(*(f"{name}/right" for name in names)) / asked)
 
     rows = {
         "share of reasoned answers": lambda group: cell(group.total(*reasoned) / group.samples),
@@ -224,20 +257,28 @@ def answers(groups: dict[str, Group]) -> str:
 
 
 def found_and_lost(groups: dict[str, Group]) -> str:
-    """How many questions have a right answer among the 256 samples, beside the policy before training."""
-    before = groups["before"].counts("right")[0] > 0
+    """How many questions have a success among the 256 samples: of those with one before training, and of the others."""
     rows = []
     for label, group in groups.items():
-        has = group.counts("right") > 0
-        values = [has.sum(axis=1), (has & ~before).sum(axis=1), (~has & before).sum(axis=1)]
-        rows.append([label, *(", ".join(str(number) for number in value) for value in values)])
-    return markdown([f"of {len(before)} questions", "with a right answer", "found", "lost"], rows)
+        cells = [label]
+        for success in ("right", "sound"):
+            before, has = groups["before"].counts(success)[0] > 0, group.counts(success) > 0
+            values = [has.sum(axis=1), (has & ~before).sum(axis=1), (~has & before).sum(axis=1)]
+            cells += ["-" if label == "before" and value is not values[0] else number(value) for value in values]
+        rows.append(cells)
+    header = [f"of {int(groups['before'].mask.sum())} questions", "a right answer", "gained", "lost"]
+    return markdown([*header, "a right thought", "gained", "lost"], rows)
+
+
+def number(values: np.ndarray) -> str:
+    """Of whole numbers the mean, and the range if there are several."""
+    return str(values[0]) if len(values) == 1 else f"{values.mean():.1f} ({values.min()} to {values.max()})"
 
 
 COLORS = {
-    "before": "0.25", "after": "#0072B2", "made to think": "#CC79A7", "before, colder": "0.6",
-    "after, trained on 5 to 7": "#0072B2", "after, trained on 5 to 10": "#D55E00",
-    "lesson 2 again": "#009E73", "lesson 2 again, longer": "#8a6d00",
+    "before": "0.2", "after RL": "#0072B2", "made to think": "#CC79A7", "before, at temperature 0.5": "0.6",
+    "lesson 2 twice again": "#56B4E9", "RL on 5 to 7": "#0072B2", "RL on 5 to 10": "#D55E00",
+    "lesson 2 again": "#009E73", THEN: "#CC79A7",
 }  # fmt: skip
 
 
@@ -248,23 +289,37 @@ def draw(results: Results) -> None:
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
 
-    panels = groups_of(results)
-    figure, places = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.4), squeeze=False)
-    for axes, (panel, groups) in zip(places[0], panels.items(), strict=True):
-        for label, group in groups.items():
-            curves = np.array([group.passes(k).mean(axis=1) for k in KS]).T  # (seeds, K)
-            style = "--" if label.startswith(("lesson", "made", "before, colder")) else "-"
-            axes.plot(KS, curves.mean(axis=0), style, color=COLORS[label], label=label, linewidth=2)
-            axes.fill_between(KS, curves.min(axis=0), curves.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(KS, [str(k) for k in KS])
-        axes.set_title(TITLES[panel], fontsize=12)
+    long = sums(results, UP_TO_10, LONG)
+    middle = sums(results, UP_TO_7, MIDDLE)
+    panels = [
+        ("the bundled task: two to four numbers", bundled(results), "right"),
+        ("sums of five to seven numbers", middle, "right"),
+        ("sums of eight to ten numbers: right answers", long, "right"),
+        ("sums of eight to ten numbers: right thoughts", long, "sound"),
+    ]
+    figure, places = plt.subplots(2, 2, figsize=(11, 8.4))
+    for axes, (title, groups, success) in zip(places.flat, panels, strict=False):
+        draw_panel(axes, groups, success)
+        axes.set_title(title, fontsize=12)
+    for axes in places[:, 0]:
+        axes.set_ylabel("pass@k, held-out questions")
+    for axes in places[-1]:
         axes.set_xlabel("k: attempts per question")
-        axes.set_ylim(0, 1.02)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9)
-    places[0, 0].set_ylabel("pass@k, held-out questions")
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=100)
     plt.close(figure)
+
+
+def draw_panel(axes, groups: dict[str, Group], success: str) -> None:
+    for label, group in groups.items():
+        curves = np.array([group.passes(k, success).mean(axis=1) for k in KS]).T  # (seeds, K)
+        is_control = (label.startswith(("made", "lesson")) and label != THEN) or "temperature" in label
+        style = {"linestyle": "--", "zorder": 3} if is_control else {}
+        axes.plot(KS, curves.mean(axis=0), color=COLORS[label], label=label, linewidth=2, **style)
+        axes.fill_between(KS, curves.min(axis=0), curves.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(KS, [str(k) for k in KS])
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9.5)

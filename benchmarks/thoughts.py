@@ -74,35 +74,66 @@ def style_of(steps: list[Step], terms: list[int]) -> str:
 def first_mistake(text: str, terms: list[int]) -> str:
     """What is wrong first in a completion that should add up `terms`; "none" if thought and answer are both right.
 
-    "operand": a number that the question does not have at this place; "carried": a step that does not go on from the
-    result before it; "arithmetic": a wrong result; "left out": numbers at the end are missing; "answer": not the last
-    result; "form": no answer, or several. Checks are not read: they come after the result.
+    "operand": a number that the question does not have, or not once more; "carried": a step that does not go on from
+    the result before it; "arithmetic": a wrong result; "left out": a number is missing at the end; "answer": not the
+    last result; "form": no answer, or several. Numbers in another order are no mistake. Checks are not read: they come
+    after the result.
 
-    >>> first_mistake("<think>47+29=76 76-18=58</think><answer>58</answer>", [47, 29, -18])
+    >>> first_mistake("<think>47-18=29 29+29=58</think><answer>58</answer>", [47, 29, -18])
     'none'
     >>> [first_mistake(f"<think>{thought}</think><answer>58</answer>", [47, 29, -18]) for thought in (
     ...     "47+28=75 75-18=57", "47+29=76 67-18=49", "47+29=77 77-18=58", "47+29=76", "47+20=67 67+9=76 76-18=59")]
     ['operand', 'carried', 'arithmetic', 'left out', 'arithmetic']
     """
-    total, waiting = terms[0], list(terms[1:])
-    for position, step in enumerate(step for step in steps_of(text) if not step.is_check):
+    total, waiting = None, {tuple(terms)}  # what can be left of them: 20 can be a number, or the tens of 27
+    for step in (step for step in steps_of(text) if not step.is_check):
+        if total is None:
+            total, waiting = step.left, {rest for rest in _take(tuple(terms), step.left) if len(rest) < len(terms)}
         if step.left != total:
-            return "carried" if position else "operand"
-        number, tens = step.number, _tens(waiting[0]) if waiting else 0
-        if step.sign == "*" or not waiting or number not in (waiting[0], tens) or number == 0:
+            return "carried"
+        waiting = {rest for each in waiting for rest in _take(each, step.number) if step.sign != "*"}
+        if not waiting:
             return "operand"
-        waiting[0] -= number  # after the tens its units are to follow
-        if waiting[0] == 0:
-            waiting.pop(0)
         if step.is_wrong:
             return "arithmetic"
         total = step.result
-    if waiting:
+    if () not in waiting:
         return "left out"
     answer = given_answer(text)
     if answer is None:
         return "form"
     return "none" if normalize_answer(answer) == str(total) else "answer"
+
+
+def keeps_order(text: str, terms: list[int]) -> bool:
+    """Whether a thought without a mistake takes the numbers as they come, each whole or its tens before its units.
+
+    >>> keeps_order("<think>47+20=67 67+9=76 76-18=58</think>", [47, 29, -18])
+    True
+    >>> keeps_order("<think>47-18=29 29+29=58</think>", [47, 29, -18])
+    False
+    """
+    work = [step for step in steps_of(text) if not step.is_check]
+    waiting = list(terms)
+    for number in [work[0].left, *(step.number for step in work)] if work else ():
+        if not waiting or number not in (waiting[0], _tens(waiting[0])):
+            return False
+        waiting[0] -= number
+        if waiting[0] == 0:
+            waiting.pop(0)
+    return not waiting
+
+
+def _take(numbers: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
+    """What can be left of some numbers, if one of them is taken, or the tens of one, whose units are left; sorted."""
+    left = []
+    for position, each in enumerate(numbers):
+        others = numbers[:position] + numbers[position + 1 :]
+        if each == number:
+            left.append(tuple(sorted(others)))
+        elif abs(each) > 9 and _tens(each) == number:
+            left.append(tuple(sorted((*others, each - number))))
+    return left
 
 
 def _tens(number: int) -> int:

@@ -57,15 +57,16 @@ class Config:
 def main(arguments: Sequence[str] | None = None) -> None:
     import tyro
 
+    from common.plumbing.machine import describe_machine
+
     config = tyro.cli(Config, args=arguments, description=__doc__)
+    command = ["python", "benchmarks/vs_lm_eval.py", *(sys.argv[1:] if arguments is None else arguments)]
+    settings = {"questions": config.questions, "epochs": config.epochs, "max_new_tokens": MAX_NEW_TOKENS}
+    result = {"command": command, "settings": settings, "measured": describe_machine()}
     with tempfile.TemporaryDirectory() as place:
         work = (config.work or Path(place)).resolve()
         model, training = make_model(config, work)
-        result = measure(config, work, model)
-    from common.plumbing.machine import describe_machine
-
-    command = ["python", "benchmarks/vs_lm_eval.py", *(sys.argv[1:] if arguments is None else arguments)]
-    result = {"command": command, "measured": describe_machine(), "training": training} | result
+        result |= {"training": training} | measure(config, work, model)
     config.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ the tables of docs/what_rl_teaches.md; the steps of thoughts are read in thought
 
 import csv
 import gzip
+import importlib
 import json
 import os
 import re
@@ -22,16 +23,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import tyro
 from teaches_page import RESULTS, draw, read_results, tables
-from thoughts import first_mistake, steps_of, style_of, terms_of
+from thoughts import first_mistake, keeps_order, steps_of, style_of, terms_of
 
 from common.chat import decode, encode_prompt
 from common.evaluate import EVALUATION
 from common.sampling import sample
-from common.tasks import arithmetic as task
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import read_rows
@@ -48,6 +49,8 @@ LONG = ("--data", "data/long_sums.jsonl", "--eval-data", "data/long_sums_heldout
         "--checkpoint-every", "0", "--samples-every", "0")  # fmt: skip
 UP_TO_7 = ("--at-most", "num_terms=7", "--max-new-tokens", "160")
 UP_TO_10 = ("--max-new-tokens", "224")
+COUNTDOWN = ("--model", "tiny_countdown", "--task", "countdown", "--steps", "100", "--prompts-per-step", "32",
+             "--group-size", "16", "--lr", "3e-4", "--kl-weight", "0", "--max-new-tokens", "56")  # fmt: skip
 AGAIN = ("--model", "tiny", "--num-copying", "0", "--num-answering", "0", "--checkpoint-every", "0")
 
 
@@ -63,9 +66,19 @@ class Asked:
     prefix: str = "<think>"  # what every completion is made to begin with
     max_new_tokens: int = 224
     temperature: float = 1.0  # of the samples
+    task: str = "arithmetic"  # a file of common/tasks
+    model: str = "tiny"  # without `train`
+    run: str | None = None  # name of the run; None: <case>-<name>
 
     def place(self, runs_dir: str) -> Path:
-        return Path(runs_dir) / self.train[0].partition("/")[0] / f"{self.case}-{self.name}"
+        return Path(runs_dir) / self.train[0].partition("/")[0] / (self.run or f"{self.case}-{self.name}")
+
+    @property
+    def module(self) -> ModuleType:
+        return importlib.import_module(f"common.tasks.{self.task}")
+
+    def rows(self) -> list[dict]:
+        return read_rows(str(ROOT / self.data), self.module.FIELDS)[: self.num_questions]
 
 
 def policies() -> Iterator[Asked]:
@@ -79,14 +92,24 @@ def policies() -> Iterator[Asked]:
     yield Asked("long_sums", "before-colder", temperature=0.5)
     for seed in SEEDS:
         yield Asked("long_sums", f"after-{seed}", (base, *LONG, *UP_TO_7, "--seed", f"{seed}"))
-    coin = ("--task", "benchmarks/coin_task.py")  # a reward that says nothing
-    yield Asked("long_sums", "coin", (base, *LONG, *UP_TO_7, *coin, "--seed", "0"))
     for seed in SEEDS:
         yield Asked("longer_sums", f"after-{seed}", (base, *LONG, *UP_TO_10, "--seed", f"{seed}"))
-    # Lesson 2 of the warm start again, with supervision: as many rows and updates as reinforcement learning, or more
+    # Lesson 2 of the warm start again: as many rows as reinforcement learning has completions, in 66 updates
     matched = ("--num-reasoning", "10240", "--lr", "1e-4", "--tokens-per-batch", "12288", "--warmup-steps", "5")
     yield Asked("long_sums", "lesson-again", ("experiment_sft/train.py", *AGAIN, *matched))
-    yield Asked("long_sums", "lesson-again-longer", ("experiment_sft/train.py", *AGAIN, "--num-reasoning", "30720"))
+    relearned = ("--model", "{runs}/experiment_sft/long_sums-lesson-again/final")
+    more = (*relearned, *AGAIN[2:], *matched, "--seed", "1")  # other rows of the same lesson
+    yield Asked("long_sums", "lesson-twice", ("experiment_sft/train.py", *more))
+    for seed in SEEDS:
+        flags = (*relearned, *LONG, *UP_TO_10, "--seed", f"{seed}")
+        yield Asked("longer_sums", f"lesson-again-then-{seed}", (base, *flags))
+    for case, budget, questions in (("countdown_56", 56, 128), ("countdown_160", 160, 96)):
+        search = {"data": "data/countdown_tasks_heldout.jsonl", "num_questions": questions, "prefix": ""}
+        search |= {"max_new_tokens": budget, "model": "tiny_countdown", "task": "countdown"}
+        yield Asked(case, "before", **search)
+        for seed in SEEDS:
+            run = f"countdown-after-{seed}"
+            yield Asked(case, f"after-{seed}", (base, *COUNTDOWN, "--seed", f"{seed}"), run=run, **search)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +137,8 @@ def train(config: Config, asked: Asked) -> None:
     place = asked.place(config.runs_dir) if asked.train else None
     if place is None or (place / "summary.json").exists():
         return
-    command = [sys.executable, *asked.train, "--runs-dir", config.runs_dir, "--name", place.name]
+    script, *flags = (part.replace("{runs}", config.runs_dir) for part in asked.train)
+    command = [sys.executable, script, *flags, "--runs-dir", config.runs_dir, "--name", place.name]
     print(shlex.join(command[1:]), flush=True)
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
@@ -129,11 +153,10 @@ def ask(config: Config, asked: Asked) -> None:
     if path.exists():
         return
     torch.set_num_threads(1)
-    model = str(asked.place(config.runs_dir) / "final") if asked.train else "tiny"
+    model = str(asked.place(config.runs_dir) / "final") if asked.train else asked.model
     exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
     policy = load_policy(RunConfig(model=model, completion_prefix=asked.prefix or None, **exact), asked.temperature)
-    rows = read_rows(str(ROOT / asked.data), task.FIELDS)[: asked.num_questions]
-    prompts = [encode_prompt(policy.tokenizer, task.messages(row)) for row in rows]
+    prompts = [encode_prompt(policy.tokenizer, asked.module.messages(row)) for row in asked.rows()]
     started = time.perf_counter()
     settings = {"max_new_tokens": asked.max_new_tokens, "key": (0, EVALUATION), "generation_batch_size": NUM_SAMPLES}
     drawn = [(-1, x) for x in sample(policy, prompts, 1, greedy=True, **settings)]
@@ -151,17 +174,19 @@ def ask(config: Config, asked: Asked) -> None:
 
 def collect(config: Config, asked: Asked) -> None:
     """Write the counts per question, the curve of the run, and some of the completions."""
-    rows = read_rows(str(ROOT / asked.data), task.FIELDS)[: asked.num_questions]
+    rows, task = asked.rows(), asked.module
     with gzip.open(completions_path(config, asked), "rt", encoding="utf-8") as file:
         completions = [json.loads(line) for line in file]
-    counts: dict[str, list[int]] = {"num_terms": [row["num_terms"] for row in rows]}
+    kind = "num_numbers" if asked.task == "countdown" else "num_terms"
+    counts: dict[str, list[int]] = {"num_terms": [row[kind] for row in rows]}
 
     def count(name: str, question: int, number: int = 1) -> None:
         counts.setdefault(name, [0] * len(rows))[question] += number
 
     for question, index, text, length, has_stopped in completions:
         right = int(task.reward(rows[question], text)["correct"])
-        found = describe(rows[question], text, right)
+        is_sum = asked.task == "arithmetic"
+        found = describe(rows[question], text, right) if is_sum else task.describe(rows[question], text)
         if index < 0:
             count("greedy/right", question, right)
             continue
@@ -169,7 +194,7 @@ def collect(config: Config, asked: Asked) -> None:
         count("length", question, length)
         count("cut_off", question, not has_stopped)
         for name, number in found.items():
-            count(name, question, number)
+            count(name, question, int(number))
     place = RESULTS / asked.case
     place.mkdir(parents=True, exist_ok=True)
     about = {name: getattr(asked, name) for name in ("data", "prefix", "max_new_tokens", "temperature")}
@@ -192,15 +217,23 @@ def describe(row: dict, text: str, right: int) -> dict[str, int]:
     if row["num_terms"] > 4:
         mistake = first_mistake(text, terms)
         numbers |= {f"mistake/{mistake}": 1, "right/with mistake": right * (mistake != "none")}
+        numbers["another order"] = int(mistake == "none" and not keeps_order(text, terms))
     return numbers
 
 
 def describe_run(config: Config, asked: Asked) -> dict:
     """How the policy was made: command, commit, machine, seconds; its curve goes into curves.csv."""
     if not asked.train:
-        return {"policy": "assets/tiny_policy as it is"}
+        return {"policy": f"the bundled policy {asked.model} as it is"}
     place = asked.place(config.runs_dir)
     summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
+    if asked.run is None:  # the curves of others are beside their own results
+        keep_curve(asked, place)
+    command = shlex.join(asked.train).replace("{runs}", Config.runs_dir)
+    return {"command": command} | {key: summary[key] for key in ("commit", "machine", "seconds")}
+
+
+def keep_curve(asked: Asked, place: Path) -> None:
     path = RESULTS / asked.case / "curves.csv"
     old = list(csv.DictReader(path.read_text("utf-8").splitlines())) if path.exists() else []
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()]
@@ -210,7 +243,6 @@ def describe_run(config: Config, asked: Asked) -> dict:
         writer.writeheader()
         writer.writerows([row for row in old if row["policy"] != asked.name])
         writer.writerows({"policy": asked.name} | row for row in new)
-    return {"command": shlex.join(asked.train)} | {key: summary[key] for key in ("commit", "machine", "seconds")}
 
 
 def keep_samples(path: Path, asked: Asked, rows: list[dict], completions: list[list]) -> None:
@@ -219,8 +251,9 @@ def keep_samples(path: Path, asked: Asked, rows: list[dict], completions: list[l
     kept = [line for line in old if line["policy"] != asked.name]
     for question, index, text, *_ in completions:
         if question < KEPT_QUESTIONS and index < 2:
-            what = {"policy": asked.name, "question": rows[question]["question"], "sample": index}
-            kept.append(what | {"correct": task.reward(rows[question], text)["correct"], "text": text})
+            asked_for = asked.module.messages(rows[question])[-1]["content"]
+            what = {"policy": asked.name, "question": asked_for, "sample": index}
+            kept.append(what | {"correct": asked.module.reward(rows[question], text)["correct"], "text": text})
     path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 

@@ -121,11 +121,12 @@ def print_suite(title: str, results: dict[str, dict]) -> None:
     table.add_column("")
     table.add_column("questions", justify="right")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for benchmark, found in results.items():
         cells = [interval(column[benchmark]) for column in columns.values()]
         table.add_row(benchmark, str(found["num_questions"]), *map(Text, cells))
     table.add_section()
     total = sum(found["num_questions"] for found in results.values())
     table.add_row("average", str(total), *(Text(interval(column["average"])) for column in columns.values()))
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(table)

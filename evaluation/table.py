@@ -30,7 +30,7 @@ def rows(greedy: dict, sampled: dict | None) -> Iterator[Row]:
     yield f"accuracy (mean@{n})" if n else "accuracy", interval(greedy["accuracy"]), interval(many.get("accuracy"))
     for name in ("pass@k", "maj@k"):
         for k, estimate in many.get(name, {}).items():
-            if int(k) > (1 if name == "pass@k" else 2):  # pass@1, maj@1 and, in expectation, maj@2 are mean@n
+            if int(k) > (1 if name == "pass@k" else 2):  # pass@1 is mean@n; so are maj@1 and maj@2 if all answer
                 yield name.replace("k", k), "", interval(estimate)
     for name in greedy["means"]:
         yield name.removeprefix("reward_").replace("_", " "), *(_number(side, "means", name) for side in (greedy, many))

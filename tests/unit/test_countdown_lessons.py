@@ -14,11 +14,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from common.datagen.countdown_grammar import MAX_STEP, MAX_TARGET, Problem, draw_problem, pool, tries
+from common.evaluate import evaluate
 from common.experience import collate
 from common.policy import Policy
 from common.tasks import countdown
 
 from common.plumbing.config import BUNDLED, PolicyConfig
+from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,5 +234,10 @@ def test_the_bundled_policy_searches():
     """It is small, speaks the same tokens, and finds a part of the held-out problems."""
     directory, tiny = BUNDLED["tiny_countdown"], BUNDLED["tiny"]
     assert (directory / "model.safetensors").stat().st_size < 4_000_000
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"):
         assert (directory / name).read_bytes() == (tiny / name).read_bytes()
+    policy = load_policy(PolicyConfig(device="cpu", model="tiny_countdown"))
+    rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[:32]
+    metrics = evaluate(policy, rows, countdown, max_new_tokens=96, num_samples=2, generation_batch_size=64).metrics
+    assert 0.2 < metrics["sampled/accuracy"] < 0.7  # there is something to train on, and something to learn
+    assert metrics["sampled/false_claim"] < 0.1

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +33,7 @@ from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy
 from common.plumbing.task import Row
 
+ROOT = Path(__file__).resolve().parents[2]
 SOME_ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 7)]
 
 # A random policy never answers right; whether this task finds an answer right depends on the length of its text
@@ -478,3 +480,10 @@ def test_fields_of_published_data_are_renamed(make_config, tmp_path):
     assert task.eval_rows == [{"question": "What is 1+1?", "answer": "2"}]
     with pytest.raises(UserError, match=r"rows.jsonl:1: .*'?answer'?"):
         load_questions(config, {"asked": "question"})
+
+
+def test_the_table_of_intervals_is_that_of_its_data(load_script):
+    page = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    assert load_script("benchmarks/intervals.py").table() in page
+    repeats = json.loads((ROOT / "benchmarks" / "results" / "intervals.json").read_text(encoding="utf-8"))["repeats"]
+    assert f"{repeats} evaluations per row" in page

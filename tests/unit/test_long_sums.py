@@ -73,6 +73,7 @@ def test_right_thoughts_have_a_style_and_no_mistake(load_script):
             assert not any(step.is_wrong for step in steps)
             assert sum(step.is_check for step in steps) == thought.count("check")
             assert thoughts.first_mistake(text, terms) == "none"
+            assert thoughts.keeps_order(text, terms)
             has_parts = any(term.value > 10 and term.value % 10 for term in question.terms[1:])
             assert thoughts.style_of(steps, terms) == (style if has_parts else "neither")
             work = thought.partition(" check")[0]
@@ -93,11 +94,15 @@ def test_a_thought_without_a_mistake_earns_the_reward(load_script):
         "<think>47+29=76 76-18=58</think><answer>59</answer>": "answer",
         "<think>47+29=76 76-18=58</think>": "form",
         "<think>47+29=76 76-18=58</think><answer>58</answer><answer>58</answer>": "form",
+        "<think>47-18=29 29+20=49 49+9=58</think><answer>58</answer>": "none",
+        "<think>29+47=76 76-10=66 66-8=58</think><answer>58</answer>": "none",
         "<think>47+9=56 56+20=76 76-18=58</think><answer>58</answer>": "operand",
         "<think>47+29=76 76-18=58 58+1=59</think><answer>58</answer>": "operand",
         "<think>47-29=18</think><answer>58</answer>": "operand",
+        "<think>18+29=47</think><answer>58</answer>": "operand",
         "<think>47*29=76</think><answer>58</answer>": "operand",
-        "<think>47+20=67 67-18=49</think><answer>58</answer>": "operand",
+        "<think>47+29=76 76-18=58 58-18=40</think><answer>58</answer>": "operand",
+        "<think>47+20=67 67-18=49</think><answer>58</answer>": "left out",
         "<think>47+20=67</think><answer>58</answer>": "left out",
         "<answer>58</answer>": "left out",
         "": "left out",
@@ -108,7 +113,7 @@ def test_a_thought_without_a_mistake_earns_the_reward(load_script):
 
 
 def test_the_examples_of_the_benchmark_are_right(load_script):
-    for name in ("thoughts", "teaches_page", "coin_task"):
+    for name in ("thoughts", "teaches_page"):
         result = doctest.testmod(load_script(f"benchmarks/{name}.py"))
         assert result.attempted > 0
         assert result.failed == 0

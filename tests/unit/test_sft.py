@@ -331,7 +331,7 @@ def test_the_examination_is_of_heldout_questions_free_and_forced(train, policy, 
 
     monkeypatch.setattr(train, "evaluate", keep)
     found = train.examine(train.Config(eval_prompts=24), policy, [])
-    heldout = [json.loads(line)["question"] for line in train.task.EVAL_DATA.read_text("utf-8").splitlines()[:24]]
+    heldout = [json.loads(line)["question"] for line in train.arithmetic.EVAL_DATA.read_text("utf-8").splitlines()[:24]]
     assert asked == [heldout, heldout]
     assert (found["eval_forced/sampled/reasoned"], found["eval_forced/greedy/reasoned"]) == (1.0, 1.0)
     assert found["eval/sampled/reasoned"] < 0.5
