@@ -14,7 +14,7 @@ from common.evaluate import pass_at_k
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "what_rl_teaches"
 PICTURE = ROOT / "docs" / "what_rl_teaches.png"
-CASES = ("bundled", "long_sums", "longer_sums", "countdown_56", "countdown_160")  # directories
+CASES = ("bundled", "long_sums", "longer_sums", "countdown_56")  # directories
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHOWN = (1, 4, 16, 64, 256)  # in tables
 NUM_RESAMPLES = 4000
@@ -203,6 +203,19 @@ def bundled(results: Results) -> dict[str, Group]:
     return {label: Group(results["bundled"][name]) for label, name in names.items()}
 
 
+def searches(results: Results) -> dict[str, Group]:
+    """The policies of Countdown, asked with the budget of the training."""
+    found = results["countdown_56"]
+    return {label: Group(found[name]) for label, name in (("before", "before"), ("after RL", "after")) if name in found}
+
+
+def tries(groups: dict[str, Group]) -> str:
+    """The rows about the completions of Countdown; their last cell, the difference, is empty."""
+    names = {"tries": "tries", "false claims": "false_claim", "giving up": "gives_up", "cut off": "cut_off"}
+    rows = [[shown, *(cell(x.total(name) / x.samples) for x in groups.values()), ""] for shown, name in names.items()]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def tables(results: Results) -> dict[str, str]:
     """All tables of the page, by name."""
     short = bundled(results)
@@ -211,13 +224,15 @@ def tables(results: Results) -> dict[str, str]:
     long = sums(results, UP_TO_10, LONG)
     again = "lesson 2 again"
     pairs = [(again, "RL on 5 to 10"), (again, THEN)]
+    search = searches(results)
     return {
+        "countdown": pass_table(search, [("before", "after RL")]) + "\n" + tries(search),
         "bundled": pass_table(short, [("before", "after RL")]) + "\n" + answers(short),
         "5 to 7": pass_table(middle, [("before", "RL on 5 to 7"), (again, "RL on 5 to 7")]),
         "5 to 7: completions": changes(few),
         "5 to 7: styles": divided(results, [label for label in few if label != "before"], MIDDLE),
         "8 to 10: answers": pass_table(long, [("before", "RL on 5 to 7"), *pairs]),
-        "8 to 10: thoughts": pass_table(long, [("before", "RL on 5 to 7"), *pairs], "sound"),
+        "8 to 10: thoughts": pass_table(long, [(again, "RL on 5 to 7"), *pairs], "sound"),
         "8 to 10: completions": changes(long),
         "8 to 10: styles": divided(results, [label for label in long if label != "before"], LONG),
         "forgotten": forgotten(),
@@ -296,15 +311,17 @@ def draw(results: Results) -> None:
         ("sums of five to seven numbers", middle, "right"),
         ("sums of eight to ten numbers: right answers", long, "right"),
         ("sums of eight to ten numbers: right thoughts", long, "sound"),
+        ("Countdown, with room for two tries", searches(results), "right"),
     ]
-    figure, places = plt.subplots(2, 2, figsize=(11, 8.4))
+    figure, places = plt.subplots(3, 2, figsize=(11, 12.2))
     for axes, (title, groups, success) in zip(places.flat, panels, strict=False):
         draw_panel(axes, groups, success)
         axes.set_title(title, fontsize=12)
     for axes in places[:, 0]:
         axes.set_ylabel("pass@k, held-out questions")
-    for axes in places[-1]:
+    for axes in (places[-1, 0], places[-2, 1]):
         axes.set_xlabel("k: attempts per question")
+    places[-1, 1].set_axis_off()
     figure.tight_layout()
     figure.savefig(PICTURE, dpi=100)
     plt.close(figure)

@@ -103,13 +103,12 @@ def policies() -> Iterator[Asked]:
     for seed in SEEDS:
         flags = (*relearned, *LONG, *UP_TO_10, "--seed", f"{seed}")
         yield Asked("longer_sums", f"lesson-again-then-{seed}", (base, *flags))
-    for case, budget, questions in (("countdown_56", 56, 128), ("countdown_160", 160, 96)):
-        search = {"data": "data/countdown_tasks_heldout.jsonl", "num_questions": questions, "prefix": ""}
-        search |= {"max_new_tokens": budget, "model": "tiny_countdown", "task": "countdown"}
-        yield Asked(case, "before", **search)
-        for seed in SEEDS:
-            run = f"countdown-after-{seed}"
-            yield Asked(case, f"after-{seed}", (base, *COUNTDOWN, "--seed", f"{seed}"), run=run, **search)
+    search = {"data": "data/countdown_tasks_heldout.jsonl", "num_questions": 128, "prefix": "", "max_new_tokens": 56}
+    search |= {"model": "tiny_countdown", "task": "countdown"}
+    yield Asked("countdown_56", "before", **search)
+    for seed in SEEDS:
+        run = f"countdown-after-{seed}"
+        yield Asked("countdown_56", f"after-{seed}", (base, *COUNTDOWN, "--seed", f"{seed}"), run=run, **search)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,11 +225,13 @@ def describe_run(config: Config, asked: Asked) -> dict:
     if not asked.train:
         return {"policy": f"the bundled policy {asked.model} as it is"}
     place = asked.place(config.runs_dir)
-    summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
+    about = json.loads((place / "config.json").read_text(encoding="utf-8"))
     if asked.run is None:  # the curves of others are beside their own results
         keep_curve(asked, place)
     command = shlex.join(asked.train).replace("{runs}", Config.runs_dir)
-    return {"command": command} | {key: summary[key] for key in ("commit", "machine", "seconds")}
+    path = place / "summary.json"  # not there if the run was interrupted after its policy was saved
+    about |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"seconds": None}
+    return {"command": command} | {key: about[key] for key in ("commit", "machine", "seconds")}
 
 
 def keep_curve(asked: Asked, place: Path) -> None:
