@@ -7,6 +7,7 @@ as the text that it is: otherwise a row of data could end its turn, and answer i
 import functools
 import json
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 from common.errors import UserError
@@ -204,14 +205,20 @@ def begin_completions(tokenizer, prefix: str) -> None:
     """Let the chat template write `prefix` behind the header of an answer, as DeepSeek-R1's writes `<think>`.
 
     It is then a part of every prompt, and of every text that `decode` gives. The policy is saved with this template, so
-    that it is asked later on as it was trained. A template that writes the prefix already stays as it is.
+    that it is asked later on as it was trained; another prefix replaces the one that it was saved with, an empty one
+    removes it. A template that writes the prefix by itself stays as it is.
     """
-    try:
-        has_it = apply_template(tokenizer, [_QUESTION], add_generation_prompt=True).rstrip().endswith(prefix.rstrip())
-    except Exception:  # whatever a template raises: it may want other messages
-        has_it = _given_prefix(tokenizer) == prefix
-    if has_it or tokenizer.chat_template is None:
+    if tokenizer.chat_template is None:
         return
+    if _given_prefix(tokenizer):
+        tokenizer.chat_template = tokenizer.chat_template.rpartition(_PREFIX_START)[0]
+    _opening.cache_clear()
+    if not prefix:
+        return
+    with suppress(Exception):  # whatever a template raises: it may want other messages
+        prompt = apply_template(tokenizer, [_QUESTION], add_generation_prompt=True)
+        if prefix.strip() and prompt.rstrip().endswith(prefix.rstrip()):
+            return
     addition = _PREFIX_START + json.dumps(prefix, ensure_ascii=False) + _PREFIX_END
     template = tokenizer.get_chat_template()
     tokenizer.chat_template = template.removesuffix("\n") + addition  # Jinja drops a line break at a template's end

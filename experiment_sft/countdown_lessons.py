@@ -4,9 +4,9 @@
    `(7*5)+2=35+2=37<55`.
 2. *searching*: asked to make the target, it tries until a value is the target, and answers with that try:
    `<think>(7+5)*2=12*2=24<37 (7*5)+2=35+2=37=37</think><answer>(7*5)+2</answer>`. What it tries is drawn at random, but
-   never the same value twice. Nothing is taught about where to look.
-3. *guided searching*: the same, but values near the target tend to come first. The bundled policy is made without it,
-   so that this is left to reinforcement learning.
+   never the same value twice. This teaches nothing about where to look.
+3. *guided searching*: the same, but values near the target tend to come first. No network of this size can compute all
+   values beforehand; it learns to guess a little which ones are near, and the rest is left to reinforcement learning.
 
 After MAX_TRIES a search is cut off, and its end is not learned: nothing teaches the policy to give up, or to claim what
 it has not found. Verdicts and answers are few of a row's tokens and decide what it is worth, so they are weighted

@@ -116,7 +116,7 @@ def find_test_data(source: str) -> str | None:
         found = find_test_split(source)
     else:
         path = local_path(source, "the data file")
-        beside = path.with_name("test.jsonl")
+        beside = path.parent / "test.jsonl"
         found = str(beside) if path.name == "train.jsonl" and beside.is_file() else None
     if found is not None:
         say(f"evaluated on {shown(found)}, which comes with {shown(source)} (--eval-data names another)")

@@ -26,7 +26,7 @@ from common.plumbing.compatibility import check_computation, check_quantisation
 from common.plumbing.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
 from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
-from common.plumbing.terminal import say
+from common.plumbing.terminal import printable, say
 from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids, read_template
 from common.plumbing.weights import check_finite, describe_parameters
 
@@ -71,7 +71,8 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
             f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
             "--chat-template FILE (Jinja), or use an instruction-tuned model"
         )
-    if prefix := getattr(config, "completion_prefix", None):
+    prefix = getattr(config, "completion_prefix", None)
+    if prefix is not None:
         begin_completions(tokenizer, prefix)
     check_quantisation(model, config)
     use_fast_products(model)
@@ -83,6 +84,8 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         check_tokenizer(tokenizer, end_of_turn_ids, pad_id, num_ids=len(model.get_input_embeddings().weight))
     except ValueError as error:
         raise UserError(f"--model {shown(config.model)}: {error}") from error
+    if not set(end_of_turn_ids).isdisjoint(tokenizer.encode(prefix or "", add_special_tokens=False)):
+        raise UserError(f"--completion-prefix {printable(prefix, 60)} holds a token that ends a turn: leave it out")
     if config.adapter_path is not None:
         model = _use_adapter(model, config)
     is_trained = isinstance(config, PolicyConfig)

@@ -45,6 +45,8 @@ def read_jsonl(path: Path) -> Iterator[Row | UserError]:
     file = shown(path)  # once: for every row it would take longer than reading them
     if path.is_dir():
         raise UserError(f"{file}: there is no such file, but a directory: name one of its files")
+    if path.exists() and not path.is_file():  # it could be read only once
+        raise UserError(f"{file} is a pipe or a device: write its rows to a file, and name that")
     if not path.is_file():
         raise UserError(f"{file}: there is no such file (a hub dataset is owner/name[:subset[:split]])")
     try:

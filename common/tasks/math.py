@@ -147,7 +147,7 @@ def golds(row: dict) -> list[str]:
     >>> golds({"answer": 142.0}), golds({"answer": ["0.01\n", "$\\frac{1}{100}$"]}), golds({"answer": " "})
     (['142'], ['0.01', '$\\frac{1}{100}$'], [])
     """
-    found = row["answer"] if "answer" in row else boxes(row.get("solution") or "")[-1:]
+    found = row["answer"] if "answer" in row else boxes(str(row.get("solution")))[-1:]
     texts = [_spelled(gold) for gold in (found if isinstance(found, list) else [found])]
     return [text for text in dict.fromkeys(texts) if text]
 

@@ -58,3 +58,28 @@ def test_dr_grpo_takes_every_task(task, load_script, tmp_path):
     metrics = read_lines(tmp_path / "experiment_drgrpo" / "x" / "metrics.jsonl")
     assert {entry["step"] for entry in metrics} == {0, 1, 2}
     assert all("reward/correct" in entry for entry in metrics if "loss/total" in entry)
+
+
+PREPARED = """
+REWARD_WEIGHTS = {"correct": 1.0}
+prepared = []
+def messages(row, system_prompt):
+    return [{"role": "user", "content": row["question"]}]
+def prepare(rows, texts):
+    prepared.append([(row["question"], text) for row, text in zip(rows, texts, strict=True)])
+def reward(row, text):
+    if text:  # an empty one is tried before any model is loaded
+        prepared[-1].remove((row["question"], text))
+    return {"correct": float(len(text) % 2)}
+"""
+
+
+def test_a_task_is_told_of_every_completion_it_rewards(load_script, tmp_path):
+    """In training and in evaluations, each with its own row, before the first of them is rewarded."""
+    (tmp_path / "task.py").write_text(PREPARED)
+    rows = [json.dumps({"question": f"What is {number}+{number}?", "answer": "?"}) for number in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    files = ("--task", str(tmp_path / "task.py"), "--data", str(tmp_path / "rows.jsonl"))
+    train = load_script("experiment_base/train.py")
+    train.main([*files, *SHORT, "--steps", "1", "--runs-dir", str(tmp_path)])
+    assert {entry["step"] for entry in read_lines(tmp_path / "experiment_base" / "x" / "metrics.jsonl")} == {0, 1}

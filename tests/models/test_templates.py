@@ -398,6 +398,17 @@ def test_completions_begin_with_a_given_prefix(bundled, name, prefix):
     assert decode(tokenizer, []) == written + added
 
 
+@pytest.mark.parametrize("name", ["bundled", "DeepSeek-R1", "a space", "one question only"])
+def test_another_prefix_replaces_the_one_of_a_policy(bundled, name):
+    """Also one of spaces; an empty one removes it."""
+    tokenizer = with_template(bundled, OPENINGS[name][0] or bundled.chat_template)
+    before = encode_prompt(tokenizer, [user("a")])
+    for prefix in ("So", "Let me see", " ", "\n", ""):
+        begin_completions(tokenizer, prefix)
+        assert tokenizer.decode(encode_prompt(tokenizer, [user("a")])) == tokenizer.decode(before) + prefix
+        assert decode(tokenizer, []) == OPENINGS[name][1] + prefix
+
+
 def test_a_tokenizer_without_template_decodes_as_before(bundled):
     assert decode(with_template(bundled, None), bundled.encode("a<|im_end|>")) == "a"
 

@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import UserError
 from common.policy import Policy
+from evaluation.answers import Completions
 
 from common.plumbing.config import PolicyConfig
 from common.plumbing.loading import load_policy
@@ -42,9 +43,9 @@ def wait_for_bytes(path: Path, size: int, process: subprocess.Popen) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, capsys):
+def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, capsys, monkeypatch):
     """Once killed, once interrupted, then continued: every byte of the completions is that of one uninterrupted run."""
-    flags = ("--limit", "40", "--num-samples", "4", "--generation-batch-size", "4")
+    flags = ("--limit", "20", "--num-samples", "4", "--generation-batch-size", "4")
     evaluate(*flags, "--output", "whole")
     whole = (tmp_path / "whole/completions.jsonl").read_bytes()
     path = tmp_path / "out/completions.jsonl"
@@ -58,19 +59,26 @@ def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, ca
     process.communicate()
     assert 0 < path.stat().st_size < len(whole)
 
-    process = start(*flags, "--output", "out", folder=tmp_path)
-    wait_for_bytes(path, path.stat().st_size + 3_000, process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130
-    assert errors.strip().splitlines()[-1].startswith("interrupted; continue with: python ")
-    assert errors.strip().endswith("--output out")
-    assert "Traceback" not in errors
+    def interrupt_after_three(completions: Completions, answers: list) -> None:
+        add(completions, answers)
+        if completions.num_batches % 3 == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    add = Completions.add
+    with monkeypatch.context() as patch:
+        patch.setattr(Completions, "add", interrupt_after_three)
+        patch.setattr(sys, "argv", ["evaluate.py", *flags])
+        with pytest.raises(SystemExit) as end:
+            run_main(lambda: evaluate(*flags, "--output", "out"))
+    assert end.value.code == 130
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("interrupted; continue with: python evaluate.py --limit 20 ")
+    assert error.endswith(" --output out")
     assert path.stat().st_size < len(whole)
 
     capsys.readouterr()
     evaluate(*flags, "--output", "out")
-    assert " of 200 completions are there already" in capsys.readouterr().out
+    assert " of 100 completions are there already" in capsys.readouterr().out
     assert path.read_bytes() == whole
     found, expected = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("out", "whole"))
     for section in ("greedy", "sampled", "questions"):

@@ -30,6 +30,7 @@ ALL_WEIGHTS = {  # every value differs from the default, and so far that it chan
     "at_most": ["num_terms=3", "num_digits=2"],
     "max_question_length": ["26"],
     "system_prompt": ["Be brief."],
+    "completion_prefix": ["<think>"],
     "eval_prompts": ["3"],
     "eval_every": ["1"],
     "samples_every": ["2"],
@@ -62,6 +63,7 @@ AN_ADAPTER = {
     "epochs_per_step": ["2"],
     "lr": ["1e-3"],
     "task": ["files/task.py"],
+    "chat_template": ["files/polite.jinja"],
     "data": [str(EVAL_DATA)],
     "dtype": ["bfloat16"],
     "gradient_checkpointing": [],
@@ -116,6 +118,8 @@ def run(load_script, tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "tiny").symlink_to(TINY_POLICY)
     (tmp_path / "files" / "task.py").write_text(A_TASK)
+    template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
+    (tmp_path / "files" / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
 
     def run(place: str, experiment: str, flags: dict[str, list[str]]) -> Path:

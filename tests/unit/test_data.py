@@ -1,6 +1,7 @@
 """Rows: errors name file and line, filters and splits lose nothing silently, the order is keyed."""
 
 import json
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -122,6 +123,14 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
         read_rows("data/missing.jsonl", REQUIRED)  # one slash, and still no id of a hub dataset
     with pytest.raises(UserError, match="there is no such file"):
         read_rows(str(tmp_path), REQUIRED)
+    with pytest.raises(UserError, match="is a pipe or a device"):
+        read_rows(os.devnull, REQUIRED)
+
+
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_directory_without_a_name_is_refused(path):
+    with pytest.raises(UserError, match="there is no such file, but a directory"):
+        load_rows(data=path)
 
 
 def test_a_file_that_is_not_utf8_is_refused(tmp_path):

@@ -230,3 +230,15 @@ def test_the_name_hides_no_module_of_python():
 
     assert math.sqrt(4) == 2
     assert str(ROOT / "common/tasks") not in sys.path
+
+
+@needs_library
+def test_what_is_prepared_is_not_asked_again(judge):
+    """Every completion with the gold answers of its own row."""
+    rows = [{"answer": "19q"}, {"answer": "23q"}]
+    texts = [r"\boxed{18q+q}", r"\boxed{22q+q}"]
+    task.prepare(rows, texts)
+    assert judge.num_asked == 2
+    judge.num_asked = 0
+    assert [task.reward(row, text)["correct"] for row, text in zip(rows, texts, strict=True)] == [1, 1]
+    assert judge.num_asked == 0

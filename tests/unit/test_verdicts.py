@@ -1,10 +1,12 @@
 """Verdicts on answers: text, numbers, values, and the processes that ask math-verify, whatever is done to them."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -327,3 +329,17 @@ def test_kept_verdicts_are_bounded(monkeypatch):
     judge = Judge(uses_library=False)
     assert all(judge.verdict([str(number)], f"{number}.0") for number in range(50))
     assert len(judge._kept) <= 10
+
+
+@needs_library
+def test_an_answer_that_was_read_late_counts(judge):
+    """As after Ctrl-Z, or a long first rollout: the worker was ready, or had answered, while nobody looked."""
+    judge.verdict(["2y"], "y+y")
+    (worker,), replaced = judge._workers._workers, judge._workers.num_replaced
+    worker.ask(("29y", "28y+y"))
+    worker.since -= workers.HUNG_SECONDS + 1
+    select.select([worker.process.stdout], [], [])
+    verdicts = {}
+    judge._workers._receive(verdicts, {}, Counter())
+    assert verdicts == {("29y", "28y+y"): True}
+    assert judge._workers.num_replaced == replaced

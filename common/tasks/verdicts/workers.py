@@ -140,7 +140,7 @@ class Workers:
         for index, worker in enumerate(self._workers):
             try:
                 message = worker.receive() if index in ready else None
-                if worker.is_overdue():
+                if index not in ready and worker.is_overdue():  # it may have answered while this process was away
                     raise EOFError
             except (EOFError, OSError, json.JSONDecodeError):
                 spent += self._replace(index, verdicts, waiting, losses)
