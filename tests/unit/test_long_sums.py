@@ -36,8 +36,11 @@ def question_of(text: str) -> Question:
 @pytest.mark.parametrize("name", FILES)
 def test_long_sums_are_what_their_script_makes(load_script, name):
     script = load_script("data/make_long_sums.py")
-    rows = script.make_rows(*script.FILES[name])
-    assert rows == read(name)
+    only_pool, num_rows = script.FILES[name]
+    rows = read(name)
+    part = script.make_rows(only_pool, min(num_rows, 128))  # the beginning of a larger file
+    assert part == rows[: len(part)]
+    assert len(rows) == 6 * num_rows
     lengths = [row["num_terms"] for row in rows]
     assert lengths == [*range(5, 11)] * (len(rows) // 6)
 
