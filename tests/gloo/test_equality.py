@@ -27,6 +27,8 @@ from common.parallel import gather, part_of, rank, world_size
 from common.policy import Policy
 from common.trajectory import Trajectory
 
+from common.plumbing import run
+
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, ROWS, STEPS = 24, 24, 3
 SPLIT_GROUPS = (
@@ -237,6 +239,7 @@ def main(path: str) -> None:
         load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(Path(path).parent)])
     else:
         load(TURNS, Path(path).parent).main([*SEVERAL_TURNS, "--runs-dir", str(Path(path).parent)])
+        run.draw_run = lambda _: None  # a figure and a page take a second
         for experiment, task in product(GROUP_SIZES, TASKS):
             data = ("--task", task, "--data", str(ROOT / "tests" / "data" / f"{task}.jsonl"), "--name", task)
             load(experiment).main([*data, *SHORT, "--runs-dir", str(Path(path).parent)])
