@@ -43,7 +43,7 @@ def read_results(source: str) -> dict:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        reason = "is it complete?" if isinstance(error, FileNotFoundError) else f"({printable(str(error), 100)})"
+        reason = "(is it complete?)" if isinstance(error, FileNotFoundError) else f"({printable(str(error), 100)})"
         raise UserError(f"--compare {source}: there is no results.json of an evaluation {reason}") from error
     questions = results.get("questions") if isinstance(results, dict) else None
     if not isinstance(questions, list) or not questions or not all(map(_is_question, questions)):
