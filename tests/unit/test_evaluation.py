@@ -164,6 +164,14 @@ def test_without_a_way_to_read_right_answers_there_is_no_vote():
     assert "maj@k" in figures(answers_of([[1.0, 0.0]], [["x", None]]), seed=0)["sampled"]
 
 
+def test_an_estimate_from_k_samples_is_worth_n_over_k_answers():
+    """Of questions that are all alike, only the number of samples limits what is known."""
+    sampled = figures(answers_of([[1.0, 1.0, 0.0, 0.0]] * 10, [["7", "7", "8", "8"]] * 10), seed=0)["sampled"]
+    for k, answers in ((1, 40), (2, 20)):
+        found = sampled["pass@k"][str(k)]
+        assert (found["low"], found["high"]) == pytest.approx(wilson(found["value"], answers))
+
+
 def test_all_right_and_all_wrong_of_one_question_have_intervals():
     for correct in (0.0, 1.0):
         found = figures(answers_of([[correct] * 4], [["7"] * 4]), seed=0)
