@@ -1,0 +1,81 @@
+"""Weights of a policy as a folder that an inference engine loads."""
+
+import copy
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from common.policy import Policy
+
+
+@torch.no_grad()
+def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write the policy's model as a Hugging Face directory, with any adapter merged, and with an LM head of its own.
+
+    Embeddings that are tied are written twice, because engines that load a new checkpoint into a running server do not
+    all tie them again: vLLM 0.32 on a CPU kept the old head, without an error.
+
+    Args:
+        folder: replaced by renaming, so that it never has some of the old files and some of the new ones.
+        dtype: of the weights in the folder: that of the engine, which would round them in the same way.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    has_adapter = getattr(policy.model, "peft_config", None) is not None
+    model = policy.model.get_base_model() if has_adapter else policy.model
+    weights = merged_weights(model, dtype) if has_adapter else model.state_dict()
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
+    partial, old = beside(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    shell = copy.copy(model)  # says what the weights below are, not what they are computed from
+    shell.hf_quantizer, shell.config = None, copy.deepcopy(model.config)
+    shell.config.tie_word_embeddings = shell.config.get_text_config().tie_word_embeddings = False
+    if hasattr(shell.config, "quantization_config"):
+        del shell.config.quantization_config
+    # in the processor's memory: a GPU may have no room for another copy
+    shell.save_pretrained(partial, state_dict={name: weight.to("cpu", dtype) for name, weight in weights.items()})
+    shell.config.dtype = dtype  # only now: it was written with that of the model
+    shell.config.save_pretrained(partial)
+    policy.tokenizer.save_pretrained(partial)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(partial, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_export(folder: Path) -> None:
+    """Remove what `export` has written, also one that was cut off."""
+    for path in (folder, *beside(folder)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def beside(folder: Path) -> tuple[Path, Path]:
+    """Where the new weights of a folder are while they are written, and the old ones while they are replaced."""
+    return folder.with_name(f"{folder.name}.partial"), folder.with_name(f"{folder.name}.old")
+
+
+def merged_weights(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights of a model into which adapters are injected, by their names without: W + (alpha / r) B A.
+
+    Quantised weights are unpacked, so that a sum is what its layer computes with, up to rounding. A sum is computed in
+    float32, and kept in `dtype` in the processor's memory.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.integrations import dequantize_module_weight
+
+    adapters = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    weights = {name: value for name, value in model.state_dict().items() if not name.startswith(adapters)}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer = module.get_base_layer()
+            updates = [module.get_delta_weight(adapter).float() for adapter in module.active_adapters]
+            merged = sum(updates, dequantize_module_weight(layer).float())
+            weights[f"{name}.weight"] = merged.to("cpu", dtype)
+            if getattr(layer, "bias", None) is not None:
+                weights[f"{name}.bias"] = layer.bias
+    return weights

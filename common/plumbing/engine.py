@@ -1,0 +1,132 @@
+"""An inference engine for a run: its flags, its start and end, and whether it samples from the trained policy."""
+
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from common.engines.engine import Engine
+from common.engines.export import export, remove_export
+from common.engines.http import EngineError
+from common.engines.server import ChildServer, child_server, free_port
+from common.errors import UserError
+from common.experience import Experience
+from common.parallel import gather, is_main
+from common.policy import Policy
+
+from common.plumbing.config import DTYPES, RunConfig
+from common.plumbing.context import check_context, fitting_length
+from common.plumbing.diagnosis import sampling_limit
+from common.plumbing.ranks import on_main, together
+from common.plumbing.run import Run
+from common.plumbing.task import Task
+from common.plumbing.terminal import say
+
+LOG = "engine.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(RunConfig):
+    """What an experiment needs in addition if an engine samples for it."""
+
+    engine: Literal["vllm", "sglang"] = "vllm"  # what kind of server samples; sglang has not been tried with a real one
+    # address of a server that runs, such as http://127.0.0.1:8000; None: one is started with --engine-start
+    engine_url: str | None = None
+    # the Python that has the engine, and further flags for its server, which this run starts and ends:
+    # "/opt/vllm/bin/python --gpu-memory-utilization 0.4"; None: --engine-url names one that runs
+    engine_start: str | None = None
+    engine_dtype: Literal["float32", "bfloat16"] | None = None  # of the engine's weights; None: that of --dtype
+
+
+def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:
+    """The engine that `config` names, which is started first if it says so, and ends with the run.
+
+    Raises:
+        UserError: there is none, it cannot be started, or a prompt is too long for it.
+    """
+    from common.engines.sglang import SGLang
+    from common.engines.vllm import VLLM
+
+    kind = {"vllm": VLLM, "sglang": SGLang}[config.engine]
+    if is_main():
+        run.contexts.callback(remove_export, run.directory / "engine")  # as large as the model
+    folder, dtype = run.directory / "engine", DTYPES[config.engine_dtype or config.dtype]
+    servers: list[ChildServer] = []  # of the main process
+
+    def start() -> str:
+        export(policy, folder, dtype)
+        port = free_port()
+        flags = kind.server_flags(folder, port, fitting_length(config, task, policy), dtype, config.device)
+        command, environment = server_command(config.engine_start, flags), kind.environment | {"HF_HUB_OFFLINE": "1"}
+        say(f"starting an engine, which can take a minute; what it prints is in {run.directory / LOG}")
+        with keeping_log(run.directory / LOG):
+            servers.append(run.contexts.enter_context(child_server(command, port, run.directory / LOG, environment)))
+        return f"http://127.0.0.1:{port}"
+
+    url = config.engine_url or on_main(start)
+    with together():
+        engine = kind(url, folder, dtype)
+    for server in servers:
+        engine.client.ending = partial(server.ending, within=1.0)
+    run.contexts.enter_context(closing(engine))
+    check_context(config, task, policy, engine)
+    task.fits_context = True  # no evaluation need look again
+    return engine
+
+
+@contextmanager
+def keeping_log(log: Path) -> Iterator[None]:
+    """Let what a server has written survive if it does not start: the directory of a new run is then removed."""
+    try:
+        yield
+    except UserError as error:
+        if not log.is_file() or not log.stat().st_size:
+            raise
+        descriptor, kept = tempfile.mkstemp(prefix="engine-", suffix=".log")
+        os.close(descriptor)
+        shutil.copyfile(log, kept)
+        raise UserError(str(error).replace(str(log), kept)) from error
+
+
+def server_command(start: str, flags: list[str]) -> list[str]:
+    """The Python of `start` (--engine-start) with `flags`. Those of `start` come last, and win."""
+    words = shlex.split(start)
+    split = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    return [*words[:split], *flags, *words[split:]]
+
+
+def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, over the action tokens of all ranks.
+
+    Raises:
+        UserError: so far that the engine does not sample from the policy. No update has been made from its samples.
+    """
+    mask = experience.action_mask.bool()
+    weights = experience.importance_weights[mask]  # in float32, to which clamping has rounded the cap, too
+    difference = (experience.old_log_probs - experience.sampler_log_probs)[mask].abs()
+    is_capped = weights >= config.importance_cap if config.importance_cap else torch.zeros_like(weights)
+    parts = gather([len(weights), *(float(values.double().sum()) for values in (difference, weights, is_capped))])
+    count, *sums = (sum(values) for values in zip(*parts, strict=True))
+    mean, weight, capped = (value / count for value in sums)
+    limit = sampling_limit(config)
+    if not mean <= limit:  # also if it is not a number; on all ranks alike, which together keep their progress
+        raise EngineError(
+            f"the log-probs of the engine differ from the trainer's by {mean:.2g} nats on average, with {limit:g} as "
+            "the limit: it does not have the policy's weights, or the temperature is not in its log-probs "
+            "(vLLM: --logprobs-mode processed_logprobs; SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB); no update was made "
+            "from these samples"
+        )
+    largest = max(gather(float(difference.max()) if len(difference) else 0.0))
+    return {
+        "policy/sampling_log_prob_difference_max": largest,
+        "policy/importance_weight": weight,
+        "policy/importance_capped": capped,
+    }

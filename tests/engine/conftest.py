@@ -1,0 +1,55 @@
+"""What the tests of engines ask: the stand-in of ../conftest.py, or a real vLLM whose address is in VLLM_URL."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common.engines.vllm import VLLM
+from common.policy import Policy
+
+from common.plumbing.config import RunConfig
+from common.plumbing.loading import load_policy
+
+collect_ignore = ["stand_in"]  # pytest would import its package as `vllm`
+
+
+@pytest.fixture
+def engine_url(request) -> str:
+    """A server of assets/tiny_policy: the one in VLLM_URL, or else a stand-in."""
+    return os.environ.get("VLLM_URL") or request.getfixturevalue("stand_in")().url
+
+
+@pytest.fixture
+def connect(tmp_path) -> Iterator[Callable[..., VLLM]]:
+    """Make an engine of a server's address; in the end requests that wait are given up."""
+    engines = []
+
+    def start(url: str, *settings) -> VLLM:
+        engines.append(VLLM(url, tmp_path / f"engine{len(engines)}", *settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(engine_url, connect) -> VLLM:
+    return connect(engine_url)
+
+
+@pytest.fixture(scope="session")
+def loaded() -> Policy:
+    return load_policy(RunConfig(device="cpu"))
+
+
+@pytest.fixture
+def policy(loaded) -> Iterator[Policy]:
+    """The tiny policy, for a test that may change it."""
+    weights = copy.deepcopy(loaded.state_dict())
+    yield loaded
+    loaded.load_state_dict(weights)
+    loaded.temperature = 1.0
+    loaded.zero_grad()

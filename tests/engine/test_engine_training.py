@@ -1,0 +1,204 @@
+"""Training on samples of an engine: the update of experiment_base, importance weights, and what ends a run."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from common.engines.http import EngineError
+from common.experience import Experience, collate
+from common.logprobs import token_log_probs
+from common.sampling import sample
+
+from common.plumbing.engine import compare_with_engine
+
+PROMPTS = [[5, 6, 7], list(range(40, 60)), [9, 8]]
+GROUP_SIZE = 2
+SETTINGS = {"group_size": GROUP_SIZE, "micro_batch_size": 4, "max_new_tokens": 8, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def base(load_script):
+    return load_script("experiment_base/train.py")
+
+
+@pytest.fixture(scope="module")
+def train(load_script):
+    return load_script("experiment_engine/train.py")
+
+
+def made_up(policy) -> Experience:
+    """Rows of our own sampler whose recorded log-probs are far off."""
+    rows = sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
+    experience = collate(rows, policy.pad_id)
+    experience.advantages = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.25])[:, None]
+    experience.old_log_probs = token_log_probs(policy, experience, 4)
+    noise = torch.randn(experience.action_mask.shape, generator=torch.manual_seed(0))
+    experience.sampler_log_probs = experience.old_log_probs + noise
+    return experience
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_update_is_that_of_experiment_base(engine, policy, base, train, epochs):
+    """On the same tokens, whose weights are 1."""
+    rows = engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
+    settings = SETTINGS | {"epochs_per_step": epochs, "minibatch_size": GROUP_SIZE * 3 if epochs == 1 else GROUP_SIZE}
+    found = []
+    for script in (base, train):
+        trained, config = copy.deepcopy(policy), script.Config(prompts_per_step=3, **settings)
+        experience = collate(rows, policy.pad_id)
+        experience.advantages = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.25])[:, None]
+        experience.log_probs_ref = experience.sampler_log_probs * 0.9
+        if script is base:
+            experience.old_log_probs = base.old_log_probs(config, trained, experience)
+        else:
+            experience.old_log_probs = token_log_probs(trained, experience, 4)
+            experience.importance_weights = train.importance_weights(config, experience)
+            torch.testing.assert_close(
+                experience.importance_weights, torch.ones(experience.action_mask.shape), atol=1e-4, rtol=0
+            )
+            assert compare_with_engine(config, experience)["policy/sampling_log_prob_difference_max"] < 1e-4
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.02)
+        statistics = script.update(config, trained, optimizer, experience, step=1)
+        parameters = torch.cat([weight.detach().flatten() for weight in trained.parameters()])
+        found.append((parameters, statistics.metrics()["loss/total"]))
+    before = torch.cat([weight.detach().flatten() for weight in policy.parameters()])
+    (expected, loss), (parameters, own_loss) = found
+    assert (expected - before).abs().max() > 1e-4
+    torch.testing.assert_close(parameters, expected, atol=1e-6, rtol=0)
+    assert own_loss == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize("cap", [2.0, 1.0, 0.0])
+def test_importance_weights_equal_a_slow_loop(policy, train, cap):
+    experience = made_up(policy)
+    experience.sampler_log_probs[0, -1] = math.nan  # behind the end of a row, where nothing is read
+    assert not experience.action_mask[0, -1]
+    weights = train.importance_weights(train.Config(importance_cap=cap, **SETTINGS), experience)
+    assert not weights.requires_grad
+    assert weights.shape == experience.action_mask.shape
+    capped = 0
+    for row, mask in enumerate(experience.action_mask.tolist()):
+        for place, is_action in enumerate(mask):
+            own, other = experience.old_log_probs[row, place].item(), experience.sampler_log_probs[row, place].item()
+            weight = min(math.exp(own - other), cap) if is_action and cap else 1.0
+            capped += bool(is_action and weight == cap)
+            assert weights[row, place].item() == pytest.approx(weight, rel=1e-5)
+    assert capped > 3 or not cap
+
+
+def test_the_loss_multiplies_advantages_by_the_weights(policy, train):
+    """Its value and its gradient, against a slow loop, after the policy has moved from the old one."""
+    experience = made_up(policy)
+    config = train.Config(kl_weight=0.0, **SETTINGS)
+    experience.importance_weights = train.importance_weights(config, experience)
+    noise = torch.randn(experience.action_mask.shape, generator=torch.manual_seed(1)) * 0.3
+    log_probs = (experience.old_log_probs + noise).requires_grad_()
+    loss = train.policy_loss(config, log_probs, experience, num_rows=6)
+    loss.backward()
+    total, gradient = 0.0, torch.zeros(log_probs.shape)
+    for row, mask in enumerate(experience.action_mask.tolist()):
+        for place in (place for place, is_action in enumerate(mask) if is_action):
+            ratio = math.exp((log_probs - experience.old_log_probs)[row, place].item())
+            weight = min(math.exp((experience.old_log_probs - experience.sampler_log_probs)[row, place].item()), 2.0)
+            advantage = weight * experience.advantages[row, 0].item()
+            limited = min(max(ratio, 0.8), 1.2)
+            total -= min(ratio * advantage, limited * advantage) / sum(mask) / 6
+            if ratio * advantage <= limited * advantage:
+                gradient[row, place] = -ratio * advantage / sum(mask) / 6
+    assert loss.item() == pytest.approx(total, abs=1e-6)
+    torch.testing.assert_close(log_probs.grad, gradient, atol=1e-6, rtol=0)
+
+
+def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatch, tmp_path):
+    """Also with a second epoch, for which experiment_base takes what its sampler recorded."""
+    caught, real = [], train.update
+
+    def update(config, policy, optimizer, experience, step):
+        caught.append((experience, token_log_probs(policy, experience, 64)))
+        return real(config, policy, optimizer, experience, step)
+
+    monkeypatch.setattr(train, "update", update)
+    flags = ["--engine-url", stand_in(dtype="bfloat16").url, "--engine-dtype", "bfloat16", "--epochs-per-step", "2"]
+    flags += ["--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "6", "--lr", "1e-3"]
+    flags += ["--eval-prompts", "1", "--eval-every", "0", "--device", "cpu", "--runs-dir", str(tmp_path)]
+    train.main([*flags, "--checkpoint-every", "0"])
+    assert len(caught) == 2
+    for experience, log_probs in caught:
+        assert torch.equal(experience.old_log_probs, log_probs)
+        weights = (log_probs - experience.sampler_log_probs).exp().clamp(max=2.0)
+        torch.testing.assert_close(experience.importance_weights, weights)
+    assert (experience.sampler_log_probs - log_probs).abs().max() > 1e-3  # of weights that were trained, and rounded
+
+
+# What ends a run -----------------------------------------------------------------------------------------------------
+
+
+def test_the_comparison_with_the_engine_equals_a_slow_loop(policy, train):
+    experience = made_up(policy)
+    config = train.Config(engine_dtype="bfloat16", push_every=2, **SETTINGS)
+    experience.importance_weights = train.importance_weights(config, experience)
+    differences, weights = [], []
+    for row, mask in enumerate(experience.action_mask.tolist()):
+        for place in (place for place, is_action in enumerate(mask) if is_action):
+            difference = (experience.old_log_probs - experience.sampler_log_probs)[row, place].item()
+            differences.append(abs(difference))
+            weights.append(min(math.exp(difference), 2.0))
+    found = compare_with_engine(config, experience)
+    assert found == {
+        "policy/sampling_log_prob_difference_max": pytest.approx(max(differences)),
+        "policy/importance_weight": pytest.approx(sum(weights) / len(weights)),
+        "policy/importance_capped": pytest.approx(weights.count(2.0) / len(weights)),
+    }
+    assert 0 < found["policy/importance_capped"] < 1
+    config = train.Config(engine_dtype="bfloat16", push_every=2, importance_cap=1.3, **SETTINGS)  # not in float32
+    experience.importance_weights = train.importance_weights(config, experience)
+    capped = [weight >= 1.3 for weight in weights]
+    assert compare_with_engine(config, experience)["policy/importance_capped"] == sum(capped) / len(capped) > 0
+    config = train.Config(importance_cap=0.0, push_every=2, **SETTINGS)
+    experience.importance_weights = train.importance_weights(config, experience)
+    unweighted = {"policy/importance_weight": 1.0, "policy/importance_capped": 0.0}
+    assert compare_with_engine(config, experience) == found | unweighted
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, 1e-3),
+        ({"engine_dtype": "bfloat16"}, 0.1),
+        ({"top_p": 0.9}, 0.1),
+        ({"push_every": 4}, 1.0),
+        ({"steps_ahead": 1}, 0.1),
+    ],
+)
+def test_an_engine_that_is_far_off_ends_the_run(policy, train, settings, limit):
+    experience, config = made_up(policy), train.Config(**SETTINGS | settings)
+    for difference, is_refused in ((0.9 * limit, False), (1.1 * limit, True), (math.nan, True), (math.inf, True)):
+        experience.sampler_log_probs = experience.old_log_probs - difference
+        experience.importance_weights = train.importance_weights(config, experience)
+        if not is_refused:
+            assert compare_with_engine(config, experience)["policy/importance_weight"] > 1
+            continue
+        with pytest.raises(
+            EngineError, match=rf"by (nan|inf|{difference:.2g}) nats on average, with {limit:g} as the "
+        ):
+            compare_with_engine(config, experience)
+
+
+def test_a_push_that_does_nothing_ends_the_run(stand_in, connect, policy, train):
+    """The server says that it has loaded the weights, and goes on with those that it had."""
+    server = stand_in()
+    engine, config = connect(server.url), train.Config(**SETTINGS)
+    for is_ignored in (False, True):
+        server.fault("ignored_reload", None if is_ignored else 0, "/collective_rpc")
+        with torch.no_grad():
+            policy.model.get_decoder().norm.weight.mul_(1.02)
+        experience = collate(engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0,)), policy.pad_id)
+        experience.old_log_probs = token_log_probs(policy, experience, 4)
+        experience.importance_weights = train.importance_weights(config, experience)
+        if is_ignored:
+            with pytest.raises(EngineError, match="it does not have the policy's weights"):
+                compare_with_engine(config, experience)
+        else:
+            assert compare_with_engine(config, experience)["policy/sampling_log_prob_difference_max"] < 1e-4

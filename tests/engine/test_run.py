@@ -1,0 +1,381 @@
+"""experiment_engine as users start it: its own flags, runs that lose their engine, and runs that are stopped."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from common.errors import UserError
+from common.experience import collate
+from common.logprobs import token_log_probs
+from common.tasks.arithmetic import EVAL_DATA
+from common.trajectory import Trajectory
+
+from common.plumbing.config import RunConfig
+from common.plumbing.loading import load_policy
+from common.plumbing.start import run_main
+from common.plumbing.stopping import StopRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "experiment_engine" / "train.py"
+FLAGS = (
+    *("--prompts-per-step", "2", "--group-size", "4", "--eval-prompts", "1", "--max-new-tokens", "12"),
+    *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA), "--device", "cpu", "--lr", "1e-4", "--name", "x"),
+)
+START = ("--engine-start", sys.executable)
+PATIENCE = 300  # seconds after which something counts as hung
+COMPLETIONS, RELOAD = "/v1/completions", "/collective_rpc"
+posix = pytest.mark.skipif(os.name != "posix", reason="a run starts a server on Linux and macOS only")
+
+
+@pytest.fixture(autouse=True)
+def without_curves(monkeypatch) -> None:
+    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "engine" / "stand_in"), str(ROOT))))
+
+
+@pytest.fixture
+def script(load_script):
+    return load_script("experiment_engine/train.py")
+
+
+@pytest.fixture
+def train(script, tmp_path) -> Callable[..., Path]:
+    """A run in this process; its directory."""
+
+    def train(place: str, *arguments: str) -> Path:
+        script.main([*FLAGS, "--runs-dir", str(tmp_path / place), *arguments])
+        return tmp_path / place / "experiment_engine" / "x"
+
+    return train
+
+
+@pytest.fixture
+def at_step(script, monkeypatch) -> Callable:
+    """at_step(3, function): call it, once, before the engine is asked for the samples of step 3."""
+    begin = script.begin_sampling
+
+    def set_up(number: int, function: Callable[[], object]) -> None:
+        called = []
+
+        def begin_sampling(config, task, policy, engine, step):
+            if step == number and not called:
+                called.append(number)
+                function()
+            return begin(config, task, policy, engine, step)
+
+        monkeypatch.setattr(script, "begin_sampling", begin_sampling)
+
+    return set_up
+
+
+def rows_of(directory: Path, name: str = "metrics") -> list[dict]:
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+def differences(directory: Path) -> list[float]:
+    """Between the log-probs of engine and trainer, by step."""
+    return [x["policy/sampling_log_prob_difference"] for x in rows_of(directory) if "loss/total" in x]
+
+
+def assert_same_run(directory: Path, expected: Path) -> None:
+    for name in ("step", "prompt_index", "ids"):
+        assert [row[name] for row in rows_of(directory, "samples")] == [
+            row[name] for row in rows_of(expected, "samples")
+        ]
+    for row, other in zip(rows_of(directory), rows_of(expected), strict=True):
+        assert row.keys() == other.keys()
+        for name in other.keys() - {key for key in other if key.startswith(("time/", "memory/"))}:
+            rounding = 1e-4 if "difference" in name else 1e-5  # a difference is nothing but rounding here
+            assert row[name] == pytest.approx(other[name], rel=1e-3, abs=rounding), name
+    weights, others = (load_file(place / "final" / "model.safetensors") for place in (directory, expected))
+    assert max((weights[name] - others[name]).abs().max() for name in others) < 1e-5
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "give --engine-url URL of one that runs, or --engine-start"),
+        ("--engine-url http://127.0.0.1:1 --engine-start python", "and not both"),
+        ("--engine-url http://127.0.0.1:1 --lora-rank 2 --load-in 8bit --dtype bfloat16", "--load-in 8bit rounds"),
+        ("--engine-start --enforce-eager", "give the path of a Python"),
+        ("--engine-start python'", "give the path of a Python"),
+        ("--engine-url 127.0.0.1:8000", "is not the address of an engine"),
+        ("--engine-start /nowhere/python", "/nowhere/python could not be started"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(tmp_path, train, flags, sentence):
+    name, _, value = flags.partition(" ")
+    words = [f"{name}={value}"] if name == "--engine-start" else flags.split()
+    with pytest.raises(UserError, match=sentence):
+        train("refused", "--steps", "1", *words)
+    assert not list(tmp_path.glob("refused/experiment_engine/x/metrics.jsonl"))
+
+
+def test_a_server_that_does_not_fit_the_run_is_refused(stand_in, train):
+    """Before the first sample: a prompt that is too long for it, and another type than that of the flags."""
+    with pytest.raises(UserError, match=r"exceed the engine's context of 24 tokens: .* a longer --max-model-len"):
+        train("short", "--steps", "1", "--engine-url", stand_in(max_model_len=24).url)
+    server = stand_in(dtype="bfloat16")
+    with pytest.raises(UserError, match=r"computes in torch\.bfloat16, not in torch\.float32: give --engine-dtype"):
+        train("type", "--steps", "1", "--engine-url", server.url)
+    assert not server.calls[COMPLETIONS] + server.calls[RELOAD]
+
+
+def test_the_cap_bounds_the_weights_and_changes_the_update(stand_in, train, uninterrupted):
+    """Of an engine in bfloat16, for which the weights of a trained policy are rounded; 0 leaves all at 1."""
+    flags = ("--steps", "1", "--engine-url", stand_in(dtype="bfloat16").url, "--engine-dtype", "bfloat16")
+    flags += ("--model", str(uninterrupted / "final"), "--max-new-tokens", "40", "--group-size", "8")
+    none, some, most = (train(cap, *flags, "--importance-cap", cap) for cap in ("0", "2", "0.99"))
+    weights = {}
+    for directory in (none, some, most):
+        samples = rows_of(directory, "samples")
+        assert [row["ids"] for row in samples] == [row["ids"] for row in rows_of(none, "samples")]
+        values = [
+            value
+            for row in samples
+            for value, is_action in zip(row["importance_weights"], row["action_mask"], strict=True)
+            if is_action
+        ]
+        weights[directory] = values
+        metrics = rows_of(directory)[1]
+        assert metrics["policy/importance_weight"] == pytest.approx(sum(values) / len(values), abs=1e-3)
+        assert 1e-4 < metrics["policy/sampling_log_prob_difference"] < 0.1
+    assert set(weights[none]) == {1.0}
+    assert len(set(weights[some])) > 10
+    assert weights[most] == pytest.approx([min(value, 0.99) for value in weights[some]])
+    assert [rows_of(directory)[1]["policy/importance_capped"] for directory in (none, some)] == [0, 0]
+    assert rows_of(most)[1]["policy/importance_capped"] > 0.3
+    norms = [rows_of(directory)[1]["loss/grad_norm"] for directory in (none, some, most)]
+    assert len({round(norm, 7) for norm in norms}) == 3
+
+
+def test_weights_are_pushed_every_so_many_steps(stand_in, train):
+    """In a run of four steps, also before each evaluation, of which there are two."""
+    flags = ("--steps", "4", "--eval-every", "0")
+    server, other = stand_in(), stand_in()
+    each = differences(train("each", *flags, "--engine-url", server.url))
+    assert max(each) < 1e-4
+    assert server.calls[RELOAD] == 1 + 3 + 1  # in step 1 the engine has the weights already
+    second = differences(train("second", *flags, "--engine-url", other.url, "--push-every", "2"))
+    assert other.calls[RELOAD] == 1 + 1 + 1
+    assert [value < 1e-4 for value in second] == [True, False, True, False]
+
+
+def test_one_step_ahead_samples_with_the_weights_before(stand_in, train):
+    """Step t is sampled with the weights before the update of step t-1. The last step begins no other."""
+    server = stand_in()
+    flags = (
+        "--steps",
+        "3",
+        "--eval-every",
+        "0",
+        "--checkpoint-every",
+        "1",
+        "--keep-checkpoints",
+        "3",
+        "--temperature",
+        "0.9",
+    )
+    directory = train("ahead", *flags, "--engine-url", server.url, "--steps-ahead", "1")
+    assert sum(request["n"] == 4 for request in server.requests) == 3 * 2
+    assert server.calls[RELOAD] == 1 + 1 + 1  # for evaluation and the first two steps; for the third; for evaluation
+    policies = {
+        step: load_policy(RunConfig(device="cpu", model=str(directory / "checkpoints" / f"step_{step}")), 0.9)
+        for step in (1, 2)
+    } | {0: load_policy(RunConfig(device="cpu"), 0.9)}
+    for step, before in ((1, 0), (2, 0), (3, 1)):
+        rows = [
+            Trajectory(row["ids"], row["prompt_length"], row["action_mask"], row["sampler_log_probs"])
+            for row in rows_of(directory, "samples")
+            if row["step"] == step
+        ]
+        experience = collate(rows, pad_id=0)
+        found = {}
+        for number, policy in policies.items():
+            gap = token_log_probs(policy, experience, 8) - experience.sampler_log_probs
+            found[number] = gap[experience.action_mask.bool()].abs().mean().item()
+        assert found.pop(before) < 1e-4
+        assert min(found.values()) > 1e-3
+    assert differences(directory)[0] < 1e-4 < min(differences(directory)[1:])
+
+
+def test_a_push_without_effect_ends_the_run_before_an_update(stand_in, train, tmp_path, at_step):
+    """The server says that it has loaded the weights of step 1, and keeps those before."""
+    server = stand_in()
+    at_step(2, lambda: setattr(server.engine, "reload", lambda folder: None))
+    with pytest.raises(UserError, match=r"log-probs of the engine differ .* no update was made.* --resume"):
+        train("stale", "--steps", "3", "--engine-url", server.url)
+    directory = tmp_path / "stale" / "experiment_engine" / "x"
+    assert [row["step"] for row in rows_of(directory)] == [0, 1]
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_1"]
+
+
+# Engines that are lost
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(api_server, load_script, tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("uninterrupted")
+    flags = {"served_model_name": "policy", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
+    server = api_server.StandIn(ROOT / "assets" / "tiny_policy", **flags, no_enable_chunked_prefill=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.plumbing.run.draw_run", lambda _: None)
+        flags = (*FLAGS, "--steps", "4", "--engine-url", server.url, "--runs-dir", str(place))
+        load_script("experiment_engine/train.py").main(list(flags))
+    server.stop()
+    return place / "experiment_engine" / "x"
+
+
+def test_a_run_resumes_with_an_engine_elsewhere(stand_in, script, train, tmp_path, at_step, uninterrupted):
+    """The new address is kept, and a server that the run starts can take its place."""
+    first, second = stand_in(), stand_in()
+    at_step(3, first.stop)
+    with pytest.raises(UserError, match=r"nothing listens there.*; when the engine can be used again, resume with: "):
+        train("moved", "--steps", "4", "--engine-url", first.url)
+    directory = tmp_path / "moved" / "experiment_engine" / "x"
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_2"]
+    settings = script.parse_config(script.Config, ["--resume", str(directory), *START], "")
+    assert (settings.engine_url, settings.engine_start) == (None, sys.executable)
+    with pytest.raises(UserError, match="a resumed run keeps its settings"):
+        script.main(["--resume", str(directory), "--engine-url", second.url, "--push-every", "2"])
+    script.main(["--resume", str(directory), "--engine-url", second.url])
+    assert json.loads((directory / "config.json").read_text())["engine_url"] == second.url
+    assert second.calls[RELOAD] == 3
+    assert_same_run(directory, uninterrupted)
+
+
+def servers_of(process: psutil.Process) -> list[psutil.Process]:
+    """The servers that a run has started, without their guards."""
+    found = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "vllm.entrypoints.openai.api_server" in child.cmdline() and "guard.py" not in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def tell(server: psutil.Process, **fault: object) -> None:
+    """Let a server that a run has started misbehave."""
+    words = server.cmdline()
+    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/stand_in"
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(fault).encode()), timeout=PATIENCE).read()
+
+
+def outcome(script, *arguments: str) -> tuple[int, str]:
+    """Exit status and errors of the program."""
+    with redirect_stderr(io.StringIO()) as errors:
+        try:
+            run_main(lambda: script.main(list(arguments)))
+        except SystemExit as end:
+            return end.code, errors.getvalue()
+    return 0, errors.getvalue()
+
+
+@posix
+@pytest.mark.parametrize("path", [COMPLETIONS, RELOAD], ids=["during a request", "during a push"])
+def test_a_run_whose_server_is_killed_resumes(script, stand_in, tmp_path, at_step, uninterrupted, path):
+    """At step 3 the server hangs, and is killed with SIGKILL; then a server of another one takes its place."""
+
+    def kill() -> None:
+        (server,) = servers_of(psutil.Process())
+        tell(server, fault="hang", path=path)
+        threading.Timer(0.5, server.kill).start()
+
+    at_step(3, kill)
+    flags = ("--steps", "4", *START, "--runs-dir", str(tmp_path))
+    status, errors = outcome(script, *FLAGS, *flags)
+    assert status == 2
+    (sentence,) = [line for line in errors.splitlines() if "error" in line]
+    assert "its process was killed (SIGKILL)" in sentence
+    assert "; when the engine can be used again, resume with: python " in sentence
+    assert "Traceback" not in errors
+    directory = tmp_path / "experiment_engine" / "x"
+    assert {path.name for path in directory.iterdir()} >= {"engine.log", "metrics.jsonl", "config.json"}
+    assert not list(directory.glob("engine*/"))
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_2"]
+    assert not servers_of(psutil.Process())
+    script.main(["--resume", str(directory), "--engine-url", stand_in().url])
+    assert_same_run(directory, uninterrupted)
+
+
+# Runs that are stopped
+
+
+@posix
+def test_ctrl_c_ends_the_step_and_the_second_one_ends_it_now(script, stand_in, tmp_path, at_step, monkeypatch):
+    server = stand_in()
+    flags = (*FLAGS, "--steps", "4", "--engine-url", server.url, "--runs-dir")
+    at_step(2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted; resume with: python .* --resume"):
+        script.main([*flags, str(tmp_path / "once")])
+    assert (tmp_path / "once" / "experiment_engine" / "x" / "checkpoints" / "step_2").exists()
+
+    noticed, receive = threading.Event(), StopRequest.receive
+
+    def notice(request: StopRequest, is_in_step: bool) -> None:
+        noticed.set()
+        receive(request, is_in_step)
+
+    def interrupt_twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        noticed.wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def hang() -> None:
+        monkeypatch.setattr(StopRequest, "receive", notice)
+        server.fault("hang")
+        threading.Timer(0.2, interrupt_twice).start()
+
+    at_step(3, hang)
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted; resume with: python .* --resume"):
+        script.main([*flags, str(tmp_path / "twice")])
+    directory = tmp_path / "twice" / "experiment_engine" / "x"
+    assert [row["step"] for row in rows_of(directory)] == [0, 1, 2]
+    assert not list(directory.glob("engine*/"))
+    deadline = time.monotonic() + PATIENCE
+    while any(thread.name.startswith(("engine", "rollout")) for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a request is waited for"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def started(tmp_path) -> Iterator[subprocess.Popen]:
+    """A run as from a user's shell, which starts a server."""
+    command = [sys.executable, str(TRAIN), *FLAGS, "--steps", "400", *START, "--runs-dir", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@posix
+def test_a_run_that_is_killed_leaves_no_server(started):
+    """While its server starts, which takes longest with a real one."""
+    run, deadline = psutil.Process(started.pid), time.monotonic() + PATIENCE
+    while not (found := servers_of(run)):
+        assert started.poll() is None, started.communicate()[1]
+        assert time.monotonic() < deadline, "it hangs"
+        time.sleep(0.02)
+    processes = run.children(recursive=True)
+    assert len(processes) >= 2
+    started.kill()
+    gone, left = psutil.wait_procs(processes, timeout=PATIENCE)
+    assert not left
+    assert set(found) <= set(gone)
