@@ -41,6 +41,7 @@ def evaluate(
     prefix: str = "",
     generation_batch_size: int = 128,
     converse: Callable[..., list[Trajectory]] | None = None,
+    sampler: Callable[..., list[Trajectory]] = sample,
 ) -> Evaluation:
     """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
@@ -52,6 +53,7 @@ def evaluate(
         prefix: what every completion is made to begin with, e.g. "<think>".
         converse: answers in several turns, instead of one, and rewards them: called with all rows, the indices of those
             to ask, the group size, and key and greedy as in `sample`; returns trajectories.
+        sampler: who answers, if not `converse`: `sample`, or that of an inference engine.
 
     Returns:
         Among others means over all completions, as `greedy/...` and `sampled/...`: accuracy (of the reward component
@@ -61,7 +63,7 @@ def evaluate(
     forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
     own = part_of(len(rows))  # the questions that this rank asks
     settings = {"max_new_tokens": max_new_tokens, "generation_batch_size": generation_batch_size}
-    settings |= {"system_prompt": system_prompt, "forced": forced}
+    settings |= {"system_prompt": system_prompt, "forced": forced, "sampler": sampler}
 
     def ask(group_size: int, greedy: bool) -> list[Trajectory]:
         key = (seed, EVALUATION)
@@ -94,17 +96,18 @@ def ask_once(
     *,
     system_prompt: str = "",
     forced: Sequence[int] = (),
+    sampler: Callable[..., list[Trajectory]] = sample,
     **settings,
 ) -> list[Trajectory]:
     """Answers in one turn to the questions of the rows `own`, rewarded and described.
 
     Args:
         forced: ids that every completion is made to begin with.
-        settings: of `sample`, whose `rows` are some of the answers.
+        settings: of `sampler`, whose `rows` are some of the answers.
     """
     prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) for index in own]
     prompts = [prompt + list(forced) for prompt in prompts]
-    completions = sample(policy, prompts, group_size, prompt_index=own, **settings)
+    completions = sampler(policy, prompts, group_size, prompt_index=own, **settings)
     asked = [rows[completion.prompt_index] for completion in completions]
     texts = [decode(policy.tokenizer, [*forced, *completion.completion_ids]) for completion in completions]
     if hasattr(task, "prepare"):

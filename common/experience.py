@@ -30,6 +30,7 @@ class Experience:
     old_log_probs: torch.Tensor | None = None  # (B, T-1) of the policy that sampled; None: the current policy's own
     log_probs_ref: torch.Tensor | None = None  # (B, T-1) of the reference
     advantages: torch.Tensor | None = None  # (B, 1) or (B, T-1)
+    importance_weights: torch.Tensor | None = None  # (B, T-1) min(p_trainer / p_engine, cap), times the advantages
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -104,6 +105,7 @@ class Experience:
             completion_index=row,
             log_probs_ref=column,
             advantages=column,
+            importance_weights=column,
         )
 
     def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:

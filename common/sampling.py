@@ -1,4 +1,4 @@
-"""Sampling: Q prompts in, G completions of each out. An inference engine is another function with this signature.
+"""Sampling: Q prompts in, G completions of each out. `Engine.sample` of common/engines has the same signature.
 
 A prompt is encoded once and its cache repeated for the group; a row that has ended its turn leaves the batch; every
 token is drawn with a random number that belongs to its row alone. So batching changes no sample, except where rounding
@@ -64,9 +64,7 @@ def sample(
     """
     trajectories = begin_rows(prompts, group_size, prompt_index, rows)
     prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
-    numbers = range(len(prompts) * group_size) if rows is None else rows
-    paired = groupby(zip(numbers, trajectories, strict=True), lambda pair: pair[0] // (prompts_per_batch * group_size))
-    batches = [[trajectory for _, trajectory in batch] for _, batch in paired]
+    batches = in_groups(trajectories, prompts_per_batch * group_size, rows)
     _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy, everyone_done)
     return trajectories
 
@@ -86,6 +84,13 @@ def begin_rows(
         ids, num_ids = list(prompts[prompt]), len(prompts[prompt])
         trajectories.append(Trajectory(ids, num_ids, [0] * num_ids, [0.0] * num_ids, prompt_index[prompt], completion))
     return trajectories
+
+
+def in_groups(trajectories: list[Trajectory], size: int, rows: range | None = None) -> list[list[Trajectory]]:
+    """What `begin_rows` has returned, by group of `size` rows; the first and the last one can be parts of groups."""
+    numbers = range(len(trajectories)) if rows is None else rows
+    paired = groupby(zip(numbers, trajectories, strict=True), lambda pair: pair[0] // size)
+    return [[trajectory for _, trajectory in group] for _, group in paired]
 
 
 def continue_rows(
@@ -261,12 +266,10 @@ def _record(
     log_probs: torch.Tensor,
     end_of_turn_ids: list[int],
 ) -> None:
-    """Write each row's tokens (B, C) up to its end of turn, with mask and log-probs: masks are made nowhere else."""
+    """Write each row's tokens (B, C) up to its end of turn, with their log-probs."""
     for row, budget, ids, values in zip(rows, budgets, tokens.tolist(), log_probs.tolist(), strict=True):
         ids = ids[:budget]
         end = next((position for position, token in enumerate(ids) if token in end_of_turn_ids), None)
         if end is not None:
             ids, row.finish_reason = ids[: end + 1], "stop"
-        row.ids += ids
-        row.action_mask += [1] * len(ids)
-        row.sampler_log_probs += values[: len(ids)]
+        row.act(ids, values[: len(ids)])

@@ -48,6 +48,12 @@ class Trajectory:
         """Of the policy; 0 if `turns` is not recorded, as in experiments of one turn."""
         return sum(role == "assistant" for role, _ in self.turns)
 
+    def act(self, ids: list[int], log_probs: list[float]) -> None:
+        """Append what the policy has sampled: masks are made nowhere else."""
+        self.ids += ids
+        self.action_mask += [1] * len(ids)
+        self.sampler_log_probs += log_probs
+
     def observe(self, ids: list[int], max_length: float = math.inf) -> None:
         """Append what was not sampled: the answers of tools, as the template renders them; as much as fits."""
         ids = ids[: int(max(0, min(len(ids), max_length - len(self.ids))))]

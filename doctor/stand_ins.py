@@ -140,5 +140,6 @@ def textbook_arguments(module: ModuleType, given: dict[str, Any], batch: Batch, 
         old_log_probs=values["old_log_probs"],
         log_probs_ref=values["log_probs_ref"],
         advantages=values["advantages"][:, None],
+        importance_weights=torch.ones(mask.shape),  # as if the tokens were the policy's own
     )
     return config, values["log_probs"], micro, batch.num_rows

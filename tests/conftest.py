@@ -3,7 +3,7 @@
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +17,7 @@ import torch
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
+TINY_POLICY = ROOT / "assets" / "tiny_policy"
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +35,29 @@ def load_script() -> Callable[[str], ModuleType]:
         return modules[path]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def api_server() -> ModuleType:
+    """The stand-in's module, under a name that hides no vLLM."""
+    folder = ROOT / "tests" / "engine" / "stand_in" / "vllm"
+    spec = importlib.util.spec_from_file_location("stand_in", folder / "__init__.py")
+    package = sys.modules["stand_in"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    return importlib.import_module("stand_in.entrypoints.openai.api_server")
+
+
+@pytest.fixture
+def stand_in(api_server) -> Iterator[Callable]:
+    """Start a server on a free port of this process: stand_in(folder, **flags of vLLM) returns it, with its `url`."""
+    servers = []
+
+    def start(folder: Path = TINY_POLICY, **flags):
+        usual = {"served_model_name": "policy", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
+        usual |= {"generation_config": "vllm", "no_enable_chunked_prefill": True}
+        servers.append(api_server.StandIn(folder, **usual | flags))
+        return servers[-1].start()
+
+    yield start
+    for server in servers:
+        server.stop()

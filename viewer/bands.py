@@ -14,6 +14,8 @@ HEADINGS = {
     "completion/length_wrong": ("length of wrong completions (tokens)", (0, None)),
     "reward/calls": ("calls per answer", (0, None)),
     "reward/retrieved": ("share of the supporting documents found", (0, 1.02)),
+    "policy/sampling_log_prob_difference": ("|log p - log p of the sampler|, mean (nats), log scale", (None, None)),
+    "policy/importance_weight": ("importance weight, mean over tokens", (None, None)),
     "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
 }
 WINDOW = 5  # steps over which every run is averaged before runs are compared
@@ -58,6 +60,8 @@ def _draw_panel(axes, groups: Groups, key: str) -> None:
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set_yticks([0, 1, 1e3, 1e6])
         heading += ", log scale"
+    if key == "policy/sampling_log_prob_difference" and axes.get_ylim()[1] > 0:
+        axes.set_yscale("log")  # rounding and outdated weights are orders of magnitude apart
     axes.set_title(_text(heading), fontsize=10)
     axes.set_ylim(*limits)
     if described and axes.dataLim.ymin >= 0:

@@ -1,7 +1,8 @@
 """A step of samples.jsonl for the page: its rows by prompt, and small.
 
-A log-prob or an entropy is a whole number of millionths of a nat, which is what samples.jsonl holds, and only sampled
-tokens have one. Log-probs under other policies are differences from the sampler's: they are near 0 and compress well.
+A log-prob or an entropy is a whole number of millionths of a nat, which is what samples.jsonl holds, an importance
+weight one of millionths, and only sampled tokens have one. Log-probs under other policies are differences from the
+sampler's: they are near 0 and compress well.
 """
 
 import base64
@@ -10,7 +11,7 @@ import json
 
 from viewer.runs import clean, number
 
-LARGEST = 1e9  # nats; what is larger is no log-prob, and its millionths are not exact in JavaScript
+LARGEST = 1e9  # nats, or a weight; what is larger is neither, and its millionths are not exact in JavaScript
 
 
 def encode_step(rows: list[dict]) -> dict:
@@ -56,6 +57,7 @@ def _encode_row(row: dict, start: int) -> dict:
     rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
     old = _minus(_units(row.get("old_log_probs"), sampled), sampler)
     updates = row.get("updates") if isinstance(row.get("updates"), list) else []
+    weights = row.get("importance_weights")
     return {
         "text": _text(row.get("text")) or "",
         "turns": _turns(row.get("turns")),
@@ -69,6 +71,8 @@ def _encode_row(row: dict, start: int) -> dict:
         "old": old if any(difference != 0 for difference in old) else None,
         "ref": _optional(row.get("log_probs_ref"), sampled, sampler),
         "entropy": _optional(row.get("entropy"), sampled),
+        # a list that is damaged is not one that is absent: the weights are then unknown, not 1
+        **({} if weights is None else {"weights": _units(weights, sampled)}),
         "updates": [
             {
                 "epoch": update["epoch"],

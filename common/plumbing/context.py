@@ -4,6 +4,7 @@ import math
 import unicodedata
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from common.chat import encode_prompt
 from common.errors import UserError
@@ -11,6 +12,9 @@ from common.policy import Policy
 
 from common.plumbing.config import ModelConfig
 from common.plumbing.task import Row, Task
+
+if TYPE_CHECKING:
+    from common.engines.engine import Engine
 
 PROBE = "probe"  # a text that no template writes by itself
 
@@ -29,8 +33,8 @@ def context_of(config) -> float:
     return max(length, stretched) if length > 0 else math.inf
 
 
-def check_context(config: ModelConfig, task: Task, policy: Policy) -> None:
-    """Refuse a run with a row whose prompt and completion do not fit into the model's context.
+def check_context(config: ModelConfig, task: Task, policy: Policy, engine: "Engine | None" = None) -> None:
+    """Refuse a run with a row whose prompt and completion do not fit into the model's context, or into an engine.
 
     Raises:
         UserError: naming the row.
@@ -38,8 +42,21 @@ def check_context(config: ModelConfig, task: Task, policy: Policy) -> None:
     rows = [*task.eval_rows, *task.train_rows]
     remedy = "leave out long questions with --max-question-length, or lower --max-new-tokens"
     remedy += ", or describe the functions of --tools in fewer words" if getattr(config, "tools", None) else ""
+    engine_length = math.inf if engine is None else engine.max_length
+    if engine_length < context_length(policy):
+        remedy += f", or start the engine with a longer {engine.length_flag}"
     messages = partial(task.messages, system_prompt=config.system_prompt)
-    check_prompts(policy, rows, messages, config.max_new_tokens, remedy, task.tools)
+    check_prompts(policy, rows, messages, config.max_new_tokens, remedy, task.tools, engine_length)
+
+
+def fitting_length(config: ModelConfig, task: Task, policy: Policy) -> int:
+    """A power of 2 into which every prompt and its completion fit, or the model's context if that is less."""
+    context, rows = context_length(policy), [*task.eval_rows, *task.train_rows]
+    messages = partial(task.messages, system_prompt=config.system_prompt)
+    length = 256
+    while length < context and _find_long_prompt(policy, rows, messages, length - config.max_new_tokens, task.tools):
+        length *= 2
+    return int(min(length, context))
 
 
 def check_prompts(
@@ -49,20 +66,22 @@ def check_prompts(
     max_new_tokens: int,
     remedy: str = "choose another --model",
     tools: list[dict] | None = None,
+    engine_length: float = math.inf,
 ) -> None:
-    """Refuse a row whose prompt leaves less than `max_new_tokens` of the model's context.
+    """Refuse a row whose prompt leaves less than `max_new_tokens` of the model's context, or of an engine's.
 
     Raises:
         UserError: naming the row, its tokens, and what to do.
     """
-    context = context_length(policy)
+    context = min(context_length(policy), engine_length)
     room = 0 if context == math.inf else int(context) - max_new_tokens
     found = None if context == math.inf else _find_long_prompt(policy, rows, messages, room, tools)
     if found is not None:
         row, num_tokens = found
+        whose = "engine's" if engine_length < context_length(policy) else "model's"
         raise UserError(
             f"{row.place}: its prompt of {num_tokens} tokens and a completion of up to {max_new_tokens} exceed the "
-            f"model's context of {int(context)} tokens: {remedy}"
+            f"{whose} context of {int(context)} tokens: {remedy}"
         )
 
 

@@ -11,6 +11,17 @@ from common.plumbing.config import PolicyConfig
 # How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens. They come from matrix products
 # of different shapes, and differ by some 1e-6 after float32 rounding, by some 1e-2 after bfloat16 rounding.
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
+MAX_STALE_DIFFERENCE = 1.0  # where an engine samples with weights that are several steps old, on purpose
+
+
+def sampling_limit(config: PolicyConfig) -> float:
+    """How far they may differ in this run, in which an engine can sample."""
+    if getattr(config, "push_every", 1) > 1:
+        return MAX_STALE_DIFFERENCE
+    is_rounded = "bfloat16" in (config.dtype, getattr(config, "engine_dtype", None))
+    is_older = getattr(config, "steps_ahead", 0) > 0  # a step changes log-probs by some 1e-2
+    is_cut = hasattr(config, "engine") and config.top_p < 1  # an engine's log-probs are those within the nucleus
+    return MAX_SAMPLING_DIFFERENCE["bfloat16" if is_rounded or is_older or is_cut else "float32"]
 
 
 class Diagnosis:
@@ -72,7 +83,7 @@ class Diagnosis:
         )
 
     def _sampling_difference(self) -> str | None:
-        limit = MAX_SAMPLING_DIFFERENCE[self._config.dtype]
+        limit = sampling_limit(self._config)
         difference = max(self._last("policy/sampling_log_prob_difference", 1), default=0.0)
         off = max((abs(ratio - 1) for ratio in self._last("policy/first_ratio", 1)), default=0.0)
         if max(difference, off) <= limit:

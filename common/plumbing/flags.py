@@ -53,6 +53,9 @@ RANGES = {
     "kl_weight": Range(0, 1000),
     "max_turns": Range(1, 1000, "turns"),
     "max_grad_norm": Range(0, 10**9, above=True),
+    "importance_cap": Range(0, 10**6),
+    "steps_ahead": Range(0, 1, "steps"),
+    "push_every": Range(1, 10**9, "steps"),
     "epochs": Range(1, 1000, "epochs"),
     "tokens_per_batch": Range(1, 10**8, "tokens"),
     "warmup_steps": Range(0, 10**9, "steps"),
@@ -101,6 +104,7 @@ GROUPS = {
         *("corpus", "chunk_words", "chunk_overlap", "index", "encoder"),
         *("search_url", "search_seconds", "top_k"),
     ),
+    "engine": ("engine", "engine_url", "engine_start", "engine_dtype"),
     "evaluation": ("eval_data", "eval_prompts", "eval_every", "suite", "limit", "compare"),
     "run": (
         *("name", "runs_dir", "resume", "seed", "threads", "checkpoint_every", "keep_checkpoints", "samples_every"),

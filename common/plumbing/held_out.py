@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.evaluate import Answer, Evaluation, evaluate
 from common.policy import Policy
+from common.sampling import sample
 
 from common.plumbing.config import RunConfig
 from common.plumbing.context import check_context
@@ -13,9 +14,17 @@ from common.plumbing.task import Task
 
 
 def evaluate_held_out(
-    config: RunConfig, task: Task, policy: Policy, num_samples: int = 0, converse: Callable | None = None
+    config: RunConfig,
+    task: Task,
+    policy: Policy,
+    num_samples: int = 0,
+    converse: Callable | None = None,
+    sampler: Callable = sample,
 ) -> Evaluation:
     """Ask the held-out questions, greedily and `num_samples` times each by sampling, in one turn or as `converse` does.
+
+    Args:
+        sampler: who answers in one turn: the policy itself, or an inference engine.
 
     Raises:
         UserError: before the first evaluation of a run, if a prompt is too long for the model.
@@ -33,6 +42,7 @@ def evaluate_held_out(
         seed=config.seed,
         generation_batch_size=config.generation_batch_size,
         converse=converse,
+        sampler=sampler,
     )
 
 

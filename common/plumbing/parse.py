@@ -23,6 +23,7 @@ from common.plumbing.checks import (
 )
 from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, resolve
 from common.plumbing.ending import may_say_why
+from common.plumbing.engine_place import PLACES, check_engine, with_absolute_start, with_one_engine
 from common.plumbing.flags import make_flags, show_description
 from common.plumbing.ranks import num_launched
 from common.plumbing.settings import NOT_FLAGS, read_settings
@@ -65,6 +66,7 @@ def parse_config(
         defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
     config = resolve(config, defaults)
     check_combinations(config)
+    check_engine(config)
     handle_as_usual()
     return config
 
@@ -85,7 +87,7 @@ def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
     )
     check_texts(config)
-    return with_absolute_paths(config)
+    return with_absolute_start(with_absolute_paths(config))
 
 
 @contextmanager
@@ -134,7 +136,8 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     given on the command line, with another value.
 
     Raises:
-        UserError: there is no such run, or a setting other than `--steps` differs from the run's.
+        UserError: there is no such run, or a setting differs from the run's that is neither `--steps` nor the place of
+            an engine.
     """
     stored = read_settings(Path(config.resume).expanduser(), type(config))
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
@@ -145,10 +148,10 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         )
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
-    config = _read(before, argv)
+    config = with_one_engine(before, _read(before, argv))
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
-        if name != "resume" and new != old and not (name == "steps" and new > old):
+        if name not in ("resume", *PLACES) and new != old and not (name == "steps" and new > old):
             raise UserError(
                 f"{flag(name)} {_shown(new)} differs from the run's {_shown(old)}: a resumed run keeps its settings, "
                 "and only --steps may be raised"

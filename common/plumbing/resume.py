@@ -7,6 +7,7 @@ from common.errors import UserError
 from common.plumbing.checkpoints import newest_checkpoint
 from common.plumbing.config import PolicyConfig
 from common.plumbing.directory import RunDirectory, lock_directory
+from common.plumbing.engine_place import PLACES
 from common.plumbing.history import remove_logs, restore_logs
 from common.plumbing.settings import read_settings, write_settings
 from common.plumbing.sources import check_sources
@@ -53,8 +54,7 @@ def _restore(
                     "figures may differ"
                 )
         settings |= {"sources": sources, "task_failed": False}
-        if getattr(config, "steps", None) is not None:
-            settings |= {"steps": config.steps}
+        settings |= {name: getattr(config, name) for name in ("steps", *PLACES) if hasattr(config, name)}
         write_settings(directory, settings)
         if found is None:
             remove_logs(directory)

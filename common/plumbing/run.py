@@ -9,7 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
@@ -35,10 +35,10 @@ from common.plumbing.ranks import EndedElsewhereError, launcher, on_main
 from common.plumbing.samples import describe_best, write_samples
 from common.plumbing.saving import save_base, save_final
 from common.plumbing.statistics import UpdateStatistics
-from common.plumbing.stopping import StopRequest
+from common.plumbing.stopping import StopRequest, no_finite_gradient
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
-from common.plumbing.terminal import say_above_progress
+from common.plumbing.terminal import progress_bar, say_above_progress
 from common.plumbing.tokens import TokenTexts
 from common.plumbing.weights import count_parameters
 
@@ -66,6 +66,9 @@ class Run:
         self._bar = None
         self._last_step = 0
         self._clock = StepClock(config.device)
+        self.contexts = ExitStack()  # left when the run is closed
+        # What the newest complete step has left, while nothing has changed it: `checkpoint`'s first arguments
+        self._complete: tuple | None = None
         for row in directory.history:
             self._diagnosis.check(row)  # what it has said already
         self._metrics = None
@@ -99,18 +102,8 @@ class Run:
             KeyboardInterrupt: after a step during which the user has asked to stop.
             UserError: after a step for which `log` has found a `stop_reason`.
         """
-        from tqdm import tqdm
-
         self._last_step = num_steps
-        self._bar = tqdm(
-            range(self.resumed_at + 1, num_steps + 1),
-            initial=self.resumed_at,
-            total=num_steps,
-            bar_format="{desc} [{elapsed}<{remaining}]",
-            dynamic_ncols=True,
-            mininterval=0.1 if sys.stderr.isatty() else 10,  # a log file needs no line per step
-            disable=not is_main(),
-        )
+        self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
         for step in self._bar:
             self._clock.start()
             yield step
@@ -129,6 +122,8 @@ class Run:
     def lap(self, phase: str) -> None:
         """Say that a phase of the step has ended: its seconds are logged as `time/<phase>`, see `costs`."""
         self._clock.lap(phase)
+        if phase == "log_probs":  # the update follows
+            self._complete = None
 
     def costs(self, num_tokens: int) -> dict[str, float]:
         """Seconds of this step up to now, tokens per second for so many tokens, and peak memory."""
@@ -147,13 +142,7 @@ class Run:
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
-            checkpoints = self.directory / "checkpoints"
-            hint = f", from a checkpoint if you like: --model {checkpoints}/step_<N>"
-            hint += " without --lora-rank" if self.config.lora_rank else ""
-            self.stop_reason = (
-                f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
-                "again with a lower --lr" + (hint if checkpoints.exists() else "")
-            )
+            self.stop_reason = no_finite_gradient(step, MAX_SKIPPED, self.directory, self.config.lora_rank > 0)
 
     def log_samples(
         self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics
@@ -172,13 +161,22 @@ class Run:
 
         None is due while updates are being skipped: what led to that is nothing to continue from.
         """
+        self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every
         is_due = self.stop.agree() or (every and (step % every == 0 or step == self._last_step))
-        if is_due and not self._num_skipped:
-            on_main(lambda: save_base(self.config, policy, self.directory / "base"))
-            logs = on_main(lambda: flush_logs(self.directory))
-            checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
-            write_checkpoint(checkpoints, step, policy, optimizer, keep, logs, accelerator)
+        if is_due:
+            self.keep_progress()
+
+    def keep_progress(self) -> None:
+        """Write a checkpoint of the newest complete step, if there is none and no update has begun since."""
+        if self._complete is None or self._num_skipped:
+            return
+        step, policy, optimizer, accelerator = self._complete
+        on_main(lambda: save_base(self.config, policy, self.directory / "base"))
+        logs = on_main(lambda: flush_logs(self.directory))
+        checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
+        write_checkpoint(checkpoints, step, policy, optimizer, keep, logs, accelerator)
+        self._complete = None
 
     @property
     def has_before(self) -> bool:
@@ -216,6 +214,7 @@ class Run:
             draw_run(self.directory)
 
     def close(self) -> None:
+        self.contexts.close()
         if is_main():
             self._metrics.close()
             self._lock.release()

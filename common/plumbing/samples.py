@@ -84,7 +84,10 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         old = experience.old_log_probs[index]
     else:
         old = updates[0].log_probs if updates else experience.sampler_log_probs[index]
-    reference = experience.log_probs_ref
+    reference, weights = experience.log_probs_ref, {}
+    if experience.importance_weights is not None:
+        sampled = experience.action_mask[index].bool()  # elsewhere a weight says nothing
+        weights = {"importance_weights": per_token(experience.importance_weights[index].where(sampled, 0.0))}
     return {
         "prompt_index": row.prompt_index,
         "completion_index": row.completion_index,
@@ -97,6 +100,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "entropy": per_token(updates[0].entropy) if updates else None,
         "rewards": row.rewards,
         "advantage": experience.advantages[index, 0].item(),
+        **weights,
         "finish_reason": row.finish_reason,
         "updates": [
             {"epoch": update.epoch, "minibatch": update.minibatch, "log_probs": per_token(update.log_probs)}

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import distributed
 
+from common.engines.http import EngineError
 from common.errors import UserError
 from common.parallel import is_main, rank, world_size
 
@@ -125,6 +126,11 @@ def start_run(
                 raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; resume with: {run.resume_command}") from None
+        except EngineError as error:
+            if not is_kept:
+                raise
+            run.keep_progress()
+            raise UserError(f"{error}; when the engine can be used again, resume with: {run.resume_command}") from error
         except TaskError as error:
             if not is_kept:
                 raise

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from common.parallel import gather
 
@@ -73,3 +74,14 @@ def stoppable(handler: Callable[..., None], resume_command: str) -> Iterator[Non
             return
         with call_after_signal(GRACE - 5, warn):
             yield
+
+
+def no_finite_gradient(step: int, num_skipped: int, directory: Path, has_lora: bool) -> str:
+    """Why a run ends whose last updates were all skipped, and how to go on."""
+    checkpoints = directory / "checkpoints"
+    hint = f", from a checkpoint if you like: --model {checkpoints}/step_<N>" if checkpoints.exists() else ""
+    hint += " without --lora-rank" if hint and has_lora else ""
+    return (
+        f"the gradients of steps {step - num_skipped + 1} to {step} were not finite, and were skipped. Start again "
+        f"with a lower --lr{hint}"
+    )

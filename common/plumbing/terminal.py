@@ -9,9 +9,12 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from common.plumbing.ranks import is_speaker
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # The beginnings of the lines of a conversation that is printed, and their colors: cyan, yellow, green
 POLICY, TOOL, REWARD = "  policy", "  tool", "  reward"
@@ -40,6 +43,21 @@ def say_above_progress(text: str) -> bool:
             raise
         return False
     return True
+
+
+def progress_bar(done: int, total: int, is_shown: bool) -> "tqdm":
+    """A line that counts the steps which are left, from `done + 1` to `total`."""
+    from tqdm import tqdm
+
+    return tqdm(
+        range(done + 1, total + 1),
+        initial=done,
+        total=total,
+        bar_format="{desc} [{elapsed}<{remaining}]",
+        dynamic_ncols=True,
+        mininterval=0.1 if sys.stderr.isatty() else 10,  # a log file needs no line per step
+        disable=not is_shown,
+    )
 
 
 def _colored(text: str) -> str:

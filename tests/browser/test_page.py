@@ -41,7 +41,8 @@ def row_sum(row: dict, config: dict) -> float:
             if sampled:
                 now, old, reference = update["log_probs"][t], row["old_log_probs"][t], row["log_probs_ref"][t]
                 ratio = math.exp(now - old)
-                surrogate = -min(ratio * row["advantage"], min(max(ratio, low), high) * row["advantage"])
+                advantage = row["advantage"] * row.get("importance_weights", row["action_mask"])[t]
+                surrogate = -min(ratio * advantage, min(max(ratio, low), high) * advantage)
                 kl = math.exp(reference - now) - (reference - now) - 1
                 term = surrogate + config["kl_weight"] * kl
                 term /= config["max_new_tokens"] if is_drgrpo else sum(row["action_mask"])
@@ -75,6 +76,12 @@ def assert_shows_token(page, row: dict, place: int) -> None:
     for key, name in lists.items():
         assert float(page.inner_text(f"#readout .numbers [data-key={key}]")) == pytest.approx(row[name][t], abs=1e-9)
     assert float(page.inner_text("#readout [data-key=advantage]")) == pytest.approx(row["advantage"], abs=1e-6)
+    if "importance_weights" in row:
+        seen = [float(page.inner_text(f"#readout [data-key={key}]")) for key in ("weight", "difference")]
+        apart = row["old_log_probs"][t] - row["sampler_log_probs"][t]
+        assert seen == pytest.approx([row["importance_weights"][t], apart], abs=1e-9)
+    else:
+        assert page.locator("#readout :is([data-key=weight], [data-key=difference])").count() == 0
     seen = page.locator("#readout tr [data-key=log_prob]").all_inner_texts()
     expected = [update["log_probs"][t] for update in row["updates"]]
     assert list(map(float, seen)) == pytest.approx(expected, abs=1e-9)
@@ -119,6 +126,54 @@ def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
             expected = row_sum(shown_row(page, directory, rank), config)
             assert float(card.get_attribute("data-sum")) == pytest.approx(expected, abs=1e-9)
             assert float(card.locator("[data-key=terms] b").text_content()) == pytest.approx(expected, abs=1e-8)
+        assert "importance" not in check.text_content()  # this run has no weights
+
+
+def test_terms_with_importance_weights_are_the_loss(runs, open_page, tmp_path):
+    """A run whose every token has a weight, and which logged the loss with it; what is damaged is not a weight of 1."""
+    directory = tmp_path / "x"
+    shutil.copytree(runs["base"], directory)
+    config = json.loads((directory / "config.json").read_text()) | {"importance_cap": 2.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    rows = read(directory, "samples.jsonl")
+    for row in rows:
+        places = zip(row["action_mask"], row["sampler_log_probs"], strict=True)
+        row["importance_weights"] = [round(bit * min(math.exp(-x) / 2, 2.0), 6) for bit, x in places]
+        places = zip(row["action_mask"], row["old_log_probs"], strict=True)
+        row["old_log_probs"] = [round(x - 0.01 * bit, 6) for bit, x in places]
+    losses = {step: sum(row_sum(row, config) for row in rows if row["step"] == step) for step in (1, 2)}
+    more = {"policy/importance_weight": 0.9, "policy/importance_capped": 0.0, "time/weights": 0.1}
+    more |= {"time/generation": 0.2, "policy/sampling_log_prob_difference_max": 0.3}
+    metrics = [
+        line | more | {"loss/total": losses[line["step"]]} if "loss/total" in line else line
+        for line in read(directory, "metrics.jsonl")
+    ]
+
+    def write(name: str, lines: list[dict]) -> None:
+        (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write("samples.jsonl", rows)
+    write("metrics.jsonl", metrics)
+    page = open_page(write_report(directory))
+    for step in (1, 2):
+        choose_step(page, step)
+        check = page.locator("#loss-check")
+        assert check.get_attribute("data-state") == "equal"
+        assert float(check.get_attribute("data-sum")) == pytest.approx(losses[step], abs=1e-9)
+        assert losses[step] != pytest.approx(logged(runs["base"], "loss/total")[step], abs=1e-3)
+        assert "advantage \u00d7 importance weight" in check.text_content()
+        assert "p_engine(token), 2)" in check.text_content()
+    page.locator(".completion[data-rank='1'] .token").nth(1).click()
+    assert_shows_token(page, shown_row(page, directory, 1), 1)
+    assert "importance weight" in page.inner_text("#token-status")
+    titles = page.locator(".panel").evaluate_all("panels => panels.map((panel) => panel.dataset.panel)")
+    assert {"Importance weight", "Importance weight at its cap", "Sampling against training, largest"} <= {*titles}
+    labels = page.inner_text("[data-panel='Seconds by phase'] .legend")
+    assert "weights into the engine" in labels
+    assert "answers of the engine" in labels
+    rows[0]["importance_weights"] = [None, "<img src=x onerror=alert(1)>"]
+    write("samples.jsonl", rows)
+    assert open_page(write_report(directory)).locator("#loss-check").get_attribute("data-state") == "missing"
 
 
 def test_a_step_that_is_not_all_there_is_no_sum(runs, open_page):

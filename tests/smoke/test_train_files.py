@@ -27,6 +27,7 @@ from common.plumbing.flags import GROUPS
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
 WITH_REWARDS = [path for path in TRAIN_FILES if "\n    group_size: int" in path.read_text()]
+STAND_IN = ROOT / "tests" / "engine" / "stand_in"  # a package vllm
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -182,11 +183,14 @@ def test_help_is_colored_only_where_it_is_wanted(environment, is_colored):
 
 @pytest.mark.parametrize("path", WITH_REWARDS, ids=lambda path: path.parent.name)
 def test_two_steps_leave_a_complete_run(tmp_path, path):
+    has_engine = path.parent.name == "experiment_engine"
     result = run(
         str(path),
         *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4", "--name", "smoke"),
         *("--epochs-per-step", "2", "--minibatch-size", "8", "--checkpoint-every", "1"),
+        *(("--engine-start", sys.executable) if has_engine else ()),
         cwd=tmp_path,  # not the repository: nothing may depend on the working directory
+        **({"PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, ROOT)))} if has_engine else {}),
     )
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs" / path.parent.name / "smoke"
@@ -206,18 +210,22 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
     assert config["max_new_tokens"] is not None  # as resolved
     assert "held-out questions" in result.stdout
     assert "tensorboard --logdir" in result.stdout
+    assert (directory / "engine.log").exists() == has_engine
+    assert not (directory / "engine").exists()  # the weights that the engine was given
 
 
 @pytest.mark.parametrize("path", WITH_REWARDS, ids=lambda path: path.parent.name)
-def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, path):
+def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, path, request):
     """As the README's section "Your own task" says, with a changed weight."""
+    with_engine = path.parent.name == "experiment_engine"
+    engine = ("--engine-url", request.getfixturevalue("stand_in")().url) if with_engine else ()
     shutil.copy(ROOT / "docs" / "task_template.py", tmp_path / "my_task.py")
     monkeypatch.chdir(tmp_path)
     load_script(f"{path.parent.name}/train.py").main(
         [
             *("--task", "my_task.py", "--data", str(TRAIN_DATA), "--eval-data", str(EVAL_DATA)),
             *("--reward-weight", "short=0.3", "--steps", "2", "--prompts-per-step", "2", "--group-size", "4"),
-            *("--max-new-tokens", "24", "--eval-prompts", "4", "--name", "mine"),
+            *("--max-new-tokens", "24", "--eval-prompts", "4", "--name", "mine", *engine),
         ]
     )
     directory = tmp_path / "runs" / path.parent.name / "mine"

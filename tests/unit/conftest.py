@@ -56,6 +56,7 @@ def make_experience() -> Callable[..., Experience]:
             sampler_log_probs=torch.zeros(action_mask.shape),
             prompt_index=torch.arange(rows),
             prompt_lengths=torch.ones(rows, dtype=torch.long),
+            importance_weights=torch.ones(action_mask.shape),  # where an engine has sampled
             **({"completion_index": torch.zeros(rows, dtype=torch.long)} | values),
         )
 

@@ -318,6 +318,10 @@ REPORTS_OF_RESULTS = {
     "experiment_multiturn_qa/paid_calls_1": ["KL"],
     # without the search nothing can be right
     **{f"experiment_multiturn_qa/no_tool_seed{seed}": ["zero variance", "flat"] for seed in range(5)},
+    # an engine whose weights are those of the start
+    **{f"never_corrected_seed{seed}": ["flat"] for seed in (0, 1)},
+    "never_corrected_seed2": ["flat", "KL"],
+    **{f"never_uncorrected_seed{seed}": ["KL", "gradient", "flat"] for seed in range(3)},
 }
 RESULTS = sorted(
     path.parent for path in ROOT.glob("experiment_*/results/*/config.json") if "group_size" in path.read_text()

@@ -14,7 +14,7 @@ import tyro
 from common.plumbing.checks import flag
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(path for path in ROOT.glob("**/*.md") if "runs" not in path.parts and ".venv" not in path.parts)
+PAGES = sorted(path for path in ROOT.glob("**/*.md") if not {"runs", ".venv", "engine-env"} & set(path.parts))
 # They take directories, or nothing
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "benchmarks/calls_by_kind.py"}
 
@@ -49,7 +49,7 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_in_commands_exist(page, load_script):
     for command in re.findall(r"(experiment_\w+/train\.py [^`\n]*)", page.read_text(encoding="utf-8")):
-        script, *arguments = command.split("#")[0].split()
+        script, *arguments = shlex.split(command.split("#")[0].rstrip(" \\"))
         config_class = load_script(script).Config
         names = [field.name for field in dataclasses.fields(config_class)]
         known = (

@@ -207,7 +207,7 @@ def planted(old: str, new: str) -> str:
 
 
 OURS = ["docs/loss_template.py", "doctor/examples/ours.py"]
-TRAIN = [f"experiment_{name}/train.py" for name in ("base", "drgrpo")]
+TRAIN = [f"experiment_{name}/train.py" for name in ("base", "drgrpo", "engine")]
 
 
 @pytest.mark.parametrize("path", OURS + TRAIN)

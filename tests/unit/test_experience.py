@@ -37,6 +37,7 @@ def rollout(num_prompts: int, group_size: int, longest: int = 6) -> Experience:
     experience = collate(rows, PAD)
     experience.old_log_probs = experience.sampler_log_probs * 2
     experience.log_probs_ref = experience.sampler_log_probs * 3
+    experience.importance_weights = experience.sampler_log_probs * 4
     experience.advantages = -torch.arange(len(rows), dtype=torch.float32)[:, None]
     return experience
 
@@ -55,6 +56,7 @@ def rows_of(experience: Experience) -> list[tuple]:
             experience.old_log_probs,
             experience.log_probs_ref,
             experience.advantages,
+            experience.importance_weights,
         )
         rows.append(
             (
@@ -121,6 +123,13 @@ def test_micro_batches_hold_every_row_once(micro_batch_size):
     assert all(len(part) <= micro_batch_size for part in parts)
     assert sorted(row for part in parts for row in rows_of(part)) == sorted(rows_of(experience))
     assert sum(part.sequences.numel() for part in parts) <= experience.sequences.numel()
+
+
+def test_a_rank_without_rows_has_a_filler_with_weights():
+    """Every field that a loss can read is there, and none of its tokens counts."""
+    (only,) = rollout(2, 2).select(torch.tensor([], dtype=torch.long)).split(4)
+    read = (only.log_probs_ref, only.advantages, only.importance_weights, only.action_mask)
+    assert [(x.shape, x.any().item()) for x in read] == [((1, 1), False)] * 4
 
 
 def test_micro_batches_can_leave_out_rows_without_advantage():

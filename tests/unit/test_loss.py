@@ -26,7 +26,7 @@ MASK = torch.tensor(
     ]
 )
 LOSSES = {  # by formula: the experiments that use it, and with which flags
-    "grpo": [("experiment_base", {}), ("experiment_drgrpo", {"critic_type": "grpo"})],
+    "grpo": [("experiment_base", {}), ("experiment_drgrpo", {"critic_type": "grpo"}), ("experiment_engine", {})],
     "drgrpo": [("experiment_drgrpo", {})],
 }
 ALL_LOSSES = [(formula, *where) for formula, places in LOSSES.items() for where in places]

@@ -113,6 +113,21 @@ def test_log_probs_decode_to_what_was_written():
     assert update == {"epoch": 0, "minibatch": 0, "log_probs": [-10_000, 1, -1]}
 
 
+def test_importance_weights_are_there_where_a_run_wrote_them():
+    def encoded(**changes) -> dict:
+        return encode_step([a_row(1, **changes)])["groups"][0]["rows"][0]
+
+    assert "weights" not in encoded()
+    assert encoded(importance_weights=None) == encoded()
+    without = encoded(importance_weights=[0.0, 0.0, 1.000001, 2.0, 0.0, 0.25])
+    assert without.pop("weights") == [1_000_001, 2_000_000, 250_000]
+    assert without == encoded()
+    hostile = [0.0, 0.0, SCRIPT, float("nan"), 0.0, 1e300]
+    for damaged in ("no", 1, {}, [], [1.0], hostile):  # not known, which is not the same as absent
+        assert encoded(importance_weights=damaged)["weights"] == [None] * 3
+    assert encoded(importance_weights=[0, 0, True, 1])["weights"] == [None, 1_000_000, None]
+
+
 def test_what_a_row_does_not_have_is_null(directory):
     changes = {"log_probs_ref": None, "entropy": None, "updates": [], "answer": None}
     same = a_row(1)["sampler_log_probs"]

@@ -1,6 +1,8 @@
 """The update of every experiment: skipping rows changes no gradient; what is drawn depends on seed and step."""
 
 import dataclasses
+import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from common.sampling import sample
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
 from common.plumbing.loading import load_policy
+from common.plumbing.samples import write_samples
+from common.plumbing.tokens import TokenTexts
 
 GROUP_SIZE = 2
 
@@ -145,3 +149,39 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script):
     )
     train.update(config, accelerator, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
     assert marks == [False, True, False, True]
+
+
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_engine"])
+def test_samples_hold_the_weights_that_the_loss_sees(load_script, tmp_path, experiment):
+    """A slow loop over samples.jsonl gives the logged loss; a run without weights has no such field."""
+    train, weighted = load_script(f"{experiment}/train.py"), experiment == "experiment_engine"
+    policy = load_policy(RunConfig(device="cpu"))
+    config = train.Config(epochs_per_step=2, group_size=2, micro_batch_size=2, kl_weight=0.0, max_new_tokens=6)
+    rows = sample(policy, [[5, 6, 7], [8, 9]], 2, max_new_tokens=6, key=(0,), prompt_index=[0, 1])
+    experience = collate(rows, policy.pad_id)
+    experience.advantages = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None]
+    experience.old_log_probs = experience.sampler_log_probs
+    if weighted:
+        noise = torch.randn(experience.action_mask.shape, generator=torch.manual_seed(0))
+        experience.sampler_log_probs = experience.sampler_log_probs + noise  # those of an engine that is far off
+        experience.importance_weights = train.importance_weights(config, experience)
+    statistics = train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.05), experience, step=1)
+    texts = TokenTexts(tmp_path / "tokens.jsonl", policy.tokenizer, policy.end_of_turn_ids)
+    write_samples(tmp_path / "samples.jsonl", texts, 1, load_task(config), 2, rows, experience, statistics)
+
+    entries = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    total = largest = 0.0
+    for entry in entries:
+        assert ("importance_weights" in entry) == weighted
+        weights = entry.get("importance_weights", entry["action_mask"])
+        assert len(weights) == len(entry["ids"])
+        largest = max(largest, *weights)
+        assert [weight > 0 for weight in weights] == [bool(bit) for bit in entry["action_mask"]]
+        for update in entry["updates"]:
+            for now, old, weight in zip(update["log_probs"], entry["old_log_probs"], weights, strict=True):
+                ratio, advantage = math.exp(now - old), weight * entry["advantage"]
+                limited = min(max(ratio, 1 - config.clip_eps), 1 + config.clip_eps)
+                total -= min(ratio * advantage, limited * advantage) / sum(entry["action_mask"]) / len(entries)
+    assert total / 2 == pytest.approx(statistics.metrics()["loss/total"], abs=1e-5)
+    assert abs(total) > 0.1
+    assert largest == (config.importance_cap if weighted else 1)

@@ -1,6 +1,7 @@
 // A token's term in the loss, computed from what the run wrote of it. Pure functions: numbers in, numbers out.
 //
 //     ratio     = p(token) / p_old(token)
+//     A         = advantage of the row, times the token's importance weight where the run wrote one
 //     surrogate = -min(ratio A, clip(ratio, 1 - clip_eps, 1 + clip_eps) A)
 //     kl        = r - log r - 1,   r = p_ref(token) / p(token)                                  (k3)
 //     term      = (surrogate + kl_weight kl) / tokens / rows
@@ -22,6 +23,9 @@ const denominator = (row, loss) => (loss.kind === "drgrpo" ? loss.budget : actio
 /** (a - b) micro-nats in nats; NaN where one of them is not known. */
 const difference = (a, b) => (isNumber(a) && isNumber(b) ? (a - b) * MICRO : NaN);
 
+/** Importance weights of a row's action tokens; null if the run has none. NaN where the run wrote no finite number. */
+const weightsOf = (row) => row.weights?.map((value) => difference(value, 0)) ?? null;
+
 /**
  * All numbers of a row's action tokens, in order, in each update that used the row.
  *
@@ -29,7 +33,9 @@ const difference = (a, b) => (isNumber(a) && isNumber(b) ? (a - b) * MICRO : NaN
  * action token in each list. NaN where the run wrote no finite number, and for every term if the loss is not known.
  */
 function tokenTerms(row, loss) {
-  const advantage = isNumber(row.advantage) ? row.advantage : NaN;
+  const ofRow = isNumber(row.advantage) ? row.advantage : NaN;
+  const weights = weightsOf(row);
+  const advantage = row.sampler.map((_, i) => (weights ? ofRow * weights[i] : ofRow));
   const zeros = row.sampler.map(() => 0);
   const old = row.old ?? zeros; // all numbers of a row are written as differences to those of the sampler
   const reference = row.ref ?? zeros.map(() => null);
@@ -41,9 +47,9 @@ function tokenTerms(row, loss) {
     );
     const ratio = now.map((value, i) => Math.exp(difference(value, old[i])));
     const limited = ratio.map((value) => Math.min(Math.max(value, 1 - loss.clip_eps), 1 + loss.clip_eps));
-    const surrogate = ratio.map((value, i) => -Math.min(value * advantage, limited[i] * advantage));
+    const surrogate = ratio.map((value, i) => -Math.min(value * advantage[i], limited[i] * advantage[i]));
     // without a policy gradient: the limited ratio is the smaller objective, and it does not move with the policy
-    const clipped = ratio.map((value, i) => limited[i] !== value && limited[i] * advantage < value * advantage);
+    const clipped = ratio.map((value, i) => limited[i] !== value && limited[i] * advantage[i] < value * advantage[i]);
     const kl = now.map((value, i) => difference(reference[i], value)).map((logR) => Math.expm1(logR) - logR);
     const penalty = (i) => (loss.kl_weight > 0 ? loss.kl_weight * kl[i] : 0);
     const term = surrogate.map((value, i) => (value + penalty(i)) / divisor / rows);

@@ -23,11 +23,14 @@ const PANELS = [
   ["Entropy", "nats per token", /^policy\/entropy$/, positive],
   ["Clipped tokens", "share of tokens without a gradient", /^policy\/clipped$/, positive],
   ["Gradient norm", "before clipping", /^loss\/grad_norm$/, positive],
+  ["Importance weight", "mean over tokens", /^policy\/importance_weight$/, positive],
+  ["Importance weight at its cap", "share of tokens", /^policy\/importance_capped$/, share],
   ["Seconds by phase", "seconds per step", /^time\/(?!tokens|waiting)/, positive],
   ["Accuracy by kind, sampled", "held-out questions", /^eval\/sampled\/accuracy_/, { ...share, more: true }],
   ["Probability ratio", "to the policy that sampled", /^policy\/(first_)?ratio/, { more: true }],
   ["Gradients scaled down, skipped", "share, number of updates", /^loss\/(grad_clipped|skipped)$/, more],
   ["Sampling against training", "difference of log-probs", /^policy\/sampling_log_prob_difference$/, more],
+  ["Sampling against training, largest", "of a token", /^policy\/sampling_log_prob_difference_max$/, more],
   ["Tokens per second", "sampled", /^time\/tokens_per_second$/, more],
   ["Waiting for other processes", "share of a step", /^time\/waiting$/, more],
   ["Memory", "peak, GB", /^memory\/peak_bytes$/, { ...more, scale: 1e-9 }],
@@ -35,7 +38,7 @@ const PANELS = [
 ].map(([title, unit, pattern, options]) => ({ title, unit, takes: (key) => pattern.test(key), ...options }));
 
 // What is 0 all the time tells something only here; elsewhere it is left out.
-const TELLING_ZERO = /accuracy|correct$|total$|kl$|variance|truncated|policy\/clipped/;
+const TELLING_ZERO = /accuracy|correct$|total$|kl$|variance|truncated|policy\/(clipped|importance_capped)/;
 
 const LABELS = {
   "reward/correct": "training questions",
@@ -49,11 +52,16 @@ const LABELS = {
   "policy/first_ratio": "mean, first update",
   "policy/ratio_min": "lowest",
   "policy/ratio_max": "highest",
+  "policy/importance_weight": "mean",
+  "policy/importance_capped": "at the cap",
+  "policy/sampling_log_prob_difference_max": "largest",
   "time/step": "whole step",
   "time/sample": "sampling",
   "time/reward": "rewards",
   "time/log_probs": "log-probs",
   "time/update": "updates",
+  "time/weights": "weights into the engine",
+  "time/generation": "answers of the engine",
 };
 
 /** The name of a key in the legend of a panel. */

@@ -358,7 +358,8 @@ class GroupView {
     if (i === null) return start;
     const logProb = exact(difference(numbers.row.sampler[i], 0));
     const advantage = signed(numbers.row.advantage, 4);
-    return `${start}; log-prob ${logProb}, advantage ${advantage}, term ${short(numbers.total[i])}`;
+    const weight = numbers.row.weights ? `, importance weight ${short(weightsOf(numbers.row)[i])}` : "";
+    return `${start}; log-prob ${logProb}, advantage ${advantage}${weight}, term ${short(numbers.total[i])}`;
   }
 
   show(place) {

@@ -14,6 +14,11 @@ function numberTable({ numbers, i }) {
   const sampled = difference(row.sampler[i], 0);
   const relative = (list) =>
     list ? (isNumber(list[i]) && isNumber(row.sampler[i]) ? (row.sampler[i] + list[i]) * MICRO : NaN) : NaN;
+  const old = row.old ? relative(row.old) : sampled;
+  const weight = weightsOf(row)?.[i];
+  const product = isNumber(row.advantage) ? row.advantage * weight : NaN;
+  // of a row without updates whose old log-probs were not written, those of the trainer are not known
+  const apart = row.old || updates.length ? old - sampled : NaN;
   const one = updates.length === 1;
   const passes = updates.map((update, pass) =>
     element(
@@ -36,10 +41,12 @@ function numberTable({ numbers, i }) {
       "dl",
       { class: "numbers" },
       number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
-      number("old", "old", exact(row.old ? relative(row.old) : sampled)),
+      number("old", "old", exact(old)),
+      row.weights && number("old − when sampled", "difference", signed(apart), "trainer against engine"),
       number("reference", "ref", exact(relative(row.ref))),
       number("entropy", "entropy", row.entropy ? exact(difference(row.entropy[i], 0)) : "–"),
       number("advantage", "advantage", signed(row.advantage)),
+      row.weights && number("importance weight", "weight", exact(weight), `× advantage = ${signed(product)}`),
       number("mask", "mask", "1"),
       loss.kind && number(one ? "term in the loss" : "terms, mean over all updates", "total", signed(total[i], 9)),
     ),

@@ -13,6 +13,9 @@ const FLAGS = [
   "kl_weight",
   "epochs_per_step",
   "minibatch_size",
+  "importance_cap",
+  "steps_ahead",
+  "push_every",
   "temperature",
   "seed",
 ];
@@ -198,6 +201,9 @@ function showCheck(entry) {
   );
 }
 
+const weighing = (cap) =>
+  cap === 0 ? "= 1 (--importance-cap 0)" : `= min(p_old(token) / p_engine(token), ${isNumber(cap) ? cap : "its cap"})`;
+
 /** The loss in words, with the numbers of this run and the sums of this step's updates. */
 function formula() {
   const { loss } = data;
@@ -206,9 +212,13 @@ function formula() {
     loss.kind === "drgrpo" ? `${loss.budget}, the completion budget,` : "the number of the row's sampled tokens";
   const limits = `${Number((1 - loss.clip_eps).toFixed(6))} and ${Number((1 + loss.clip_eps).toFixed(6))}`;
   const kl = loss.kl_weight > 0;
+  const weighted = groups.some(({ rows }) => rows.some((row) => row.weights));
+  const advantage = weighted ? "advantage × importance weight" : "advantage";
+  const before = weighted ? "of the one before the first update" : "of the one that sampled";
   const steps = [
-    ["ratio", "= p(token) / p_old(token): of the policy in this update, and of the one that sampled"],
-    ["surrogate", `= −min(ratio × advantage, ratio kept between ${limits} × advantage)`],
+    ["ratio", `= p(token) / p_old(token): of the policy in this update, and ${before}`],
+    weighted && ["importance weight", weighing(data.runs[0].config?.importance_cap)],
+    ["surrogate", `= −min(ratio × ${advantage}, ratio kept between ${limits} × ${advantage})`],
     kl && ["KL", "= r − log r − 1 with r = p_reference(token) / p(token)"],
     ["term", `= ${kl ? `(surrogate + ${loss.kl_weight} × KL)` : "surrogate"} / ${tokens} / the rows of the update`],
     [
