@@ -678,3 +678,18 @@ def test_ctrl_c_does_not_wait_for_a_server(script, server):
     server.before = lambda name: None
     script.main(flags)
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
+
+
+def test_ctrl_c_is_told_of_at_whatever_moment(server):
+    """Between two steps of the loop as well, where it once left the loop unable to close its connections."""
+    units = [(Document(f"t{n}", f"The tower t{n} is kept by Ada."), 0) for n in range(400)]
+
+    def write(interrupted_after: float) -> None:
+        timer = threading.Timer(interrupted_after, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        list(served.ServedWriter(server.url, {}, 0, 2, 60.0).write(units, 0))
+        timer.join()
+
+    for moment in range(1, 21):
+        with pytest.raises(KeyboardInterrupt):
+            write(interrupted_after=0.01 * moment)

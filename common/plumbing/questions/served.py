@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 import httpx2
@@ -66,22 +68,28 @@ class ServedWriter:
             yield failed
 
     def _in_order(self, units: Sequence[Unit], start: int) -> Iterator[Outcome]:
-        with asyncio.Runner() as runner:
-            client = httpx2.AsyncClient(timeout=httpx2.Timeout(self._seconds, connect=CONNECT_SECONDS))
-            gate = asyncio.Semaphore(self._at_once)
-            window: deque[asyncio.Task[Outcome]] = deque()  # behind a slow request, as many again are answered
-            try:
-                for number in range(start, len(units)):
-                    request = self._outcome(client, gate, units[number][0], number)
-                    window.append(runner.get_loop().create_task(request))
-                    if len(window) == 2 * self._at_once:
-                        yield runner.run(_result(window[0]))
-                        window.popleft()
-                while window:
-                    yield runner.run(_result(window[0]))
+        # The loop has a thread of its own: Ctrl-C in the middle of a loop leaves a stop behind that ends its next run.
+        loop = asyncio.new_event_loop()
+        thread = Thread(target=loop.run_forever, daemon=True)
+        client = httpx2.AsyncClient(timeout=httpx2.Timeout(self._seconds, connect=CONNECT_SECONDS))
+        gate = asyncio.Semaphore(self._at_once)
+        window: deque[Future[Outcome]] = deque()  # behind a slow request, as many again are answered
+        try:
+            thread.start()
+            for number in range(start, len(units)):
+                request = self._outcome(client, gate, units[number][0], number)
+                window.append(asyncio.run_coroutine_threadsafe(request, loop))
+                if len(window) == 2 * self._at_once:
+                    yield window[0].result()
                     window.popleft()
-            finally:
-                runner.run(_give_up(window, client.aclose()))
+            while window:
+                yield window[0].result()
+                window.popleft()
+        finally:
+            asyncio.run_coroutine_threadsafe(_give_up(client), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
 
     async def _outcome(
         self, client: httpx2.AsyncClient, gate: asyncio.Semaphore, document: Document, number: int
@@ -187,12 +195,9 @@ def _pause_of(retry_after: str) -> float | None:
         return None
 
 
-async def _result(task: asyncio.Task):
-    return await task
-
-
-async def _give_up(tasks: Sequence[asyncio.Task], closing: Coroutine) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await closing
+async def _give_up(client: httpx2.AsyncClient) -> None:
+    requests = asyncio.all_tasks() - {asyncio.current_task()}
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+    await client.aclose()
