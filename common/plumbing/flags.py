@@ -86,6 +86,8 @@ RANGES = {
     "keep_checkpoints": Range(1, 10**9, "checkpoints"),
     "samples_every": Range(0, 10**9, "steps"),
     "generation_batch_size": Range(1, 10**6, "completions"),
+    # of an export
+    "questions": Range(1, 10**6, "questions"),
 }
 
 # The groups of --help, after that of the algorithm (FIRST_GROUP can call it otherwise), which has all other flags.
@@ -130,8 +132,10 @@ def make_flags(config: ModelConfig) -> type:
             aliases=getattr(config, "ALIASES", {}).get(field.name),
             metavar="NAME=NUMBER ..." if types[field.name] == tuple[str, ...] else None,
         )
-        entry = (field.name, Annotated[types[field.name], argument], dataclasses.field(default=default))
-        grouped[group].append(entry)
+        flag_type = Annotated[types[field.name], argument]
+        if field.name in getattr(config, "POSITIONAL", ()):
+            flag_type = tyro.conf.Positional[flag_type]
+        grouped[group].append((field.name, flag_type, dataclasses.field(default=default)))
     groups = [
         (
             group.replace(" ", "_"),

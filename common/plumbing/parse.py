@@ -48,9 +48,7 @@ def parse_config(
     from common.plumbing.interrupt import handle_as_usual  # not above: a program imports this file before all others
 
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(argv):
-        what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # what follows is for readers of the file
-        show_description(what_it_is, shutil.get_terminal_size().columns)
+    _show_help(argv, description)
     _check_words(config_class, argv)
     config = _read(config_class(), argv)
     if getattr(config, "resume", None) is not None:
@@ -71,12 +69,42 @@ def parse_config(
     return config
 
 
+def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
+    """Read the command line of a program without a `--model`, and refuse values out of range.
+
+    Args:
+        config: the defaults.
+
+    Raises:
+        UserError: a value is out of range, or a text cannot be used.
+    """
+    from common.plumbing.interrupt import handle_as_usual
+
+    argv = sys.argv[1:] if argv is None else argv
+    _show_help(argv, description)
+    _check_words(type(config), argv)
+    config = _read_flags(config, argv)
+    check_ranges(config)
+    handle_as_usual()
+    return config
+
+
+def _show_help(argv: Sequence[str], description: str) -> None:
+    if {"-h", "--help"} & set(argv):
+        what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # what follows is for readers of the file
+        show_description(what_it_is, shutil.get_terminal_size().columns)
+
+
 def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """The settings with the changes that the command line makes; `--help` and mistakes end the program.
 
     Raises:
         UserError: a text or a path cannot be used.
     """
+    return with_absolute_start(with_absolute_paths(_read_flags(config, argv)))
+
+
+def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     import tyro
 
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
@@ -87,7 +115,7 @@ def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
     )
     check_texts(config)
-    return with_absolute_start(with_absolute_paths(config))
+    return config
 
 
 @contextmanager

@@ -29,10 +29,11 @@ def change_settings(directory: Path, **changes: object) -> None:
     write_settings(directory, settings | changes)
 
 
-def read_settings(directory: Path, config_class: type[PolicyConfig]) -> dict:
+def read_settings(directory: Path, config_class: type[PolicyConfig], what: str = "--resume") -> dict:
     """
     Args:
         config_class: of the experiment that reads them; the settings that it knows must be of its types.
+        what: how the user has named the directory.
 
     Raises:
         UserError: the directory is not that of a run, or its config.json is damaged.
@@ -40,18 +41,18 @@ def read_settings(directory: Path, config_class: type[PolicyConfig]) -> dict:
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"--resume {directory}: no config.json of a run can be read there ({error})") from error
+        raise UserError(f"{what} {directory}: no config.json of a run can be read there ({error})") from error
     if not isinstance(settings, dict) or not isinstance(settings.get("experiment"), str):
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
-        raise UserError(f"--resume {directory}: its config.json is not that of a run{hint}")
+        raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")
     for name, wanted in typing.get_type_hints(config_class).items():
         value = settings.get(name)
         try:
             check_type(tuple(value) if isinstance(value, list) else value, wanted)
         except TypeCheckError:
             if name in settings:
-                raise UserError(f"--resume {directory}: config.json is damaged: {name} cannot be {value!r}") from None
+                raise UserError(f"{what} {directory}: config.json is damaged: {name} cannot be {value!r}") from None
     return settings
 
 

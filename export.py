@@ -1,0 +1,252 @@
+"""Turn a run into a model that others can use: a directory with a model card, checked, and uploaded if asked.
+
+    python export.py runs/experiment_base/<name>
+    python export.py runs/experiment_base/<name> --merge --dtype bfloat16 --output my-model
+    python export.py runs/experiment_base/<name> --quantize 4bit
+    python export.py runs/experiment_base/<name> --merge --push owner/name --private
+
+What is written loads with plain transformers. It answers held-out questions greedily as the trained policy does, which
+is checked before anything is uploaded. docs/export.md explains what is written and what is not.
+"""
+
+import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import importlib.util
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+from common.errors import UserError
+from exporting.answers import (
+    Questions,
+    gguf_answers,
+    num_equal,
+    num_prompts_equal,
+    read_questions,
+    trained_answers,
+    written_answers,
+)
+from exporting.card import Card
+from exporting.gguf import convert, find_converter
+from exporting.source import Source, find_source
+from exporting.upload import check_push, list_files, push
+from exporting.weights import (
+    load_trained,
+    refuse_quantised,
+    write_adapter,
+    write_generation_config,
+    write_model,
+    write_quantised,
+)
+
+from common.plumbing.checks import check_device, local_path
+from common.plumbing.config import ModelConfig, is_hub_id, resolve, shown
+from common.plumbing.directory import LOCK, lock_directory
+from common.plumbing.parse import parse_plain
+from common.plumbing.ranks import num_launched
+from common.plumbing.signals import signals_to
+from common.plumbing.start import NO_SPACE, run_main
+from common.plumbing.terminal import printable, say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    FIRST_GROUP: ClassVar[str] = "export"
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: str = ""  # directory of a run, its final/, or one of its checkpoints
+    merge: bool = False  # of a run with an adapter: write the model with the adapter merged in, not the adapter alone
+    # 4bit and 8bit: a checkpoint of bitsandbytes; gguf: a file for llama.cpp, whose converter is needed
+    quantize: Literal["none", "4bit", "8bit", "gguf"] = "none"
+    # of the weights; None: as the run's final policy is saved: float32, or with an adapter the dtype of its base
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    output: str | None = None  # directory to write, which must not exist; None: exports/ and the run's name
+    questions: int = 16  # held-out questions that both, the trained policy and what was written, must answer
+    llama_cpp: str | None = None  # directory of llama.cpp, for --quantize gguf; None: look for its converter on the PATH
+    push: str | None = None  # owner/name: upload it to this repository of the Hugging Face hub; None: do not
+    private: bool = False  # make that repository private
+    dry_run: bool = False  # with --push: only print what would be uploaded
+    license: str | None = None  # for the model card, as the hub writes it, e.g. apache-2.0; None: not stated
+    device: str = "auto"  # where answers are computed: cpu, cuda, ...; auto: an accelerator, cuda first, else cpu
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_plain(Config(), argv, description=__doc__)
+    if num_launched() > 1:
+        raise UserError("export.py runs in one process: start it with python")
+    check(config)
+    source = find_source(config.run)
+    merge = source.is_adapter and (config.merge or config.quantize != "none" or source.base_id is None)
+    if config.merge and not source.is_adapter:
+        say("--merge: this run has no adapter, its model is complete")
+    if merge:
+        refuse_quantised(source)
+    if merge and not config.merge:
+        reason = f"--quantize {config.quantize}" if config.quantize != "none" else "its base is not on the hub"
+        say(f"the adapter is merged into its base ({reason})")
+    if source.is_adapter and not merge and config.dtype is not None:
+        raise UserError(f"--dtype {config.dtype}: an adapter alone is kept as it is: add --merge")
+    output = find_output(config, source)
+    with signals_to(signal.default_int_handler), writing(output) as partial:
+        card = write(config, source, merge, output, partial)
+        (partial / "README.md").write_text(card.text(), encoding="utf-8")
+    say(f"exported to {shown(output)}")
+    if config.push is None:
+        return
+    if config.dry_run:
+        say(f"--dry-run: these files would be uploaded to {config.push}{', private' if config.private else ''}:")
+        list_files(output)
+        return
+    say(f"uploaded to {push(output, config.push, config.private)}")
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot work, before anything is read."""
+    if not config.run:
+        raise UserError("RUN is missing: give the directory of a run, runs/experiment_base/<name> for example")
+    check_device(config.device)
+    if config.quantize in ("4bit", "8bit"):
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise UserError(f"--quantize {config.quantize} needs the package bitsandbytes: pip install bitsandbytes")
+        if config.dtype is not None:
+            raise UserError(f"--dtype {config.dtype} contradicts --quantize {config.quantize}: omit one of them")
+    if config.quantize == "gguf":
+        find_converter(config.llama_cpp)
+    elif config.llama_cpp is not None:
+        raise UserError("--llama-cpp is for --quantize gguf")
+    for name in ("private", "dry_run"):
+        if getattr(config, name) and config.push is None:
+            raise UserError(f"--{name.replace('_', '-')} is for --push owner/name")
+    if config.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,40}", config.license):
+        raise UserError(f"--license {printable(config.license, 60)} is not an id of the hub, such as apache-2.0")
+    if config.push is not None:
+        check_push(config.push, needs_token=not config.dry_run)
+
+
+def find_output(config: Config, source: Source) -> Path:
+    """
+    Raises:
+        UserError: it exists.
+    """
+    name = source.run.name + ("" if source.step is None else f"-step{source.step}")
+    name += "" if config.quantize == "none" else f"-{config.quantize}"
+    output = Path("exports") / name if config.output is None else local_path(config.output, "--output")
+    if output.exists() or output.is_symlink():
+        raise UserError(f"{shown(output)} exists already: remove it, or choose another --output")
+    return output.absolute()
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[Path]:
+    """A directory beside `output`, which becomes it at the end of the block, and is removed if the block fails."""
+    partial = output.with_name(output.name + ".partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {shown(output)} cannot be made ({error.strerror})") from error
+    lock = lock_directory(partial, "exporting to it")
+    try:
+        for path in partial.iterdir():  # left by a process that was killed
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield partial
+        partial.rename(output)
+        (output / LOCK).unlink(missing_ok=True)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt("interrupted; nothing was exported") from None
+        if _is_full(error):
+            raise UserError(f"{shown(output)} could not be written ({error}); nothing was exported") from error
+        raise
+    finally:
+        lock.release()
+
+
+def _is_full(error: BaseException) -> bool:
+    """What safetensors raises has no errno."""
+    from safetensors import SafetensorError
+
+    return isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE)
+
+
+def write(config: Config, source: Source, merge: bool, output: Path, partial: Path) -> Card:
+    """Write the weights, and compare the answers.
+
+    Raises:
+        UserError: weights that were not rounded answer otherwise than the trained policy.
+    """
+    torch.set_num_threads(_num_threads(source))
+    device = resolve(ModelConfig(device=config.device), {}).device
+    dtype = config.dtype or source.policy.dtype
+    policy = load_trained(source, device)
+    questions = read_questions(source, config.questions, policy)
+    trained, ends = trained_answers(policy, questions), policy.end_of_turn_ids
+    del policy  # two models need not be in memory at once
+
+    model = partial if config.quantize == "none" else partial / "unquantised"
+    model.mkdir(exist_ok=True)
+    if source.is_adapter and not merge:
+        write_adapter(source, model)
+    else:
+        write_model(source, model, "bfloat16" if config.quantize in ("4bit", "8bit") else dtype)
+        write_generation_config(model)
+    if config.quantize in ("4bit", "8bit"):
+        write_quantised(model, partial, config.quantize, device)
+        shutil.rmtree(model)
+    prompts_equal = num_prompts_equal(model if model.exists() else partial, questions)
+    equal = num_equal(trained, written_answers(model if model.exists() else partial, questions, device))
+    _report(equal, questions, "transformers' generate")
+    is_rounded = config.quantize in ("4bit", "8bit") or dtype != "float32" or source.policy.dtype != "float32"
+    if equal < len(trained) and not is_rounded:
+        raise UserError(
+            f"{len(trained) - equal} of {len(trained)} greedy answers differ from those of the trained policy, although "
+            "no weight was rounded: nothing was exported"
+        )
+    if config.quantize == "gguf":
+        convert(find_converter(config.llama_cpp), model, partial / "model.gguf", dtype)
+        shutil.rmtree(model)
+        answers = gguf_answers(partial / "model.gguf", questions, ends)
+        equal = None if answers is None else num_equal(trained, answers)
+        if equal is None:
+            say("the GGUF file was not run: that needs the package llama-cpp-python")
+        else:
+            _report(equal, questions, "llama.cpp")
+    curve = source.run / "curve.png"
+    if has_curve := source.step is None and curve.is_file():
+        shutil.copyfile(curve, partial / "curve.png")
+    name = config.push or output.name
+    title, loads_as = name.rpartition("/")[2], name
+    return Card(
+        source=source,
+        title=title,
+        loads_as=loads_as if config.push or not is_hub_id(loads_as) else f"./{loads_as}",
+        dtype=dtype,
+        quantize=config.quantize,
+        merged=merge,
+        license=config.license,
+        questions=questions,
+        equal=equal,
+        prompts_equal=prompts_equal,
+        has_curve=has_curve,
+    )
+
+
+def _report(equal: int, questions: Questions, by: str) -> None:
+    total = len(questions.prompts)
+    say(f"{equal} of {total} greedy answers of what was written, by {by}, are those of the trained policy")
+
+
+def _num_threads(source: Source) -> int:
+    threads = source.settings.get("threads")
+    return threads if type(threads) is int and 0 < threads <= 256 else torch.get_num_threads()
+
+
+if __name__ == "__main__":
+    run_main(main)

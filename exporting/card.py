@@ -1,0 +1,259 @@
+"""The model card: what was trained, how, what it reached, how to use it, and what is not known.
+
+Names, settings and texts come from the user's machine and from data: no path of that machine is shown, and none of them
+can end the code block or the line that it is in.
+"""
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+
+from exporting.answers import Questions
+from exporting.source import Source
+from viewer.table import wilson
+
+from common.plumbing.checks import flag
+from common.plumbing.config import BUNDLED, is_hub_id
+from common.plumbing.hub import is_hub_source
+from common.plumbing.terminal import printable, visible
+
+SHOWN = {
+    "greedy/accuracy": "greedy accuracy",
+    "sampled/accuracy": "sampled accuracy (mean of 8)",
+    "sampled/pass@8": "at least one of 8 right (pass@8)",
+}
+PLACES = ("model", "data", "eval_data", "task", "chat_template", "tools", "corpus", "encoder")  # by their last part
+TEXTS = ("system_prompt", "completion_prefix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    source: Source
+    title: str  # the name of the repository, or of the directory
+    loads_as: str  # what `from_pretrained` is given
+    dtype: str
+    quantize: str
+    merged: bool
+    license: str | None
+    questions: Questions
+    equal: int | None  # questions with the same greedy answer; None: not compared
+    prompts_equal: int
+    has_curve: bool
+
+    def text(self) -> str:
+        parts = [self._front_matter(), f"# {escape(self.title)}", self._what(), self._use(), self._training()]
+        return "\n\n".join(part for part in [*parts, self._evaluation(), self._check(), self._limits()] if part) + "\n"
+
+    @property
+    def _is_adapter(self) -> bool:
+        return self.source.is_adapter and not self.merged
+
+    @property
+    def _model(self) -> str:
+        name = self.source.base_id
+        if name is not None:
+            return f"[{name}](https://huggingface.co/{name})"
+        model = str(self.source.settings.get("model"))
+        if model in BUNDLED:
+            return f"the textbook's bundled policy `{model}` (1.8 million parameters, made to be trained in minutes)"
+        return f"a model in a directory, {code(place('model', model))}"
+
+    def _front_matter(self) -> str:
+        import yaml
+
+        library = "gguf" if self.quantize == "gguf" else "peft" if self._is_adapter else "transformers"
+        fields: dict = {"library_name": library, "pipeline_tag": "text-generation"}
+        if self.source.base_id is not None:
+            fields["base_model"] = self.source.base_id
+            fields["base_model_relation"] = "adapter" if self._is_adapter else "finetune"
+            if self.quantize != "none":
+                fields["base_model_relation"] = "quantized"
+        if self.license is not None:
+            fields["license"] = self.license
+        bits = {"4bit": ["4-bit", "bitsandbytes"], "8bit": ["8-bit", "bitsandbytes"]}.get(self.quantize, [])
+        fields["tags"] = ["reinforcement-learning", "rl-textbook", *bits]
+        return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
+
+    def _what(self) -> str:
+        form = "its weights quantised to GGUF" if self.quantize == "gguf" else f"in {self.dtype}"
+        if self.quantize == "gguf":
+            form = f"as GGUF in {self.dtype}, for llama.cpp"
+        elif self.quantize != "none":
+            form = f"quantised to {self.quantize.removesuffix('bit')} bits with bitsandbytes"
+        kind = "A LoRA adapter" if self._is_adapter else "A language model"
+        merged = ", merged from a LoRA adapter and its base" if self.source.is_adapter and self.merged else ""
+        state = "after" if self.source.step is None else f"at the checkpoint of step {self.source.step} of"
+        experiment = code(self.source.settings["experiment"])
+        task = code(place("task", str(self.source.settings.get("task", "none"))))
+        return (
+            f"{kind} {form}{merged}: {self._model} {state} a training run of {experiment} on the task {task}. It was "
+            "trained with an open textbook of reinforcement learning for language models."
+        )
+
+    def _use(self) -> str:
+        if self.quantize == "gguf":
+            text = 'llama-cli -m model.gguf --temp 0 -p "..."'
+            return "## How to use it\n\n" + fenced(text, "sh") + "\n\nThe chat template is in the file."
+        messages = json.dumps(self.questions.conversations[0], ensure_ascii=True)
+        lines = [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f"name = {json.dumps(self.loads_as)}",
+            "tokenizer = AutoTokenizer.from_pretrained(name)",
+            "model = AutoModelForCausalLM.from_pretrained(name)",
+            f"messages = {messages}",
+            'prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '
+            "return_dict=True)",
+            f"output = model.generate(**prompt.to(model.device), max_new_tokens={self.questions.budget})",
+            'print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))',
+        ]
+        needs = {"4bit": "bitsandbytes", "8bit": "bitsandbytes"}.get(self.quantize, "peft" if self._is_adapter else "")
+        where = "" if is_hub_id(self.loads_as) else " Run it beside the model's directory, or change `name`."
+        text = f"It needs `transformers`{f' and `{needs}`' if needs else ''}.{where} The question is one of the held-out"
+        text += " ones. Answers are greedy by default; to sample as in training, add "
+        text += f"`do_sample=True, temperature={self._number('temperature', 1.0)}, top_p={self._number('top_p', 1.0)}, "
+        text += "top_k=0`."
+        prefix = self.source.settings.get("completion_prefix")
+        if isinstance(prefix, str) and prefix:
+            text += f" The chat template begins every answer with {code(prefix)}, which is not printed."
+        return "## How to use it\n\n" + fenced("\n".join(lines), "python") + "\n\n" + text
+
+    def _number(self, name: str, otherwise: float) -> float:
+        value = self.source.settings.get(name)
+        return value if type(value) in (int, float) else otherwise
+
+    def _training(self) -> str:
+        settings = self.source.settings
+        versions = settings.get("versions") if isinstance(settings.get("versions"), dict) else {}
+        rows = {
+            "commit of the textbook": settings.get("commit"),
+            "seed": settings.get("seed"),
+            "steps": self.source.step if self.source.step is not None else settings.get("steps"),
+            "machine": settings.get("machine"),
+            "GPU": settings.get("gpu"),
+            "processes": settings.get("processes"),
+            "held quantised in training": settings.get("load_in"),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        }
+        table = [f"| {name} | {escape(value)} |" for name, value in rows.items() if value not in (None, "")]
+        text = "## Training\n\n" + fenced(public_command(settings), "sh")
+        text += "\n\nPaths are shortened to their last part; flags that name places, such as that of the run, are left "
+        text += "out. Settings that are not given have the defaults of that commit.\n\n"
+        text += "\n".join(["| | |", "|---|---|", *table])
+        return text + ("\n\n![metrics of the run over its steps](curve.png)" if self.has_curve else "")
+
+    def _evaluation(self) -> str:
+        before, after, count = self.source.figures()
+        names = [name for name in SHOWN if _is_share(before.get(name)) or _is_share(after.get(name))]
+        if not names:
+            return "## Evaluation\n\nThe run was not evaluated."
+        rows = [f"| {SHOWN[name]} | {_cell(before.get(name), count)} | {_cell(after.get(name), count)} |" for name in names]
+        asked = f"{count} held-out questions" if count else "the held-out questions"
+        intervals = " In brackets: 95 % intervals (Wilson), as if every question gave one answer." if count else ""
+        table = "\n".join(["| | before | after |", "|---|---|---|", *rows])
+        return f"## Evaluation\n\nBy the run itself, on {asked} of its task.{intervals}\n\n{table}"
+
+    def _check(self) -> str:
+        total = len(self.questions.prompts)
+        text = "## Does it answer as what was trained?\n\n"
+        if self.equal is None:
+            text += "The weights that were converted were compared with the trained ones; the GGUF file itself was not run."
+        else:
+            with_what = "llama.cpp" if self.quantize == "gguf" else "`generate` of transformers"
+            text += f"{self.equal} of {total} greedy answers to held-out questions, by {with_what}, are token for token "
+            text += "those of the trained policy."
+            if self.equal < total:
+                text += " The others differ because the weights here are rounded."
+        if self.prompts_equal < total:
+            text += f" The chat template renders {total - self.prompts_equal} of {total} prompts otherwise than in "
+            text += "training, because it writes the date or a question spells a control token."
+        return text
+
+    def _limits(self) -> str:
+        text = "## Limits\n\nThe figures are of one run with one seed, on questions of the kind that it was trained on. Other "
+        text += "abilities, safety and biases were not evaluated."
+        if self.license is None:
+            whose = self.source.base_id
+            text += f" The licence of {whose} applies." if whose is not None else " No licence was given."
+        return text
+
+
+def public_command(settings: dict) -> str:
+    """The command of a run with the settings that were given, and without what says something about the machine."""
+    words = settings.get("command")
+    words = [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+    given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    given |= {name.removeprefix("no_") for name in given}
+    experiment = re.sub(r"\W", "_", str(settings["experiment"]))
+    command = ["python", f"{experiment}/train.py"]
+    for name, value in settings.items():
+        if name in given:
+            command += _public(name, value)
+    return shlex.join(command)
+
+
+def _public(name: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [flag(name) if value else flag(f"no_{name}")] if name not in ("wandb", "estimate") else []
+    if type(value) in (int, float):
+        return [flag(name), str(value)]
+    if isinstance(value, list) and value and all(re.fullmatch(r"\w+=[\d.e+-]+", str(pair)) for pair in value):
+        return [flag(name), *value]
+    if not isinstance(value, str):
+        return []
+    if name in PLACES:
+        return [flag(name), place(name, value)]
+    if name in TEXTS:
+        return [flag(name), printable(value, 2000)]
+    is_word = name in ("dtype", "load_in", "attn_implementation", "critic_type", "device", "index")
+    return [flag(name), value] if is_word and re.fullmatch(r"[\w.:-]{1,40}", value) else []
+
+
+def place(name: str, value: str) -> str:
+    """A hub id, the name of a bundled model or task, or the last part of a path.
+
+    >>> place("model", "/home/ada/models/llama"), place("model", "Qwen/Qwen2.5-0.5B"), place("task", "gsm8k")
+    ('llama', 'Qwen/Qwen2.5-0.5B', 'gsm8k')
+    """
+    is_on_hub = is_hub_id(value) if name == "model" else name in ("data", "eval_data") and is_hub_source(value)
+    if is_on_hub and not Path(value).exists():
+        return value
+    return printable(PureWindowsPath(value).name or "a directory", 100)
+
+
+def escape(value: object) -> str:
+    """One line of text that is no markup.
+
+    >>> escape("a|b <i> [x](y)")
+    'a\\\\|b &lt;i> \\\\[x\\\\](y)'
+    """
+    return re.sub(r"([\\`*_\[\]|#!~])", r"\\\1", printable(str(value), 200)).replace("<", "&lt;")
+
+
+def code(text: str) -> str:
+    """A text in one line of code, whatever backticks it holds."""
+    text = printable(text, 200)
+    ticks = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    pad = " " if len(ticks) > 1 or not text else ""
+    return f"{ticks}{pad}{text}{pad}{ticks}"
+
+
+def fenced(text: str, language: str) -> str:
+    """A block of code, whatever backticks it holds."""
+    ticks = "`" * max(3, max(map(len, re.findall("`+", text)), default=0) + 1)
+    return f"{ticks}{language}\n{visible(text)}\n{ticks}"
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, float) and 0 <= value <= 1
+
+
+def _cell(value: object, count: int) -> str:
+    if not _is_share(value):
+        return "-"
+    if not count:
+        return f"{value:.3f}"
+    low, high = wilson(value, count)
+    return f"{value:.3f} [{max(0.0, low):.3f}-{min(1.0, high):.3f}]"
