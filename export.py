@@ -68,7 +68,9 @@ class Config:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     output: str | None = None  # directory to write, which must not exist; None: exports/ and the run's name
     questions: int = 16  # held-out questions that both, the trained policy and what was written, must answer
-    llama_cpp: str | None = None  # directory of llama.cpp, for --quantize gguf; None: look for its converter on the PATH
+    llama_cpp: str | None = (
+        None  # directory of llama.cpp, for --quantize gguf; None: look for its converter on the PATH
+    )
     push: str | None = None  # owner/name: upload it to this repository of the Hugging Face hub; None: do not
     private: bool = False  # make that repository private
     dry_run: bool = False  # with --push: only print what would be uploaded
@@ -206,11 +208,11 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     is_rounded = config.quantize in ("4bit", "8bit") or dtype != "float32" or source.policy.dtype != "float32"
     if equal < len(trained) and not is_rounded:
         raise UserError(
-            f"{len(trained) - equal} of {len(trained)} greedy answers differ from those of the trained policy, although "
-            "no weight was rounded: nothing was exported"
+            f"{len(trained) - equal} of {len(trained)} greedy answers differ from those of the trained policy, "
+            "although no weight was rounded: nothing was exported"
         )
     if config.quantize == "gguf":
-        convert(find_converter(config.llama_cpp), model, partial / "model.gguf", dtype)
+        convert(find_converter(config.llama_cpp), model, partial / "model.gguf", dtype, output.name)
         shutil.rmtree(model)
         answers = gguf_answers(partial / "model.gguf", questions, ends)
         equal = None if answers is None else num_equal(trained, answers)

@@ -77,7 +77,7 @@ class Card:
         return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
 
     def _what(self) -> str:
-        form = "its weights quantised to GGUF" if self.quantize == "gguf" else f"in {self.dtype}"
+        form = f"in {self.dtype}"
         if self.quantize == "gguf":
             form = f"as GGUF in {self.dtype}, for llama.cpp"
         elif self.quantize != "none":
@@ -111,7 +111,9 @@ class Card:
         ]
         needs = {"4bit": "bitsandbytes", "8bit": "bitsandbytes"}.get(self.quantize, "peft" if self._is_adapter else "")
         where = "" if is_hub_id(self.loads_as) else " Run it beside the model's directory, or change `name`."
-        text = f"It needs `transformers`{f' and `{needs}`' if needs else ''}.{where} The question is one of the held-out"
+        text = (
+            f"It needs `transformers`{f' and `{needs}`' if needs else ''}.{where} The question is one of the held-out"
+        )
         text += " ones. Answers are greedy by default; to sample as in training, add "
         text += f"`do_sample=True, temperature={self._number('temperature', 1.0)}, top_p={self._number('top_p', 1.0)}, "
         text += "top_k=0`."
@@ -149,7 +151,9 @@ class Card:
         names = [name for name in SHOWN if _is_share(before.get(name)) or _is_share(after.get(name))]
         if not names:
             return "## Evaluation\n\nThe run was not evaluated."
-        rows = [f"| {SHOWN[name]} | {_cell(before.get(name), count)} | {_cell(after.get(name), count)} |" for name in names]
+        rows = [
+            f"| {SHOWN[name]} | {_cell(before.get(name), count)} | {_cell(after.get(name), count)} |" for name in names
+        ]
         asked = f"{count} held-out questions" if count else "the held-out questions"
         intervals = " In brackets: 95 % intervals (Wilson), as if every question gave one answer." if count else ""
         table = "\n".join(["| | before | after |", "|---|---|---|", *rows])
@@ -159,10 +163,14 @@ class Card:
         total = len(self.questions.prompts)
         text = "## Does it answer as what was trained?\n\n"
         if self.equal is None:
-            text += "The weights that were converted were compared with the trained ones; the GGUF file itself was not run."
+            text += (
+                "The weights that were converted were compared with the trained ones; the GGUF file itself was not run."
+            )
         else:
             with_what = "llama.cpp" if self.quantize == "gguf" else "`generate` of transformers"
-            text += f"{self.equal} of {total} greedy answers to held-out questions, by {with_what}, are token for token "
+            text += (
+                f"{self.equal} of {total} greedy answers to held-out questions, by {with_what}, are token for token "
+            )
             text += "those of the trained policy."
             if self.equal < total:
                 text += " The others differ because the weights here are rounded."
@@ -172,8 +180,10 @@ class Card:
         return text
 
     def _limits(self) -> str:
-        text = "## Limits\n\nThe figures are of one run with one seed, on questions of the kind that it was trained on. Other "
-        text += "abilities, safety and biases were not evaluated."
+        text = (
+            "## Limits\n\nThe figures are of one run with one seed, on questions of the kind that it was trained on. "
+        )
+        text += "Other abilities, safety and biases were not evaluated."
         if self.license is None:
             whose = self.source.base_id
             text += f" The licence of {whose} applies." if whose is not None else " No licence was given."

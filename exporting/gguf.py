@@ -34,12 +34,16 @@ def find_converter(llama_cpp: str | None) -> Path:
     return path
 
 
-def convert(converter: Path, model: Path, target: Path, dtype: str) -> None:
+def convert(converter: Path, model: Path, target: Path, dtype: str, name: str) -> None:
     """
+    Args:
+        name: of the model, in the file.
+
     Raises:
         UserError: the converter refuses the model, with its last line.
     """
     command = [sys.executable, str(converter), str(model), "--outfile", str(target), "--outtype", TYPES[dtype]]
+    command += ["--model-name", name]
     result = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
     if result.returncode or not target.is_file():
         lines = [line for line in result.stderr.splitlines() if line.strip()] or ["it printed nothing"]

@@ -104,7 +104,9 @@ def find_source(text: str) -> Source:
     settings = read_settings(run, RunConfig, what="RUN")
     if not any((weights / name).is_file() for name in ("config.json", ADAPTER_SETTINGS)):
         steps = [found for found in (run / "checkpoints").glob("step_*") if _step(found) is not None]
-        newest = f": its newest checkpoint is {shown(max(steps, key=_step))}, which can be given as RUN" if steps else ""
+        newest = (
+            f": its newest checkpoint is {shown(max(steps, key=_step))}, which can be given as RUN" if steps else ""
+        )
         raise UserError(f"RUN {shown(run)} has no final/, because it has not ended{newest}")
     source = Source(run=run, weights=weights, step=step, settings=settings)
     try:

@@ -33,9 +33,7 @@ def push(directory: Path, name: str, private: bool) -> str:
     Raises:
         UserError: the hub cannot be reached or refuses, or a repository that is to be private is public.
     """
-    import httpx
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
@@ -45,7 +43,9 @@ def push(directory: Path, name: str, private: bool) -> str:
         if private and not api.repo_info(name).private:
             raise UserError(f"--private: {name} exists already, and is public; nothing was uploaded to it")
         api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload the exported model")
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of the library, of its HTTP client or of its storage
         raise UserError(
             f"--push {name}: {_reason(error)}; what was exported is complete, and can be sent later: "
             f"hf upload {name} {directory}"

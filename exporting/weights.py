@@ -1,5 +1,6 @@
 """Write the weights: of the model, with its adapter merged, quantised, or of the adapter alone."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError
+from common.policy import Policy
 from exporting.source import Source
 
 from common.plumbing.config import ADAPTER_SETTINGS, shown
@@ -91,8 +93,6 @@ def write_generation_config(directory: Path) -> None:
     GenerationConfig(**settings).save_pretrained(directory)
 
 
-def load_trained(source: Source, device: str):
+def load_trained(source: Source, device: str) -> Policy:
     """The policy as it was trained, ready to answer."""
-    import dataclasses
-
     return load_policy(dataclasses.replace(source.policy, device=device)).eval()

@@ -14,7 +14,9 @@ import tyro
 from common.plumbing.checks import flag
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(path for path in ROOT.glob("**/*.md") if not {"runs", ".venv", "engine-env"} & set(path.parts))
+PAGES = sorted(
+    path for path in ROOT.glob("**/*.md") if not {"runs", "exports", ".venv", "engine-env"} & set(path.parts)
+)
 # They take directories, or nothing
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "benchmarks/calls_by_kind.py"}
 
@@ -66,7 +68,7 @@ def aliases_of(config_class) -> dict[str, str]:
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The commands `python <script> <arguments>` on a page: script and arguments of each."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
-    found = re.findall(r"python (?:-m (viewer)\.(\w+)|(\w+/\w+\.py|evaluate\.py))((?: [^`\n&#)]*)?)", text)
+    found = re.findall(r"python (?:-m (viewer)\.(\w+)|(\w+/\w+\.py|evaluate\.py|export\.py))((?: [^`\n&#)]*)?)", text)
     return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
 
 
