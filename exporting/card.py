@@ -173,7 +173,10 @@ class Card:
             )
             text += "those of the trained policy."
             if self.equal < total:
-                text += " The others differ because the weights here are rounded."
+                is_gguf = self.quantize == "gguf"
+                text += " The others differ because "
+                text += "llama.cpp computes otherwise, with" if is_gguf else "the weights here are rounded."
+                text += " keys and values in half precision for example." if is_gguf else ""
         if self.prompts_equal < total:
             text += f" The chat template renders {total - self.prompts_equal} of {total} prompts otherwise than in "
             text += "training, because it writes the date or a question spells a control token."

@@ -81,6 +81,7 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
             continue
         module = load_script(script)
         config_class = getattr(module, "Config", None) or module.Command
+        arguments = [*map(flag, getattr(config_class, "POSITIONAL", ())), *arguments]  # as a flag: tyro's own view
         try:
             tyro.cli(config_class, args=[aliases_of(config_class).get(word, word) for word in arguments])
         except SystemExit:
