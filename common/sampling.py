@@ -7,11 +7,13 @@ in the logits moves a token across a boundary.
 
 import math
 from collections.abc import Callable
-from itertools import count, groupby
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
 
+from common.fast.auto_size import fits
+from common.fast.batches import divided, in_groups
 from common.fast.kept_rows import KeptRows
 from common.fast.sharded_weights import gathered_weights, gathered_when_called
 from common.fast.shared_prompts import left_pad
@@ -51,7 +53,7 @@ def sample(
             of the full distribution.
         greedy: take the most probable token instead of drawing one.
         generation_batch_size: completions sampled at the same time, in complete groups. It bounds the memory of the
-            cache and changes no sample. None: all.
+            cache and changes no sample. None: all. An `AutoSize` is halved where memory runs out.
         everyone_done: for sharded weights that are too many to be gathered for the rollout, which is what None does:
             every decode step gathers them, one layer after the other, so all ranks must make the same steps. Called
             after each with whether this rank is done; returns whether all are: `lambda done: all(gather(done))`.
@@ -65,7 +67,8 @@ def sample(
     trajectories = begin_rows(prompts, group_size, prompt_index, rows)
     prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
     batches = in_groups(trajectories, prompts_per_batch * group_size, rows)
-    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy, everyone_done)
+    size, length = generation_batch_size, math.inf
+    _continue_batches(policy, batches, size, max_new_tokens, length, key, top_p, greedy, everyone_done)
     return trajectories
 
 
@@ -84,13 +87,6 @@ def begin_rows(
         ids, num_ids = list(prompts[prompt]), len(prompts[prompt])
         trajectories.append(Trajectory(ids, num_ids, [0] * num_ids, [0.0] * num_ids, prompt_index[prompt], completion))
     return trajectories
-
-
-def in_groups(trajectories: list[Trajectory], size: int, rows: range | None = None) -> list[list[Trajectory]]:
-    """What `begin_rows` has returned, by group of `size` rows; the first and the last one can be parts of groups."""
-    numbers = range(len(trajectories)) if rows is None else rows
-    paired = groupby(zip(numbers, trajectories, strict=True), lambda pair: pair[0] // size)
-    return [[trajectory for _, trajectory in group] for _, group in paired]
 
 
 def continue_rows(
@@ -123,13 +119,14 @@ def continue_rows(
     lengths = [len(row.ids) for row in rows]
     size = generation_batch_size or len(rows) or 1
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, everyone_done, kept)
+    _continue_batches(policy, batches, size, max_new_tokens, max_length, key, top_p, greedy, everyone_done, kept)
     return [row.ids[length:] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _continue_batches(
     policy: Policy,
     batches: list[list[Trajectory]],
+    size: int | None,
     max_new_tokens: int,
     max_length: float,
     key: tuple[int, ...],
@@ -143,7 +140,7 @@ def _continue_batches(
     everyone_done = everyone_done or bool  # with whole weights each rank ends by itself
     weights = gathered_weights(policy) if is_gathered else gathered_when_called(policy, "next_logits")
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-    waiting = list(batches)
+    waiting = divided(batches, size)
     # Weights that are gathered in inference mode could not be trained any more, so these are gathered before it.
     with weights, torch.inference_mode(is_gathered), torch.no_grad():
         while not everyone_done(not waiting):
@@ -157,7 +154,10 @@ def _continue_batches(
                 continue
             draws = None if greedy or not rows else _uniforms(rows, max(budgets), key).to(policy.device, exact)
             with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
-                _complete(policy, rows, budgets, top_p, draws, everyone_done, kept)
+                arguments = (policy, rows, budgets, top_p, draws, everyone_done, kept)
+                # Where memory ran out nothing is recorded. Ranks in step with one another cannot divide their batches.
+                if not fits(size if is_gathered else None, len(rows), _complete, *arguments):
+                    waiting = divided([rows, *waiting], size)
 
 
 def _complete(

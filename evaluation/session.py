@@ -9,7 +9,7 @@ from common.errors import UserError
 from common.policy import Policy
 from evaluation.answers import Completions, ask, make_batches
 from evaluation.comparison import check_shared, compare, read_results
-from evaluation.directory import begin, locked, tell_changes
+from evaluation.directory import begin, locked, tell_changes, with_its_size
 from evaluation.failures import failures
 from evaluation.figures import Answers, figures, read_answers
 from evaluation.progress import progress
@@ -43,6 +43,7 @@ def evaluate(
         check_shared(other, list(map(content_of, task.eval_rows)))
     with locked(directory):
         try:
+            config = with_its_size(config, directory)
             settings = begin(directory, config, task)
             batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
             completions = Completions(directory / "completions.jsonl", batches, config.num_samples)

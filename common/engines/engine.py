@@ -15,10 +15,11 @@ import torch
 
 from common.engines.export import export
 from common.engines.http import Client, EngineError
+from common.fast.batches import in_groups
 from common.keyed import keyed_generator
 from common.parallel import gather, is_main
 from common.policy import Policy
-from common.sampling import begin_rows, in_groups
+from common.sampling import begin_rows
 from common.trajectory import Trajectory
 
 MOST_REQUESTS = 64  # at the same time, one for each prompt; the engine makes batches of them

@@ -24,6 +24,7 @@ BUNDLED = {
     "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
 }
 ADAPTER_SETTINGS = "adapter_config.json"
+BatchSize = int | Literal["auto"]  # auto: chosen from the memory that is free, and halved where it runs out
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # What a flag that was left at None becomes, by the kind of policy. A test holds the texts of --help to these figures.
@@ -141,7 +142,8 @@ class RunConfig(PolicyConfig):
     completion_prefix: str | None = None
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
-    generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
+    # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
+    generation_batch_size: BatchSize = 128
 
 
 def shown(source: str | Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.errors import UserError
 
+from common.plumbing.auto_sizes import with_sizes, with_sizes_of
 from common.plumbing.checks import (
     check_combinations,
     check_device,
@@ -66,7 +67,7 @@ def parse_config(
     check_combinations(config)
     check_engine(config)
     handle_as_usual()
-    return config
+    return with_sizes(config)
 
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
@@ -177,6 +178,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
     config = with_one_engine(before, _read(before, argv))
+    config = with_sizes_of(before, config, stored.get("automatic"))
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
         if name not in ("resume", *PLACES) and new != old and not (name == "steps" and new > old):

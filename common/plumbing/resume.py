@@ -9,7 +9,7 @@ from common.plumbing.config import PolicyConfig
 from common.plumbing.directory import RunDirectory, lock_directory
 from common.plumbing.engine_place import PLACES
 from common.plumbing.history import remove_logs, restore_logs
-from common.plumbing.settings import read_settings, write_settings
+from common.plumbing.settings import automatic_names, read_settings, write_settings
 from common.plumbing.sources import check_sources
 from common.plumbing.terminal import say
 
@@ -53,7 +53,7 @@ def _restore(
                     f"the run began with {name} {settings.get(name)} and resumes with {machine[name]}: "
                     "figures may differ"
                 )
-        settings |= {"sources": sources, "task_failed": False}
+        settings |= {"sources": sources, "task_failed": False, "automatic": automatic_names(config)}
         settings |= {name: getattr(config, name) for name in ("steps", *PLACES) if hasattr(config, name)}
         write_settings(directory, settings)
         if found is None:

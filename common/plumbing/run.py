@@ -55,7 +55,7 @@ class Run:
         self._lock = directory.lock  # held until the run is closed
         self.config = config
         self.task = task
-        self.resumed_at = directory.step  # the step of the checkpoint that it continues from; 0: none
+        self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
         self.stop_reason: str | None = None  # why training must end after this step
         self._machine = machine  # as described when the run started: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
@@ -105,6 +105,7 @@ class Run:
         self._last_step = num_steps
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
         for step in self._bar:
+            self.step = step
             self._clock.start()
             yield step
             if self.stop_reason is not None and is_main():

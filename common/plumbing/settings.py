@@ -10,12 +10,15 @@ import torch
 from typeguard import TypeCheckError, check_type
 
 from common.errors import UserError
+from common.fast.auto_size import AutoSize
 
 from common.plumbing.config import PolicyConfig
 from common.plumbing.files import replace_file
 
 # What config.json holds besides flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
+NOT_FLAGS |= {"automatic"}  # which sizes were chosen automatically, and can be halved
+AUTO_SIZES = ("micro_batch_size", "generation_batch_size")
 
 
 def write_settings(directory: Path, settings: dict) -> None:
@@ -58,9 +61,14 @@ def read_settings(directory: Path, config_class: type[PolicyConfig], what: str =
 
 def describe_settings(experiment: str, config: PolicyConfig, machine: dict) -> dict:
     settings = dataclasses.asdict(config) | machine | {"experiment": experiment, "command": sys.argv}
+    settings["automatic"] = automatic_names(config)
     if machine.get("processes", 1) > 1:
         settings["device"] = torch.device(config.device).type  # without the number of the main process's GPU
     return settings
+
+
+def automatic_names(config: PolicyConfig) -> list[str]:
+    return [name for name in AUTO_SIZES if isinstance(getattr(config, name, None), AutoSize)]
 
 
 def wandb_settings(experiment: str, directory: Path, config: PolicyConfig) -> dict | None:

@@ -12,8 +12,10 @@ from torch import distributed
 
 from common.engines.http import EngineError
 from common.errors import UserError
+from common.fast.auto_size import is_out_of_memory
 from common.parallel import is_main, rank, world_size
 
+from common.plumbing.auto_sizes import agree_on_sizes, follow_sizes, out_of_memory
 from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
 from common.plumbing.directory import RunDirectory, make_directory
@@ -109,7 +111,9 @@ def start_run(
             "processes of experiment_accelerate"
         )
     torch.set_num_threads(config.threads)
+    agree_on_sizes(config)
     run = _open_run(experiment, config, task, searched or {})
+    follow_sizes(config, run)
     with stoppable(run.request_stop, run.resume_command):
         try:
             try:
@@ -123,6 +127,8 @@ def start_run(
                 if has_lost_others(error):
                     hint = f"; resume with: {run.resume_command}" if run.directory.exists() else ""
                     raise UserError(f"{LOST}{hint}") from error
+                if is_out_of_memory(error):
+                    raise out_of_memory(config, error, run.resume_command if is_kept else None) from error
                 raise
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"interrupted; resume with: {run.resume_command}") from None

@@ -1,0 +1,90 @@
+"""Automatic batch sizes under a real limit of memory: a run halves them, goes on, and ends as one without a limit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_POLICY = ROOT / "assets" / "tiny_policy"
+
+# Runs the experiment with and without a limit, in one process, whose imports take longer than both. The limit is one of
+# address space: what the process has when training begins, and some room for its batches.
+CHILD = """
+import importlib.util
+import json
+import resource
+import sys
+from pathlib import Path
+
+path, room, *words = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("train_file", path)
+script = sys.modules["train_file"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+import common.plumbing.run
+
+train = script.train
+
+def limited(*arguments):
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(room), resource.RLIM_INFINITY))
+    try:
+        train(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+script.train = limited
+common.plumbing.run.draw_run = lambda _: None  # which imports much
+sizes = ["--micro-batch-size", "auto", "--generation-batch-size", "auto"]
+script.main([*words, *sizes, "--name", "limited"])
+script.train = train
+script.main([*words, "--name", "free"])
+"""
+MIB = 2**20
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
+FLAGS = (
+    *("--steps", "1", "--prompts-per-step", "2", "--group-size", "16", "--max-new-tokens", "6", "--eval-prompts", "1"),
+    *("--lr", "1e-4", "--seed", "5", "--device", "cpu", "--eval-every", "0", "--checkpoint-every", "1"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """Few weights, and a vocabulary so large that the logits of a batch take nearly all memory."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "wide"
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    settings = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings |= {"vocab_size": 100_000, "tie_word_embeddings": True, "initializer_range": 0.3}
+    LlamaForCausalLM(LlamaConfig(**settings, eos_token_id=tokenizer.eos_token_id)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def run(place: Path, *words: str) -> str:
+    script = str(ROOT / "experiment_base" / "train.py")
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, script, *words], cwd=place, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_a_limited_run_halves_and_ends_with_the_same_weights(model, tmp_path):
+    output = run(tmp_path, str(80 * MIB), *FLAGS, "--model", str(model))
+    assert "memory ran out with batches of completions" in output
+    assert "memory ran out with micro-batches" in output
+    limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
+    settings, unlimited = (json.loads((path / "config.json").read_text()) for path in (limited, free))
+    assert settings["automatic"] == ["micro_batch_size", "generation_batch_size"]
+    assert settings["micro_batch_size"] < 32
+    assert settings["generation_batch_size"] < 32
+    assert unlimited["automatic"] == []
+    weights, expected = (load_file(path / "final" / "model.safetensors") for path in (limited, free))
+    assert max((weights[name] - expected[name]).abs().max().item() for name in expected) <= 1e-5
