@@ -94,7 +94,7 @@ def check_ranges(config: ModelConfig) -> None:
     """
     for name, wanted in RANGES.items():
         value = getattr(config, name, None)
-        if value is not None and value not in wanted:
+        if value not in (None, "auto") and value not in wanted:
             why = ": a group is its own baseline" if name == "group_size" else ""
             raise UserError(f"{flag(name)} must be {wanted}, not {printable(str(value), 40)}{why}")
 
