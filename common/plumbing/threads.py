@@ -29,6 +29,7 @@ SECONDS = 0.5  # for all measurements; three rounds of each are made even if the
 ROUND = 0.02  # seconds of one thread: several time slices of the operating system, so that a busy core shows in each
 MOST_ROUNDS, FEWEST_ROUNDS = 12, 3
 GAIN = 0.85  # more threads must take at most this share of the time in three rounds of four, and win altogether
+FREE = 0.9  # one thread must have its core for this share of the time: on a busy one, two win only by a double share
 HOPELESS = 1.5  # after two rounds that took so many times as long: on busy cores, each further one would be slow, too
 # The products' sizes; larger ones gain as much, and would take too long
 WIDEST, WIDEST_INNER = 512, 512
@@ -125,13 +126,17 @@ def _measure(work: Callable[[], None], candidates: list[int]) -> tuple[int, floa
     for number in candidates:
         if not _can_start(number):
             break
-        more, fewer = [], []
+        more, fewer, held = [], [], 0.0
         _timed(work, number, 1)
         while len(more) < FEWEST_ROUNDS or (len(more) < MOST_ROUNDS and time.monotonic() < deadline):
             more.append(_timed(work, number, repetitions))
+            before = time.thread_time()
             fewer.append(_timed(work, best, repetitions))
+            held += time.thread_time() - before
             if len(more) > 1 and sum(more) > HOPELESS * sum(fewer):
                 break
+        if best == 1 and held < FREE * sum(fewer):
+            break
         ratios = [mine / its for mine, its in zip(more, fewer, strict=True)]
         if statistics.quantiles(ratios, n=4, method="inclusive")[2] > GAIN or sum(more) > sum(fewer):
             break

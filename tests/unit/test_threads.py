@@ -34,10 +34,11 @@ def unset(monkeypatch):
 def machine(monkeypatch):
     """A clock that only this work moves: machine({threads: seconds per call}) returns it, and the calls by threads."""
 
-    def make(seconds: dict[int, float]):
+    def make(seconds: dict[int, float], held: float = 1.0):
         now, asked, calls = [0.0], [1], []
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "thread_time", lambda: held * now[0])
         monkeypatch.setattr(torch, "set_num_threads", lambda number: asked.append(number))
         monkeypatch.setattr(threads, "_can_start", lambda number: True)
 
@@ -73,6 +74,12 @@ def test_the_time_is_bounded_however_many_cores(machine):
         work, _, now = machine({number: first / number for number in powers})
         assert _measure(work, powers[1:])[0] == 256
         assert now[0] < 1.5
+
+
+def test_a_thread_that_shares_its_core_stays_alone(machine):
+    """Two threads get twice the share of one, and are faster by that only: measured with two threads on one core."""
+    work, _, _ = machine({1: 0.010, 2: 0.006}, held=0.6)
+    assert _measure(work, [2]) == (1, 1.0)
 
 
 def test_busy_cores_cost_two_rounds(machine):
