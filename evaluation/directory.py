@@ -24,7 +24,7 @@ from common.plumbing.sources import check_sources, describe_sources
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable, say
 
-FREE = {"output", "compare"}  # settings that say nothing about the completions
+FREE = {"output", "compare", "threads"}  # the last rounds differently: `tell_changes` says that it has changed
 PARENT = Path("runs") / "evaluate"
 
 

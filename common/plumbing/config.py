@@ -47,7 +47,7 @@ class ModelConfig:
     # file of a chat template (Jinja), for models that have none, such as base models; None: the model's own
     chat_template: str | None = None
     seed: int = 0  # seed of sampling
-    threads: int = 1  # CPU threads; on busy cores more threads can be much slower than one
+    threads: Literal["auto"] | int = "auto"  # CPU threads; auto: OMP_NUM_THREADS, else as many as are measured to pay
     # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
     device: str = "auto"
     # arithmetic, and the dtype of frozen weights; trained weights are float32, and bfloat16 is autocast over them;

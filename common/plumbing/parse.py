@@ -30,6 +30,7 @@ from common.plumbing.ranks import num_launched
 from common.plumbing.settings import NOT_FLAGS, read_settings
 from common.plumbing.task_file import bundled_tasks, task_of
 from common.plumbing.terminal import printable, say
+from common.plumbing.threads import with_threads
 
 MAX_DIGITS = 4000  # Python reads up to 4300 of an integer
 
@@ -67,7 +68,7 @@ def parse_config(
     check_combinations(config)
     check_engine(config)
     handle_as_usual()
-    return with_sizes(config)
+    return with_sizes(with_threads(config))
 
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
@@ -162,7 +163,8 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     """The settings of the run that `--resume` names.
 
     The command line is read again with these settings as its defaults. A setting that differs from them afterwards was
-    given on the command line, with another value.
+    given on the command line, with another value. `--threads auto` is the run's number: with another one it would not
+    be the same run, bit for bit.
 
     Raises:
         UserError: there is no such run, or a setting differs from the run's that is neither `--steps` nor the place of
@@ -179,6 +181,8 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     before = dataclasses.replace(config, **values)
     config = with_one_engine(before, _read(before, argv))
     config = with_sizes_of(before, config, stored.get("automatic"))
+    if config.threads == "auto":
+        config = dataclasses.replace(config, threads=before.threads)
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
         if name not in ("resume", *PLACES) and new != old and not (name == "steps" and new > old):
