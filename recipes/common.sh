@@ -6,8 +6,8 @@
 
 set -euo pipefail
 
-RECIPES=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-ROOT=$(dirname "$RECIPES")
+RECIPES=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+ROOT=$(dirname -- "$RECIPES")
 
 if [[ ${1-} == -- ]]; then # a sourced file shares the recipe's own arguments
     shift

@@ -11,8 +11,9 @@
 #     answer that begins with `<think>`, rewards of 1 and 0.1.
 # Published: none in its README, which reports that the 3B base model learns to search and to verify itself.
 # Differs: GRPO with 8 completions for each of 32 questions, where TinyZero has PPO with a critic and one completion
-#     for each of 256; the KL is in the loss and not in the reward; the wording of the question, and the rules in
-#     front of it; 320 steps, where TinyZero allows 15 passes over its questions; evaluation on 256 held-out rows.
+#     for each of 256; the KL is in the loss and not in the reward; an answer counts only if it is the only one, where
+#     TinyZero takes the last; the wording of the question, and the rules in front of it; 320 steps, where TinyZero
+#     allows 15 passes over its questions; evaluation on 256 held-out rows.
 # Not shown: this recipe has not been run on downloaded weights or on a GPU; it has no figure of its own.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
+from transformers import AutoTokenizer
 
+from common.chat import begin_completions, decode, encode_prompt
 from common.errors import UserError
+from common.tasks import countdown
 
 from common.plumbing.settings import read_settings
 
@@ -43,8 +46,8 @@ def models(load_script, tmp_path_factory) -> Path:
 
 
 def call(recipe: Path | str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable} | environment
-    command = ["bash", str(ROOT / "recipes" / recipe), *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CDPATH": "/usr"} | environment
+    command = ["bash", os.path.relpath(ROOT / "recipes" / recipe), *flags]
     return subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=120)
 
 
@@ -189,6 +192,21 @@ def test_the_table_has_every_recipe_and_its_hardware():
     assert sorted(name for name, _ in rows) == [recipe.name for recipe in RECIPES]
     for name, memory in rows:
         assert f"# Hardware: {memory} GB" in (ROOT / "recipes" / name).read_text(encoding="utf-8")
+
+
+def test_a_base_model_is_asked_in_plain_text(models, started_by):
+    words = started_by("countdown_qwen2.5_3b_full.sh")
+    template, prefix = (words[words.index(flag) + 1] for flag in ("--chat-template", "--completion-prefix"))
+    tokenizer = AutoTokenizer.from_pretrained(models / "qwen2")
+    tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    begin_completions(tokenizer, prefix)
+    messages = countdown.messages({"nums": [3, 5], "target": 2}, "Solve it.")
+    assert tokenizer.decode(encode_prompt(tokenizer, messages)) == (
+        "A conversation between User and Assistant. The Assistant thinks first, and then gives the answer.\n"
+        "Solve it.\nUser: Make 2 from 3, 5.\nAssistant: Let me solve this step by step.\n<think>"
+    )
+    answer = tokenizer.encode("5-3 </think><answer>5-3</answer>", add_special_tokens=False)
+    assert countdown.reward({"nums": [3, 5], "target": 2}, decode(tokenizer, answer))["correct"] == 1
 
 
 def test_the_questions_of_chosen_levels_are_written(load_script, tmp_path, monkeypatch, capsys):
