@@ -1,0 +1,232 @@
+"""Every recipe trains a small model of its architecture for two steps, on real rows, with the settings that it names.
+
+A program in the place of Python's notes what a recipe starts, and the training is then called in this process: its
+imports take longer than two steps. One recipe is run as users run it, in one process and in two.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from transformers import AutoTokenizer
+
+from common.chat import begin_completions, decode, encode_prompt
+from common.errors import UserError
+from common.tasks import countdown
+
+from common.plumbing.settings import read_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.name != "common.sh")
+ACCELERATE, DR_GRPO = "experiment_accelerate/train.py", "experiment_drgrpo/train.py"
+HEADS = ["Hardware", "Follows", "Published", "Differs", "Not shown"]
+NOTE_ARGUMENTS = '#!/bin/sh\nprintf "%s\\0" "$@" >"$ARGUMENTS"\n'
+SHORT = (
+    *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8", "--eval-prompts", "2"),
+    *("--eval-every", "0", "--checkpoint-every", "0", "--device", "cpu", "--name", "x"),
+)
+
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def models(load_script, tmp_path_factory) -> Path:
+    """A directory with a small "qwen2" and a small "llama"."""
+    savers, folder = load_script("tests/models/conftest.py"), tmp_path_factory.mktemp("models")
+    savers.save_qwen2(folder / "qwen2")
+    savers.save_llama(folder / "llama")
+    return folder
+
+
+def call(recipe: Path | str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "CDPATH": "/usr"} | environment
+    command = ["bash", os.path.relpath(ROOT / "recipes" / recipe), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=120)
+
+
+@pytest.fixture
+def started_by(tmp_path) -> Callable[..., list[str]]:
+    """What a recipe gives to Python."""
+    program, arguments = tmp_path / "python", tmp_path / "arguments"
+    program.write_text(NOTE_ARGUMENTS, encoding="utf-8")
+    program.chmod(0o755)
+
+    def start(recipe: Path | str, *flags: str, **environment: str) -> list[str]:
+        result = call(recipe, *flags, PYTHON=str(program), ARGUMENTS=str(arguments), **environment)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+        return arguments.read_text(encoding="utf-8").split("\0")[:-1]
+
+    return start
+
+
+def small(recipe: Path, models: Path) -> list[str]:
+    """Flags that make a recipe short: a model of its architecture, and rows of its task."""
+    rows = str(ROOT / f"tests/data/{recipe.stem.partition('_')[0]}.jsonl")
+    model = str(models / ("llama" if "llama" in recipe.stem else "qwen2"))
+    minibatch = ("--minibatch-size", "2") if "--minibatch-size" in recipe.read_text(encoding="utf-8") else ()
+    return ["--model", model, "--data", rows, "--eval-data", rows, *minibatch, *SHORT]
+
+
+def read_metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@each_recipe
+def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, tmp_path, monkeypatch):
+    if "4bit" in recipe.stem and find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    script, *argv = started_by(recipe, "--", *small(recipe, models))
+    experiment = "experiment_drgrpo" if "drgrpo" in recipe.stem else "experiment_accelerate"
+    assert script == str(ROOT / experiment / "train.py")
+    load_script(f"{experiment}/train.py").main(argv)
+    run = tmp_path / "runs" / experiment / "x"
+    metrics, summary = read_metrics(run), json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert {entry["step"] for entry in metrics} == {0, 1, 2}
+    assert len([entry for entry in metrics if "loss/grad_norm" in entry and "reward/correct" in entry]) == 2
+    assert (summary["trained_parameters"] == summary["parameters"]) == recipe.stem.endswith(("full", "drgrpo"))
+    settings = read_settings(run, load_script(f"{experiment}/train.py").Config)
+    assert settings["task"] == recipe.stem.partition("_")[0]
+    assert settings["gradient_checkpointing"]
+    assert settings["load_in"] == ("4bit" if "4bit" in recipe.stem else None)
+
+
+def test_a_recipe_runs_from_anywhere_in_one_process_and_two(models, monkeypatch):
+    """As users run it, with a path relative to where they are; both take the same update."""
+    monkeypatch.chdir(models)
+    recipe = ROOT / "recipes" / "gsm8k_qwen2.5_0.5b_full.sh"
+    flags = ["--", *small(recipe, Path("."))]
+    for processes in ("1", "2"):
+        result = call(recipe, *flags, "--runs-dir", f"runs{processes}", NUM_PROCESSES=processes)
+        assert result.returncode == 0, result.stderr
+    one, two = (
+        [entry for entry in read_metrics(models / f"runs{number}/experiment_accelerate/x") if "loss/total" in entry]
+        for number in (1, 2)
+    )
+    assert [entry["step"] for entry in one] == [entry["step"] for entry in two] == [1, 2]
+    for name in ("loss/total", "loss/grad_norm", "loss/kl", "reward/length", "completion/length"):
+        assert [entry[name] for entry in one] == pytest.approx([entry[name] for entry in two], rel=1e-4, abs=1e-7)
+
+
+@each_recipe
+def test_a_wrong_value_is_refused_in_one_sentence(recipe, load_script, started_by, models):
+    script, *argv = started_by(recipe, *small(recipe, models), "--kl-weight", "-1")
+    with pytest.raises(UserError, match=r"^--kl-weight must be 0 to .*, not -1"):
+        load_script(str(Path(script).relative_to(ROOT))).main(argv)
+
+
+def test_flags_reach_the_training_as_they_are(started_by):
+    recipe = "gsm8k_qwen2.5_0.5b_full.sh"
+    odd = ["--system-prompt", "two words, *, $HOME; \n `id`", "--", ""]
+    for flags in (odd, ["--", *odd]):  # the first -- may be left out
+        assert started_by(recipe, *flags)[-4:] == odd
+    assert started_by(recipe, "--") == started_by(recipe)
+
+
+@pytest.mark.parametrize("config", ["", "fsdp2", "deepspeed_zero2", "multi_gpu"])
+def test_several_processes_are_launched(started_by, config):
+    words = started_by("gsm8k_llama3.2_3b_full.sh", "--steps", "3", NUM_PROCESSES="4", CONFIG=config)
+    script = words.index(str(ROOT / ACCELERATE))
+    assert words[-2:] == ["--steps", "3"]
+    if not config:
+        assert words[:script] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        return
+    assert words[:2] == ["-m", "accelerate.commands.launch"]
+    args = launch_command_parser().parse_args(words[2:])
+    assert args.config_file == str(ROOT / f"accelerate_configs/{config}.yaml")
+    assert (args.num_processes, args.main_process_port) == (4, 0)
+    assert [args.training_script, *args.training_script_args] == words[script:]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "environment", "sentence"),
+    [
+        *(
+            ("gsm8k_qwen2.5_3b_lora.sh", {"NUM_PROCESSES": number}, r"NUM_PROCESSES=\S+ must be 1 to 9999")
+            for number in ("0", "-1", "two", "1e3", "10000", "2;id", "a[$(id)]", "\x1b[31m")
+        ),
+        (
+            "gsm8k_qwen2.5_3b_lora.sh",
+            {"CONFIG": "none"},
+            "CONFIG=none is not a file of accelerate_configs/",
+        ),
+        ("gsm8k_qwen2.5_3b_lora.sh", {"PYTHON": "no-python"}, "PYTHON=no-python: there is no such command"),
+        (
+            "math_qwen2.5_math_1.5b_drgrpo.sh",
+            {"NUM_PROCESSES": "2"},
+            f"{DR_GRPO} runs in one process: leave out NUM_PROCESSES and CONFIG",
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(recipe, environment, sentence):
+    result = call(recipe, **environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(rf"error: {sentence}\n", result.stderr)
+
+
+@each_recipe
+def test_a_recipe_says_what_it_needs_and_what_is_known(recipe):
+    text = recipe.read_text(encoding="utf-8")
+    comment, _, command = text.partition("\n\n")
+    assert re.findall(r"^# ([A-Z][a-z ]+): ", comment, re.MULTILINE)[-len(HEADS) :] == HEADS
+    assert all(line.startswith("#") for line in comment.splitlines())
+    assert "# Not shown: this recipe has not been run on downloaded weights" in comment
+    assert re.search(r"^# Hardware: .*\d GB", comment, re.MULTILINE)
+    assert f"bash recipes/{recipe.name}" in comment
+    assert command.count("train experiment_") == 1
+    assert command.endswith('    "$@"\n')
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_table_has_every_recipe_and_its_hardware():
+    page = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[\S+\]\((\S+)\) \|.*\| (\S+) GB \|$", page, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == [recipe.name for recipe in RECIPES]
+    for name, memory in rows:
+        assert f"# Hardware: {memory} GB" in (ROOT / "recipes" / name).read_text(encoding="utf-8")
+
+
+def test_a_base_model_is_asked_in_plain_text(models, started_by):
+    words = started_by("countdown_qwen2.5_3b_full.sh")
+    template, prefix = (words[words.index(flag) + 1] for flag in ("--chat-template", "--completion-prefix"))
+    tokenizer = AutoTokenizer.from_pretrained(models / "qwen2")
+    tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    begin_completions(tokenizer, prefix)
+    messages = countdown.messages({"nums": [3, 5], "target": 2}, "Solve it.")
+    assert tokenizer.decode(encode_prompt(tokenizer, messages)) == (
+        "A conversation between User and Assistant. The Assistant thinks first, and then gives the answer.\n"
+        "Solve it.\nUser: Make 2 from 3, 5.\nAssistant: Let me solve this step by step.\n<think>"
+    )
+    answer = tokenizer.encode("5-3 </think><answer>5-3</answer>", add_special_tokens=False)
+    assert countdown.reward({"nums": [3, 5], "target": 2}, decode(tokenizer, answer))["correct"] == 1
+
+
+def test_the_questions_of_chosen_levels_are_written(load_script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    levels = ["Level 1", "Level 3", "Level 5", "Level ?", 4]
+    rows = [{"problem": f"{n}?", "level": level, "solution": rf"\boxed{{{n}}}"} for n, level in enumerate(levels)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]), encoding="utf-8")
+    Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[3:]), encoding="utf-8")
+    make = load_script("recipes/math_levels.py").main
+    make(["--output", "chosen.jsonl", "--data", "a.jsonl", "b.jsonl"])
+    written = Path("chosen.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line) for line in written.splitlines()] == [rows[1], rows[2], rows[4]]
+    assert capsys.readouterr().out == "chosen.jsonl: 3 of 5 questions\n"
+    files = set(tmp_path.iterdir())
+    for argv, sentence in (
+        (["--output", "chosen.jsonl"], "--output chosen.jsonl exists: delete it, or give another name"),
+        (["--output", "x", "--data", "a.jsonl", "--levels", "2"], "--levels 2: none of the 3 rows is of these levels"),
+        (["--output", "no/x", "--data", "a.jsonl"], r"--output no/x cannot be written \(No such file or directory\)"),
+        (["--output", "x", "--data", "c.jsonl"], "c.jsonl: there is no such file"),
+    ):
+        with pytest.raises(UserError, match=f"^{sentence}"):
+            make(argv)
+    assert set(tmp_path.iterdir()) == files
