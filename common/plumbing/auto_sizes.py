@@ -22,7 +22,7 @@ def with_sizes(config: ConfigT) -> ConfigT:
     names = [name for name in AUTO_SIZES if getattr(config, name, None) == "auto"]
     if not names:
         return config
-    from common.plumbing.first_sizes import first_sizes
+    from common.plumbing.estimate.first_sizes import first_sizes
 
     first = first_sizes(config)
     return dataclasses.replace(config, **{name: AutoSize(first[name]) for name in names})

@@ -110,7 +110,7 @@ GROUPS = {
     "evaluation": ("eval_data", "eval_prompts", "eval_every", "suite", "limit", "compare"),
     "run": (
         *("name", "runs_dir", "resume", "seed", "threads", "checkpoint_every", "keep_checkpoints", "samples_every"),
-        *("generation_batch_size", "wandb", "save_dtype", "output"),
+        *("generation_batch_size", "estimate", "wandb", "save_dtype", "output"),
     ),
 }
 

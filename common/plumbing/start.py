@@ -111,6 +111,11 @@ def start_run(
             "processes of experiment_accelerate"
         )
     torch.set_num_threads(config.threads)
+    if config.estimate:
+        from common.plumbing.estimate.report import estimate  # not above: it imports much
+
+        estimate(config, task)
+        raise SystemExit(0)
     agree_on_sizes(config)
     run = _open_run(experiment, config, task, searched or {})
     follow_sizes(config, run)

@@ -77,9 +77,9 @@ AN_ADAPTER = {
     "threads": ["1"],
     "runs_dir": ["elsewhere"],
 }
-# What reaches a run before any algorithm does, and needs a package, a stopped run, or another test: test_flags.py and
-# resume/test_resume.py have them.
-ELSEWHERE = {"load_in", "wandb", "resume"}
+# What reaches a run before any algorithm does, and needs a package, a stopped run, or another test: test_flags.py,
+# resume/test_resume.py and models/test_estimate.py have them.
+ELSEWHERE = {"load_in", "wandb", "resume", "estimate"}
 AS_THE_PARENT = {  # the own flags of each sibling, with which it is experiment_base
     "experiment_drgrpo": {"critic_type": ["grpo"]},
     "experiment_accelerate": {},
