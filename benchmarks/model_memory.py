@@ -3,8 +3,8 @@
     python benchmarks/model_memory.py             # the table of docs/real_models.md; one minute, without any weights
     python benchmarks/model_memory.py --check     # 0.5B parameters on this CPU; 20 GB of memory, about ten minutes
 
-The check runs a freshly initialised model of the shape of Qwen2.5-0.5B in float32 and compares the peak of memory of the
-process, as the system counts it, with the estimate for the same command.
+The check runs a freshly initialised model of the shape of Qwen2.5-0.5B in float32, and compares the peak of the
+process's memory, as the system counts it, with the estimate for the same command.
 """
 
 import dataclasses

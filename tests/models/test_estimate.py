@@ -13,7 +13,8 @@ from common.sampling import next_logits
 
 from common.plumbing.config import TINY_POLICY
 from common.plumbing.estimate import report
-from common.plumbing.estimate.memory import Memory, helpful, setting_of
+from common.plumbing.estimate.advice import helpful
+from common.plumbing.estimate.memory import Memory, setting_of
 from common.plumbing.estimate.shape import Shape
 from common.plumbing.loading import load_policy
 from common.plumbing.parse import parse_config
@@ -22,6 +23,7 @@ from common.plumbing.weights import count_parameters
 SMALL = ("--device", "cpu", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24")
 FULL, LORA = (), ("--lora-rank", "3")
 PROMPT = 20
+NO_LESSONS = ("--num-copying", "8", "--num-reasoning", "0", "--num-answering", "0")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -123,7 +125,9 @@ def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, 
     shutil.copytree(TINY_POLICY, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     flags = ["--model", "./model", "--device", "cpu", "--estimate", "--eval-prompts", "2"]
     flags += ["--engine-url", "http://127.0.0.1:1"] if experiment == "experiment_engine" else []
-    flags += ["--tokens-per-batch", "256"] if experiment == "experiment_sft" else ["--prompts-per-step", "2"]
+    flags += (
+        ["--tokens-per-batch", "256", *NO_LESSONS] if experiment == "experiment_sft" else ["--prompts-per-step", "2"]
+    )
     monkeypatch.syspath_prepend(ROOT / experiment)  # where python puts the script's directory
     with pytest.raises(SystemExit) as ended:
         load_script(f"{experiment}/train.py").main(flags)

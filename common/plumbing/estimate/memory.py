@@ -7,7 +7,7 @@ Sharding divides weights, gradients and moments by the number of processes. The 
 sampled at the same time, the activations are those of one micro-batch, and one chunk of logits exists at a time.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from common.fast.shared_prompts import TOKENS_AT_ONCE
@@ -19,8 +19,8 @@ from common.plumbing.estimate.shape import Pass, Shape, rank_of
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those
 BYTES = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
 MANY = 1000  # questions of an evaluation that does not say how many
-# Of activations and logits: what the C library's allocator holds in pieces that it has not given back (measured on Linux,
-# see benchmarks/model_memory.py); on a GPU PyTorch allocates, and gives back
+# Of activations and logits: what the C library's allocator has not given back (measured on Linux, with
+# benchmarks/model_memory.py --check); on a GPU PyTorch has its own allocator
 IN_PIECES = 0.6
 ROOM = 32  # tokens that the cache has room for beyond its last, see common/fast/cache.py
 PROGRAM = 0.5e9  # Python and its libraries, on a CPU; of CUDA, its context
@@ -205,30 +205,3 @@ class Memory:
         first, _ = shape.kept((prompts,), setting.autocast, setting.rank)
         each, _ = shape.kept((Pass(batch, setting.completion, prompts.tokens),), setting.autocast, setting.rank)
         return first + each * rows / batch
-
-
-def helpful(shape: Shape, setting: Setting) -> list[tuple[str, float]]:
-    """The flags that save most memory in one process, the best one first, each with the bytes that it saves."""
-    options = {
-        "--gradient-checkpointing": {"gradient_checkpointing": True},
-        "--kl-weight 0": {"kl_weight": 0.0},
-        "--dtype bfloat16": {"autocast": True},
-    }
-    if setting.group_size > 1:  # with rewards
-        if setting.micro_batch_size > 1:
-            options[f"--micro-batch-size {setting.micro_batch_size // 2}"] = {
-                "micro_batch_size": setting.micro_batch_size // 2
-            }
-        if setting.generation_batch_size > setting.group_size:
-            half = max(setting.group_size, setting.generation_batch_size // 2)
-            options[f"--generation-batch-size {half}"] = {"generation_batch_size": half}
-        if setting.completion > 1:
-            options[f"--max-new-tokens {setting.completion // 2}"] = {"completion": setting.completion // 2}
-    if not setting.rank:
-        options["--lora-rank 16"] = {"rank": 16}
-        options["--lora-rank 16 --load-in 4bit"] = {"rank": 16, "load_in": "4bit"}
-    elif setting.load_in is None:
-        options["--load-in 4bit"] = {"load_in": "4bit"}
-    before = Memory(shape, setting).peak
-    saved = {flags: before - Memory(shape, replace(setting, **changes)).peak for flags, changes in options.items()}
-    return sorted(((flags, size) for flags, size in saved.items() if size > 0.01 * before), key=lambda pair: -pair[1])

@@ -10,8 +10,9 @@ from common.errors import UserError
 from common.parallel import is_main, world_size
 
 from common.plumbing.config import PolicyConfig, shown
-from common.plumbing.estimate.memory import LAUNCHES, PARTS, Memory, helpful, rank_of, setting_of
-from common.plumbing.estimate.shape import Shape
+from common.plumbing.estimate.advice import helpful
+from common.plumbing.estimate.memory import LAUNCHES, PARTS, Memory, setting_of
+from common.plumbing.estimate.shape import Shape, rank_of
 from common.plumbing.estimate.timing import measure
 from common.plumbing.pretrained import read_tokenizer
 from common.plumbing.task import Task
