@@ -1,6 +1,7 @@
 """What `--estimate` says of three known models, and its check against real runs.
 
     python benchmarks/model_memory.py             # the table of docs/real_models.md; one minute, without any weights
+    python benchmarks/model_memory.py --recipes   # what each file of recipes/ needs
     python benchmarks/model_memory.py --check     # 0.5B parameters on this CPU; 20 GB of memory, about ten minutes
 
 The check runs a freshly initialised model of the shape of Qwen2.5-0.5B in float32, and compares the peak of the
@@ -44,6 +45,19 @@ SHAPES = {  # as their config.json on the hub gives them
     },
 }  # fmt: skip
 LORA = ("--lora-rank", "16")
+for name, hidden, inner, layers, heads, kv_heads in (
+    ("Qwen/Qwen2.5-1.5B-Instruct", 1536, 8960, 28, 12, 2),
+    ("Qwen/Qwen2.5-Math-1.5B", 1536, 8960, 28, 12, 2),
+    ("Qwen/Qwen2.5-3B-Instruct", 2048, 11008, 36, 16, 2),
+    ("Qwen/Qwen2.5-3B", 2048, 11008, 36, 16, 2),
+    ("Qwen/Qwen2.5-7B-Instruct", 3584, 18944, 28, 28, 4),
+):
+    SHAPES[name] = {
+        "model_type": "qwen2", "vocab_size": 152064 if hidden == 3584 else 151936, "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "tie_word_embeddings": hidden < 3584,
+    }  # fmt: skip
+IN_THE_TABLE = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct")
 SETTINGS = {  # of the commands in docs/real_models.md
     "full": (),
     "full, no KL, 64 rows": ("--kl-weight", "0", "--generation-batch-size", "64"),
@@ -51,6 +65,7 @@ SETTINGS = {  # of the commands in docs/real_models.md
     "4-bit and LoRA": (*LORA, "--load-in", "4bit", "--generation-batch-size", "64"),
 }
 PROMPT = 128  # tokens, in the table
+PROMPT_OF_RECIPES = 256
 SMALL = (
     *("--prompts-per-step", "2", "--micro-batch-size", "8", "--eval-prompts", "1", "--eval-every", "0"),
     *("--checkpoint-every", "0", "--device", "cpu", "--dtype", "float32", "--system-prompt", "", "--threads", "1"),
@@ -70,13 +85,14 @@ CHECKS = {  # processes, layers of 24, flags
 @dataclass(frozen=True, kw_only=True)
 class Command:
     check: bool = False  # run the 0.5B shape on this CPU and compare
+    recipes: bool = False  # estimate what each recipe needs
 
 
 def write_model(place: Path, shape: dict, weights: bool = False) -> str:
     """A directory with a config and a tokenizer, and random weights if they are asked for."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.for_model(**shape, tie_word_embeddings=True)
+    config = AutoConfig.for_model(**({"tie_word_embeddings": True} | shape))
     config.save_pretrained(place)
     AutoTokenizer.from_pretrained(TINY_POLICY).save_pretrained(place)
     if weights:
@@ -85,18 +101,24 @@ def write_model(place: Path, shape: dict, weights: bool = False) -> str:
     return str(place)
 
 
-def load_train() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_of_base", ROOT / "experiment_base" / "train.py")
+def load_train(script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_to_estimate", ROOT / script)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def estimate(
-    model: str, flags: tuple[str, ...], prompt: int, launch: str = "one", processes: int = 1, **changes
+    model: str,
+    flags: tuple[str, ...],
+    prompt: int,
+    launch: str = "one",
+    processes: int = 1,
+    script: str = "experiment_base/train.py",
+    **changes,
 ) -> dict:
     """Bytes by part, and the peaks by phase."""
-    train = load_train()
+    train = load_train(script)
     config = parse_config(train.Config, ["--model", model, "--threads", "1", *flags], train.__doc__)
     shape = Shape(config)
     memory = Memory(shape, dataclasses.replace(setting_of(config, shape, prompt), **changes), launch, processes)
@@ -112,8 +134,8 @@ def print_estimates() -> None:
     table = Table("model and setting", "weights", "Adam, gradient", "reference", "sampling", "update", "peak (GB)")
     estimates = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, shape in SHAPES.items():
-            model = write_model(Path(directory) / name.partition("/")[2], shape)
+        for name in IN_THE_TABLE:
+            model = write_model(Path(directory) / name.partition("/")[2], SHAPES[name])
             for kind, flags in SETTINGS.items():
                 flags = (*flags, "--gradient-checkpointing", "--dtype", "bfloat16", "--device", "cpu")
                 found = estimate(model, flags, PROMPT, on_cpu=False)
@@ -126,6 +148,29 @@ def print_estimates() -> None:
                 table.add_row(f"{name}, {kind}", *(f"{figure / 1e9:.1f}" for figure in figures))
     Console(width=120).print(table)
     _store("estimates", estimates)
+
+
+def print_recipes() -> None:
+    """The peak of every recipe on one GPU, in bfloat16; its flags are those that it gives to Python."""
+    recorder = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
+    estimates = {}
+    with tempfile.TemporaryDirectory() as directory:
+        python = Path(directory) / "python"
+        python.write_text(recorder, encoding="utf-8")
+        python.chmod(0o755)
+        for recipe in sorted((ROOT / "recipes").glob("*_*.sh")):
+            environment = os.environ | {"PYTHON": str(python)}
+            given = subprocess.run(["bash", str(recipe)], env=environment, capture_output=True, text=True, check=True)
+            script, *flags = json.loads(given.stdout)
+            place = flags.index("--model")
+            name = flags[place + 1]
+            flags = [*flags[:place], *flags[place + 2 :], "--dtype", "bfloat16", "--device", "cpu"]
+            model = write_model(Path(directory) / "models" / name, SHAPES[name])
+            script = str(Path(script).relative_to(ROOT))
+            found = estimate(model, tuple(flags), PROMPT_OF_RECIPES, script=script, on_cpu=False)
+            estimates[recipe.stem] = {"model": name, "flags": flags} | found
+            print(f"{recipe.stem}: {found['peak'] / 1e9:.1f} GB", flush=True)
+    _store("recipes", estimates)
 
 
 def check() -> None:
@@ -162,7 +207,10 @@ def _store(name: str, values: dict) -> None:
 
 
 if __name__ == "__main__":
-    if tyro.cli(Command, description=__doc__).check:
+    command = tyro.cli(Command, description=__doc__)
+    if command.check:
         check()
+    elif command.recipes:
+        print_recipes()
     else:
         print_estimates()

@@ -139,7 +139,8 @@ class Memory:
         logits = min(logits, 3 * 4 * setting.micro_batch_size * setting.completion * shape.vocabulary)
         drawn = 4 * shape.largest if not setting.rank else 0  # the gradient of the largest weight, before it is added
         pieces = IN_PIECES * (activations + logits) if setting.on_cpu else 0
-        update = {"activations": activations, "logits": logits, "other": held["other"] + drawn + pieces}
+        cast = casts if setting.gradient_checkpointing else casts * (1 - shape.in_layers / shape.num_parameters)
+        update = {"activations": activations, "logits": logits, "other": held["other"] + drawn + pieces + cast}
         phases["update"] = held | update
         # Adam's intermediate results: of one weight on a CPU, of all together on a GPU
         step = 2 * 4 * shape.largest if setting.on_cpu else 4 * trained / self.divisor
