@@ -66,6 +66,7 @@ SETTINGS = {  # of the commands in docs/real_models.md
 }
 PROMPT = 128  # tokens, in the table
 PROMPT_OF_RECIPES = 256
+PROMPT_OF_CHECK = 27  # the longest of the bundled questions
 SMALL = (
     *("--prompts-per-step", "2", "--micro-batch-size", "8", "--eval-prompts", "1", "--eval-every", "0"),
     *("--checkpoint-every", "0", "--device", "cpu", "--dtype", "float32", "--system-prompt", "", "--threads", "1"),
@@ -85,6 +86,7 @@ CHECKS = {  # processes, layers of 24, flags
 @dataclass(frozen=True, kw_only=True)
 class Command:
     check: bool = False  # run the 0.5B shape on this CPU and compare
+    compare: bool = False  # estimate again, and compare with the stored peaks of --check
     recipes: bool = False  # estimate what each recipe needs
 
 
@@ -173,30 +175,45 @@ def print_recipes() -> None:
     _store("recipes", estimates)
 
 
-def check() -> None:
-    """Run a freshly initialised model of 0.5B parameters on this CPU, and compare the peaks."""
-    results = {}
+def measure() -> None:
+    """Run a freshly initialised model of 0.5B parameters on this CPU, and store the peaks."""
+    measured = {}
     with tempfile.TemporaryDirectory() as directory:
-        place, models = Path(directory), {}
+        place = Path(directory)
         for name, (processes, layers, flags) in CHECKS.items():
-            if layers not in models:
-                shape = SHAPES["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": layers}
-                models[layers] = write_model(place / f"layers_{layers}", shape, weights=True)
-            run = f"{processes}_{layers}_{len(results)}"
-            words = ["--model", models[layers], *SMALL, *flags, "--name", run, "--runs-dir", str(place / "runs")]
+            model = place / f"layers_{layers}"
+            if not model.exists():
+                write_model(model, _with_layers(layers), weights=True)
+            run = f"{processes}_{layers}_{len(measured)}"
+            words = ["--model", str(model), *SMALL, *flags, "--name", run, "--runs-dir", str(place / "runs")]
             experiment = "experiment_base" if processes == 1 else "experiment_accelerate_ddp"
             launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone"]
             launcher += [] if processes == 1 else ["--nproc-per-node", str(processes)]
             command = [sys.executable, *launcher, str(ROOT / experiment / "train.py"), *words]
             subprocess.run(command, cwd=place, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
             lines = (place / "runs" / experiment / run / "metrics.jsonl").read_text("utf-8").splitlines()
-            measured = max(json.loads(line).get("memory/peak_bytes", 0) for line in lines)
-            launch = "one" if processes == 1 else "ddp"
-            found = estimate(models[layers], (*SMALL, *flags), 27, launch, processes)  # the longest prompt has 27
-            results[name] = {"flags": [*SMALL, *flags], "measured": measured, "estimated": found["peak"]}
-            results[name] |= {"ratio": found["peak"] / measured, "parts": found["parts"], "phases": found["phases"]}
-            print(f"{name}: measured {measured / 1e9:.2f} GB, estimated {found['peak'] / 1e9:.2f} GB", flush=True)
-            _store("check_float32_cpu_0.5B", results)
+            peak = max(json.loads(line).get("memory/peak_bytes", 0) for line in lines)
+            measured[name] = {"flags": [*SMALL, *flags], "processes": processes, "layers": layers, "measured": peak}
+            _store("measured_float32_cpu_0.5B", measured)
+
+
+def compare() -> None:
+    """The estimates for the runs that `measure` has made."""
+    estimated = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, run in json.loads(RESULTS.read_text("utf-8"))["measured_float32_cpu_0.5B"].items():
+            model = write_model(Path(directory) / name, _with_layers(run["layers"]))
+            launch = "one" if run["processes"] == 1 else "ddp"
+            flags = tuple(run["flags"])
+            found = estimate(model, flags, PROMPT_OF_CHECK, launch, run["processes"])
+            estimated[name] = found | {"ratio": found["peak"] / run["measured"]}
+            figures = f"measured {run['measured'] / 1e9:.2f} GB, estimated {found['peak'] / 1e9:.2f} GB"
+            print(f"{name}: {figures} ({estimated[name]['ratio'] - 1:+.0%})", flush=True)
+    _store("estimated_float32_cpu_0.5B", estimated)
+
+
+def _with_layers(number: int) -> dict:
+    return SHAPES["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": number}
 
 
 def _store(name: str, values: dict) -> None:
@@ -209,7 +226,10 @@ def _store(name: str, values: dict) -> None:
 if __name__ == "__main__":
     command = tyro.cli(Command, description=__doc__)
     if command.check:
-        check()
+        measure()
+        compare()
+    elif command.compare:
+        compare()
     elif command.recipes:
         print_recipes()
     else:

@@ -5,7 +5,7 @@
 #     bash recipes/countdown_qwen2.5_3b_full.sh -- --steps 50        # further flags of the training
 #     NUM_PROCESSES=4 CONFIG=fsdp2 bash recipes/countdown_qwen2.5_3b_full.sh    # four GPUs, sharded
 #
-# Hardware: 71.3 GB on one GPU, and some room above it; estimated as in docs/real_models.md, not measured.
+# Hardware: 74.6 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
 # Follows: TinyZero (https://github.com/Jiayi-Pan/TinyZero, scripts/train_tiny_zero.sh): learning rate 1e-6, KL
 #     coefficient 0.001, 256 completions per step in updates of 128, 1,024 tokens, the question in plain text, an
 #     answer that begins with `<think>`, rewards of 1 and 0.1.

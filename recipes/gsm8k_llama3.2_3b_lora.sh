@@ -7,7 +7,7 @@
 #
 # Accept the model's licence on the hub and run `hf auth login` first.
 #
-# Hardware: 19.0 GB on one GPU, and some room above it; estimated as in docs/real_models.md, not measured.
+# Hardware: 21.3 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
 # Follows: no published run that we know of.
 # Published: none for a training like this one; Meta's model card gives 77.7 % for the model before it, with 8 worked
 #     examples in the prompt.

@@ -5,7 +5,7 @@
 #     bash recipes/gsm8k_qwen2.5_0.5b_full.sh -- --steps 50        # further flags of the training
 #     NUM_PROCESSES=4 bash recipes/gsm8k_qwen2.5_0.5b_full.sh    # four GPUs
 #
-# Hardware: 12.8 GB on one GPU, and some room above it; estimated as in docs/real_models.md, not measured.
+# Hardware: 13.7 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
 # Follows: verl's run of PPO (https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md; its log is named
 #     bsz256, prompt1024, resp512).
 # Published: 56.7 % of GSM8K's test questions; before, 49.6 % by Qwen's own report (arXiv 2412.15115), 36.4 % by

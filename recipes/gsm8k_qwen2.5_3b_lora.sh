@@ -5,7 +5,7 @@
 #     bash recipes/gsm8k_qwen2.5_3b_lora.sh -- --steps 50        # further flags of the training
 #     NUM_PROCESSES=4 bash recipes/gsm8k_qwen2.5_3b_lora.sh    # four GPUs
 #
-# Hardware: 13.5 GB on one GPU, and some room above it; estimated as in docs/real_models.md, not measured.
+# Hardware: 16.0 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
 # Follows: verl's run of GRPO with LoRA (https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md; its log
 #     is named bsz64, prompt512, resp1024, lorarank32).
 # Published: 86.1 % of GSM8K's test questions; verl's table has no figure of before.

@@ -6,7 +6,7 @@
 #
 # The questions are made from the hub's, once: python recipes/math_levels.py --output math_levels_3_to_5.jsonl
 #
-# Hardware: 40.8 GB on one GPU, and some room above it; estimated as in docs/real_models.md, not measured.
+# Hardware: 44.0 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
 # Follows: Dr. GRPO (arXiv 2503.20783; https://github.com/sail-sg/understand-r1-zero, examples/): 128 questions per
 #     step with 8 completions each, 3,000 tokens, learning rate 1e-6, no KL penalty, temperature 1, the Qwen-Math
 #     template.

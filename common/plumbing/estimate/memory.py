@@ -48,7 +48,7 @@ class Setting:
     evaluated: int  # rows that an evaluation samples
     generation_batch_size: int  # 0: an engine samples
     micro_batch_size: int
-    file_bytes: float = 0.0  # of the weights on disk
+    file_bytes: float = 0.0  # of weights on disk that are converted when they are read
     is_trained: bool = True
 
     @property
@@ -70,6 +70,7 @@ def setting_of(config: ModelConfig, shape: Shape, prompt: int) -> Setting:
         rows = config.tokens_per_batch // completion
     engine = hasattr(config, "engine_url")
     stored = 2 if getattr(shape.text, "dtype", None) is not None and shape.text.dtype.itemsize == 2 else 4
+    held = 2 if rank and config.dtype == "bfloat16" else 4
     return Setting(
         rank=rank,
         load_in=config.load_in,
@@ -85,7 +86,9 @@ def setting_of(config: ModelConfig, shape: Shape, prompt: int) -> Setting:
         generation_batch_size=0 if engine else getattr(config, "generation_batch_size", 128),
         micro_batch_size=min(getattr(config, "micro_batch_size", 1), rows),
         is_trained=isinstance(config, PolicyConfig),
-        file_bytes=stored * shape.num_parameters,
+        file_bytes=stored * shape.num_parameters
+        if stored != held
+        else 0,  # else the file is mapped, and is the weights
     )
 
 
