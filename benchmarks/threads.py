@@ -1,6 +1,6 @@
-"""What `--threads auto` gains on idle cores, and what it costs on busy ones, beside `--threads 1`.
+"""What more threads than one gain on idle cores, and what they cost on busy ones; and what `--threads auto` makes of it.
 
-    python benchmarks/threads.py                   # about 6 minutes on two idle cores; Linux
+    python benchmarks/threads.py                   # about 12 minutes on two idle cores; Linux
 
 Complete short runs of experiment_base, wall-clock seconds from start to end; the variants take turns. Three situations:
 
@@ -9,8 +9,8 @@ Complete short runs of experiment_base, wall-clock seconds from start to end; th
 - busy: a process spins on every core, from before the run until after it.
 - busy later: the same, but they start in the middle of the run, which no measurement at its start can foresee.
 
-"auto, sleeping" is `auto` with OMP_WAIT_POLICY=passive: threads that wait sleep instead of spinning. Writes
-benchmarks/results/threads.json, after every run, and prints medians and their ratio to one thread.
+In "all, spinning" threads that wait spin as long as GNU OpenMP lets them by default; else as common/plumbing/interrupt.py
+says. Writes benchmarks/results/threads.json, after every run, and prints medians and their ratio to one thread.
 """
 
 import json
@@ -32,18 +32,20 @@ from common.plumbing.threads import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "threads.json"
+ALL = str(usable_cores())
 VARIANTS = {  # the flag, and the environment
     "1": ("1", {}),
     "auto": ("auto", {}),
-    "auto, sleeping": ("auto", {"OMP_WAIT_POLICY": "passive"}),
+    "all": (ALL, {}),
+    "all, spinning": (ALL, {"GOMP_SPINCOUNT": "300000"}),
 }
 OF_OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    idle: int = 4  # runs of each variant on idle cores
-    busy: int = 2  # on busy cores
+    idle: int = 3  # runs of each variant on idle cores
+    busy: int = 1  # on busy cores
     later: int = 1  # on cores that become busy in the middle of the run
     steps: int = 6  # of each run
     flags: str = "--eval-every 0 --eval-prompts 16 --checkpoint-every 0"  # of train.py, for all runs

@@ -2,6 +2,8 @@
 
 A program imports this first. The imports take seconds, `run_main` can only act after them, and a KeyboardInterrupt
 within them shows a traceback, or disappears in a library that catches it. `parse_config` ends this early phase.
+
+What PyTorch reads when it is imported is set here, too: how long its threads spin before they sleep.
 """
 
 import os
@@ -9,6 +11,9 @@ import signal
 import sys
 from pathlib import Path
 
+# Times round a loop that a thread of PyTorch (GNU OpenMP) waits actively for the others; then it sleeps. GNU's 300,000,
+# milliseconds, make several threads many times slower than one when other programs need their cores.
+SPINS = "1000"
 PROGRAMS = ("train", "build_index", "serve_index", "make_questions", "evaluate")  # how their names begin
 
 
@@ -27,3 +32,5 @@ def handle_as_usual() -> None:
 # only in the program itself, and not where somebody else receives the signal, or has switched it off (nohup)
 if Path(sys.argv[0]).name.startswith(PROGRAMS) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end_at_once)
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

@@ -326,7 +326,7 @@ def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uni
 
 def test_an_interrupt_raised_as_another_error_is_recognised(tmp_path, load_script):
     """For example during an import: Python 3.11 turns whatever `__set_name__` raises into a RuntimeError."""
-    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine")
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1, name="mine")
 
     def run() -> None:
         with start_run("experiment_base", config):
@@ -566,7 +566,7 @@ def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monk
     """Also if they start in the same second, as in a sweep."""
     second = datetime(2026, 1, 2, 3, 4, 5)
     monkeypatch.setattr("common.plumbing.directory.datetime", SimpleNamespace(now=lambda: second))
-    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path))
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1)
     with ExitStack() as runs:
         names = [runs.enter_context(start_run("experiment_base", config)).directory.name for _ in range(3)]
     assert names == [f"20260102-030405-seed0{number}" for number in ("", "-2", "-3")]
@@ -578,14 +578,14 @@ def test_a_name_is_free_after_a_kill_before_the_run_began(tmp_path, load_script,
     directory.mkdir(parents=True)
     for name in left:
         (directory / name).touch()
-    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine")
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1, name="mine")
     with start_run("experiment_base", config) as run:
         assert run.directory == directory
     assert (directory / "config.json").exists()
 
 
 def test_an_unexpected_error_at_the_start_leaves_no_directory(tmp_path, load_script):
-    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), name="mine")
+    config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1, name="mine")
     with pytest.raises(ZeroDivisionError), start_run("experiment_base", config):
         1 / 0  # noqa: B018
     assert not list((tmp_path / "experiment_base").iterdir())

@@ -7,7 +7,7 @@ Sharding divides weights, gradients and moments by the number of processes. The 
 sampled at the same time, the activations are those of one micro-batch, and one chunk of logits exists at a time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from common.fast.shared_prompts import TOKENS_AT_ONCE
@@ -99,8 +99,14 @@ class Memory:
     """
 
     def __init__(self, shape: Shape, setting: Setting, launch: str = "one", processes: int = 1):
-        self.shape, self.setting, self.launch = shape, setting, launch
-        self.processes = processes
+        rows = ceil(setting.rows / processes)
+        setting = replace(
+            setting,
+            rows=rows,
+            evaluated=ceil(setting.evaluated / processes),
+            micro_batch_size=min(setting.micro_batch_size, rows),
+        )
+        self.shape, self.setting, self.launch, self.processes = shape, setting, launch, processes
         self.shares = setting.micro_batch_size > setting.group_size / 2 and launch in ("one", "ddp", "zero2")
         self.phases = self._phases()
 
@@ -187,8 +193,7 @@ class Memory:
         size = setting.generation_batch_size
         if not size:
             return {}
-        sampled = max(setting.rows / self.processes, setting.evaluated / self.processes)
-        rows = min(max(size, setting.group_size), ceil(sampled))
+        rows = min(max(size, setting.group_size), max(setting.rows, setting.evaluated))
         tokens = setting.prompt + setting.completion + ROOM
         cache = rows * tokens * shape.cache_values * setting.compute_bytes
         copies = 1 + (0 if setting.on_cpu else 2 * shape.repeats) / 2  # of one layer: a longer one; repeated heads
