@@ -1,6 +1,6 @@
 """What more threads than one gain on idle cores, and what they cost on busy ones; and what `--threads auto` makes of it.
 
-    python benchmarks/threads.py                   # about 12 minutes on two idle cores; Linux
+    python benchmarks/threads.py                   # about 14 minutes on two idle cores; Linux
 
 Complete short runs of experiment_base, wall-clock seconds from start to end; the variants take turns. Three situations:
 

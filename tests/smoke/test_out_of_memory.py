@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
 
-# Runs the experiment with and without a limit, in one process, whose imports take longer than both. The limit is one of
-# address space: what the process has when training begins, and some room for its batches.
+# Runs the experiment with and without a limit, in one process, whose imports take longer than both: the first step of
+# two with a limit, and the second one when it is resumed. The limit is one of address space: what the process has when
+# training begins, and some room for its batches.
 CHILD = """
 import importlib.util
 import json
@@ -40,14 +41,15 @@ def limited(*arguments):
 script.train = limited
 common.plumbing.run.draw_run = lambda _: None  # which imports much
 sizes = ["--micro-batch-size", "auto", "--generation-batch-size", "auto"]
-script.main([*words, *sizes, "--name", "limited"])
+script.main([*words, *sizes, "--steps", "1", "--name", "limited"])
 script.train = train
-script.main([*words, "--name", "free"])
+script.main(["--resume", "runs/experiment_base/limited", "--steps", "2"])
+script.main([*words, "--steps", "2", "--name", "free"])
 """
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
 FLAGS = (
-    *("--steps", "1", "--prompts-per-step", "2", "--group-size", "16", "--max-new-tokens", "6", "--eval-prompts", "1"),
+    *("--prompts-per-step", "2", "--group-size", "16", "--max-new-tokens", "6", "--eval-prompts", "1"),
     *("--lr", "1e-4", "--seed", "5", "--device", "cpu", "--eval-every", "0", "--checkpoint-every", "1"),
 )
 
@@ -76,11 +78,14 @@ def run(place: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_limited_run_halves_and_ends_with_the_same_weights(model, tmp_path):
+def test_a_limited_run_halves_resumes_and_ends_with_the_same_weights(model, tmp_path):
     output = run(tmp_path, str(80 * MIB), *FLAGS, "--model", str(model))
     assert "memory ran out with batches of completions" in output
     assert "memory ran out with micro-batches" in output
     limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
+    assert len((limited / "metrics.jsonl").read_text().splitlines()) == len(
+        (free / "metrics.jsonl").read_text().splitlines()
+    )
     settings, unlimited = (json.loads((path / "config.json").read_text()) for path in (limited, free))
     assert settings["automatic"] == ["micro_batch_size", "generation_batch_size"]
     assert settings["micro_batch_size"] < 32

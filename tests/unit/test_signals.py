@@ -1,14 +1,19 @@
 """When Ctrl-C ends a run: after the step that it interrupts, or at once."""
 
+import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from common.plumbing.config import RunConfig
+from common.plumbing.interrupt import PROGRAMS
 from common.plumbing.loading import load_policy
 from common.plumbing.start import start_run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -60,3 +65,11 @@ def test_a_second_one_ends_the_step_at_once(events):
 @pytest.mark.parametrize("moment", ["evaluation before", "evaluation after"])
 def test_before_and_after_all_steps_it_ends_the_run_at_once(events, moment):
     assert events(moment)[-1] == moment
+
+
+def test_every_program_that_ends_at_once_during_its_imports_is_known():
+    imports_it = re.compile("^(import|from) common.plumbing.interrupt", re.MULTILINE)
+    files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
+    programs = [path for path in files if imports_it.search(path.read_text(encoding="utf-8"))]
+    assert len(programs) > 10
+    assert [path for path in programs if not path.name.startswith(PROGRAMS)] == []

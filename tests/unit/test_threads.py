@@ -1,5 +1,6 @@
 """--threads auto: what decides, how long it takes, which cores count, and that a resumed run keeps its number."""
 
+import importlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import torch
 
 from common.errors import UserError
 
-from common.plumbing import threads
+from common.plumbing import interrupt, threads
 from common.plumbing.config import ModelConfig
 from common.plumbing.parse import parse_config
 from common.plumbing.threads import _granted, _measure, _sizes, choose_threads, usable_cores, with_threads
@@ -226,3 +227,17 @@ def test_help_and_mistakes_measure_nothing(load_script, monkeypatch, unset, word
     monkeypatch.setattr(threads, "choose_threads", lambda config, cores: pytest.fail("it was measured"))
     with pytest.raises((SystemExit, UserError)):
         parse_config(load_script("experiment_base/train.py").Config, words, "")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, interrupt.SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_sleep_soon_unless_told_otherwise(monkeypatch, environment, expected):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile is removed at the end
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    importlib.reload(interrupt)
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
