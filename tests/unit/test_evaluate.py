@@ -295,7 +295,7 @@ def test_the_summary_does_not_confuse_before_and_after():
 def test_a_run_compares_with_its_evaluation_before_training(tmp_path, monkeypatch):
     """Answers included, from which the parts of the gain are taken."""
     monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
-    config = Settings(eval_prompts=1, dtype="float32", runs_dir=str(tmp_path), name="mine")
+    config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
     wrong, right = ([Answer(0, correct, {"reasoned": 1.0, "direct": 0.0})] for correct in (0.0, 1.0))
     with start_run("experiment_base", config, load_task(config)) as run:
         run.log_before(Evaluation({"greedy/accuracy": 0.25}, ["no"], wrong))

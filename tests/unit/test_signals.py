@@ -33,7 +33,7 @@ def events(load_script, tmp_path):
                     signal.raise_signal(signal.SIGINT)
 
         def train() -> None:
-            config = config_class(runs_dir=str(tmp_path), name="mine", checkpoint_every=0)
+            config = config_class(runs_dir=str(tmp_path), name="mine", threads=1, checkpoint_every=0)
             with start_run("experiment_base", config) as run:
                 reach("evaluation before")
                 for step in run.steps(3):
