@@ -9,6 +9,7 @@ process's memory, as the system counts it, with the estimate for the same comman
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -216,10 +217,16 @@ def _with_layers(number: int) -> dict:
     return SHAPES["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": number}
 
 
+@functools.cache
+def _machine() -> dict:
+    """As it is before the first results are written, which change the working tree."""
+    return describe_machine()
+
+
 def _store(name: str, values: dict) -> None:
     """Replace one part of the results, with the versions, the machine and the commit that it is from."""
     stored = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    stored |= {name: values, f"{name}/from": describe_machine()}
+    stored |= {name: values, f"{name}/from": _machine()}
     RESULTS.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
 
 
