@@ -1,4 +1,4 @@
-"""What more threads than one gain on idle cores, and what they cost on busy ones; and what `--threads auto` makes of it.
+"""What more threads than one gain on idle cores and cost on busy ones, and what `--threads auto` chooses.
 
     python benchmarks/threads.py                   # about 14 minutes on two idle cores; Linux
 
@@ -9,8 +9,8 @@ Complete short runs of experiment_base, wall-clock seconds from start to end; th
 - busy: a process spins on every core, from before the run until after it.
 - busy later: the same, but they start in the middle of the run, which no measurement at its start can foresee.
 
-In "all, spinning" threads that wait spin as long as GNU OpenMP lets them by default; else as common/plumbing/interrupt.py
-says. Writes benchmarks/results/threads.json, after every run, and prints medians and their ratio to one thread.
+In "all, spinning" threads that wait spin as long as GNU OpenMP lets them by default; in the others as long as
+common/plumbing/interrupt.py says. Writes benchmarks/results/threads.json, after every run, and prints medians and their ratio to one thread.
 """
 
 import json

@@ -14,7 +14,8 @@ from pathlib import Path
 # Times round a loop that a thread of PyTorch (GNU OpenMP) waits actively for the others; then it sleeps. GNU's 300,000,
 # milliseconds, make several threads many times slower than one when other programs need their cores.
 SPINS = "1000"
-PROGRAMS = ("train", "build_index", "serve_index", "make_questions", "evaluate", "export", "math_levels")  # how their names begin
+# How the names of programs begin
+PROGRAMS = ("train", "build_index", "serve_index", "make_questions", "evaluate", "export", "math_levels")
 
 
 def end_at_once(*_) -> None:

@@ -1,5 +1,6 @@
 """When Ctrl-C ends a run: after the step that it interrupts, or at once."""
 
+from common.plumbing.interrupt import PROGRAMS
 import re
 import shutil
 import signal
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from common.plumbing.config import RunConfig
-from common.plumbing.interrupt import PROGRAMS
 from common.plumbing.loading import load_policy
 from common.plumbing.start import start_run
 
