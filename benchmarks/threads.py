@@ -10,7 +10,8 @@ Complete short runs of experiment_base, wall-clock seconds from start to end; th
 - busy later: the same, but they start in the middle of the run, which no measurement at its start can foresee.
 
 In "all, spinning" threads that wait spin as long as GNU OpenMP lets them by default; in the others as long as
-common/plumbing/interrupt.py says. Writes benchmarks/results/threads.json, after every run, and prints medians and their ratio to one thread.
+common/plumbing/interrupt.py says. Writes benchmarks/results/threads.json, after every run, and prints medians and their
+ratio to one thread.
 """
 
 import json
