@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from common.chat import decode
 from common.errors import UserError
 from exporting.answers import (
     Questions,
@@ -46,7 +47,7 @@ from exporting.weights import (
 )
 
 from common.plumbing.checks import check_device, local_path
-from common.plumbing.config import ModelConfig, is_hub_id, resolve, shown
+from common.plumbing.config import ModelConfig, resolve, shown
 from common.plumbing.directory import LOCK, lock_directory
 from common.plumbing.parse import parse_plain
 from common.plumbing.ranks import num_launched
@@ -190,6 +191,7 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     policy = load_trained(source, device)
     questions = read_questions(source, config.questions, policy)
     trained, ends = trained_answers(policy, questions), policy.end_of_turn_ids
+    answer = decode(policy.tokenizer, trained[0])
     del policy  # two models need not be in memory at once
 
     model = partial if config.quantize == "none" else partial / "unquantised"
@@ -205,36 +207,38 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     prompts_equal = num_prompts_equal(model if model.exists() else partial, questions)
     equal = num_equal(trained, written_answers(model if model.exists() else partial, questions, device))
     _report(equal, questions, "transformers' generate")
-    is_rounded = config.quantize in ("4bit", "8bit") or dtype != "float32" or source.policy.dtype != "float32"
+    is_rounded = config.quantize in ("4bit", "8bit") or source.load_in is not None
+    is_rounded = is_rounded or dtype != "float32" or source.policy.dtype != "float32"
     if equal < len(trained) and not is_rounded:
         raise UserError(
             f"{len(trained) - equal} of {len(trained)} greedy answers differ from those of the trained policy, "
             "although no weight was rounded: nothing was exported"
         )
+    gguf_equal = None
     if config.quantize == "gguf":
         convert(find_converter(config.llama_cpp), model, partial / "model.gguf", dtype, output.name)
         shutil.rmtree(model)
         answers = gguf_answers(partial / "model.gguf", questions, ends)
-        equal = None if answers is None else num_equal(trained, answers)
-        if equal is None:
+        if answers is None:
             say("the GGUF file was not run: that needs the package llama-cpp-python")
         else:
-            _report(equal, questions, "llama.cpp")
+            gguf_equal = num_equal(trained, answers)
+            _report(gguf_equal, questions, "llama.cpp")
     curve = source.run / "curve.png"
     if has_curve := source.step is None and curve.is_file():
         shutil.copyfile(curve, partial / "curve.png")
-    name = config.push or output.name
-    title, loads_as = name.rpartition("/")[2], name
     return Card(
         source=source,
-        title=title,
-        loads_as=loads_as if config.push or not is_hub_id(loads_as) else f"./{loads_as}",
+        title=(config.push or output.name).rpartition("/")[2],
+        loads_as=config.push or f"./{output.name}",
         dtype=dtype,
         quantize=config.quantize,
         merged=merge,
         license=config.license,
         questions=questions,
+        answer=answer,
         equal=equal,
+        gguf_equal=gguf_equal,
         prompts_equal=prompts_equal,
         has_curve=has_curve,
     )

@@ -24,6 +24,12 @@ SHOWN = {
     "sampled/accuracy": "sampled accuracy (mean of 8)",
     "sampled/pass@8": "at least one of 8 right (pass@8)",
 }
+METHODS = {  # of each experiment; of all others GRPO
+    "experiment_sft": "supervised fine-tuning",
+    "experiment_drgrpo": "Dr. GRPO (reinforcement learning, arXiv 2503.20783)",
+}
+GRPO = "GRPO (reinforcement learning, arXiv 2402.03300)"
+BITS = {"4bit": "4 bits", "8bit": "8 bits"}
 PLACES = ("model", "data", "eval_data", "task", "chat_template", "tools", "corpus", "encoder")  # by their last part
 TEXTS = ("system_prompt", "completion_prefix")
 
@@ -38,7 +44,9 @@ class Card:
     merged: bool
     license: str | None
     questions: Questions
-    equal: int | None  # questions with the same greedy answer; None: not compared
+    answer: str  # the greedy one to the first question, by the trained policy
+    equal: int  # questions with the same greedy answer, before a conversion to GGUF
+    gguf_equal: int | None  # the same, of the GGUF file; None: there is none, or it was not run
     prompts_equal: int
     has_curve: bool
 
@@ -68,12 +76,11 @@ class Card:
         if self.source.base_id is not None:
             fields["base_model"] = self.source.base_id
             fields["base_model_relation"] = "adapter" if self._is_adapter else "finetune"
-            if self.quantize != "none":
-                fields["base_model_relation"] = "quantized"
         if self.license is not None:
             fields["license"] = self.license
         bits = {"4bit": ["4-bit", "bitsandbytes"], "8bit": ["8-bit", "bitsandbytes"]}.get(self.quantize, [])
-        fields["tags"] = ["reinforcement-learning", "rl-textbook", *bits]
+        learning = [] if self._is_supervised else ["reinforcement-learning"]
+        fields["tags"] = [*learning, "rl-textbook", *bits]
         return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
 
     def _what(self) -> str:
@@ -81,21 +88,36 @@ class Card:
         if self.quantize == "gguf":
             form = f"as GGUF in {self.dtype}, for llama.cpp"
         elif self.quantize != "none":
-            form = f"quantised to {self.quantize.removesuffix('bit')} bits with bitsandbytes"
+            form = f"quantised to {BITS[self.quantize]} with bitsandbytes"
+        if self._is_adapter:
+            form = f"(its base was held in {BITS.get(self._load_in, self.dtype)})"
         kind = "A LoRA adapter" if self._is_adapter else "A language model"
         merged = ", merged from a LoRA adapter and its base" if self.source.is_adapter and self.merged else ""
         state = "after" if self.source.step is None else f"at the checkpoint of step {self.source.step} of"
-        experiment = code(self.source.settings["experiment"])
-        task = code(place("task", str(self.source.settings.get("task", "none"))))
+        settings = self.source.settings
+        experiment = str(settings["experiment"])
+        method = METHODS.get(experiment, GRPO) if settings.get("critic_type") != "grpo" else GRPO
+        what = "on examples of answers"
+        if not self._is_supervised:
+            what = f"with the questions and the reward of the task {code(place('task', str(settings.get('task'))))}"
+            data = settings.get("data")
+            what += f", on the data {code(place('data', data))}" if isinstance(data, str) else ""
         return (
-            f"{kind} {form}{merged}: {self._model} {state} a training run of {experiment} on the task {task}. It was "
-            "trained with an open textbook of reinforcement learning for language models."
+            f"{kind} {form}{merged}: {self._model} {state} a run of {method} {what}. It was trained by "
+            f"{code(experiment)} of an open textbook of reinforcement learning for language models."
         )
+
+    @property
+    def _is_supervised(self) -> bool:
+        return self.source.settings["experiment"] == "experiment_sft"
+
+    @property
+    def _load_in(self) -> str | None:
+        return self.source.load_in
 
     def _use(self) -> str:
         if self.quantize == "gguf":
-            text = 'llama-cli -m model.gguf --temp 0 -p "..."'
-            return "## How to use it\n\n" + fenced(text, "sh") + "\n\nThe chat template is in the file."
+            return "## How to use it\n\n" + self._use_of_gguf() + self._given_prefix()
         messages = json.dumps(self.questions.conversations[0], ensure_ascii=True)
         lines = [
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -110,17 +132,31 @@ class Card:
             'print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))',
         ]
         needs = {"4bit": "bitsandbytes", "8bit": "bitsandbytes"}.get(self.quantize, "peft" if self._is_adapter else "")
-        where = "" if is_hub_id(self.loads_as) else " Run it beside the model's directory, or change `name`."
-        text = (
-            f"It needs `transformers`{f' and `{needs}`' if needs else ''}.{where} The question is one of the held-out"
+        text = f"It needs `torch`, `transformers`{f' and `{needs}`' if needs else ''}."
+        if not is_hub_id(self.loads_as):
+            text += " `name` is this directory, seen from the one that it is in; after an upload it is `owner/name`."
+        text += (
+            " The question is one of those that training did not use. Answers are greedy by default; to sample as in "
         )
-        text += " ones. Answers are greedy by default; to sample as in training, add "
-        text += f"`do_sample=True, temperature={self._number('temperature', 1.0)}, top_p={self._number('top_p', 1.0)}, "
-        text += "top_k=0`."
+        text += f"training, pass `do_sample=True, temperature={self._number('temperature', 1.0)}, "
+        text += f"top_p={self._number('top_p', 1.0)}, top_k=0` to `generate`."
+        text += self._given_prefix() + " The greedy answer of the trained policy:"
+        return "\n\n".join(
+            ["## How to use it", fenced("\n".join(lines), "python"), text, fenced(printable(self.answer, 1000), "text")]
+        )
+
+    def _use_of_gguf(self) -> str:
+        turns = {str(turn.get("role")): str(turn.get("content")) for turn in self.questions.conversations[0]}
+        command = ["llama-cli", "-m", "model.gguf", "--jinja", "--temp", "0", "-n", str(self.questions.budget)]
+        command += ["-sys", turns["system"]] if turns.get("system") else []
+        command += ["-st", "-p", turns.get("user", "")]
+        return fenced(shlex.join(command), "sh") + "\n\nThe chat template is in the file."
+
+    def _given_prefix(self) -> str:
         prefix = self.source.settings.get("completion_prefix")
-        if isinstance(prefix, str) and prefix:
-            text += f" The chat template begins every answer with {code(prefix)}, which is not printed."
-        return "## How to use it\n\n" + fenced("\n".join(lines), "python") + "\n\n" + text
+        if not isinstance(prefix, str) or not prefix:
+            return ""
+        return f" The chat template begins every answer with {code(prefix)}, which `generate` does not print."
 
     def _number(self, name: str, otherwise: float) -> float:
         value = self.source.settings.get(name)
@@ -136,13 +172,15 @@ class Card:
             "machine": settings.get("machine"),
             "GPU": settings.get("gpu"),
             "processes": settings.get("processes"),
-            "held quantised in training": settings.get("load_in"),
+            "held quantised in training": self._load_in,
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         }
         table = [f"| {name} | {escape(value)} |" for name, value in rows.items() if value not in (None, "")]
         text = "## Training\n\n" + fenced(public_command(settings), "sh")
-        text += "\n\nPaths are shortened to their last part; flags that name places, such as that of the run, are left "
-        text += "out. Settings that are not given have the defaults of that commit.\n\n"
+        text += (
+            "\n\nPaths in this command are shortened to their last part, and flags that only name places (`--name`, "
+        )
+        text += "for example) are left out. All other settings are the defaults of that commit.\n\n"
         text += "\n".join(["| | |", "|---|---|", *table])
         return text + ("\n\n![metrics of the run over its steps](curve.png)" if self.has_curve else "")
 
@@ -155,28 +193,44 @@ class Card:
             f"| {SHOWN[name]} | {_cell(before.get(name), count)} | {_cell(after.get(name), count)} |" for name in names
         ]
         asked = f"{count} held-out questions" if count else "the held-out questions"
-        intervals = " In brackets: 95 % intervals (Wilson), as if every question gave one answer." if count else ""
-        table = "\n".join(["| | before | after |", "|---|---|---|", *rows])
-        return f"## Evaluation\n\nBy the run itself, on {asked} of its task.{intervals}\n\n{table}"
+        text = f"## Evaluation\n\nBy the run itself, before and after training, on {asked} of its task. Greedy: one "
+        text += "answer, of the most probable tokens. Sampled: 8 answers at temperature "
+        text += f"{self._number('temperature', 1.0)}."
+        if count:
+            text += (
+                " In brackets: 95 % intervals (Wilson) for that number of questions; of other seeds they say nothing."
+            )
+        if self._load_in is not None:
+            text += f" Its base was held in {BITS[self._load_in]} meanwhile."
+        if self._has_turns:
+            text += " These figures are of several turns with tools; the code above asks in one turn, without tools."
+        return "\n".join([text, "", "| | before | after |", "|---|---|---|", *rows])
+
+    @property
+    def _has_turns(self) -> bool:
+        turns = self.source.settings.get("max_turns")
+        return type(turns) is int and turns > 1 and self.source.settings.get("tool") is not False
 
     def _check(self) -> str:
         total = len(self.questions.prompts)
-        text = "## Does it answer as what was trained?\n\n"
-        if self.equal is None:
-            text += (
-                "The weights that were converted were compared with the trained ones; the GGUF file itself was not run."
-            )
-        else:
-            with_what = "llama.cpp" if self.quantize == "gguf" else "`generate` of transformers"
-            text += (
-                f"{self.equal} of {total} greedy answers to held-out questions, by {with_what}, are token for token "
-            )
-            text += "those of the trained policy."
-            if self.equal < total:
-                is_gguf = self.quantize == "gguf"
-                text += " The others differ because "
-                text += "llama.cpp computes otherwise, with" if is_gguf else "the weights here are rounded."
-                text += " keys and values in half precision for example." if is_gguf else ""
+        equal, by = self.equal, "`generate` of transformers"
+        text = "## Check of what was exported\n\n"
+        if self.gguf_equal is not None:
+            equal, by = self.gguf_equal, "llama.cpp"
+        text += f"{equal} of {total} greedy answers to held-out questions, by {by}, are token for token those of the "
+        text += "trained policy."
+        if equal < total and self.gguf_equal is not None:
+            text += " llama.cpp computes otherwise, with keys and values in half precision for example."
+        elif equal < total and self._is_adapter:
+            text += " Another order of the arithmetic can change an answer."
+        elif equal < total:
+            text += " Rounding the weights can change an answer."
+        if self.quantize == "gguf" and self.gguf_equal is None:
+            text += " That was before the conversion; the GGUF file itself was not run."
+        if self._has_turns:
+            text += " They are answers in one turn, without tools."
+        if self._load_in is not None:
+            text += f" The trained policy held its base in {BITS[self._load_in]}; here it is not quantised so."
         if self.prompts_equal < total:
             text += f" The chat template renders {total - self.prompts_equal} of {total} prompts otherwise than in "
             text += "training, because it writes the date or a question spells a control token."
@@ -187,9 +241,12 @@ class Card:
             "## Limits\n\nThe figures are of one run with one seed, on questions of the kind that it was trained on. "
         )
         text += "Other abilities, safety and biases were not evaluated."
+        if self.source.base_id is not None:
+            text += f" {self.source.base_id} has a licence of its own, which applies to what is made of it."
+        elif str(self.source.settings.get("model")) in BUNDLED:
+            text += " The bundled policy is part of the textbook, which has the licence Apache 2.0."
         if self.license is None:
-            whose = self.source.base_id
-            text += f" The licence of {whose} applies." if whose is not None else " No licence was given."
+            text += " No licence was given for the trained weights."
         return text
 
 

@@ -32,7 +32,13 @@ class Source:
     def policy(self) -> ModelConfig:
         """The settings that load the policy as it was trained."""
         dtype = self.settings.get("dtype") if self.is_adapter else "float32"
-        return resolve(ModelConfig(model=str(self.weights), device="cpu", dtype=dtype), {})
+        return resolve(ModelConfig(model=str(self.weights), device="cpu", dtype=dtype, load_in=self.load_in), {})
+
+    @property
+    def load_in(self) -> str | None:
+        """How the base was held in training: "4bit", "8bit" or, not quantised, None."""
+        value = self.settings.get("load_in")
+        return value if self.is_adapter and value in ("4bit", "8bit") else None
 
     @property
     def is_adapter(self) -> bool:

@@ -30,7 +30,9 @@ def card(tmp_path):
         merged=False,
         license=None,
         questions=Questions([[{"role": "user", "content": HOSTILE}]], [[1]], 8),
+        answer=HOSTILE,
         equal=1,
+        gguf_equal=None,
         prompts_equal=1,
         has_curve=False,
     )
@@ -48,7 +50,7 @@ def test_hostile_text_stays_text(card):
     assert "[a](b)" not in outside
     headings = re.findall(r"^#+ \w.*$", outside, re.MULTILINE)
     assert [line for line in headings if line.startswith("## ")] == [
-        *("## How to use it", "## Training", "## Evaluation", "## Does it answer as what was trained?", "## Limits"),
+        *("## How to use it", "## Training", "## Evaluation", "## Check of what was exported", "## Limits"),
     ]
     compile(re.search(r"^(`{3,})python\n(.*?)^\1$", text, re.MULTILINE | re.DOTALL)[2], "card", "exec")
 
@@ -83,11 +85,47 @@ def test_a_base_of_the_hub_is_named_with_its_relation(card):
     hub = dataclasses.replace(card, source=dataclasses.replace(card.source, settings=settings), quantize="4bit")
     fields = yaml.safe_load(hub.text().split("---\n")[1])
     assert fields["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
-    assert fields["base_model_relation"] == "quantized"
-    assert "The licence of Qwen/Qwen2.5-0.5B-Instruct applies" in hub.text()
+    assert fields["base_model_relation"] == "finetune"
+    assert "Qwen/Qwen2.5-0.5B-Instruct has a licence of its own" in hub.text()
 
 
 def test_text_in_code_and_fences_cannot_end_them():
     assert code("a``b") == "``` a``b ```"
     assert fenced("a\n````\nb", "sh") == "`````sh\na\n````\nb\n`````"
     assert escape("![x](y)\n<b>") == r"\!\[x\](y) &lt;b>"
+
+
+def described(card, **changes):
+    """The text of a card whose run had other settings."""
+    return dataclasses.replace(
+        card, source=dataclasses.replace(card.source, settings=card.source.settings | changes)
+    ).text()
+
+
+def test_the_method_and_what_it_learned_from_are_named(card):
+    text = described(card, experiment="experiment_base", task="arithmetic", data="/home/ada/my_rows.jsonl")
+    assert "a run of GRPO (reinforcement learning, arXiv 2402.03300) with the questions and the reward of the" in text
+    assert "task `arithmetic`, on the data `my_rows.jsonl`" in text
+    assert "a run of Dr. GRPO" in described(card, experiment="experiment_drgrpo")
+    assert "a run of GRPO" in described(card, experiment="experiment_drgrpo", critic_type="grpo")
+    supervised = described(card, experiment="experiment_sft", task=None)
+    assert "a run of supervised fine-tuning on examples of answers" in supervised
+    assert "- reinforcement-learning" not in supervised
+
+
+def test_figures_with_tools_are_told_from_what_the_code_asks(card, monkeypatch):
+    monkeypatch.setattr(Source, "figures", lambda self: ({}, {"greedy/accuracy": 0.5}, 4))
+    said = ("These figures are of several turns with tools", "They are answers in one turn, without tools.")
+    assert all(sentence in described(card, max_turns=3) for sentence in said)
+    assert not any(sentence in described(card, max_turns=3, tool=False) for sentence in said)
+
+
+def test_a_gguf_file_that_was_not_run_is_no_equal_answer(card):
+    """What the command asks has the run's system turn, quoted."""
+    turns = [{"role": "system", "content": "It's brief."}, {"role": "user", "content": HOSTILE}]
+    questions = Questions([turns], [[1]], 8)
+    text = dataclasses.replace(card, quantize="gguf", questions=questions).text()
+    assert "That was before the conversion; the GGUF file itself was not run." in text
+    assert """-sys 'It'"'"'s brief.' -st -p """ in text
+    text = dataclasses.replace(card, quantize="gguf", questions=questions, gguf_equal=0).text()
+    assert "0 of 1 greedy answers to held-out questions, by llama.cpp," in text

@@ -103,6 +103,20 @@ def test_a_checkpoint_is_quantised(runs, export, tmp_path, bits):
     assert re.search(r"[0-4] of 4 greedy answers", text)
 
 
+def test_a_base_held_in_4_bits_is_compared_as_it_was(copied, export, tmp_path, load_script, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    run = copied("lora")
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"load_in": "4bit"}))
+    module = load_script("export.py")
+    load, loaded = module.load_trained, []
+    monkeypatch.setattr(module, "load_trained", lambda *given: loaded.append(load(*given)) or loaded[-1])
+    export(run)
+    assert any("4bit" in type(layer).__name__ for layer in loaded[0].modules())
+    _, text = card_of(tmp_path / "exports/lora")
+    assert "The trained policy held its base in 4 bits; here it is not quantised so." in text
+
+
 def test_other_answers_are_an_error(runs, export, tmp_path, load_script, monkeypatch):
     """The weights are changed while they are written."""
 
