@@ -132,7 +132,7 @@ class Card:
             'print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))',
         ]
         needs = {"4bit": "bitsandbytes", "8bit": "bitsandbytes"}.get(self.quantize, "peft" if self._is_adapter else "")
-        text = f"It needs `torch`, `transformers`{f' and `{needs}`' if needs else ''}."
+        text = f"It needs `torch`, `transformers` and `{needs}`." if needs else "It needs `torch` and `transformers`."
         if not is_hub_id(self.loads_as):
             text += " `name` is this directory, seen from the one that it is in; after an upload it is `owner/name`."
         text += (
