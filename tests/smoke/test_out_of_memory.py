@@ -78,7 +78,7 @@ def run(place: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_limited_run_halves_resumes_and_ends_with_the_same_weights(model, tmp_path):
+def test_a_limited_run_halves_resumes_and_ends_the_same(model, tmp_path):
     output = run(tmp_path, str(80 * MIB), *FLAGS, "--model", str(model))
     assert "memory ran out with batches of completions" in output
     assert "memory ran out with micro-batches" in output

@@ -67,7 +67,7 @@ def test_before_and_after_all_steps_it_ends_the_run_at_once(events, moment):
     assert events(moment)[-1] == moment
 
 
-def test_every_program_that_ends_at_once_during_its_imports_is_known():
+def test_every_program_that_ends_at_once_is_known():
     imports_it = re.compile("^(import|from) common.plumbing.interrupt", re.MULTILINE)
     files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
     programs = [path for path in files if imports_it.search(path.read_text(encoding="utf-8"))]

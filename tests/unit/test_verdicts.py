@@ -179,8 +179,9 @@ def test_values_tell_different_expressions_apart(gold, answer):
 
 
 @needs_library
-def test_the_library_says_the_same(judge):
-    """Of equal ones, and of different ones without the values that refuse them."""
+def test_the_library_says_the_same(judge, monkeypatch):
+    """Of equal ones, and of different ones without the values that refuse them; a slow processor needs longer."""
+    monkeypatch.setattr(workers, "SECONDS_PER_THOUSAND", 60.0)
     equal = [pair for pair in EQUAL if pair not in BEYOND_THE_LIBRARY]
     judge.prepare(([gold], answer) for gold, answer in equal)
     assert [pair for pair in equal if judge.verdict([pair[0]], pair[1]) is not True] == []
