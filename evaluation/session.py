@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError
+from common.fast.auto_size import AutoSize
 from common.policy import Policy
 from evaluation.answers import Completions, ask, make_batches
 from evaluation.comparison import check_shared, compare, read_results
@@ -80,6 +81,8 @@ def _ask(config: ModelConfig, task: Task, completions: Completions, load: Callab
         "max_new_tokens": config.max_new_tokens,
         "top_p": config.top_p,
     }
+    if isinstance(config.generation_batch_size, AutoSize):  # else a batch is sampled as it is
+        settings["generation_batch_size"] = config.generation_batch_size
     with progress(total, done, "completions") as update:
         for batch in completions.left:
             completions.add(ask(policy, task.eval_rows, task, batch, config.num_samples, **settings))
