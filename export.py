@@ -69,9 +69,8 @@ class Config:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     output: str | None = None  # directory to write, which must not exist; None: exports/ and the run's name
     questions: int = 16  # held-out questions that both, the trained policy and what was written, must answer
-    llama_cpp: str | None = (
-        None  # directory of llama.cpp, for --quantize gguf; None: look for its converter on the PATH
-    )
+    # directory of llama.cpp, for --quantize gguf; None: look for its converter on the PATH
+    llama_cpp: str | None = None
     push: str | None = None  # owner/name: upload it to this repository of the Hugging Face hub; None: do not
     private: bool = False  # make that repository private
     dry_run: bool = False  # with --push: only print what would be uploaded

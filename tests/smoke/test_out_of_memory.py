@@ -79,7 +79,7 @@ def run(place: Path, *words: str) -> str:
 
 
 def test_a_limited_run_halves_resumes_and_ends_the_same(model, tmp_path):
-    output = run(tmp_path, str(80 * MIB), *FLAGS, "--model", str(model))
+    output = run(tmp_path, str(100 * MIB), *FLAGS, "--model", str(model))
     assert "memory ran out with batches of completions" in output
     assert "memory ran out with micro-batches" in output
     limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
