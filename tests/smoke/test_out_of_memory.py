@@ -49,7 +49,7 @@ script.main([*words, "--steps", "2", "--name", "free"])
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
 FLAGS = (
-    *("--prompts-per-step", "2", "--group-size", "16", "--max-new-tokens", "6", "--eval-prompts", "1"),
+    *("--prompts-per-step", "2", "--group-size", "32", "--max-new-tokens", "6", "--eval-prompts", "1"),
     *("--lr", "1e-4", "--seed", "5", "--device", "cpu", "--eval-every", "0", "--checkpoint-every", "1"),
 )
 
@@ -79,7 +79,7 @@ def run(place: Path, *words: str) -> str:
 
 
 def test_a_limited_run_halves_resumes_and_ends_the_same(model, tmp_path):
-    output = run(tmp_path, str(100 * MIB), *FLAGS, "--model", str(model))
+    output = run(tmp_path, str(120 * MIB), *FLAGS, "--model", str(model))
     assert "memory ran out with batches of completions" in output
     assert "memory ran out with micro-batches" in output
     limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
@@ -88,8 +88,8 @@ def test_a_limited_run_halves_resumes_and_ends_the_same(model, tmp_path):
     )
     settings, unlimited = (json.loads((path / "config.json").read_text()) for path in (limited, free))
     assert settings["automatic"] == ["micro_batch_size", "generation_batch_size"]
-    assert settings["micro_batch_size"] < 32
-    assert settings["generation_batch_size"] < 32
+    assert settings["micro_batch_size"] < 64
+    assert settings["generation_batch_size"] < 64
     assert unlimited["automatic"] == []
     weights, expected = (load_file(path / "final" / "model.safetensors") for path in (limited, free))
     assert max((weights[name] - expected[name]).abs().max().item() for name in expected) <= 1e-5
