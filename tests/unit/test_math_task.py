@@ -23,11 +23,13 @@ needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not
 
 @pytest.fixture(scope="module", autouse=True)
 def judge():
-    """One process for the file."""
-    previous, task._JUDGE = task._JUDGE, Judge(number_of_workers=1)
-    yield task._JUDGE
-    task._JUDGE.close()
-    task._JUDGE = previous
+    """One process for the file, and time enough for a slow processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "VERDICT_SECONDS", 30.0)
+        patch.setattr(workers, "SECONDS_PER_THOUSAND", 300.0)
+        patch.setattr(task, "_JUDGE", Judge(number_of_workers=1))
+        yield task._JUDGE
+        task._JUDGE.close()
 
 
 @pytest.fixture
@@ -46,8 +48,7 @@ def decisions() -> list[tuple[str, str, bool]]:
 
 
 @needs_library
-def test_every_decision_of_the_docstring(monkeypatch):
-    monkeypatch.setattr(workers, "SECONDS_PER_THOUSAND", 60.0)  # as long as a slow processor needs
+def test_every_decision_of_the_docstring():
     table = decisions()
     assert len(table) > 55
     rows = [{"answer": gold} for gold, _, _ in table]

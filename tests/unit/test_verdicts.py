@@ -26,10 +26,13 @@ MINUS, PI, ROOT_SIGN = "\u2212", "\u03c0", "\u221a"
 
 @pytest.fixture(scope="module")
 def judge():
-    """With one process for all tests of the file; the library takes a second to import."""
-    shared = Judge(number_of_workers=1)
-    yield shared
-    shared.close()
+    """With one process for all tests of the file, and time enough for a slow processor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "VERDICT_SECONDS", 30.0)
+        patch.setattr(workers, "SECONDS_PER_THOUSAND", 300.0)
+        shared = Judge(number_of_workers=1)
+        yield shared
+        shared.close()
 
 
 def ids_of_workers(judge: Judge) -> list[int]:
@@ -179,9 +182,8 @@ def test_values_tell_different_expressions_apart(gold, answer):
 
 
 @needs_library
-def test_the_library_says_the_same(judge, monkeypatch):
-    """Of equal ones, and of different ones without the values that refuse them; a slow processor needs longer."""
-    monkeypatch.setattr(workers, "SECONDS_PER_THOUSAND", 60.0)
+def test_the_library_says_the_same(judge):
+    """Of equal ones, and of different ones without the values that refuse them."""
     equal = [pair for pair in EQUAL if pair not in BEYOND_THE_LIBRARY]
     judge.prepare(([gold], answer) for gold, answer in equal)
     assert [pair for pair in equal if judge.verdict([pair[0]], pair[1]) is not True] == []
@@ -204,12 +206,19 @@ def test_a_verdict_is_kept_and_shared_by_spellings(judge):
 
 
 @needs_library
-def test_a_verdict_that_takes_too_long_is_undecided(judge):
+def test_a_verdict_that_takes_too_long_is_undecided(judge, monkeypatch):
     """The worker interrupts itself and goes on; if it cannot, a signal ends it, and another one is started."""
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "VERDICT_SECONDS", 0.5)
+        impatient = Judge(number_of_workers=1)
+        impatient.start()
+    impatient.verdict(["2y"], "y+y")
+    before = ids_of_workers(impatient)
+    assert impatient.verdict(["x^2"], "(x+1)^{10000}") is None
+    assert ids_of_workers(impatient) == before
+    impatient.close()
     judge.verdict(["2y"], "y+y")
     before = ids_of_workers(judge)
-    assert judge.verdict(["x^2"], "(x+1)^{10000}") is None
-    assert ids_of_workers(judge) == before
     os.kill(before[0], signal.SIGVTALRM)  # as its timer does when the library computes in C for too long
     verdicts, _ = judge._workers.judge([("3y", "y+2y")])
     assert verdicts == {("3y", "y+2y"): None}

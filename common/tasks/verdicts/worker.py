@@ -1,8 +1,9 @@
 """The process that asks math-verify whether two expressions are equal. It imports nothing of this project.
 
-`workers.py` starts it by its path. It reads a line of JSON, [gold, answer], and writes one, [verdict, seconds]: whether
-they are equal, or null if that could not be decided within `VERDICT_SECONDS`, and the processor time that it took. It
-ends with its stdin, so with the process that started it, even if that is killed.
+`workers.py` starts it by its path, with the seconds of processor time that a verdict may take. It reads a line of JSON,
+[gold, answer], and writes one, [verdict, seconds]: whether they are equal, or null if that could not be decided in that
+time, and the processor time that it took. It ends with its stdin, so with the process that started it, even if that is
+killed.
 
 The library's own time limits are off: they count whole seconds of a clock that also runs while other programs do. Here
 processor time counts, so that a verdict does not depend on how busy the machine is.
@@ -20,7 +21,6 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import BinaryIO
 
-VERDICT_SECONDS = 0.5  # of processor time, for one verdict
 MEMORY = 2 << 30  # bytes of address space
 WARM_UP = (  # the parser reads what is like something that it has read several times as fast; the last one first
     "x'-2x=0", "52_8", r"45^\circ", r"20\%", r"\frac{dx}{dt}=kx", r"\lfloor x \rfloor", r"\log_{2} x", r"\arcsin(x/2)",
@@ -44,7 +44,7 @@ def main() -> None:
     os.dup2(nowhere, 2)
     _limit()
     try:
-        judge = Judge()
+        judge = Judge(seconds=float(sys.argv[1]))
     except Exception as error:  # of the import
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"[:300]}).encode() + b"\n")
         return
@@ -77,7 +77,8 @@ def _limit() -> None:
 class Judge:
     """The library, with what it has read. What is read once is kept: reading takes longer than comparing."""
 
-    def __init__(self):
+    def __init__(self, seconds: float):
+        self._seconds = seconds  # of processor time, for one verdict
         logging.disable(logging.CRITICAL)
         import math_verify
         from sympy.core.cache import clear_cache
@@ -111,8 +112,8 @@ class Judge:
         self._is_timed = True
         try:
             try:
-                signal.setitimer(signal.ITIMER_PROF, VERDICT_SECONDS, VERDICT_SECONDS / 5)  # again, if it was caught
-                signal.setitimer(signal.ITIMER_VIRTUAL, 2 * VERDICT_SECONDS)
+                signal.setitimer(signal.ITIMER_PROF, self._seconds, self._seconds / 5)  # again, if it was caught
+                signal.setitimer(signal.ITIMER_VIRTUAL, 2 * self._seconds)
                 return self._are_equal(gold, answer)
             finally:
                 self._is_timed = False

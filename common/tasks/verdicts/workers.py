@@ -19,6 +19,7 @@ from pathlib import Path
 from common.errors import UserError
 
 MOST_WORKERS = 4
+VERDICT_SECONDS = 0.5  # of a worker's processor time, for one verdict
 SECONDS_PER_THOUSAND = 1.0  # of each worker's processor time: the allowance of a thousand pairs, and of fewer
 START_SECONDS = 120.0  # for a process to import the library, on a busy machine
 HUNG_SECONDS = 20.0  # of the clock, without a verdict; a worker limits its own processor time to far less
@@ -39,7 +40,7 @@ class Worker:
 
     def __init__(self):
         # -P: no directory of this package is searched for modules, one of which is called math
-        command = [sys.executable, "-P", str(WORKER)]
+        command = [sys.executable, "-P", str(WORKER), str(VERDICT_SECONDS)]
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         # a session of its own: Ctrl-C in the terminal does not reach it
         self.process = subprocess.Popen(command, **streams, bufsize=0, start_new_session=True)
@@ -177,7 +178,7 @@ class Workers:
             verdicts[worker.pair] = None
         else:
             waiting.setdefault(worker.pair[0], []).append(worker.pair[1])
-        return 1.0 if took_too_long else 0.0  # the processor time after which a worker ends itself
+        return 2 * VERDICT_SECONDS if took_too_long else 0.0  # the processor time after which a worker ends itself
 
 
 def _effort(pair: Pair) -> tuple[int, int]:
