@@ -14,8 +14,12 @@ import tyro
 from common.plumbing.checks import flag
 
 ROOT = Path(__file__).resolve().parents[2]
+# Not what runs write, nor what environments install
+NOT_OURS = {"runs", "exports", *(path.parent.name for path in ROOT.glob("*/pyvenv.cfg"))}
 PAGES = sorted(
-    path for path in ROOT.glob("**/*.md") if not {"runs", "exports", ".venv", "engine-env"} & set(path.parts)
+    path
+    for path in ROOT.glob("**/*.md")
+    if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 # They take directories, or nothing
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "benchmarks/calls_by_kind.py"}
