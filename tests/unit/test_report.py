@@ -483,7 +483,7 @@ def ask(directory) -> Iterator:
         thread.start()
 
         def send(path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
             try:
                 connection.putrequest(method, path, skip_host=True)
                 for name, value in ({"Host": f"127.0.0.1:{server.server_port}"} | headers).items():
@@ -597,7 +597,7 @@ def test_ctrl_c_ends_the_server_quietly(directory):
     with subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline().startswith("http://127.0.0.1:")
         process.send_signal(2)
-        assert process.communicate(timeout=20) == ("", "")
+        assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 130
 
 

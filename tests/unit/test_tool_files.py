@@ -192,7 +192,7 @@ def test_what_a_tool_started_ends_with_its_process(tools, tmp_path):
     code = f"(print(subprocess.Popen(['sleep', '60']).pid, file=open({str(file)!r}, 'w')), os._exit(0))"
     assert tools["evaluate"](code=code) == "error: evaluate ended its process (status 0)"
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(file.read_text())).wait(timeout=10)
+        psutil.Process(int(file.read_text())).wait(timeout=30)
 
 
 def test_a_process_that_was_killed_while_idle_is_replaced(tools):
@@ -282,7 +282,7 @@ def test_no_process_is_left_when_the_run_is_killed(tmp_path):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as run:
         left = [psutil.Process(int(run.stderr.readline())) for _ in range(4)]
         run.kill()
-        assert psutil.wait_procs(left, timeout=10)[1] == []
+        assert psutil.wait_procs(left, timeout=30)[1] == []
         assert run.stderr.read() == ""
 
 
