@@ -4,11 +4,12 @@ Experiments without an engine have no such flags, and nothing here concerns them
 """
 
 import dataclasses
+import os
 import shlex
+from pathlib import Path
 
 from common.errors import UserError
 
-from common.plumbing.checks import local_path
 from common.plumbing.config import ConfigT
 from common.plumbing.terminal import printable
 
@@ -42,11 +43,15 @@ def with_one_engine(before: ConfigT, after: ConfigT) -> ConfigT:
 
 def with_absolute_start(config: ConfigT) -> ConfigT:
     """The settings with the absolute path of the engine's Python, so that a run can be resumed from any directory."""
-    program, *flags = (getattr(config, "engine_start", None) or "").split(" ")
-    if "/" not in program or not (path := local_path(program, "--engine-start")).exists():
-        return config
-    # not what a link leads to: the folder of a Python is that of its environment
-    return dataclasses.replace(config, engine_start=" ".join((str(path.absolute()), *flags)))
+    words = _words(getattr(config, "engine_start", None) or "")
+    kept = list(words)
+    for index, word in enumerate(words):  # another program may start it: env NAME=value engine-env/bin/python
+        if word.startswith("--"):
+            break
+        if "/" in word and os.path.isfile(path := os.path.expanduser(word)):
+            # not what a link leads to: the folder of a Python is that of its environment
+            kept[index] = str(Path(path).absolute())
+    return config if kept == words else dataclasses.replace(config, engine_start=shlex.join(kept))
 
 
 def _words(command: str) -> list[str]:

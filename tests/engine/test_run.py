@@ -243,6 +243,28 @@ def uninterrupted(api_server, load_script, tmp_path_factory) -> Path:
     return place / "experiment_engine" / "x"
 
 
+@pytest.mark.parametrize(
+    ("start", "kept"),
+    [
+        ("an-env/bin/python --seed 1", "{place}/an-env/bin/python --seed 1"),
+        ("/usr/bin/env A=b/c nice -n 5 an-env/bin/python", "/usr/bin/env A=b/c nice -n 5 {place}/an-env/bin/python"),
+        ("'my env/bin/python' --x \"{{}}\"", "'{place}/my env/bin/python' --x '{{}}'"),
+        ("~/my\\ env/bin/python", "'{place}/my env/bin/python'"),
+        ("python --chat-template an-env/bin/python", "python --chat-template an-env/bin/python"),
+        ("nowhere/bin/python  --seed 1", "nowhere/bin/python  --seed 1"),
+    ],
+)
+def test_the_path_of_an_engine_is_kept_absolute(script, tmp_path, monkeypatch, start, kept):
+    """And is that of a link, as the Python of an environment is one."""
+    for name in ("an-env", "my env"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = script.parse_config(script.Config, ["--engine-start", start.format()], "")
+    assert config.engine_start == kept.format(place=tmp_path)
+
+
 def test_a_run_resumes_with_an_engine_elsewhere(stand_in, script, train, tmp_path, at_step, uninterrupted):
     """The new address is kept, and a server that the run starts can take its place."""
     first, second = stand_in(), stand_in()
