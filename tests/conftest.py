@@ -13,11 +13,20 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from torch import distributed
 
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
+
+
+@pytest.fixture(autouse=True)
+def ended_process_group() -> Iterator[None]:
+    """experiment_accelerate_ddp starts one, also of one process, which other tests would find."""
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

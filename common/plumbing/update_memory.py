@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UserError
 from common.fast.auto_size import AutoSize, fits, is_out_of_memory
+from common.parallel import world_size
+from common.policy import Policy
 
 Update = Callable[..., Any]
 
@@ -21,8 +25,8 @@ def within_memory(update: Update) -> Update:
     optimizer steps, these are copied to the memory of the host beforehand; if it takes one, nothing has changed yet
     when a forward or backward pass fails.
 
-    Where processes train together, one of them cannot begin again while the others wait for its gradients: there the
-    error ends the run.
+    Where processes train together, one of them cannot begin again while the others wait for its gradients, and what
+    shards weights is in the middle of a pass: there the error ends the run.
 
     Raises:
         UserError: memory ran out in the only optimizer step, which may have changed some of the weights.
@@ -33,16 +37,18 @@ def within_memory(update: Update) -> Update:
         size = config.micro_batch_size
         if not isinstance(size, AutoSize):
             return update(config, *arguments, **named)
-        if distributed.is_initialized():
+        given = (*arguments, *named.values())
+        if not _can_begin_again(given):
             return update(dataclasses.replace(config, micro_batch_size=size.now), *arguments, **named)
-        (optimizer,) = (value for value in (*arguments, *named.values()) if isinstance(value, torch.optim.Optimizer))
+        (optimizer,) = (value for value in given if isinstance(value, torch.optim.Optimizer))
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
         before = _State(optimizer) if _takes_several_steps(config) else None
         results, steps = [], []
 
         def attempt() -> None:
             try:
-                results.append(update(dataclasses.replace(config, micro_batch_size=size.now), *arguments, **named))
+                with _without_averaging(given):
+                    results.append(update(dataclasses.replace(config, micro_batch_size=size.now), *arguments, **named))
             except Exception as error:
                 if steps and before is None and is_out_of_memory(error):
                     raise UserError(
@@ -62,6 +68,24 @@ def within_memory(update: Update) -> Update:
         return results[0]
 
     return call
+
+
+def _can_begin_again(given: tuple) -> bool:
+    """Whether an update that is given this has no other process, or its own shards, to consider."""
+    if not distributed.is_initialized():
+        return True
+    kinds = {type(value) for value in given if isinstance(value, nn.Module)}
+    return world_size() == 1 and kinds <= {Policy, DistributedDataParallel}
+
+
+@contextmanager
+def _without_averaging(given: tuple) -> Iterator[None]:
+    """Inside, the DDP of one process leaves gradients as they are; after a pass that fails it would refuse another."""
+    with ExitStack() as stack:
+        for value in given:
+            if isinstance(value, DistributedDataParallel):
+                stack.enter_context(value.no_sync())
+        yield
 
 
 def _takes_several_steps(config) -> bool:

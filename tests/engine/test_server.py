@@ -48,9 +48,10 @@ listener.serve_forever()
 
 # A run that is somewhere in the block, with a child that was forked and holds copies of all that is open.
 RUN = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from common.engines.server import child_server
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell switches off for what it runs with &
 with child_server(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])):
     forked = os.fork()
     if not forked:

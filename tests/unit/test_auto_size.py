@@ -8,10 +8,11 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import common.sampling
 from common.errors import UserError
-from common.experience import collate
+from common.experience import Experience, collate
 from common.fast.auto_size import AutoSize, fits, is_out_of_memory, rows_now
 from common.fast.kept_rows import KeptRows
 from common.logprobs import token_log_probs
@@ -22,6 +23,7 @@ from common.plumbing.auto_sizes import out_of_memory
 from common.plumbing.config import RunConfig
 from common.plumbing.loading import load_policy
 from common.plumbing.parse import parse_config
+from common.plumbing.processes import meet
 from common.plumbing.update_memory import within_memory
 
 NO_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
@@ -139,6 +141,13 @@ def test_log_probs_in_smaller_parts_are_the_same(policy, monkeypatch):
     assert size.now == 2
 
 
+def sampled(policy: Policy) -> Experience:
+    experience = collate(sample(policy, [[5, 6], [7], [8]], GROUP_SIZE, max_new_tokens=6, key=(0,)), policy.pad_id)
+    experience.advantages = torch.tensor([1.0, -1.0, 0.5, -0.5] * 3)[:, None]
+    experience.old_log_probs = experience.sampler_log_probs
+    return experience
+
+
 @pytest.mark.parametrize("minibatch_size", [None, GROUP_SIZE])
 @pytest.mark.parametrize("fails_in", ["forward", "backward", "step"])
 @pytest.mark.parametrize("num_before", [0, 1])
@@ -146,10 +155,7 @@ def test_the_update_is_that_of_a_run_without_limit(
     load_script, policy, monkeypatch, minibatch_size, fails_in, num_before
 ):
     """Also where the error comes after optimizer steps of the same update, and before the optimizer has a state."""
-    train = load_script("experiment_base/train.py")
-    experience = collate(sample(policy, [[5, 6], [7], [8]], GROUP_SIZE, max_new_tokens=6, key=(0,)), policy.pad_id)
-    experience.advantages = torch.tensor([1.0, -1.0, 0.5, -0.5] * 3)[:, None]
-    experience.old_log_probs = experience.sampler_log_probs
+    train, experience = load_script("experiment_base/train.py"), sampled(policy)
     config = train.Config(
         prompts_per_step=3, group_size=GROUP_SIZE, minibatch_size=minibatch_size, micro_batch_size=4, kl_weight=0.0,
         max_new_tokens=6, lr=1e-3,
@@ -191,6 +197,37 @@ def test_the_update_is_that_of_a_run_without_limit(
     assert size.now == 2
     assert max((a - b).abs().max().item() for a, b in zip(weights, expected, strict=True)) <= 1e-5
     assert found == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("fail_at", [1, 3, 4], ids=["first backward", "last backward", "second epoch"])
+def test_one_process_of_ddp_begins_again_in_a_backward_pass(load_script, policy, fail_at):
+    """Where some gradients are there, and others are not: DDP waits for them, and would refuse the next pass."""
+    meet("gloo")
+    train, experience = load_script("experiment_accelerate_ddp/train.py"), sampled(policy)
+    config = train.Config(
+        prompts_per_step=3, group_size=GROUP_SIZE, micro_batch_size=4, epochs_per_step=2, kl_weight=0.0,
+        max_new_tokens=6, lr=1e-3,
+    )  # fmt: skip
+    start, calls = copy.deepcopy(policy.state_dict()), [0]
+
+    def fail(_: torch.Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == fail_at:
+            raise NO_MEMORY
+
+    def updated(size: int) -> list[torch.Tensor]:
+        policy.load_state_dict(start)
+        model, optimizer = DistributedDataParallel(policy), torch.optim.SGD(policy.parameters(), lr=0.1)
+        for step in (1, 2):
+            train.update(dataclasses.replace(config, micro_batch_size=size), model, optimizer, experience, step)
+        return [weight.detach().clone() for weight in policy.parameters()]
+
+    expected, size = updated(4), AutoSize(4)
+    policy.model.model.layers[0].mlp.down_proj.weight.register_hook(fail)
+    weights = updated(size)
+    assert size.now == 2
+    assert calls[0] == fail_at + 2 * 2 * 6  # two steps of two epochs, of 6 micro-batches
+    assert max((a - b).abs().max().item() for a, b in zip(weights, expected, strict=True)) <= 1e-5
 
 
 def test_other_errors_of_an_update_go_up():
