@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from common.fast.matmul import NO_KERNEL
+
 T = TypeVar("T")
 # What PyTorch calls an allocation that has failed, where it raises a RuntimeError and no OutOfMemoryError: its own
 # allocators, C++'s, and cuBLAS, which allocates past them.
@@ -54,7 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in WORDS)
+    return isinstance(error, RuntimeError) and (str(error) == NO_KERNEL or any(word in str(error) for word in WORDS))
 
 
 def rows_now(size: int) -> int:
