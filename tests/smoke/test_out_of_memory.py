@@ -46,6 +46,13 @@ script.train = train
 script.main(["--resume", "runs/experiment_base/limited", "--steps", "2"])
 script.main([*words, "--steps", "2", "--name", "free"])
 """
+# Rewards that differ between completions of any kind: without them there would be nothing to learn.
+TASK = """
+from common.tasks.arithmetic import *
+del solution
+def reward(row, text):
+    return dict.fromkeys(REWARD_WEIGHTS, float(len(text) % 2))
+"""
 MIB = 2**20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
 FLAGS = (
@@ -79,13 +86,18 @@ def run(place: Path, *words: str) -> str:
 
 
 def test_a_limited_run_halves_resumes_and_ends_the_same(model, tmp_path):
-    output = run(tmp_path, str(120 * MIB), *FLAGS, "--model", str(model))
+    (tmp_path / "task.py").write_text(TASK, encoding="utf-8")
+    output = run(tmp_path, str(140 * MIB), *FLAGS, "--task", "task.py", "--model", str(model))
     assert "memory ran out with batches of completions" in output
     assert "memory ran out with micro-batches" in output
     limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
-    assert len((limited / "metrics.jsonl").read_text().splitlines()) == len(
-        (free / "metrics.jsonl").read_text().splitlines()
+    metrics, expected = (
+        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (limited, free)
     )
+    assert [row["step"] for row in metrics] == [row["step"] for row in expected] == [0, 1, 2, 2]
+    for row, other in zip(metrics[1:3], expected[1:3], strict=True):
+        assert row["loss/grad_norm"] == pytest.approx(other["loss/grad_norm"], rel=1e-4)
+        assert other["loss/grad_norm"] > 0.01
     settings, unlimited = (json.loads((path / "config.json").read_text()) for path in (limited, free))
     assert settings["automatic"] == ["micro_batch_size", "generation_batch_size"]
     assert settings["micro_batch_size"] < 64
