@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import forked
 import pytest
 import torch
 from torch import distributed
@@ -19,6 +21,28 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--cold", action="store_true", help="start all programs of tests as users do: fork none")
+
+
+def pytest_configure(config) -> None:
+    """One server for all processes of pytest-xdist: they have its address in their environment."""
+    is_worker = hasattr(config, "workerinput")
+    if config.getoption("cold") or not forked.is_possible():
+        return
+    if not is_worker:
+        config.add_cleanup(forked.start_server())
+    if is_worker or config.getoption("dist", "no") == "no":  # else this process starts only the workers
+        forked.use_server()
+
+
+@pytest.fixture
+def cold(monkeypatch) -> None:
+    """The programs of the test are started as users start them."""
+    if subprocess.Popen is forked.Popen:
+        monkeypatch.setattr(subprocess, "Popen", forked.Popen.__base__)
 
 
 @pytest.fixture(autouse=True)

@@ -313,7 +313,7 @@ def test_an_error_of_one_rank_ends_all(place):
     assert last_step(place / "runs" / ACCELERATE / "broken") == 1
 
 
-def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path):
+def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path, cold):
     """kill -9 of the main process; then torchrun restarts all after another kill. The result is bit for bit the same.
 
     Meanwhile no other launch can have the run.
