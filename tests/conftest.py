@@ -1,6 +1,7 @@
 """Tests run on one thread: two contended threads were measured ten times slower."""
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -17,10 +18,15 @@ import pytest
 import torch
 from torch import distributed
 
+from common.tasks import arithmetic, calculator, countdown, qa
+
+from common.plumbing import run
+
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
+DRAW_RUN = run.draw_run
 
 
 def pytest_addoption(parser) -> None:
@@ -43,6 +49,27 @@ def cold(monkeypatch) -> None:
     """The programs of the test are started as users start them."""
     if subprocess.Popen is forked.Popen:
         monkeypatch.setattr(subprocess, "Popen", forked.Popen.__base__)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_runs(tmp_path_factory) -> Iterator[None]:
+    """Runs in this process read 192 questions by default, and draw nothing: it would be most of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "draw_run", lambda _: None)
+        for task in (arithmetic, calculator, countdown, qa):
+            path = tmp_path_factory.mktemp("questions") / task.TRAIN_DATA.name
+            with task.TRAIN_DATA.open(encoding="utf-8") as lines:
+                path.write_text("".join(itertools.islice(lines, 192)), encoding="utf-8")
+            patch.setattr(task, "TRAIN_DATA", path)
+        yield
+
+
+@pytest.fixture(scope="module")
+def drawn() -> Iterator[None]:
+    """The runs of a file draw their curve and their page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "draw_run", DRAW_RUN)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -42,8 +42,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="a run starts a server on 
 
 
 @pytest.fixture(autouse=True)
-def without_curves(monkeypatch) -> None:
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
+def with_stand_in(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "tests" / "engine" / "stand_in"), str(ROOT))))
 
 
@@ -235,10 +234,8 @@ def uninterrupted(api_server, load_script, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("uninterrupted")
     flags = {"served_model_name": "policy", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
     server = api_server.StandIn(ROOT / "assets" / "tiny_policy", **flags, no_enable_chunked_prefill=True).start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.plumbing.run.draw_run", lambda _: None)
-        flags = (*FLAGS, "--steps", "4", "--engine-url", server.url, "--runs-dir", str(place))
-        load_script("experiment_engine/train.py").main(list(flags))
+    flags = (*FLAGS, "--steps", "4", "--engine-url", server.url, "--runs-dir", str(place))
+    load_script("experiment_engine/train.py").main(list(flags))
     server.stop()
     return place / "experiment_engine" / "x"
 

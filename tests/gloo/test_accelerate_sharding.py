@@ -68,9 +68,7 @@ def check_same_training(found: Path, expected: Path) -> None:
 def alone(tmp_path_factory, load_script) -> Path:
     """The run of experiment_base in one process, this one."""
     runs = tmp_path_factory.mktemp("alone")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.plumbing.run.draw_run", lambda _: None)  # no test looks at the figure or the page
-        load_script("experiment_base/train.py").main([*FLAGS, "--runs-dir", str(runs)])
+    load_script("experiment_base/train.py").main([*FLAGS, "--runs-dir", str(runs)])
     return runs / "experiment_base" / "x"
 
 

@@ -95,9 +95,8 @@ def rows_of(directory: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_and_an_engine_train_as_one_process(server, two, tmp_path, load_script, monkeypatch):
+def test_two_ranks_and_an_engine_train_as_one_process(server, two, tmp_path, load_script):
     """The main rank pushes for both."""
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     num_pushes = server.calls["/collective_rpc"]
     flags = ("--engine-url", server.url, "--runs-dir", str(tmp_path), "--name", "x")
     load_script(f"{EXPERIMENT}/train.py").main([*FLAGS, *flags])

@@ -22,9 +22,7 @@ def run_directory(tmp_path_factory, load_script):
     directory = tmp_path_factory.mktemp("learning")
     flags = ("--steps", "20", "--prompts-per-step", "6", "--lr", "1e-4", "--eval-prompts", str(EVAL_PROMPTS))
     off = ("--eval-every", "0", "--checkpoint-every", "0", "--device", "cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.plumbing.run.draw_run", lambda _: None)
-        load_script("experiment_base/train.py").main([*flags, *off, "--runs-dir", str(directory), "--name", "short"])
+    load_script("experiment_base/train.py").main([*flags, *off, "--runs-dir", str(directory), "--name", "short"])
     return directory / "experiment_base" / "short"
 
 
@@ -79,9 +77,8 @@ def test_the_bundled_policy_can_reason_and_mostly_does_not():
     ],
     ids=["calculator", "search"],
 )
-def test_the_policy_learns_to_call_its_tool(tmp_path, load_script, monkeypatch, experiment, flags, share_right):
+def test_the_policy_learns_to_call_its_tool(tmp_path, load_script, experiment, flags, share_right):
     """Before, it calls now and then, which is often right; afterwards it calls because that pays."""
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     off = ("--eval-every", "0", "--checkpoint-every", "0", "--samples-every", "0", "--eval-prompts", "16")
     train = load_script(f"{experiment}/train.py")
     train.main([*flags, "--lr", "1e-4", *off, "--runs-dir", str(tmp_path), "--name", "short"])

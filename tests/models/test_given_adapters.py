@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,14 +31,6 @@ FLAGS = (
     *("--eval-every", "0", "--checkpoint-every", "1", "--device", "cpu", "--lr", "1e-2"),
 )
 WAYS = {"further": (), "on top": ("--lora-rank", "2")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def without_curves() -> Iterator[None]:
-    """Drawing would take half of the time of such small runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.plumbing.run.draw_run", lambda _: None)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,6 @@ def test_the_sampled_ids_are_trained_and_not_those_of_their_text(
 
     monkeypatch.setattr(script, "sample", keep_samples)
     monkeypatch.setattr(Policy, "forward", keep_trained)
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
     monkeypatch.chdir(tmp_path)

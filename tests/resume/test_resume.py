@@ -64,14 +64,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_curves() -> Iterator[None]:
-    """Drawing would take half of the time of such small runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.plumbing.run.draw_run", lambda _: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def train(load_script) -> Callable[..., str]:
     """Call experiment_base's `main` with some arguments, and return what it prints."""

@@ -19,7 +19,6 @@ FILES = ("final/model.safetensors", "samples.jsonl")
 def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
     """Run an experiment with some flags; returns the directory of the run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
 
     def run(experiment: str, *flags: str) -> Path:
         place = flags[-1] if flags else "as_it_is"

@@ -121,7 +121,6 @@ def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.M
     patch.setattr(train, "make_policy", keep(make_policy))
     patch.setattr(train, "update", update_and_keep)
     patch.setattr(Policy, "forward", forward_and_count)
-    patch.setattr("common.plumbing.run.draw_run", lambda _: None)
     patch.setenv("WANDB_MODE", "offline")
     patch.chdir(directory)
     try:

@@ -142,7 +142,6 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
     (tmp_path / "files" / "task.py").write_text(A_TASK)
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (tmp_path / "files" / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     monkeypatch.setattr(load_script("experiment_engine/train.py"), "start_engine", TheSampler)
 
     def run(place: str, experiment: str, flags: dict[str, list[str]]) -> Path:

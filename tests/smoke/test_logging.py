@@ -242,7 +242,6 @@ def log_to_wandb(load_script, tmp_path, monkeypatch, capsys):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
         load_script("experiment_base/train.py").main(SHORT)
         directory = tmp_path / "runs" / "experiment_base" / "x"
         assert [entry["step"] for entry in read_lines(directory / "metrics.jsonl")] == [0, 1, 1]
@@ -298,7 +297,6 @@ def test_a_missing_wandb_package_is_reported_and_ignored(log_to_wandb, monkeypat
 def test_a_completion_is_printed_at_step_1_and_every_tenth_step(load_script, tmp_path, monkeypatch, capsys):
     """With its question and reward."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     load_script("experiment_base/train.py").main(["--steps", "11", *SHORT[2:-3], *SHORT[-2:]])
     lines = capsys.readouterr().out.splitlines()
     shown = [index for index, line in enumerate(lines) if line.startswith("step ")]

@@ -40,7 +40,6 @@ GOOD_ROW = '{"question": "What is 1+1?", "answer": "2"}\n'
 def train(load_script, tmp_path, monkeypatch) -> Callable[..., None]:
     """Call main() of train.py in an empty directory, with flags that make it short if nothing is refused."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)  # half of a small run's time
     return lambda *argv: load_script(TRAIN).main([*QUICK, *argv])
 
 

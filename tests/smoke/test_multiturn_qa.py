@@ -27,7 +27,6 @@ SMALL = (
 @pytest.fixture(autouse=True)
 def without_curves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
 
 
 @pytest.fixture(scope="module")

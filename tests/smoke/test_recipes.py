@@ -26,7 +26,6 @@ from common.plumbing.settings import read_settings
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.name != "common.sh")
 ACCELERATE, DR_GRPO = "experiment_accelerate/train.py", "experiment_drgrpo/train.py"
-HEADS = ["Hardware", "Follows", "Published", "Differs", "Not shown"]
 NOTE_ARGUMENTS = '#!/bin/sh\nprintf "%s\\0" "$@" >"$ARGUMENTS"\n'
 SHORT = (
     *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8", "--eval-prompts", "2"),
@@ -82,7 +81,6 @@ def read_metrics(run: Path) -> list[dict]:
 def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, tmp_path, monkeypatch):
     if "4bit" in recipe.stem and find_spec("bitsandbytes") is None:
         pytest.skip("bitsandbytes is not installed")
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     monkeypatch.chdir(tmp_path)
     script, *argv = started_by(recipe, "--", *small(recipe, models))
     experiment = "experiment_drgrpo" if "drgrpo" in recipe.stem else "experiment_accelerate"
@@ -170,28 +168,6 @@ def test_what_cannot_be_launched_is_refused(recipe, environment, sentence):
     result = call(recipe, **environment)
     assert (result.returncode, result.stdout) == (2, "")
     assert re.fullmatch(rf"error: {sentence}\n", result.stderr)
-
-
-@each_recipe
-def test_a_recipe_says_what_it_needs_and_what_is_known(recipe):
-    text = recipe.read_text(encoding="utf-8")
-    comment, _, command = text.partition("\n\n")
-    assert re.findall(r"^# ([A-Z][a-z ]+): ", comment, re.MULTILINE)[-len(HEADS) :] == HEADS
-    assert all(line.startswith("#") for line in comment.splitlines())
-    assert "# Not shown: this recipe has not been run on downloaded weights" in comment
-    assert re.search(r"^# Hardware: .*\d GB", comment, re.MULTILINE)
-    assert f"bash recipes/{recipe.name}" in comment
-    assert command.count("train experiment_") == 1
-    assert command.endswith('    "$@"\n')
-    assert max(map(len, text.splitlines())) <= 120
-
-
-def test_the_table_has_every_recipe_and_its_hardware():
-    page = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[\S+\]\((\S+)\) \|.*\| (\S+) GB \|$", page, re.MULTILINE)
-    assert sorted(name for name, _ in rows) == [recipe.name for recipe in RECIPES]
-    for name, memory in rows:
-        assert f"# Hardware: {memory} GB" in (ROOT / "recipes" / name).read_text(encoding="utf-8")
 
 
 def test_a_base_model_is_asked_in_plain_text(models, started_by):

@@ -212,7 +212,6 @@ def test_weights_of_1_change_no_bit(train, policy, weighted_rows):
 
 
 def test_lessons_of_countdown_run_and_are_examined(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     monkeypatch.chdir(tmp_path)
     sizes = ("--num-copying", "20", "--num-reasoning", "20", "--num-answering", "0", "--tokens-per-batch", "2048")
     flags = ("--lr", "1e-4", "--eval-prompts", "2", "--device", "cpu", "--name", "a")

@@ -64,9 +64,8 @@ def random_policy(make_policy, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(load_script, tmp_path, capsys, monkeypatch):
+def run(load_script, tmp_path, capsys):
     """Run experiment_base with two prompts per step, and return its reports and the lines of metrics.jsonl."""
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda directory: None)  # it would take as long as the run
 
     def run(*flags: str) -> tuple[list[str], list[dict]]:
         load_script("experiment_base/train.py").main(

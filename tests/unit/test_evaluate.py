@@ -292,9 +292,8 @@ def test_the_summary_does_not_confuse_before_and_after():
     assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
 
 
-def test_a_run_compares_with_its_evaluation_before_training(tmp_path, monkeypatch):
+def test_a_run_compares_with_its_evaluation_before_training(tmp_path):
     """Answers included, from which the parts of the gain are taken."""
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
     wrong, right = ([Answer(0, correct, {"reasoned": 1.0, "direct": 0.0})] for correct in (0.0, 1.0))
     with start_run("experiment_base", config, load_task(config)) as run:

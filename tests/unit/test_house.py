@@ -1,4 +1,4 @@
-"""The structure of the repository: import rules, the reading list and the length of files."""
+"""The structure of the repository: what may import what."""
 
 import ast
 import re
@@ -13,15 +13,6 @@ FIRST_SHELF = [
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 PLUMBING = sorted((ROOT / "common/plumbing").rglob("*.py"))
-MOST_LINES_TO_READ = 2314
-REAL_TASKS = {ROOT / f"common/tasks/{name}.py" for name in ("gsm8k", "math", "countdown")}  # read by who uses them
-MOST_LINES_OF_TRAIN = {
-    "experiment_sft": 255,
-    "experiment_accelerate": 210,
-    "experiment_accelerate_ddp": 210,
-    "experiment_multiturn_tool_calling": 246,
-    "experiment_multiturn_qa": 256,
-}  # 201 for others
 
 
 def imports_of(path: Path) -> set[str]:
@@ -44,17 +35,6 @@ def violations(paths: list[Path], *forbidden: str) -> list[tuple[str, str]]:
         for path, name in found
         if any(f"{name}.".startswith(f"{start}.") for start in forbidden)
     ]
-
-
-def reading_list() -> list[Path]:
-    """The files of the main README's table, in its order."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("| file | what it does |") :].partition("\n\n")[0]
-    return [ROOT / name for name in re.findall(r"\]\((common/\S+?\.py)\)", table)]
-
-
-def num_lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def test_algorithm_files_never_import_plumbing():
@@ -102,24 +82,6 @@ def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
     path = tmp_path / "file.py"
     path.write_text(line + "\n")
     assert violations([path], "common.plumbing")
-
-
-def test_reading_list_is_the_first_shelf_and_short_enough():
-    """The first shelf without fast/ and engines/, without `__init__.py`, and without the tasks of docs/tasks.md."""
-    folders = [path for path in FIRST_SHELF if path.parent.name not in ("fast", "engines")]
-    shelf = {path for path in folders if path.name != "__init__.py"} - REAL_TASKS
-    assert len(reading_list()) == len(set(reading_list()))
-    assert set(reading_list()) == shelf
-    assert sum(map(num_lines, shelf)) <= MOST_LINES_TO_READ
-
-
-def test_plumbing_files_are_short():
-    assert {path.name: num_lines(path) for path in PLUMBING if num_lines(path) > 225} == {}
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
-def test_train_files_are_short(path):
-    assert num_lines(path) <= MOST_LINES_OF_TRAIN.get(path.parent.name, 201)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)

@@ -208,7 +208,6 @@ def run(train, tmp_path, monkeypatch):
     update = train.update
     monkeypatch.setattr(train, "load_policy", keep_policy)
     monkeypatch.setattr(train, "update", keep_batch)
-    monkeypatch.setattr("common.plumbing.run.draw_run", lambda _: None)
     monkeypatch.chdir(tmp_path)
 
     def run(rows: list[dict], *flags: str) -> tuple[Policy, list[Experience], list[dict], dict]:
