@@ -22,6 +22,8 @@ from statistics import median
 
 import tyro
 
+from viewer.results import write_json
+
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"one step ahead is {median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})")
     results = {"rounds": rounds, "medians": medians, "ratio": median(ratios), "ratios": ratios}
     results |= {"command": sys.argv, "steps": command.steps} | describe_machine()
-    RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_json(RESULTS, results)
 
 
 def train(command: Command, folder: Path, name: str, ahead: int, seed: int) -> None:

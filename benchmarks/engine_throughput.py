@@ -40,6 +40,7 @@ from common.experience import collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
 from common.sampling import sample
+from viewer.results import write_json
 
 from common.plumbing.config import DTYPES, ROOT, TINY_POLICY, ModelConfig
 from common.plumbing.engine import server_command
@@ -119,8 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for dtype in dtypes(config, name):
             settings.append(measure(config, name, dtype))
             if config.only is None:
-                text = json.dumps({"settings": settings, "measured": machine}, indent=1)
-                config.output.write_text(text + "\n", encoding="utf-8")
+                write_json(config.output, {"settings": settings, "measured": machine})
     print(table(settings))
 
 

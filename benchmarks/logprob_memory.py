@@ -22,6 +22,7 @@ import tyro
 
 from common.logprobs import MAX_LOGITS
 from common.policy import Policy
+from viewer.results import write_json
 
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             added, seconds = entry[variant]["added_bytes"] / 1e9, entry[variant]["cpu_seconds"]
             print(f"{vocabulary:8,} words  {variant:8} {added:6.2f} GB added  {seconds:6.1f} s", flush=True)
         results["vocabularies"][str(vocabulary)] = entry
-    RESULTS.write_text(json.dumps(results | describe_machine(), indent=2) + "\n", encoding="utf-8")
+    write_json(RESULTS, results | describe_machine())
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ from common.datagen.world_grammar import (
     two_hops,
 )  # fmt: skip
 from common.search import Hit, Index, SearchError
+from viewer.results import write_json
 
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine, peak_memory_bytes
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results["quality"] = measure_quality(config, Path(folder))
         for size in config.sizes:
             results["speed"] += measure_speed(config, Path(folder), size)
-            output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write_json(output, results)
     print(tables(results))
 
 

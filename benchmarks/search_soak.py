@@ -31,6 +31,7 @@ import tyro
 
 from common.errors import UserError
 from common.search import Index, SearchError
+from viewer.results import write_json
 
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     report = soak(config)
     print(json.dumps(report, indent=1))
-    RESULTS.write_text(json.dumps({"machine": describe_machine()} | report, indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS, {"machine": describe_machine()} | report)
 
 
 def soak(config: Config, server_class: type[Server] = Server) -> dict:

@@ -29,6 +29,7 @@ from common.fast.sharded_weights import gathered_weights
 from common.parallel import gather
 from common.policy import Policy
 from common.sampling import sample
+from viewer.results import write_json
 
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             wall, cpu = entry["seconds_per_rollout"][way], entry["cpu_seconds_per_rollout"][way]
             megabytes = entry["received_bytes_per_rank"][way] / 1e6
             print(f"    {way:20} {wall:8.3f} s, {cpu:8.3f} s of CPU, {megabytes:10,.1f} MB received, by each rank")
-    RESULTS.write_text(json.dumps(results | describe_machine(), indent=2) + "\n", encoding="utf-8")
+    write_json(RESULTS, results | describe_machine())
 
 
 def environment() -> dict[str, str]:

@@ -36,6 +36,8 @@ from pathlib import Path
 
 import tyro
 
+from viewer.results import write_json
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
 WARM_UP = 3  # steps that do not count: they import modules, allocate memory and choose kernels
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.seeds:
         result["accuracy"] = compare_accuracy(config)
         draw(result["accuracy"])
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS, result)
     print_table(result["settings"])
 
 

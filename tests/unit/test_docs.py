@@ -1,7 +1,6 @@
 """The files, lines, keys, flags and tests that the documentation names exist."""
 
 import dataclasses
-import json
 import re
 import shlex
 import shutil
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import tyro
+
+from viewer.results import read_runs
 
 from common.plumbing.checks import flag
 
@@ -101,7 +102,8 @@ def test_the_pages_name_every_file_of_requirements():
 @pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
 def test_the_costs_of_training_are_those_of_the_results(experiment):
     """Time and memory in the table of the main README, and in the experiment's own, over the committed seeds."""
-    runs = [json.loads(path.read_text("utf-8")) for path in (ROOT / experiment).glob("results/seed*/summary.json")]
+    kept = read_runs(ROOT / experiment / "results")
+    runs = [run.summary for name, run in kept.items() if name.startswith("seed")]
     assert len(runs) == 5
     seconds = sorted(run["seconds"] for run in runs)
     (memory,) = {f"{run['peak_memory_bytes'] / 1e9:.1f} GB" for run in runs}
@@ -112,23 +114,24 @@ def test_the_costs_of_training_are_those_of_the_results(experiment):
 
 
 def test_the_time_of_the_hyperparameters_is_that_of_their_runs():
-    data = json.loads((ROOT / "benchmarks" / "results" / "hyperparameters.json").read_text(encoding="utf-8"))
-    hours = sum(run["seconds"] for run in data["runs"]) / 3600
+    runs = read_runs(ROOT / "benchmarks" / "results" / "hyperparameters").values()
+    hours = sum(run.summary["seconds"] for run in runs) / 3600
     page = (ROOT / "docs" / "hyperparameters.md").read_text(encoding="utf-8")
     assert (
         f"python benchmarks/hyperparameters.py --jobs 2\n```\n\nThe runs trained for {hours:.1f} hours in all" in page
     )
     row = re.search(r"^\| `hyperparameters\.py` .*$", (ROOT / "benchmarks/README.md").read_text("utf-8"), re.MULTILINE)
     assert row[0].endswith(f" {hours / 2:.1f} hours on two cores |")
-    for commit in {run["commit"] for run in data["runs"]}:
+    for commit in {run.config["commit"] for run in runs}:
         assert commit in page
 
 
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()
-    for path in ROOT.glob("experiment_[bm]*/results/seed*/metrics.jsonl"):
-        keys |= {key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)}
+    for folder in ROOT.glob("experiment_[bm]*/results"):
+        runs = [run for name, run in read_runs(folder).items() if name.startswith("seed")]
+        keys |= {key for run in runs for row in run.metrics.rows for key in row}
     assert len(keys) > 20
     for key in keys - {"step"}:
         family, *middle, name = key.split("/")
