@@ -8,7 +8,7 @@ then both ways sample the same number of tokens from the same prompts, in turns,
 seconds are those of this process, and for vLLM also those of all processes of the server. On a GPU only wall seconds
 mean much. Before the rounds, the engine's log-probs are compared with the policy's. A push is what training does after
 a step: write the weights, let the server load them, and empty its cache of prompts. Writes
-benchmarks/results/engine_throughput.json; without --engine, prints the table of that file and measures nothing.
+benchmarks/results/engine.json; without --engine, prints the table of that file and measures nothing.
 """
 
 import gc
@@ -47,7 +47,7 @@ from common.plumbing.engine import server_command
 from common.plumbing.loading import load_policy
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "engine_throughput.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "engine.json"
 GROUP_SIZE = 8
 MAX_LENGTH = 256  # of a prompt and its completion
 ROWS_AT_ONCE = 8  # where log-probs are compared
@@ -105,7 +105,7 @@ class Config:
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     if config.engine is None:
-        print(table(json.loads(config.output.read_text(encoding="utf-8"))["settings"]))
+        print(table(json.loads(config.output.read_text(encoding="utf-8"))["throughput"]["settings"]))
         return
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # without leaving its files: 5 GB
     torch.set_num_threads(1)
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for dtype in dtypes(config, name):
             settings.append(measure(config, name, dtype))
             if config.only is None:
-                write_json(config.output, {"settings": settings, "measured": machine})
+                write_json(config.output, {"settings": settings, "measured": machine}, entry="throughput")
     print(table(settings))
 
 

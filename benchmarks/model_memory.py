@@ -32,7 +32,7 @@ from common.plumbing.machine import describe_machine
 from common.plumbing.parse import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "model_memory.json"
+RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
 SHAPES = {  # as their config.json on the hub gives them
     "Qwen/Qwen2.5-0.5B-Instruct": {
         "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
