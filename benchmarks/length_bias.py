@@ -69,10 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     results = ROOT / EXPERIMENT / "results"
     write_checks(sorted((Path(config.runs_dir) / EXPERIMENT).glob("rambling_*")), results / "rambling.csv")
-    draw(results)
-
-
-def draw(results: Path) -> None:
     runs = read_runs(results)
     labels = {"GRPO": "rambling_grpo_seed", "Dr. GRPO": "rambling_drgrpo_seed"}
     groups = {label: [runs[name] for name in runs if name.startswith(prefix)] for label, prefix in labels.items()}

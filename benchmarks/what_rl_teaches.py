@@ -219,7 +219,10 @@ def describe_run(config: Config, asked: Asked) -> dict:
         return {"policy": f"the bundled policy {asked.model} as it is"}
     place = asked.place(config.runs_dir)
     run = read_run(place)
-    keep_runs(RESULTS, [run], COLUMNS) if asked.run is None else keep_runs(RESULTS / "countdown", [run])
+    if asked.case == "countdown_56":
+        keep_runs(RESULTS / "countdown", [run])
+    else:
+        keep_runs(RESULTS, [run], COLUMNS)
     command = shlex.join(asked.train).replace("{runs}", Config.runs_dir)
     about = run.config | (run.summary or {"seconds": None})  # None: interrupted after its policy was saved
     return {"command": command} | {key: about[key] for key in ("commit", "machine", "seconds")}
