@@ -3,7 +3,7 @@
     python benchmarks/countdown_search.py before=tiny_countdown seed0=runs/experiment_base/countdown-0/final
 
 Samples `--samples` completions of each of the first `--questions` held-out problems at temperature 1 from every policy,
-reads the tries in them (`(7*5)+2=35+2=37<55`), and writes benchmarks/results/what_rl_teaches/countdown/search.json. To
+reads the tries in them (`(7*5)+2=35+2=37<55`), and writes benchmarks/results/what_rl_teaches/search.json. To
 compare with, it simulates a search that draws its tries at random and makes no mistake. Policies that the file has
 already, with the same settings, are kept in it.
 """
@@ -26,12 +26,13 @@ from common.evaluate import EVALUATION, mean
 from common.sampling import sample
 from common.tasks import countdown
 from common.trajectory import Trajectory
+from viewer.results import write_json
 
 from common.plumbing.config import PolicyConfig
 from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy
 
-RESULTS = Path(__file__).resolve().parent / "results" / "what_rl_teaches" / "countdown" / "search.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "what_rl_teaches" / "search.json"
 LINE = re.compile(r"(?P<expression>[^=]+)=(?P<step>[^=]+)=(?P<value>\d+)(?P<relation>[<>=])(?P<target>\d+)")
 ROUGHLY = 10  # a value is near the target if it is at most this far away
 
@@ -66,7 +67,6 @@ def main() -> None:
     out = Path(config.out)
     rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[: config.questions]
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("policies", "out")}
-    out.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
     if report.get("settings") != settings:
         report = {"settings": settings, "random_search": random_search(rows), "policies": {}}
@@ -86,7 +86,7 @@ def main() -> None:
             completion.text = decode(policy.tokenizer, completion.completion_ids)
         report["policies"][name] = described = describe(rows, completions)
         print(name, json.dumps(described, indent=2))
-        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(out, report)
 
 
 def describe(rows: list[dict], completions: list[Trajectory]) -> dict:

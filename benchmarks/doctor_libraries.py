@@ -17,6 +17,8 @@ from pathlib import Path
 
 import tyro
 
+from viewer.results import write_json
+
 from common.plumbing.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "doctor_libraries.json"
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {name: examine(content) for name, content in FILES.items() if version_of(name.split()[0])}
     versions = {name: version_of(name) for name in ("trl", "verl")}
     figures = {"losses": found, "libraries": versions, "measured": describe_machine()}
-    RESULTS.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS, figures)
 
 
 def examine(content: str) -> list[dict]:

@@ -4,8 +4,8 @@
 
 The two servers are started before, on the bundled policy: the README of experiment_engine has the command.
 Each variant is experiment_engine with other flags, with seeds 0 to 2: three to six minutes per run on two busy cores.
-Runs that exist already are not repeated. Writes the runs, metrics.csv and lesson.csv (the table of the README) into
-experiment_engine/results/, and draws curve.png and outdated.png beside it.
+Runs that exist already are not repeated. Keeps the runs in experiment_engine/results/, draws curve.png and outdated.png
+beside it, and prints what the table of the README is made from, as CSV.
 """
 
 import csv
@@ -20,7 +20,8 @@ from seeds import Config as SeedsConfig
 from seeds import make_runs
 
 from viewer.bands import draw_comparison
-from viewer.groups import read_run, series
+from viewer.groups import series
+from viewer.results import read_runs
 from viewer.runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,11 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 flags=f"--engine-url {url} {flags}",
             )
         )
-    results = ROOT / EXPERIMENT / "results"
+    kept = read_runs(ROOT / EXPERIMENT / "results")
     groups = {
-        label: [read_run(run) for run in sorted(results.glob(f"{prefix}*/"))] for label, (prefix, _) in VARIANTS.items()
+        label: [run for name, run in kept.items() if name.startswith(prefix)] for label, (prefix, _) in VARIANTS.items()
     }
-    write_table(groups, results / "lesson.csv")
+    print_table(groups)
     labels = list(VARIANTS)
     for name, numbers in FIGURES.items():
         draw_comparison(
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
 
 
-def write_table(groups: dict[str, list[Run]], path: Path) -> None:
+def print_table(groups: dict[str, list[Run]]) -> None:
     """One row per variant: means over its runs, and the lowest and the highest run where that says more."""
     rows = []
     for label, runs in groups.items():
@@ -102,11 +103,9 @@ def write_table(groups: dict[str, list[Run]], path: Path) -> None:
         )
         row["share of capped tokens"] = f"{mean(over(run, 'policy/importance_capped', 1) for run in runs):.4f}"
         rows.append(row)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    csv.writer(sys.stdout).writerows([row.values() for row in rows])
+    writer = csv.DictWriter(sys.stdout, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 def spread(values: list[float]) -> str:

@@ -1,6 +1,6 @@
 r"""What the bundled policy has forgotten of lesson 2: its loss on rows of that lesson, beside the loss at that time.
 
-The weights at the end of lesson 2 were not kept, but the loss of every step was (experiment_sft/results/seed0). Each
+The weights at the end of lesson 2 were not kept, but the loss of every step was (seed0 of experiment_sft/results). Each
 row was seen once, so that this was the loss on new rows. Here the batches of the last steps of lesson 2 are made again,
 and other policies are evaluated on them, without the first token: whether to think is no matter of skill.
 
@@ -13,7 +13,6 @@ sums (at least nine of ten rows are sums of five to seven numbers) and for the o
 
 import importlib.util
 import itertools
-import json
 import sys
 import zlib
 from collections.abc import Sequence
@@ -28,13 +27,14 @@ import tyro
 from common.experience import collate
 from common.policy import Policy
 from common.trajectory import Trajectory
+from viewer.results import read_runs, write_json
 
 from common.plumbing.config import RunConfig
 from common.plumbing.loading import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "benchmarks" / "results" / "what_rl_teaches" / "forgotten.json"
-RUN = ROOT / "experiment_sft" / "results" / "seed0"
+RUN = read_runs(ROOT / "experiment_sft" / "results")["seed0"]
 NUM_WINDOWS = 3  # of experiment_sft, the last ones that are wholly in lesson 2
 
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
     policies = {name: load_policy(RunConfig(model=name, **exact)) for name in ("tiny", *config.policies)}
     steps = last_steps(sft, policies["tiny"])
-    logged = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    logged = RUN.metrics.rows
     losses = {"at the end of lesson 2": [logged[step - 1]["loss/total"] for step in steps]}
     for name, policy in policies.items():
         label = "bundled" if name == "tiny" else Path(name).parent.name
@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "others": is_long.count(False),
     }
     about["correlation of the logged losses with those of the bundled policy, over batches"] = correlation
-    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    OUTPUT.write_text(json.dumps({"about": about, "loss": found}, indent=1) + "\n", encoding="utf-8")
+    write_json(OUTPUT, {"about": about, "loss": found})
     print(OUTPUT.read_text(encoding="utf-8"))
 
 
@@ -88,7 +87,7 @@ def load_sft() -> ModuleType:
 
 def last_steps(sft: ModuleType, policy: Policy) -> dict[int, tuple[list[Trajectory], float]]:
     """By step of the run: its batch, and the share of long sums in it."""
-    settings = json.loads((RUN / "config.json").read_text(encoding="utf-8"))
+    settings = RUN.config
     sizes = [settings[name] for name in ("num_copying", "num_reasoning", "num_answering")]
     config = sft.Config(**{name: settings[name] for name in ("seed", "tokens_per_batch", "max_length")})
     last = sum(sizes[:2]) // sft.WINDOW * sft.WINDOW  # where the last window of lesson 2 ends

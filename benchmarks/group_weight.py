@@ -8,7 +8,6 @@ averaged over the groups with the same number of right completions, and given re
 Writes benchmarks/results/group_weight.json.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from common.loss import clipped_surrogate, masked_mean, masked_sum, probability_
 from common.policy import Policy
 from common.sampling import sample
 from common.tasks import arithmetic as task
+from viewer.results import write_json
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import read_rows
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             entry[f"relative/{name}"] = entry[f"norm/{name}"] / table[GROUP_SIZE // 2][f"norm/{name}"]
     result = {"model": config.model, "questions": config.questions, "seed": config.seed, "group_size": GROUP_SIZE}
     result |= describe_machine() | {"by_number_right": table}
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(RESULTS, result)
     print("right  groups  " + "  ".join(f"{name:>18}" for name in VARIANTS))
     for right, entry in table.items():
         values = "  ".join(f"{entry[f'relative/{name}']:18.2f}" for name in VARIANTS)

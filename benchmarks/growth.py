@@ -23,6 +23,8 @@ from statistics import median
 import torch
 import tyro
 
+from viewer.results import write_json
+
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "growth.json"
@@ -75,8 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not config.draw_only:
         torch.set_num_threads(1)
         measured = {axis: [measure_apart(point) for point in points_of(axis)] for axis in AXES}
-        text = json.dumps({"axes": measured} | describe_machine(), indent=1)
-        RESULTS.write_text(text + "\n", encoding="utf-8")
+        write_json(RESULTS, {"axes": measured} | describe_machine())
     draw(json.loads(RESULTS.read_text(encoding="utf-8"))["axes"])
 
 

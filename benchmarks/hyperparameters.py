@@ -5,12 +5,10 @@
     python benchmarks/hyperparameters.py --draw-only         # the figure and the table again, from the committed data
 
 Runs that are in the directory of runs already are not repeated, and results of runs that are not there are kept. Writes
-benchmarks/results/hyperparameters.csv (one row per run and step), hyperparameters.json (one entry per run) and
-docs/hyperparameters.png, and prints the table of docs/hyperparameters.md.
+benchmarks/results/hyperparameters/ (metrics.csv and runs.json) and docs/hyperparameters.png, and prints the table of
+docs/hyperparameters.md.
 """
 
-import csv
-import json
 import os
 import subprocess
 import sys
@@ -22,8 +20,11 @@ from statistics import mean
 
 import tyro
 
+from viewer.groups import read_run
+from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "hyperparameters"
 PICTURE = ROOT / "docs" / "hyperparameters.png"
 EXPERIMENT = "experiment_base"
 DEFAULTS = {
@@ -113,37 +114,21 @@ def train(config: Config, settings: dict, seed: int) -> None:
 
 def write_results(config: Config) -> None:
     """Collect from the runs what the figure and the table need; the results of others stay as they are."""
-    with (RESULTS / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
-        lines: dict[tuple[str, int], list[list[str]]] = {}
-        for setting, seed, *values in list(csv.reader(file))[1:]:
-            lines.setdefault((setting, int(seed)), []).append(values)
-    stored = json.loads((RESULTS / "hyperparameters.json").read_text(encoding="utf-8"))
-    runs = {(run["setting"], run["seed"]): run for run in stored["runs"]}
-    machine = {key: stored[key] for key in ("versions", "machine", "gpu")}
+    runs = []
     for settings in all_settings():
         for seed in config.seeds:
             name = name_of(settings)
             place = Path(config.runs_dir) / EXPERIMENT / f"{name},seed={seed}"
             if not (place / "summary.json").exists():
                 continue
-            summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-            kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes", "commit")
-            runs[name, seed] = {"setting": name, "seed": seed} | {key: summary[key] for key in kept}
-            machine = {key: summary[key] for key in machine}  # the commit is that of each run
-            entries = map(json.loads, (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-            lines[name, seed] = [
-                [str(entry["step"]), *(f"{entry[key]:.5g}" if key in entry else "" for key in COLUMNS)]
-                for entry in entries
-                if "reward/correct" in entry
-            ]
-    order = [name_of(settings) for settings in all_settings()]
-    known = sorted(runs, key=lambda run: (order.index(run[0]), run[1]))
-    with (RESULTS / "hyperparameters.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["setting", "seed", "step", *COLUMNS])
-        writer.writerows([setting, seed, *values] for setting, seed in known for values in lines[setting, seed])
-    results = {"steps": config.steps, "runs": [runs[run] for run in known]} | machine
-    (RESULTS / "hyperparameters.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            run = read_run(place)
+            about = {"setting": name, "seed": seed, "steps": config.steps}
+            about |= {key: run.config[key] for key in MACHINE if key in run.config}
+            kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes")
+            rows = [row for row in run.metrics.rows if "reward/correct" in row]
+            summary = {key: run.summary[key] for key in kept}
+            runs.append(KeptRun(RESULTS / f"{name}-seed{seed}", about, summary, rows))
+    keep_runs(RESULTS, runs, COLUMNS)
 
 
 Curves = dict[str, dict[int, list[dict[str, float]]]]  # by setting and seed: one entry per step
@@ -151,11 +136,11 @@ Curves = dict[str, dict[int, list[dict[str, float]]]]  # by setting and seed: on
 
 def read_results() -> tuple[Curves, list[dict]]:
     curves: Curves = {}
-    with (RESULTS / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            entry = {key: float(row[key]) for key in COLUMNS if row[key]}
-            curves.setdefault(row["setting"], {}).setdefault(int(row["seed"]), []).append(entry)
-    return curves, json.loads((RESULTS / "hyperparameters.json").read_text(encoding="utf-8"))["runs"]
+    runs = []
+    for run in read_runs(RESULTS).values():
+        curves.setdefault(run.config["setting"], {})[run.config["seed"]] = run.metrics.rows
+        runs.append(run.config | run.summary)
+    return curves, runs
 
 
 def panels_of(curves: Curves) -> list[tuple[str, str, tuple, dict]]:

@@ -20,6 +20,7 @@ import tyro
 from common.evaluate import pass_at_k
 from common.keyed import keyed_generator
 from evaluation.intervals import mean_with_interval
+from viewer.results import write_json
 from viewer.table import Z, wilson
 
 from common.plumbing.machine import describe_machine
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for figure in ("mean@1", f"mean@{SAMPLES}", f"pass@{SAMPLES}")
         ]
         found = {"repeats": config.repeats, "rows": rows, "measured": describe_machine()}
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(RESULTS, found)
     print(table())
 
 

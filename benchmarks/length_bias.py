@@ -9,9 +9,9 @@ its answers a random number of times, after reasoning and after a guess alike:
     <think>58 check 58+18=76 check 58+18=76</think><answer>58</answer>                   guessed
 
 It mostly guesses, and the number of checks does not depend on whether the answer is right. Reinforcement learning then
-continues from this policy on the bundled questions, with a completion budget that leaves room for checks. Writes the
-runs (rambling_...), metrics.csv and rambling.csv (checks and lengths by step, style and correctness) into
-experiment_drgrpo/results/, and draws experiment_drgrpo/rambling.png.
+continues from this policy on the bundled questions, with a completion budget that leaves room for checks. Keeps the
+runs (rambling_...) and rambling.csv (checks and lengths by step, style and correctness) in experiment_drgrpo/results/,
+and draws experiment_drgrpo/rambling.png.
 """
 
 import csv
@@ -32,7 +32,7 @@ from seeds import make_runs
 from common.datagen.arithmetic_grammar import KINDS, draw_question, render
 from common.tasks.arithmetic import messages
 from viewer.bands import draw_comparison
-from viewer.groups import read_run
+from viewer.results import read_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = "experiment_drgrpo"
@@ -69,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     results = ROOT / EXPERIMENT / "results"
     write_checks(sorted((Path(config.runs_dir) / EXPERIMENT).glob("rambling_*")), results / "rambling.csv")
-    labels = {"GRPO": "rambling_grpo_seed*", "Dr. GRPO": "rambling_drgrpo_seed*"}
-    groups = {label: [read_run(run) for run in sorted(results.glob(pattern))] for label, pattern in labels.items()}
+    runs = read_runs(results)
+    labels = {"GRPO": "rambling_grpo_seed", "Dr. GRPO": "rambling_drgrpo_seed"}
+    groups = {label: [runs[name] for name in runs if name.startswith(prefix)] for label, prefix in labels.items()}
     draw_comparison(groups, ROOT / EXPERIMENT / "rambling.png", PANELS)
 
 

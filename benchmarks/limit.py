@@ -16,7 +16,6 @@ it. The gap is the measured time divided by the floor, in CPU seconds. A profile
 at a time is changed, in turns with the unchanged code, to measure what it saves. Writes benchmarks/results/limit.json.
 """
 
-import json
 import os
 import statistics
 import time
@@ -41,6 +40,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.tasks import arithmetic as task
 from common.trajectory import Trajectory
+from viewer.results import write_json
 
 from common.plumbing.config import RESOLVED, RunConfig
 from common.plumbing.data import prompts_of_step, read_rows
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     savings = compare_savings(policy, rows, config.steps)
     result = {"threads": config.threads, "medians": medians, "largest_costs": costs, "savings": savings}
     result["rates"] = rate.measured
-    RESULTS.write_text(json.dumps(result | {"steps": steps} | describe_machine(), indent=1) + "\n", encoding="utf-8")
+    write_json(RESULTS, result | {"steps": steps} | describe_machine())
     for part in ("sampling", "update"):
         floor, gap = medians[f"{part}_floor"], medians[f"{part}_gap"]
         print(f"{part}: {medians[part]:.3f} s, floor {floor:.3f} s, gap {gap:.2f}")

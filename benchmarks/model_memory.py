@@ -23,6 +23,8 @@ from types import ModuleType
 import torch
 import tyro
 
+from viewer.results import write_json
+
 from common.plumbing.config import TINY_POLICY
 from common.plumbing.estimate.memory import Memory, setting_of
 from common.plumbing.estimate.shape import Shape
@@ -30,7 +32,7 @@ from common.plumbing.machine import describe_machine
 from common.plumbing.parse import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "model_memory.json"
+RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
 SHAPES = {  # as their config.json on the hub gives them
     "Qwen/Qwen2.5-0.5B-Instruct": {
         "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
@@ -225,9 +227,8 @@ def _machine() -> dict:
 
 def _store(name: str, values: dict) -> None:
     """Replace one part of the results, with the versions, the machine and the commit that it is from."""
-    stored = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    stored |= {name: values, f"{name}/from": _machine()}
-    RESULTS.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+    write_json(RESULTS, values, entry=name)
+    write_json(RESULTS, _machine(), entry=f"{name}/from")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import tyro
 
 from viewer import report
+from viewer.results import write_json
 
 from common.plumbing import run as runs
 from common.plumbing.machine import describe_machine
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     figures = {name: measure(config, name) for name in config.experiments}
     machine = describe_machine() | {"cores": os.cpu_count()}
-    RESULTS.write_text(json.dumps(figures | {"measured": machine}, indent=2) + "\n", encoding="utf-8")
+    write_json(RESULTS, figures | {"measured": machine})
 
 
 def measure(config: Config, experiment: str) -> dict[str, float]:

@@ -31,7 +31,6 @@ from typing import Literal
 
 import torch
 import tyro
-from seeds import keep
 from torch import distributed
 
 from common import sampling
@@ -39,6 +38,7 @@ from common.parallel import gather as gather_from_ranks
 from common.parallel import is_main, world_size
 from viewer.bands import draw_comparison
 from viewer.groups import read_run
+from viewer.results import keep_runs, read_runs, write_json
 
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 from common.plumbing.run import Run
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 loads = {"load_before": load, "load_after": os.getloadavg()[0], "seconds": time.time() - began}
                 data[part] = {"measured": measured} | loads | machine
                 data[part]["command"] = f"python benchmarks/processes.py --parts {part}"
-                RESULTS.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+                write_json(RESULTS, data)
     draw(data, config.seeds)
     print_tables(data)
 
@@ -418,8 +418,9 @@ def measure_broken(config: Config) -> Iterator[dict]:
                         arguments = [*shlex.split(flags), "--name", kept[-1].name, "--runs-dir", config.runs_dir]
                         start(script, variant.processes, arguments, config.port)
                         print(variant.experiment, patch or "as it is", flags, flush=True)
-    for run in kept:  # only now: new files here would mark the commit of later runs as changed
-        keep(run, ROOT / run.parent.name / "results" / run.name)
+    for experiment in EQUAL:  # only now: changed files here would mark the commit of later runs as changed
+        runs = [read_run(place) for place in kept if place.parent.name == experiment]
+        keep_runs(ROOT / experiment / "results", runs)
     yield found
 
 
@@ -436,9 +437,9 @@ def draw(data: dict, seeds: Sequence[int]) -> None:
     if "scaling" in data:
         draw_scaling(data["scaling"]["measured"])
     for variant in BROKEN if "broken" in data else ():
-        results = ROOT / variant.experiment / "results"
+        runs = read_runs(ROOT / variant.experiment / "results")
         names = {f"as it is, {variant.processes} processes": variant.correct, variant.label: variant.broken}
-        groups = {label: [read_run(results / f"{name}{seed}") for seed in seeds] for label, name in names.items()}
+        groups = {label: [runs[f"{name}{seed}"] for seed in seeds] for label, name in names.items()}
         draw_comparison(groups, ROOT / variant.experiment / variant.picture, variant.panels)
 
 

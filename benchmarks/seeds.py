@@ -2,17 +2,13 @@
 
     python benchmarks/seeds.py experiment_base                # seeds 0 to 4; two to three minutes each on one core
 
-Runs that exist already are not repeated. Writes into <experiment>/results/ one directory per seed with config.json,
-metrics.jsonl and summary.json, and one table of all runs in that directory (metrics.csv). Draws <experiment>/curve.png,
-which also shows the runs of the experiment's parent.
+Runs that exist already are not repeated. Keeps them in <experiment>/results/ (metrics.csv and runs.json), and draws
+<experiment>/curve.png, which also shows the runs of the experiment's parent.
 """
 
 import ast
-import csv
-import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +19,7 @@ import tyro
 
 from viewer.bands import draw_comparison
 from viewer.groups import read_run
+from viewer.results import keep_runs, read_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 PANELS = ("reward/correct", "completion/length", "completion/reasoned", "loss/kl")
@@ -48,15 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_runs(config: Config) -> None:
-    """Train with every seed, and copy what the figures need."""
-    results = ROOT / config.experiment / "results"
+    """Train with every seed, and keep what the figures need."""
     runs = {f"{config.prefix}{seed}": seed for seed in config.seeds}
     for name, seed in runs.items():
         if not (Path(config.runs_dir) / config.experiment / name / "summary.json").exists():
             train(config, seed, name)
-    for name in runs:  # only now: new files here would mark the commit of later runs as changed
-        keep(Path(config.runs_dir) / config.experiment / name, results / name)
-    write_table(results)
+    # only now: changed files here would mark the commit of later runs as changed
+    made = [read_run(Path(config.runs_dir) / config.experiment / name) for name in runs]
+    keep_runs(ROOT / config.experiment / "results", made)
 
 
 def train(config: Config, seed: int, name: str) -> None:
@@ -65,25 +61,6 @@ def train(config: Config, seed: int, name: str) -> None:
     command += (["--model", config.model] if config.model else []) + shlex.split(config.flags)
     print(shlex.join(command), flush=True)
     subprocess.run(command, check=True)
-
-
-def keep(run: Path, place: Path) -> None:
-    """Copy what the figures need."""
-    place.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "metrics.jsonl", "summary.json"):
-        shutil.copy(run / name, place / name)
-
-
-def write_table(results: Path) -> None:
-    """Write all metrics of all runs of the experiment into metrics.csv, one row per line of metrics.jsonl."""
-    rows = []
-    for path in sorted(results.glob("*/metrics.jsonl")):
-        rows += [{"run": path.parent.name, **json.loads(line)} for line in path.read_text("utf-8").splitlines()]
-    columns = dict.fromkeys(name for row in rows for name in row)  # in the order in which they first appear
-    with (results / "metrics.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def draw(experiment: str, panels: Sequence[str] = PANELS, also: dict[str, str] | None = None) -> None:
@@ -101,14 +78,14 @@ def draw(experiment: str, panels: Sequence[str] = PANELS, also: dict[str, str] |
     if parent and task_of(parent) == task_of(experiment):
         places = {parent: (parent, "seed")} | places
     groups = {
-        label: [read_run(run) for run in sorted((ROOT / place / "results").glob(f"{prefix}*/"))]
+        label: [run for name, run in read_runs(ROOT / place / "results").items() if name.startswith(prefix)]
         for label, (place, prefix) in places.items()
     }
     draw_comparison({label: runs for label, runs in groups.items() if runs}, ROOT / experiment / "curve.png", panels)
 
 
 def task_of(experiment: str) -> str:
-    return json.loads((ROOT / experiment / "results" / "seed0" / "config.json").read_text("utf-8"))["task"]
+    return read_runs(ROOT / experiment / "results")["seed0"].config["task"]
 
 
 def parent_of(experiment: str) -> str | None:

@@ -1,6 +1,6 @@
 """Sampling from sharded weights: gathered once for the rollout, or at every decode step, beside whole weights.
 
-    python benchmarks/sharded_sampling.py         # about 6 minutes; writes benchmarks/results/sharded_sampling.json
+    python benchmarks/sharded_sampling.py         # about 6 minutes; writes benchmarks/results/processes.json
 
 Two processes on one machine (gloo, one thread each) sample the same number of completions, all of the same length, so
 that no rank waits for a longer one. Each process holds the policy whole and, sharded by FSDP2, once more. The three
@@ -29,11 +29,12 @@ from common.fast.sharded_weights import gathered_weights
 from common.parallel import gather
 from common.policy import Policy
 from common.sampling import sample
+from viewer.results import write_json
 
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "sharded_sampling.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "processes.json"
 RANKS, PROMPTS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS = 2, 4, 8, 48, 64  # prompts of each rank
 WAYS = ("whole", "gathered once", "gathered every step")
 END = 2**31 - 1  # a token that is never drawn
@@ -156,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             wall, cpu = entry["seconds_per_rollout"][way], entry["cpu_seconds_per_rollout"][way]
             megabytes = entry["received_bytes_per_rank"][way] / 1e6
             print(f"    {way:20} {wall:8.3f} s, {cpu:8.3f} s of CPU, {megabytes:10,.1f} MB received, by each rank")
-    RESULTS.write_text(json.dumps(results | describe_machine(), indent=2) + "\n", encoding="utf-8")
+    write_json(RESULTS, results | describe_machine(), entry="sharded_sampling")
 
 
 def environment() -> dict[str, str]:

@@ -14,7 +14,6 @@ from common.evaluate import pass_at_k
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "what_rl_teaches"
 PICTURE = ROOT / "docs" / "what_rl_teaches.png"
-CASES = ("bundled", "long_sums", "longer_sums", "countdown_56")  # directories
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHOWN = (1, 4, 16, 64, 256)  # in tables
 NUM_RESAMPLES = 4000
@@ -25,9 +24,9 @@ Results = dict[str, dict[str, list[Result]]]  # by case, and by name without its
 
 def read_results() -> Results:
     results: Results = {}
-    for path in sorted(path for case in CASES for path in (RESULTS / case).glob("*.json")):
-        name = path.stem.rstrip("0123456789").rstrip("-")
-        results.setdefault(path.parent.name, {}).setdefault(name, []).append(json.loads(path.read_text("utf-8")))
+    for policy, result in sorted(json.loads((RESULTS / "counts.json").read_text("utf-8")).items()):
+        case, _, name = policy.partition("/")
+        results.setdefault(case, {}).setdefault(name.rstrip("0123456789").rstrip("-"), []).append(result)
     return results
 
 
@@ -216,7 +215,7 @@ def tries(groups: dict[str, Group]) -> str:
 
 def tries_of_searches() -> str:
     """What countdown_search.py has counted with room for seven tries: before RL, and over the seeds."""
-    found = json.loads((RESULTS / "countdown" / "search.json").read_text(encoding="utf-8"))["policies"]
+    found = json.loads((RESULTS / "search.json").read_text(encoding="utf-8"))["policies"]
     after = [policy for name, policy in sorted(found.items()) if name.startswith("seed")]
     rows = {
         "sampled accuracy": ("completions", "correct"),

@@ -28,6 +28,8 @@ from statistics import median
 
 import tyro
 
+from viewer.results import write_json
+
 from common.plumbing.machine import describe_machine
 from common.plumbing.threads import usable_cores
 
@@ -50,7 +52,7 @@ class Config:
     later: int = 1  # on cores that become busy in the middle of the run
     steps: int = 6  # of each run
     flags: str = "--eval-every 0 --eval-prompts 16 --checkpoint-every 0"  # of train.py, for all runs
-    output: Path = RESULTS
+    entry: str = "three runs"  # of threads.json, for what is measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     {"situation": situation, "variant": variant} | measure(config, situation, variant)
                 )
                 figures["medians"] = summarise(figures["runs"])
-                config.output.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+                write_json(RESULTS, figures, config.entry)
                 print(figures["runs"][-1], flush=True)
     for row in figures["medians"]:
         print(row)

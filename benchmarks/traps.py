@@ -5,13 +5,11 @@
     python benchmarks/traps.py --draw-only                   # the figure and the table again, from the committed data
 
 Runs that are in the directory of runs already are not repeated, and results of runs that are not there are kept. Writes
-benchmarks/results/traps/ (a table for each trap and each setting, one row per seed and step, and runs.json) and
-docs/traps.png, and prints the table of docs/traps.md. The mistakes are in planted.py.
+benchmarks/results/traps/ (metrics.csv and runs.json) and docs/traps.png, and prints the table of docs/traps.md. The
+mistakes are in planted.py.
 """
 
-import csv
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +22,10 @@ from statistics import mean
 import torch
 import tyro
 from planted import SETTINGS, TRAPS, Setting, planted
+
+from viewer.groups import read_run
+from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
+from viewer.runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "traps"
@@ -77,12 +79,13 @@ def place_of(config: Config, name: str, seed: int) -> Path:
     return Path(config.runs_dir) / setting_of(name).experiment / f"{name}-{seed}"
 
 
-def find_run(config: Config, name: str, seed: int) -> Path | None:
-    """Where a run is: a correct one without other flags can be that of the experiment's own results."""
-    places, setting = [place_of(config, name, seed)], setting_of(name)
-    if name in SETTINGS and not setting.flags:
-        places.append(ROOT / setting.experiment / "results" / f"seed{seed}")
-    return next((place for place in places if (place / "summary.json").exists()), None)
+def find_run(config: Config, name: str, seed: int) -> Run | None:
+    """A run that has ended: a correct one without other flags can be that of the experiment's own results."""
+    place, setting = place_of(config, name, seed), setting_of(name)
+    if (place / "summary.json").exists():
+        return read_run(place)
+    has_results = name in SETTINGS and not setting.flags
+    return read_runs(ROOT / setting.experiment / "results").get(f"seed{seed}") if has_results else None
 
 
 def train(config: Config, name: str, seed: int) -> None:
@@ -114,56 +117,43 @@ def train_here(config: Config, name: str, seed: int) -> None:
 
 def write_results(config: Config) -> None:
     """Collect from the runs what the figure and the table need; the results of others stay as they are."""
-    RESULTS.mkdir(exist_ok=True)
-    curves, runs = read_results()
+    runs = []
     for name in (*SETTINGS, *TRAPS):
         for seed in config.seeds:
-            place = find_run(config, name, seed)
-            if place is not None:
-                curves.setdefault(name, {})[seed] = curve_of(place, config.steps)
-                runs[f"{name}-{seed}"] = describe_run(place, config, name, seed)
-    for name, seeds in curves.items():
-        with (RESULTS / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["seed", "step", *COLUMNS])
-            for seed, curve in sorted(seeds.items()):
-                writer.writerows(
-                    [seed, step, *(f"{entry[key]:.5g}" if key in entry else "" for key in COLUMNS)]
-                    for step, entry in curve.items()
-                )
-    (RESULTS / "runs.json").write_text(json.dumps(dict(sorted(runs.items())), indent=1) + "\n", encoding="utf-8")
+            run = find_run(config, name, seed)
+            if run is not None:
+                rows = [{"step": step} | entry for step, entry in curve_of(run, config.steps).items()]
+                runs.append(KeptRun(RESULTS / f"{name}-{seed}", *describe_run(run, config, name, seed), rows))
+    keep_runs(RESULTS, runs)
 
 
 Curve = dict[int, dict[str, float]]  # by step
 
 
-def curve_of(place: Path, steps: int) -> Curve:
+def curve_of(run: Run, steps: int) -> Curve:
     curve: Curve = {}
-    for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        if entry["step"] <= steps:
-            curve.setdefault(entry["step"], {}).update({key: entry[key] for key in COLUMNS if key in entry})
+    for row in run.metrics.rows:
+        if row["step"] <= steps:
+            curve.setdefault(row["step"], {}).update({key: row[key] for key in COLUMNS if key in row})
     return curve
 
 
-def describe_run(place: Path, config: Config, name: str, seed: int) -> dict:
-    """Flags, commit, machine, duration, and what the run has said about itself."""
+def describe_run(run: Run, config: Config, name: str, seed: int) -> tuple[dict, dict]:
+    """Flags, commit and machine; and duration, and what the run has said about itself."""
     setting = setting_of(name)
-    summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
-    if place == place_of(config, name, seed):
-        source = {"flags": [*FLAGS, *setting.flags, "--steps", str(config.steps), "--seed", str(seed)]}
+    if isinstance(run, KeptRun):
+        source = {"copied_from": run.directory.relative_to(ROOT).as_posix()}
     else:
-        source = {"copied_from": place.relative_to(ROOT).as_posix()}
-    path = place / "diagnosis.jsonl"
+        source = {"flags": [*FLAGS, *setting.flags, "--steps", str(config.steps), "--seed", str(seed)]}
     findings: dict[str, dict] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        entry = json.loads(line)
+    for entry in run.diagnosis.rows:
         first = {"first_step": entry["step"], "steps": 0, "sentence": entry["sentence"]}
         findings.setdefault(entry["finding"], first)["steps"] += 1
+    machine = {key: run.config[key] for key in MACHINE if key in run.config}
+    summary = {"seconds": run.summary["seconds"], "findings": findings}
     if name in TRAPS and TRAPS[name].in_evaluation:
-        source |= evaluate_correctly(place)
-    kept = ("seconds", "commit", "versions", "machine", "gpu")
-    return {"experiment": setting.experiment} | source | {key: summary[key] for key in kept} | {"findings": findings}
+        summary |= evaluate_correctly(run.directory)
+    return {"experiment": setting.experiment} | source | machine, summary
 
 
 def evaluate_correctly(place: Path) -> dict[str, float]:
@@ -187,14 +177,12 @@ Curves = dict[str, dict[int, Curve]]  # by trap or setting, and by seed
 
 def read_results() -> tuple[Curves, dict[str, dict]]:
     """The curves, and the runs by name and seed; what is not there yet is left out."""
+    runs = read_runs(RESULTS)
     curves: Curves = {}
-    for name in (*SETTINGS, *TRAPS):
-        path = RESULTS / f"{name}.csv"
-        for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ():
-            entry = {key: float(row[key]) for key in COLUMNS if row[key]}
-            curves.setdefault(name, {}).setdefault(int(row["seed"]), {})[int(row["step"])] = entry
-    path = RESULTS / "runs.json"
-    return curves, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for each, run in runs.items():
+        name, _, seed = each.rpartition("-")
+        curves.setdefault(name, {})[int(seed)] = {row["step"]: row for row in run.metrics.rows}
+    return curves, {name: run.config | run.summary for name, run in runs.items()}
 
 
 def check_planted(curves: Curves) -> None:

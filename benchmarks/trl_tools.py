@@ -36,6 +36,8 @@ from pathlib import Path
 import tyro
 from vs_trl import ROOT, WARM_UP, Clock, Job, describe, measure, print_table, start, summarise, train_ours, train_trl
 
+from viewer.results import write_json
+
 RESULTS = ROOT / "benchmarks" / "results" / "trl_tools.json"
 COUNTS = ("correct", "calls", "turns", "truncated")  # per row
 COUNTS_OF_STEP = ("tokens", "tool_tokens")
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         name = f"calculator, beta {beta}, budget {config.max_new_tokens}, 1 thread"
         result["settings"][name] = compare(job, config.repetitions) | {"beta": beta} | describe()
-        config.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(config.output, result)
     print_table(result["settings"])
     print_rows(result["settings"])
 

@@ -37,6 +37,7 @@ from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, pr
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
 from common.trajectory import Trajectory
+from viewer.results import write_json
 
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine, peak_memory_bytes
@@ -87,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append(asdict(work) | measure(work, config.rounds) | {"memory_mb": memories(work)})
             print(json.dumps({name: value for name, value in results[-1].items() if name != "rounds"}), flush=True)
             if not config.only:
-                text = json.dumps({"workloads": results} | describe_machine(), indent=1)
-                RESULTS.write_text(text + "\n", encoding="utf-8")
+                write_json(RESULTS, {"workloads": results} | describe_machine())
 
 
 def measure(work: Work, num_rounds: int) -> dict:

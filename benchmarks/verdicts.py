@@ -24,6 +24,7 @@ import tyro
 
 from common.tasks.math import golds
 from common.tasks.verdicts.judge import Judge
+from viewer.results import write_json
 
 from common.plumbing.machine import describe_machine
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = {"config": {"steps": config.steps, "pairs": config.pairs, "seed": config.seed}, "problems": len(rows)}
     figures["seconds"] = measure(config, answers)
     figures |= compare(config, answers) | {"measured": describe_machine()}
-    RESULTS.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(RESULTS, figures)
     print(json.dumps({name: figures[name] for name in ("seconds", "agreement")}, indent=1))
 
 

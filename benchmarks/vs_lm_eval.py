@@ -57,6 +57,8 @@ class Config:
 def main(arguments: Sequence[str] | None = None) -> None:
     import tyro
 
+    from viewer.results import write_json
+
     from common.plumbing.machine import describe_machine
 
     config = tyro.cli(Config, args=arguments, description=__doc__)
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work = (config.work or Path(place)).resolve()
         model, training = make_model(config, work)
         result |= {"training": training} | measure(config, work, model)
-    config.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(config.output, result)
 
 
 # The model -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from pathlib import Path
 
 import tyro
 
+from viewer.results import write_json
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
 WARM_UP = 3  # steps that do not count: they import modules, allocate memory and choose kernels
@@ -66,6 +68,7 @@ class Config:
     policies: tuple[str, ...] = ("tiny", "characters")  # of the settings
     threads: tuple[int, ...] = (1, 2)  # of the settings
     steps: int = 24  # of each repetition; the first three do not count
+    entry: str = "settings"  # of vs_trl.json, for the speeds
     seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: skip it
     seconds: float = 300  # CPU seconds that TRL trains for in that comparison
     job: str | None = None  # used by the program itself, for its processes
@@ -76,14 +79,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.job is not None:
         work(Job(**json.loads(config.job)))
         return
-    result = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {"settings": {}}
+    result = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     if config.repetitions:
-        result["settings"] |= compare_speed(config)
+        result[config.entry] = result.get(config.entry, {}) | compare_speed(config)
     if config.seeds:
         result["accuracy"] = compare_accuracy(config)
         draw(result["accuracy"])
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print_table(result["settings"])
+    write_json(RESULTS, result)
+    print_table(result[config.entry])
 
 
 def describe() -> dict:

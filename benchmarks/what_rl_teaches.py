@@ -5,12 +5,12 @@
     python benchmarks/what_rl_teaches.py                     # figure and tables from the committed data
 
 Trains what is not in the directory of runs yet, asks every policy each question once greedily and 256 times by
-sampling, and keeps all completions in the directory of runs. Writes into benchmarks/results/what_rl_teaches/<case>/ a
-file for each policy with counts per question, curves.csv and samples.jsonl. teaches_page.py draws the figure and makes
-the tables of docs/what_rl_teaches.md; the steps of thoughts are read in thoughts.py.
+sampling, and keeps all completions in the directory of runs. Writes counts per question (counts.json), some of the
+completions (samples.jsonl) and the runs (metrics.csv and runs.json; Countdown's, with all of their metrics, in
+countdown/) into benchmarks/results/what_rl_teaches/. teaches_page.py draws the figure and makes the tables of
+docs/what_rl_teaches.md; the steps of thoughts are read in thoughts.py.
 """
 
-import csv
 import gzip
 import importlib
 import json
@@ -33,6 +33,8 @@ from thoughts import first_mistake, keeps_order, steps_of, style_of, terms_of
 from common.chat import decode, encode_prompt
 from common.evaluate import EVALUATION
 from common.sampling import sample
+from viewer.groups import read_run
+from viewer.results import keep_runs, write_json
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import read_rows
@@ -58,7 +60,7 @@ AGAIN = ("--model", "tiny", "--num-copying", "0", "--num-answering", "0", "--che
 class Asked:
     """A policy, and how it is asked."""
 
-    case: str  # directory of the results
+    case: str  # questions, and what is trained on
     name: str
     train: tuple[str, ...] = ()  # script and flags that make it; none: the bundled policy as it is
     data: str = "data/long_sums_heldout.jsonl"
@@ -188,13 +190,10 @@ def collect(config: Config, asked: Asked) -> None:
         count("cut_off", question, not has_stopped)
         for name, number in found.items():
             count(name, question, int(number))
-    place = RESULTS / asked.case
-    place.mkdir(parents=True, exist_ok=True)
     about = {name: getattr(asked, name) for name in ("data", "prefix", "max_new_tokens")}
     about |= {"samples": NUM_SAMPLES} | describe_run(config, asked)
-    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"about": about, **counts}.items()]
-    (place / f"{asked.name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    keep_samples(place / "samples.jsonl", asked, rows, completions)
+    write_json(RESULTS / "counts.json", {"about": about, **counts}, entry=f"{asked.case}/{asked.name}")
+    keep_samples(RESULTS / "samples.jsonl", asked, rows, completions)
 
 
 def describe(row: dict, text: str, right: int) -> dict[str, int]:
@@ -215,39 +214,28 @@ def describe(row: dict, text: str, right: int) -> dict[str, int]:
 
 
 def describe_run(config: Config, asked: Asked) -> dict:
-    """How the policy was made: command, commit, machine, seconds; its curve goes into curves.csv."""
+    """How the policy was made: command, commit, machine, seconds; its run is kept."""
     if not asked.train:
         return {"policy": f"the bundled policy {asked.model} as it is"}
     place = asked.place(config.runs_dir)
-    about = json.loads((place / "config.json").read_text(encoding="utf-8"))
-    if asked.run is None:  # the curves of others are beside their own results
-        keep_curve(asked, place)
+    run = read_run(place)
+    if asked.case == "countdown_56":
+        keep_runs(RESULTS / "countdown", [run])
+    else:
+        keep_runs(RESULTS, [run], COLUMNS)
     command = shlex.join(asked.train).replace("{runs}", Config.runs_dir)
-    path = place / "summary.json"  # not there if the run was interrupted after its policy was saved
-    about |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"seconds": None}
+    about = run.config | (run.summary or {"seconds": None})  # None: interrupted after its policy was saved
     return {"command": command} | {key: about[key] for key in ("commit", "machine", "seconds")}
-
-
-def keep_curve(asked: Asked, place: Path) -> None:
-    path = RESULTS / asked.case / "curves.csv"
-    old = list(csv.DictReader(path.read_text("utf-8").splitlines())) if path.exists() else []
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()]
-    new = [{key: f"{line[key]:.5g}" for key in COLUMNS if key in line} | {"step": line["step"]} for line in lines]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["policy", "step", *COLUMNS], restval="")
-        writer.writeheader()
-        writer.writerows([row for row in old if row["policy"] != asked.name])
-        writer.writerows({"policy": asked.name} | row for row in new)
 
 
 def keep_samples(path: Path, asked: Asked, rows: list[dict], completions: list[list]) -> None:
     """The greedy answer and two sampled ones to each of the first questions, as they are."""
     old = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
-    kept = [line for line in old if line["policy"] != asked.name]
+    kept = [line for line in old if (line["case"], line["policy"]) != (asked.case, asked.name)]
     for question, index, text, *_ in completions:
         if question < KEPT_QUESTIONS and index < 2:
             asked_for = asked.module.messages(rows[question])[-1]["content"]
-            what = {"policy": asked.name, "question": asked_for, "sample": index}
+            what = {"case": asked.case, "policy": asked.name, "question": asked_for, "sample": index}
             kept.append(what | {"correct": asked.module.reward(rows[question], text)["correct"], "text": text})
     path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 

@@ -26,7 +26,6 @@ torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
-DRAW_RUN = run.draw_run
 
 
 def pytest_addoption(parser) -> None:
@@ -51,24 +50,27 @@ def cold(monkeypatch) -> None:
         monkeypatch.setattr(subprocess, "Popen", forked.Popen.__base__)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def short_runs(tmp_path_factory) -> Iterator[None]:
-    """Runs in this process read 192 questions by default, and draw nothing: it would be most of their time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "draw_run", lambda _: None)
-        for task in (arithmetic, calculator, countdown, qa):
-            path = tmp_path_factory.mktemp("questions") / task.TRAIN_DATA.name
-            with task.TRAIN_DATA.open(encoding="utf-8") as lines:
-                path.write_text("".join(itertools.islice(lines, 192)), encoding="utf-8")
-            patch.setattr(task, "TRAIN_DATA", path)
-        yield
+@pytest.fixture(scope="session")
+def few_questions(tmp_path_factory) -> dict[ModuleType, Path]:
+    """The first 192 training questions of each bundled task."""
+    folder, files = tmp_path_factory.mktemp("questions"), {}
+    for task in (arithmetic, calculator, countdown, qa):
+        files[task] = folder / task.TRAIN_DATA.name
+        with task.TRAIN_DATA.open(encoding="utf-8") as lines:
+            files[task].write_text("".join(itertools.islice(lines, 192)), encoding="utf-8")
+    return files
 
 
-@pytest.fixture(scope="module")
-def drawn() -> Iterator[None]:
-    """The runs of a file draw their curve and their page."""
+@pytest.fixture(scope="module", autouse=True)
+def short_runs(request, few_questions) -> Iterator[None]:
+    """Runs in this process read few questions and draw nothing, in files without the marks that ask for more."""
+    marks = {mark.name for mark in request.node.iter_markers()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "draw_run", DRAW_RUN)
+        if "drawn" not in marks:
+            patch.setattr(run, "draw_run", lambda _: None)
+        if "all_questions" not in marks:
+            for task, path in few_questions.items():
+                patch.setattr(task, "TRAIN_DATA", path)
         yield
 
 

@@ -9,12 +9,14 @@ import json
 import sys
 from pathlib import Path
 
+from viewer.results import read_runs
+
 # Of every task; what else a run logs of its completions is what its own task describes.
 KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
 
 
 def draw_curve(directory: Path) -> Path:
-    """Draw `metrics.jsonl` of a run's directory into its `curve.png`, and return that path.
+    """Draw the metrics of a run into `curve.png` in its directory, and return that path.
 
     Raises:
         FileNotFoundError: the directory holds no metrics.jsonl.
@@ -24,7 +26,11 @@ def draw_curve(directory: Path) -> Path:
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
 
-    entries = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    if kept := read_runs(directory.parent).get(directory.name):
+        entries = kept.metrics.rows
+        directory.mkdir(exist_ok=True)
+    else:
+        entries = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     has_rewards = any("reward/total" in entry for entry in entries)
     figure = _draw_rewards(plt, entries) if has_rewards else _draw_loss(plt, entries)
     for axes in figure.axes:

@@ -1,11 +1,13 @@
 """Which runs are compared: directories and patterns as they are given, and runs that differ only by their seed."""
 
+import fnmatch
 import glob
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from viewer.growing import step_of
+from viewer.results import names_in, open_run, read_runs
 from viewer.runs import Run, RunError, number, printable
 
 DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
@@ -33,7 +35,10 @@ def read_run(directory: Path) -> Run:
     Raises:
         RunError: this is not the directory of a run, or it holds no metrics yet.
     """
-    run = Run(directory)
+    return _with_metrics(open_run(directory), directory)
+
+
+def _with_metrics(run: Run, directory: Path) -> Run:
     run.update()
     if not any(step_of(row) is not None for row in run.metrics.rows):
         raise RunError(f"{directory} has no metrics yet: its metrics.jsonl is missing or empty")
@@ -44,7 +49,8 @@ def read_groups(arguments: Sequence[str]) -> tuple[Groups, list[str]]:
     """The runs by label.
 
     Args:
-        arguments: directories of runs and patterns of them, each by itself or as LABEL=PATTERN.
+        arguments: directories of runs and patterns of them, each by itself or as LABEL=PATTERN. In a folder of
+            committed results, the names of its runs are taken as directories; the folder itself means all of them.
 
     Returns:
         The groups, in the order of the arguments, and for each directory that is left out the reason.
@@ -78,15 +84,24 @@ def _match(argument: str) -> tuple[str | None, list[Path]]:
     """The label, if there is one, and the directories: what has = in its own name needs no label."""
     ends = [match.start() for match in re.finditer("=", argument)]
     for label, pattern in [(None, argument), *((argument[:end], argument[end + 1 :]) for end in ends)]:
-        place = Path(pattern).expanduser()
-        matches = [Path(match) for match in glob.glob(str(place), recursive=True)] if pattern else []
-        found = [place] if pattern and place.exists() else [match for match in matches if match.is_dir()]
+        found = _find(Path(pattern).expanduser()) if pattern else []
         if found and label is not None and not label.strip():
             raise RunError(f"{argument} has no label before the =")
         if found:
             return label, sorted(found, key=_natural)
     place = argument[ends[0] + 1 :] if ends else argument
+    if names := names_in(Path(place).parent):
+        raise RunError(f"{Path(place).parent} holds no run {Path(place).name}, but for example {', '.join(names[:3])}")
     raise RunError(f"no directory matches {place}" if glob.has_magic(place) else f"there is no directory {place}")
+
+
+def _find(place: Path) -> list[Path]:
+    """The directories that a path or a pattern means, and the names of runs that are kept where it says."""
+    matches = [place] if place.exists() else [Path(match) for match in glob.glob(str(place), recursive=True)]
+    found = [path for path in matches if path == place or path.is_dir()]
+    found = [run for path in found for run in ([path / name for name in names_in(path)] or [path])]
+    folders = [Path(match) for match in glob.glob(str(place.parent))]
+    return found + [folder / name for folder in folders for name in fnmatch.filter(names_in(folder), place.name)]
 
 
 def _natural(path: Path) -> list:
@@ -97,9 +112,10 @@ def _natural(path: Path) -> list:
 def _read(places: list[Path]) -> tuple[list[Run], list[str]]:
     """The runs, each once, and why others are left out."""
     runs, reasons = [], []
+    kept = {folder: read_runs(folder) for folder in {place.parent for place in places}}
     for place in {place.resolve(): place for place in places}.values():
         try:
-            runs.append(read_run(place))
+            runs.append(_with_metrics(kept[place.parent].get(place.name) or Run(place), place))
         except RunError as error:
             reasons.append(str(error))
     return runs, reasons

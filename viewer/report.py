@@ -14,6 +14,7 @@ from shlex import quote as quote_for_shell
 from urllib.parse import quote
 
 from viewer.growing import step_of
+from viewer.results import open_run
 from viewer.runs import Run, RunError, clean, number, printable, ranges
 from viewer.thinning import describe_all, describe_kept, keep_steps
 
@@ -36,9 +37,11 @@ def write_report(directory: Path, other: Path | None = None, output: Path | None
         RunError: a directory is not a run's or cannot be read, or the output is no page.
         OSError: the file cannot be written.
     """
-    runs = [Run(path) for path in (directory, other) if path is not None]
+    runs = [open_run(path) for path in (directory, other) if path is not None]
     for run in runs:
         run.update()
+    if output is None:
+        runs[0].directory.mkdir(exist_ok=True)  # that of a kept run is only a name
     path = runs[0].directory / "report.html" if output is None else Path(output)
     if path.suffix != ".html" or path.is_dir():
         raise RunError(f"{path} cannot be the page: give the name of a file that ends in .html")

@@ -81,6 +81,9 @@ class Run:
             inside = sorted(path.parent.name for path in self.directory.glob("*/config.json"))
             hint = f"; did you mean {directory}/{inside[0]}?" if inside else ""
             raise RunError(f"{directory} is no run's directory: it has neither config.json nor metrics.jsonl{hint}")
+        self._open_files()
+
+    def _open_files(self) -> None:
         self.metrics, self.diagnosis = Rows(self.directory, "metrics.jsonl"), Rows(self.directory, "diagnosis.jsonl")
         self.tokens, self.samples = Rows(self.directory, "tokens.jsonl"), StepIndex(self.directory, "samples.jsonl")
 

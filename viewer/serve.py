@@ -15,6 +15,7 @@ from pathlib import Path
 from socketserver import TCPServer
 
 from viewer.report import live_data, render, title_of
+from viewer.results import open_run
 from viewer.runs import Run, RunError, printable
 from viewer.sampled import encode_step
 
@@ -33,7 +34,7 @@ class LiveRuns:
     """What the page shows of one or two runs, made anew when a file of theirs has changed."""
 
     def __init__(self, directories: Sequence[Path]):
-        self._runs = [Run(directory) for directory in directories]
+        self._runs = [open_run(directory) for directory in directories]
         self._lock = threading.Lock()
         self._data, self._seen = "", None
 

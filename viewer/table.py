@@ -90,7 +90,7 @@ def accuracy(is_after: bool) -> Callable[[list[Run]], str]:
         counts = {number(run.config.get("eval_prompts")) for run in runs}
         if len(set(found)) != 1 or len(counts) != 1 or not (count := counts.pop()) or not 0 <= found[0] <= 1:
             return text
-        if abs(found[0] * count - round(found[0] * count)) > 1e-6 * count:
+        if abs(found[0] * count - round(found[0] * count)) > 6e-6 * count:  # committed results have five digits
             return text
         low, high = wilson(found[0], count)
         return f"{text} [{low:.3f}-{high:.3f}]"

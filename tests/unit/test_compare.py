@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 from statistics import fmean
 
@@ -13,11 +12,13 @@ from matplotlib.figure import Figure
 import viewer.bands
 from viewer.compare import main
 from viewer.groups import plain, read_groups, series
+from viewer.results import read_runs
 from viewer.table import Z, print_table, wilson
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiment_base" / "results"
-SUMMARIES = [json.loads((RESULTS / f"seed{seed}" / "summary.json").read_text("utf-8")) for seed in range(5)]
+KEPT = read_runs(RESULTS)
+SUMMARIES = [KEPT[f"seed{seed}"].summary for seed in range(5)]
 
 
 @pytest.fixture
@@ -27,12 +28,11 @@ def make_run(tmp_path):
     def make(name: str, lines: int = 12, end: str = "", summary: bool = False, **settings) -> Path:
         place = tmp_path / "runs" / "experiment_base" / name
         place.mkdir(parents=True)
-        config = json.loads((RESULTS / "seed0" / "config.json").read_text("utf-8"))
-        (place / "config.json").write_text(json.dumps(config | settings))
-        metrics = (RESULTS / "seed0" / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
-        (place / "metrics.jsonl").write_text("".join(metrics[:lines]) + end)
+        (place / "config.json").write_text(json.dumps(KEPT["seed0"].config | settings))
+        metrics = "".join(json.dumps(row) + "\n" for row in KEPT["seed0"].metrics.rows[:lines])
+        (place / "metrics.jsonl").write_text(metrics + end)
         if summary:
-            shutil.copy(RESULTS / "seed0" / "summary.json", place)
+            (place / "summary.json").write_text(json.dumps(KEPT["seed0"].summary))
         return place
 
     return make
@@ -74,11 +74,10 @@ def test_seeds_are_a_row_with_mean_lowest_and_highest(table):
     ):
         values = [summary[key] / unit for summary in SUMMARIES]
         assert f" {fmean(values):{form}} ({min(values):{form}}-{max(values):{form}})" in row
-    others = [place.parent for place in RESULTS.glob("*/summary.json") if "seed" not in place.parent.name]
-    for run in [*others, RESULTS / "second_policy_seed0"]:
-        accuracy = json.loads((run / "summary.json").read_text("utf-8"))["accuracy_after"]
+    for name in [*(name for name in KEPT if "seed" not in name), "second_policy_seed0"]:
+        accuracy = KEPT[name].summary["accuracy_after"]
         low, high = wilson(accuracy, 256)
-        assert re.search(rf"^{run.name} .* {accuracy:.3f} \[{low:.3f}-{high:.3f}\]", text, re.MULTILINE)
+        assert re.search(rf"^{name} .* {accuracy:.3f} \[{low:.3f}-{high:.3f}\]", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 256), (61 / 256, 256), (1.0, 10)])
@@ -221,6 +220,7 @@ def test_the_table_fits_into_eighty_columns(table):
         ([], r"no run is given"),
         (["nowhere"], r"there is no directory nowhere"),
         (["x=nowhere/*"], r"no directory matches nowhere/\*"),
+        ([f"{RESULTS}/seed9*"], r"results holds no run seed9\*, but for example broken_mask, "),
         ([f"={RESULTS}/seed0"], r"has no label"),
         ([f"x={RESULTS}/seed0", f"x={RESULTS}/seed1"], r"the label x is given twice"),
         ([f"experiment_base/seed0={RESULTS}/seed1", f"{RESULTS}/seed0"], r"the label experiment_base/seed0 is given"),

@@ -12,6 +12,8 @@ import torch
 from common.experience import Experience, collate
 from common.sampling import sample
 from common.tasks import arithmetic
+from viewer.groups import name_of
+from viewer.results import read_runs
 
 from common.plumbing.config import RunConfig
 from common.plumbing.diagnosis import Diagnosis
@@ -322,17 +324,20 @@ REPORTS_OF_RESULTS = {
     "never_corrected_seed2": ["flat", "KL"],
     **{f"never_uncorrected_seed{seed}": ["KL", "gradient", "flat"] for seed in range(3)},
 }
-RESULTS = sorted(
-    path.parent for path in ROOT.glob("experiment_*/results/*/config.json") if "group_size" in path.read_text()
-)
+RESULTS = [
+    run
+    for folder in sorted(ROOT.glob("experiment_*/results"))
+    for run in read_runs(folder).values()
+    if "group_size" in run.config
+]
 
 
-@pytest.mark.parametrize("directory", RESULTS, ids=lambda directory: "/".join(directory.parts[-3::2]))
-def test_of_the_published_runs_only_broken_ones_are_reported(directory):
+@pytest.mark.parametrize("run", RESULTS, ids=name_of)
+def test_of_the_published_runs_only_broken_ones_are_reported(run):
     """The runs under experiment_*/results; the broken ones are reported with the sentences listed above."""
-    settings = SimpleNamespace(**json.loads((directory / "config.json").read_text()))
+    settings = SimpleNamespace(**run.config)
     diagnosis = Diagnosis(settings)
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = run.metrics.rows
     assert len(rows) > 40
     said = []
     for row in rows:
@@ -344,7 +349,7 @@ def test_of_the_published_runs_only_broken_ones_are_reported(directory):
             }
             row = derived | row
         said += diagnosis.check(row)
-    names = (f"{directory.parts[-3]}/{directory.name}", directory.name)
+    names = (name_of(run), run.directory.name)
     expected = next((REPORTS_OF_RESULTS[name] for name in names if name in REPORTS_OF_RESULTS), [])
     assert said == [the_sentence(rule, said) for rule in expected]
 
@@ -358,9 +363,7 @@ def test_findings_are_called_as_in_the_table_that_explains_them():
 
 def test_a_reward_that_is_not_a_number_disables_no_rule():
     """Between good steps it is in the history from which means and deviations are computed."""
-    rows = [
-        json.loads(line) for line in (ROOT / "experiment_base/results/seed0/metrics.jsonl").read_text().splitlines()
-    ]
+    rows = read_runs(ROOT / "experiment_base/results")["seed0"].metrics.rows
     diagnosis = Diagnosis(SimpleNamespace(dtype="float32", max_grad_norm=1.0, lr=5e-5))
     for row in rows:
         if row["step"] in (3, 15, 75):

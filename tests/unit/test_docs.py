@@ -1,7 +1,6 @@
 """The files, lines, keys, flags and tests that the documentation names exist."""
 
 import dataclasses
-import json
 import re
 import shlex
 import shutil
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import tyro
+
+from viewer.results import read_runs
 
 from common.plumbing.checks import flag
 
@@ -95,8 +96,9 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()
-    for path in ROOT.glob("experiment_[bm]*/results/seed*/metrics.jsonl"):
-        keys |= {key for line in path.read_text(encoding="utf-8").splitlines() for key in json.loads(line)}
+    for folder in ROOT.glob("experiment_[bm]*/results"):
+        runs = [run for name, run in read_runs(folder).items() if name.startswith("seed")]
+        keys |= {key for run in runs for row in run.metrics.rows for key in row}
     assert len(keys) > 20
     for key in keys - {"step"}:
         family, *middle, name = key.split("/")

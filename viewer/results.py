@@ -1,0 +1,181 @@
+"""Results as they are committed: the runs of an experiment or a benchmark in one metrics.csv and one runs.json.
+
+    python -m viewer.results experiment_base/results runs/experiment_base/seed0 runs/experiment_base/seed1
+
+keeps runs in a folder; runs of the same names are replaced, and others stay. metrics.csv has a row for each line of
+their metrics.jsonl, with the run's name in the column `run` and floats of five significant digits (eight near 1); a
+cell is empty where the line lacks the key. runs.json has the settings and the summary of each run by its name. Neither
+names a path of the machine: paths are relative to the repository, and those in the directory of runs begin with runs/.
+"""
+
+import csv
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from viewer.runs import Run, RunError
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS, METRICS = "runs.json", "metrics.csv"
+MACHINE = ("versions", "machine", "gpu", "commit", "processes")  # of the settings; a summary repeats them
+ABSOLUTE = re.compile(r"(?<![^\s'\"=])/[^\s'\"]+")  # a path: at the beginning of a word, or behind a flag's =
+BIG = 100_000  # characters of a JSON file from which on it is written without indentation
+
+
+@dataclass(frozen=True)
+class Config:
+    folder: tyro.conf.Positional[Path]  # of the results
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of the runs to keep
+    columns: tuple[str, ...] = ()  # keys of metrics.jsonl to keep, besides step; none given: all
+    every: int = 1  # steps from one row to the next, for long runs; the first and the last row are always kept
+
+
+class KeptRun(Run):
+    """A run of committed results: its directory is only a name, and it has no samples."""
+
+    def __init__(self, directory: Path, config: dict, summary: dict | None, rows: list[dict]):
+        self.directory, self.config, self.summary = directory, config, summary
+        self.is_finished = summary is not None
+        self._open_files()
+        self.metrics.rows = rows
+
+    def update(self) -> None:
+        """It does not grow."""
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of the runs that are kept in a folder; none if it holds no results."""
+    path = folder / RUNS
+    return list(json.loads(path.read_text("utf-8"))) if os.path.isfile(path) else []
+
+
+def open_run(directory: Path) -> Run:
+    """The run of a directory, or the one that is kept under this name in the folder around it.
+
+    Raises:
+        RunError: it is neither.
+    """
+    return read_runs(directory.parent).get(directory.name) or Run(directory)
+
+
+def read_runs(folder: Path) -> dict[str, KeptRun]:
+    """The runs that are kept in a folder, by name; none if it holds no results."""
+    rows: dict[str, list[dict]] = {name: [] for name in names_in(folder)}
+    if not rows:
+        return {}
+    folder = folder.resolve()
+    with (folder / METRICS).open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            rows[row.pop("run")].append({key: _number(text) for key, text in row.items() if text})
+    found = {}
+    for name, entry in json.loads((folder / RUNS).read_text("utf-8")).items():
+        config, summary = entry["config"], entry["summary"]
+        if summary is not None:
+            summary = {key: config[key] for key in MACHINE if key in config} | summary
+        found[name] = KeptRun(folder / name, config, summary, rows[name])
+    return found
+
+
+def keep_runs(folder: Path, runs: Iterable[Run], columns: Sequence[str] = (), every: int = 1) -> None:
+    """Keep runs in a folder: those of the same names are replaced, and others stay.
+
+    Args:
+        columns: keys of metrics.jsonl to keep of these runs, besides step; none: all.
+        every: steps from one row to the next; the first and the last row are always kept.
+    """
+    kept = read_runs(folder)
+    for run in runs:
+        first, last = run.metrics.rows[:1], run.metrics.rows[-1:]
+        rows = [row for row in run.metrics.rows if row["step"] % every == 0 or row in (*first, *last)]
+        if columns:
+            rows = [{key: row[key] for key in row if key in ("step", *columns)} for row in rows]
+        kept[run.directory.name] = KeptRun(run.directory, run.config, run.summary, rows)
+    kept = dict(sorted(kept.items()))
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = dict.fromkeys(key for run in kept.values() for row in run.metrics.rows for key in row)  # as they first come
+    with (folder / METRICS).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["run", *keys], lineterminator="\n")
+        writer.writeheader()
+        for name, run in kept.items():
+            for row in run.metrics.rows:
+                writer.writerow({"run": name} | {key: _text(value) for key, value in row.items()})
+    entries = {name: relative_paths(_entry(run), run.config.get("runs_dir")) for name, run in kept.items()}
+    (folder / RUNS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
+def _entry(run: Run) -> dict:
+    """A summary's machine is left out where it is that of the settings; `read_runs` puts it back."""
+    summary = run.summary
+    if summary is not None:
+        repeated = {key for key in MACHINE if key in run.config and summary.get(key) == run.config[key]}
+        summary = {key: value for key, value in summary.items() if key not in repeated}
+    return {"config": run.config, "summary": summary}
+
+
+def _text(value: float) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.8g}" if abs(value - 1) < 0.01 else f"{value:.5g}"  # of a ratio, the distance from 1 is shown
+
+
+def _number(text: str) -> float:
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
+
+
+def relative_paths(value: object, runs_dir: str | None = None) -> object:
+    """What a JSON file holds, without paths of this machine: of those outside the repository two parts are left.
+
+    >>> relative_paths({"model": "/tmp/a/experiment_sft/b/final", "flags": ["--out=/x/y/z/data.jsonl"]}, "/tmp/a")
+    {'model': 'runs/experiment_sft/b/final', 'flags': ['--out=z/data.jsonl']}
+    """
+    if isinstance(value, dict):
+        return {name: relative_paths(entry, runs_dir) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [relative_paths(entry, runs_dir) for entry in value]
+    return ABSOLUTE.sub(lambda match: _shorten(Path(match[0]), runs_dir), value) if isinstance(value, str) else value
+
+
+def _shorten(path: Path, runs_dir: str | None) -> str:
+    for folder, name in ((ROOT, "."), (runs_dir, "runs")):
+        if folder is not None and path.is_relative_to(folder):
+            return (name / path.relative_to(folder)).as_posix()
+    return "/".join(path.parts[2:][-2:]) or path.as_posix()  # a word such as /no_think is no path
+
+
+def write_json(path: Path, data: dict, entry: str | None = None) -> None:
+    """Write what a benchmark has measured: floats of eight significant digits, no paths of this machine.
+
+    Args:
+        entry: replace this entry of the file by `data`, and leave the others.
+    """
+    if entry is not None:
+        data = (json.loads(path.read_text("utf-8")) if path.exists() else {}) | {entry: data}
+    data = json.loads(json.dumps(relative_paths(data)), parse_float=lambda text: float(f"{float(text):.8g}"))
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    if len(text) > BIG:  # a line for each entry
+        dense = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+        lines = (f"{dense(name)}:{dense(value)}" for name, value in data.items())
+        text = "{\n" + ",\n".join(lines) + "\n}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    runs = [Run(directory) for directory in config.runs]
+    for run in runs:
+        run.update()
+    keep_runs(config.folder, runs, config.columns, config.every)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RunError as error:
+        sys.exit(f"error: {error}")
