@@ -407,6 +407,7 @@ def test_axe_finds_nothing_serious(runs, open_page, name, scheme):
         assert serious(Axe().run(page, context="#group")) == []
 
 
+@pytest.mark.slow
 def test_the_live_page_follows_a_run(runs, open_page, tmp_path):
     directory = tmp_path / "x"
     shutil.copytree(runs["base"], directory, ignore=shutil.ignore_patterns("summary.json", "final", "*.html"))

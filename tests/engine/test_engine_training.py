@@ -13,6 +13,8 @@ from common.sampling import sample
 
 from common.plumbing.engine import compare_with_engine
 
+pytestmark = pytest.mark.all_questions
+
 PROMPTS = [[5, 6, 7], list(range(40, 60)), [9, 8]]
 GROUP_SIZE = 2
 SETTINGS = {"group_size": GROUP_SIZE, "micro_batch_size": 4, "max_new_tokens": 8, "dtype": "float32"}

@@ -308,7 +308,13 @@ def outcome(script, *arguments: str) -> tuple[int, str]:
 
 
 @posix
-@pytest.mark.parametrize("path", [COMPLETIONS, RELOAD], ids=["during a request", "during a push"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(COMPLETIONS, id="during a request"),
+        pytest.param(RELOAD, id="during a push", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_whose_server_is_killed_resumes(script, stand_in, tmp_path, at_step, uninterrupted, path):
     """At step 3 the server hangs, and is killed with SIGKILL; then a server of another one takes its place."""
 

@@ -22,6 +22,8 @@ from common.plumbing.directory import lock_directory
 from common.plumbing.loading import load_policy
 from common.plumbing.start import run_main
 
+pytestmark = pytest.mark.drawn
+
 
 def card_of(directory: Path) -> tuple[dict, str]:
     """The front matter and the text of a model card."""

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from common.errors import UserError
 
+pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "experiment_accelerate" / "train.py")
 FLAGS = (

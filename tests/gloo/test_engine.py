@@ -25,6 +25,8 @@ from common.plumbing import run
 from common.plumbing.ending import leave
 from common.plumbing.ranks import EndedElsewhereError
 
+pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = "experiment_engine"
 # Of three prompts with groups of six, each rank has half of the second group

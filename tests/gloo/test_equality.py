@@ -29,6 +29,8 @@ from common.trajectory import Trajectory
 
 from common.plumbing import run
 
+pytestmark = pytest.mark.all_questions
+
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB, ROWS, STEPS = 24, 24, 3
 SPLIT_GROUPS = (
@@ -292,7 +294,7 @@ def alone() -> dict:
     return {name: run_scenarios("experiment_base", as_it_is, size) for name, size in GROUP_SIZES.items()}
 
 
-each_number = pytest.mark.parametrize("num_processes", [2, 3])
+each_number = pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 
 
 @each_number
@@ -343,6 +345,7 @@ def test_two_processes_take_every_task(results_of, experiment, task):
     assert len({json.dumps(row["ids"]) for row in rows_of(directory, "samples")}) > 2  # of both ranks
 
 
+@pytest.mark.slow
 def test_three_ranks_that_split_groups_train_as_one_process(results_of, tmp_path, load_script):
     """Of four prompts with groups of six, rank 0 samples the first group and two rows of the second."""
     load_script("experiment_base/train.py").main([*SPLIT_GROUPS, "--runs-dir", str(tmp_path)])

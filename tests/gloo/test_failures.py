@@ -313,6 +313,7 @@ def test_an_error_of_one_rank_ends_all(place):
     assert last_step(place / "runs" / ACCELERATE / "broken") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path, cold):
     """kill -9 of the main process; then torchrun restarts all after another kill. The result is bit for bit the same.
 
@@ -373,6 +374,7 @@ def test_a_run_is_not_resumed_in_another_arithmetic(place, interrupted):
         assert " is a run in float32, and Accelerate is told to compute in bfloat16: set " in refusal(process)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_all(place, interrupted, tmp_path):
     directory = copy_of(interrupted[0], tmp_path)
     command = torchrun(ACCELERATE, "--resume", directory)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "tests/gloo/launched.py"
 ACCELERATE = [str(Path(sys.executable).with_name("accelerate")), "launch"]

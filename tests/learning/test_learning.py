@@ -69,6 +69,7 @@ def test_the_bundled_policy_can_reason_and_mostly_does_not():
     assert 0.15 <= own["sampled/reasoned"] <= 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "flags", "share_right"),
     [

@@ -20,6 +20,8 @@ from common.plumbing.loading import load_policy
 from common.plumbing.parse import parse_config
 from common.plumbing.weights import count_parameters
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--device", "cpu", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24")
 FULL, LORA = (), ("--lora-rank", "3")
 PROMPT = 20

@@ -25,6 +25,8 @@ from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
 from common.plumbing.sources import check_sources, describe_sources
 
+pytestmark = pytest.mark.all_questions
+
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
     *("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "12", "--eval-prompts", "6"),

@@ -106,11 +106,13 @@ def same_picture(was: str, now: str) -> bool:
     return (np.abs(pixels[0] - pixels[1]).max(axis=-1) > 32).mean() < 5e-4
 
 
+@pytest.mark.slow
 def test_committed_outputs_are_what_running_gives(committed, executed):
     assert any(cell.get("outputs") for cell in committed.cells)
     assert differences(committed, executed) == []
 
 
+@pytest.mark.slow
 def test_solutions_print_what_they_say(committed, executed):
     expected = [printed for _, printed in solutions(committed)]
     outputs = ["".join(contents(cell).values()) for cell in executed.cells[len(committed.cells) :]]

@@ -26,13 +26,14 @@ BASE = (
     *("--lr", "1e-4", "--epochs-per-step", "2", "--checkpoint-every", "0", "--seed", "5", "--device", "cpu"),
     *("--name", "x"),
 )
-A_TASK = f"""
-TRAIN_DATA = EVAL_DATA = {str(TRAIN_DATA)!r}
-REWARD_WEIGHTS = {{"even": 1.0}}
+A_TASK = """
+from common.tasks.arithmetic import TRAIN_DATA
+EVAL_DATA = TRAIN_DATA
+REWARD_WEIGHTS = {"even": 1.0}
 def messages(row, system_prompt):
-    return [{{"role": "user", "content": row["question"] + " Please."}}]
+    return [{"role": "user", "content": row["question"] + " Please."}]
 def reward(row, text):
-    return {{"even": len(text) % 2}}
+    return {"even": len(text) % 2}
 """
 GENTLE = ("--lr", "1e-5")  # where two runs should agree: a large rate would also amplify rounding
 LORA = ("--lora-rank", "2")
@@ -495,7 +496,7 @@ def clip_eps(new, old):
 
 @changes("--kl-weight", "1")
 def kl_weight(new, old):
-    assert new.first("loss/grad_norm") > 10 * old.first("loss/grad_norm")  # in the second epoch the policy has changed
+    assert new.first("loss/grad_norm") > 2 * old.first("loss/grad_norm")  # in the second epoch the policy has changed
     assert_differ(new, old, "loss/total")
 
 

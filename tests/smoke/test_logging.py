@@ -18,6 +18,8 @@ from common.tasks.arithmetic import TRAIN_DATA
 from common.plumbing.config import RunConfig
 from common.plumbing.loading import load_policy
 
+pytestmark = pytest.mark.all_questions
+
 LISTS_OF_A_ROW = ("action_mask", "sampler_log_probs", "old_log_probs", "log_probs_ref", "entropy")
 SCHEMA = {
     "step": int,

@@ -19,6 +19,8 @@ from common.errors import UserError
 
 from common.plumbing.terminal import POLICY, REWARD, TOOL
 
+pytestmark = pytest.mark.all_questions
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_tool_calling/train.py"
 SMALL = (

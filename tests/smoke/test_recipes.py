@@ -77,6 +77,7 @@ def read_metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 @each_recipe
 def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, tmp_path, monkeypatch):
     if "4bit" in recipe.stem and find_spec("bitsandbytes") is None:
@@ -97,6 +98,7 @@ def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, 
     assert settings["load_in"] == ("4bit" if "4bit" in recipe.stem else None)
 
 
+@pytest.mark.slow
 def test_a_recipe_runs_from_anywhere_in_one_process_and_two(models, monkeypatch):
     """As users run it, with a path relative to where they are; both take the same update."""
     monkeypatch.chdir(models)

@@ -24,6 +24,8 @@ from common.plumbing.checks import check_ranges, flag
 from common.plumbing.config import LORA_LR_FACTOR, RESOLVED
 from common.plumbing.flags import GROUPS
 
+pytestmark = pytest.mark.drawn
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
 WITH_REWARDS = [path for path in TRAIN_FILES if "\n    group_size: int" in path.read_text()]

@@ -15,6 +15,8 @@ import pytest
 from common.datagen import arithmetic_grammar as grammar
 from common.tasks import arithmetic as task
 
+pytestmark = pytest.mark.all_questions
+
 SHA256 = {
     task.TRAIN_DATA: "77c4426450807ab07891a64fcc64b22543ceb8807bc8e6e6570bf7bc40164a0e",
     task.EVAL_DATA: "c00d58637a58bf41aab71d2dea7903a52de9534fa43410322ec2a3ad650fc9d8",

@@ -26,6 +26,8 @@ from common.plumbing.parse import parse_config
 from common.plumbing.processes import meet
 from common.plumbing.update_memory import within_memory
 
+pytestmark = pytest.mark.slow
+
 NO_MEMORY = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
 GROUP_SIZE = 4
 

@@ -9,6 +9,8 @@ from common.datagen.arithmetic_grammar import pool
 from common.datagen.calculator_grammar import KINDS, MAX_RESULT, draw_calculator_question
 from common.tasks import calculator
 
+pytestmark = pytest.mark.all_questions
+
 
 def rows_of(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]

@@ -23,6 +23,8 @@ from common.plumbing.config import BUNDLED, PolicyConfig
 from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy
 
+pytestmark = pytest.mark.all_questions
+
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = re.compile(r"(Make|Try) (\d+) from (\d+), (\d+), (\d+)\.")
 NUM_ROWS = 250  # of each lesson

@@ -15,6 +15,8 @@ from common.plumbing.hub import _load
 from common.plumbing.sources import check_sources, describe_sources
 from common.plumbing.task_file import bundled_tasks, import_task
 
+pytestmark = pytest.mark.all_questions
+
 
 @pytest.fixture
 def write(tmp_path):

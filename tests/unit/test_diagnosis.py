@@ -21,6 +21,8 @@ from common.plumbing.loading import load_policy
 from common.plumbing.saving import save_policy
 from common.plumbing.statistics import UpdateStatistics
 
+pytestmark = pytest.mark.all_questions
+
 ROOT = Path(__file__).resolve().parents[2]
 
 RULES = {  # a phrase that only its sentence contains, and a flag that it names

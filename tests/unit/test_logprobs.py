@@ -136,8 +136,9 @@ def test_no_tensor_holds_the_logits_of_all_tokens():
     assert largest.numel == num_tokens * vocab_size  # what it would be without chunks
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory_stays_far_below_that_of_all_logits():
+def test_peak_memory_stays_far_below_that_of_all_logits(cold):
     """All logits of 192 tokens are 98 MB, and a softmax with its gradient holds them several times."""
     script = """
         import re

@@ -441,7 +441,7 @@ def test_the_policy_allows_the_scripts_of_the_page_only(directory):
 # The command line
 
 
-def test_help_is_quick_because_nothing_large_is_imported():
+def test_help_is_quick_because_nothing_large_is_imported(cold):
     code = "import sys, viewer.__main__, viewer.serve; sys.exit(' '.join({'torch', 'jinja2'} & {*sys.modules}) or 0)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 

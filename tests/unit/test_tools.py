@@ -402,7 +402,7 @@ def test_a_function_that_describes_nothing_is_refused():
             schemas({"mine": tool})
 
 
-def test_importing_tools_imports_no_transformers():
+def test_importing_tools_imports_no_transformers(cold):
     """A program that only reads calls starts at once."""
     check = "import sys, common.tools; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=tools.__file__.rpartition("/common/")[0]).returncode == 0
