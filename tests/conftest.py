@@ -12,6 +12,7 @@ from types import ModuleType
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # so that programs need not compile what another one has
 
 import forked
 import pytest

@@ -52,7 +52,7 @@ class KeptRun(Run):
 def names_in(folder: Path) -> list[str]:
     """The names of the runs that are kept in a folder; none if it holds no results."""
     path = folder / RUNS
-    return list(json.loads(path.read_text("utf-8"))) if os.path.isfile(path) else []
+    return list(json.loads(path.read_text(encoding="utf-8"))) if os.path.isfile(path) else []
 
 
 def open_run(directory: Path) -> Run:
@@ -74,7 +74,7 @@ def read_runs(folder: Path) -> dict[str, KeptRun]:
         for row in csv.DictReader(file):
             rows[row.pop("run")].append({key: _number(text) for key, text in row.items() if text})
     found = {}
-    for name, entry in json.loads((folder / RUNS).read_text("utf-8")).items():
+    for name, entry in json.loads((folder / RUNS).read_text(encoding="utf-8")).items():
         config, summary = entry["config"], entry["summary"]
         if summary is not None:
             summary = {key: config[key] for key in MACHINE if key in config} | summary
@@ -155,7 +155,7 @@ def write_json(path: Path, data: dict, entry: str | None = None) -> None:
         entry: replace this entry of the file by `data`, and leave the others.
     """
     if entry is not None:
-        data = (json.loads(path.read_text("utf-8")) if path.exists() else {}) | {entry: data}
+        data = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | {entry: data}
     data = json.loads(json.dumps(relative_paths(data)), parse_float=lambda text: float(f"{float(text):.8g}"))
     text = json.dumps(data, indent=1, ensure_ascii=False)
     if len(text) > BIG:  # a line for each entry

@@ -129,6 +129,7 @@ def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
         assert "importance" not in check.text_content()  # this run has no weights
 
 
+@pytest.mark.slow
 def test_terms_with_importance_weights_are_the_loss(runs, open_page, tmp_path):
     """A run whose every token has a weight, and which logged the loss with it; what is damaged is not a weight of 1."""
     directory = tmp_path / "x"
@@ -235,6 +236,7 @@ def test_a_loss_that_differs_is_said(runs, open_page):
 # A step, a prompt, a token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["base", "turns"])
 def test_a_token_is_chosen_by_mouse(runs, open_page, name):
     directory = runs[name]
@@ -286,6 +288,7 @@ def test_a_token_is_chosen_by_keyboard_alone(runs, open_page):
     assert page.locator(".completion[data-rank='1'] [aria-selected=true]").count() == 0
 
 
+@pytest.mark.slow
 def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     directory = runs["base"]
     page = open_page(directory / "report.html")
@@ -303,6 +306,7 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     assert "step" in page.inner_text("[data-panel='Entropy'] .at")
 
 
+@pytest.mark.slow
 def test_two_runs_are_laid_over_each_other(runs, open_page, tmp_path):
     path = write_report(runs["base"], runs["drgrpo"], tmp_path / "both.html")
     page = open_page(path)
@@ -359,6 +363,7 @@ def test_the_page_runs_no_script_that_is_put_into_it(runs, open_page):
     page.faults.clear()
 
 
+@pytest.mark.slow
 def test_runs_without_samples_or_steps_have_a_page(runs, open_page, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     page = open_page(write_report(tmp_path))
@@ -375,6 +380,7 @@ def test_runs_without_samples_or_steps_have_a_page(runs, open_page, tmp_path):
     assert area["x"] - plot["x"] > 6 * len("40,000,000")  # pixels for the largest number at the axis
 
 
+@pytest.mark.slow
 def test_a_phone_needs_no_sideways_scrolling(runs, open_page):
     for name in ("base", "turns"):
         page = open_page(runs[name] / "report.html", viewport={"width": 400, "height": 800}, has_touch=True)
@@ -392,6 +398,7 @@ def serious(found) -> list[tuple[str, str]]:
     return [(entry["id"], entry["nodes"][0]["html"]) for entry in violations]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), [("base", "light"), ("turns", "dark")])
 def test_axe_finds_nothing_serious(runs, open_page, name, scheme):
     from axe_playwright_python.sync_playwright import Axe

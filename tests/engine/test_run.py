@@ -137,6 +137,7 @@ def test_a_server_that_does_not_fit_the_run_is_refused(stand_in, train):
     assert not server.calls[COMPLETIONS] + server.calls[RELOAD]
 
 
+@pytest.mark.slow
 def test_the_cap_bounds_the_weights_and_changes_the_update(stand_in, train, uninterrupted):
     """Of an engine in bfloat16, for which the weights of a trained policy are rounded; 0 leaves all at 1."""
     flags = ("--steps", "1", "--engine-url", stand_in(dtype="bfloat16").url, "--engine-dtype", "bfloat16")
@@ -165,6 +166,7 @@ def test_the_cap_bounds_the_weights_and_changes_the_update(stand_in, train, unin
     assert len({round(norm, 7) for norm in norms}) == 3
 
 
+@pytest.mark.slow
 def test_weights_are_pushed_every_so_many_steps(stand_in, train):
     """In a run of four steps, also before each evaluation, of which there are two."""
     flags = ("--steps", "4", "--eval-every", "0")
@@ -262,6 +264,7 @@ def test_the_path_of_an_engine_is_kept_absolute(script, tmp_path, monkeypatch, s
     assert config.engine_start == kept.format(place=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_an_engine_elsewhere(stand_in, script, train, tmp_path, at_step, uninterrupted):
     """The new address is kept, and a server that the run starts can take its place."""
     first, second = stand_in(), stand_in()

@@ -15,7 +15,7 @@ import pytest
 from common.engines.server import child_server, free_port, telling_line
 from common.errors import UserError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 ROOT = Path(__file__).resolve().parents[2]
 
 # A server with up to three children, which are still there when it has ended: one writes a file after SIGTERM, the

@@ -14,6 +14,8 @@ from common.sampling import begin_rows, continue_rows
 from common.plumbing.engine import server_command
 from common.plumbing.pretrained import read_model, read_tokenizer
 
+pytestmark = pytest.mark.slow
+
 POLICY = Path(__file__).resolve().parents[2] / "assets" / "tiny_policy"
 PROMPTS = [list(range(40, 60)), [7, 8, 9]]
 ASKED = {"max_new_tokens": 12, "key": (3, 1)}

@@ -1,10 +1,11 @@
 """One, two and three processes take the same updates, for rows that differ between ranks as much as they can.
 
-Every number of processes is started once, runs all scenarios of both experiments and writes what came out; the tests
-compare that with the update of experiment_base, in this process, on all rows.
+Every number of processes is started once for the updates and once for whole runs. The updates are all scenarios of both
+experiments; the tests compare what came out with the update of experiment_base, in this process, on all rows.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ from torch import distributed
 
 from common.experience import collate
 from common.logprobs import token_log_probs
-from common.parallel import gather, part_of, rank, world_size
+from common.parallel import gather, part_of, rank
 from common.policy import Policy
 from common.trajectory import Trajectory
 
@@ -214,7 +215,7 @@ def is_frozen_base_left_alone() -> bool:
     return all(other[0] != first[0] and other[1] == first[1] for other in others)
 
 
-def main(path: str) -> None:
+def update(path: str) -> None:
     """One rank: all scenarios of both experiments."""
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
@@ -237,17 +238,23 @@ def main(path: str) -> None:
     }
     results["gradients differ"] = (gradients_differ(by_hand), gradients_differ(past_the_wrapper))
     results["frozen base left alone"] = is_frozen_base_left_alone()
-    if world_size() == 3:
-        load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(Path(path).parent)])
-    else:
-        load(TURNS, Path(path).parent).main([*SEVERAL_TURNS, "--runs-dir", str(Path(path).parent)])
-        run.draw_run = lambda _: None  # a figure and a page take a second
-        for experiment, task in product(GROUP_SIZES, TASKS):
-            data = ("--task", task, "--data", str(ROOT / "tests" / "data" / f"{task}.jsonl"), "--name", task)
-            load(experiment).main([*data, *SHORT, "--runs-dir", str(Path(path).parent)])
     if rank() == 0:
         torch.save(results, path)
     distributed.destroy_process_group()
+
+
+def train(path: str) -> None:
+    """One rank of several runs, in the directory of `path`."""
+    place, run.draw_run = Path(path).parent, lambda _: None
+    if int(os.environ["WORLD_SIZE"]) == 3:
+        load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(place)])
+    else:
+        load(TURNS, place).main([*SEVERAL_TURNS, "--runs-dir", str(place)])
+        for experiment, task in product(GROUP_SIZES, TASKS):
+            data = ("--task", task, "--data", str(ROOT / "tests" / "data" / f"{task}.jsonl"), "--name", task)
+            load(experiment).main([*data, *SHORT, "--runs-dir", str(place)])
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 # The tests
@@ -269,17 +276,25 @@ def rows_of(directory: Path, name: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory) -> Callable[[int], dict]:
-    found: dict[int, dict] = {}
-
+    @functools.cache
     def start(num_processes: int) -> dict:
-        if num_processes not in found:
-            path = tmp_path_factory.mktemp("results") / f"{num_processes}.pt"
-            (path.parent / TURNS).mkdir()
-            shutil.copy(ROOT / TURNS / "train.py", path.parent / TURNS)
-            subprocess.run(["git", "apply", ROOT / TURNS / "processes.patch"], cwd=path.parent, check=True)
-            launch(num_processes, __file__, str(path))
-            found[num_processes] = torch.load(path) | {"directory": path.parent}
-        return found[num_processes]
+        path = tmp_path_factory.mktemp("results") / f"{num_processes}.pt"
+        launch(num_processes, __file__, "update", str(path))
+        return torch.load(path)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory) -> Callable[[int], Path]:
+    @functools.cache
+    def start(num_processes: int) -> Path:
+        place = tmp_path_factory.mktemp("runs")
+        (place / TURNS).mkdir()
+        shutil.copy(ROOT / TURNS / "train.py", place / TURNS)
+        subprocess.run(["git", "apply", ROOT / TURNS / "processes.patch"], cwd=place, check=True)
+        launch(num_processes, __file__, "train", str(place / "runs"))
+        return place
 
     return start
 
@@ -335,10 +350,11 @@ def test_the_frozen_base_of_an_adapter_is_not_synchronised(results_of, num_proce
     assert results_of(num_processes)["frozen base left alone"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", GROUP_SIZES)
 @pytest.mark.parametrize("task", TASKS)
-def test_two_processes_take_every_task(results_of, experiment, task):
-    directory = results_of(2)["directory"] / experiment / task
+def test_two_processes_take_every_task(runs_of, experiment, task):
+    directory = runs_of(2) / experiment / task
     metrics = rows_of(directory, "metrics")
     assert {entry["step"] for entry in metrics} == {0, 1, 2}
     assert all("reward/correct" in entry for entry in metrics if "loss/total" in entry)
@@ -346,19 +362,20 @@ def test_two_processes_take_every_task(results_of, experiment, task):
 
 
 @pytest.mark.slow
-def test_three_ranks_that_split_groups_train_as_one_process(results_of, tmp_path, load_script):
+def test_three_ranks_that_split_groups_train_as_one_process(runs_of, tmp_path, load_script):
     """Of four prompts with groups of six, rank 0 samples the first group and two rows of the second."""
     load_script("experiment_base/train.py").main([*SPLIT_GROUPS, "--runs-dir", str(tmp_path)])
     old = tmp_path / "experiment_base" / "x"
-    assert_equal_runs(results_of(3)["directory"] / "experiment_accelerate_ddp" / "x", old)
+    assert_equal_runs(runs_of(3) / "experiment_accelerate_ddp" / "x", old)
     assert any(row["advantage"] for row in rows_of(old, "samples")[6:8])  # rows of rank 0 in the second group
 
 
-def test_two_ranks_have_the_conversations_of_one_process(results_of, tmp_path, load_script):
+@pytest.mark.slow
+def test_two_ranks_have_the_conversations_of_one_process(runs_of, tmp_path, load_script):
     """Of three prompts with groups of six, each rank has half of the second group; ranks take different turns."""
     load_script(f"{TURNS}/train.py").main([*SEVERAL_TURNS, "--runs-dir", str(tmp_path)])
     old = tmp_path / TURNS / "x"
-    assert_equal_runs(results_of(2)["directory"] / TURNS / "x", old)
+    assert_equal_runs(runs_of(2) / TURNS / "x", old)
     samples = rows_of(old, "samples")
     assert {len(row["turns"]) for row in samples} >= {1, 3}
     assert any(row["advantage"] for row in samples)
@@ -381,4 +398,4 @@ def assert_equal_runs(new: Path, old: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    {"update": update, "train": train}[sys.argv[1]](sys.argv[2])

@@ -386,6 +386,7 @@ def test_a_full_disk_ends_all(place, interrupted, tmp_path):
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{step}"]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_processes(place, interrupted, uninterrupted, tmp_path):
     """Of a checkpoint that two processes have written, with a sentence; the result is that of two."""
     directory = copy_of(interrupted[0], tmp_path)

@@ -57,6 +57,7 @@ def test_final_loads_in_transformers_with_the_same_accuracy(run_directory):
     assert statistics.mean(correct) == summary["accuracy_after"]
 
 
+@pytest.mark.slow
 def test_the_bundled_policy_can_reason_and_mostly_does_not():
     """Before any training: a forced thought leads to the right answer, but the policy seldom starts one."""
     policy = load_policy(PolicyConfig(device="cpu"))

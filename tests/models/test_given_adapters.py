@@ -25,7 +25,7 @@ from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
 from common.plumbing.sources import check_sources, describe_sources
 
-pytestmark = pytest.mark.all_questions
+pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (

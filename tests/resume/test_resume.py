@@ -281,6 +281,7 @@ def test_a_corrupt_checkpoint_never_displaces_a_complete_one(tmp_path, load_scri
     assert newest_checkpoint(directory)[:2] == (2, directory / "step_2")
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, uninterrupted):
     directory = copy_of(uninterrupted, tmp_path, until=0)
     assert "from the start: it has no checkpoint" in train("--resume", str(directory))
@@ -475,6 +476,7 @@ DAMAGED = [  # what is left of the steps of metrics.jsonl: 0 is the evaluation b
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "damage", "sentence", "steps"), DAMAGED)
 def test_a_damaged_log_is_kept_as_far_as_possible(tmp_path, train, uninterrupted, name, damage, sentence, steps):
     """What cannot be kept is said, and what there was is copied; what was logged after the checkpoint is as ever."""
@@ -499,6 +501,7 @@ def test_a_damaged_log_is_kept_as_far_as_possible(tmp_path, train, uninterrupted
     assert not (directory / "damaged-2").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [Path.unlink, cut_off, lambda path: path.write_bytes(b""), flip_a_byte])
 def test_a_lost_evaluation_before_training_is_repeated(tmp_path, train, uninterrupted, damage):
     directory = copy_of(uninterrupted, tmp_path, until=4)
@@ -508,6 +511,7 @@ def test_a_lost_evaluation_before_training_is_repeated(tmp_path, train, uninterr
     assert_equal_runs(directory, uninterrupted)
 
 
+@pytest.mark.slow
 def test_what_a_run_without_complete_checkpoints_had_is_copied(tmp_path, train, uninterrupted):
     directory = copy_of(uninterrupted, tmp_path)
     for path in (directory / "checkpoints").iterdir():
@@ -660,6 +664,7 @@ def test_resuming_a_finished_run_gives_the_same_result(tmp_path, train, uninterr
     assert read_events(directory, "reward/total") == read_events(uninterrupted, "reward/total")
 
 
+@pytest.mark.slow
 def test_an_adapter_is_resumed(tmp_path, train):
     checkpoints = ("--steps", "2", "--checkpoint-every", "1")
     train(*FLAGS, *checkpoints, "--lora-rank", "2", "--runs-dir", str(tmp_path), "--name", "lora")

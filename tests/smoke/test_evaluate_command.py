@@ -89,6 +89,7 @@ def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, ca
     assert (tmp_path / "out/failures.txt").read_bytes() == (tmp_path / "whole/failures.txt").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_automatic_batch_is_halved_and_continued(evaluate, tmp_path, capsys, monkeypatch):
     """Memory runs out for more than four rows; it is continued where another number would be chosen first."""
     flags = ("--limit", "10", "--num-samples", "2")

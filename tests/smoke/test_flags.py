@@ -513,6 +513,12 @@ def reward_weight(new, old):
     assert_differ(new, old, "policy/ratio_max")
 
 
+# Flags that do not change what is learned, and those of other arithmetic: tested in the slow tier.
+OF_THE_RUN = {
+    *("chat_template", "threads", "dtype", "attn_implementation", "gradient_checkpointing", "lora_rank", "lora_alpha"),
+    *("load_in", "save_merged", "name", "runs_dir", "checkpoint_every", "keep_checkpoints", "samples_every", "wandb"),
+    *("eval_data", "eval_prompts", "eval_every", "generation_batch_size", "at_most", "max_question_length"),
+}
 # Flags that name what must exist already.
 REFUSED = {
     "resume": (("--resume", "nowhere"), "no config.json of a run can be read there"),
@@ -534,7 +540,9 @@ def test_the_same_flags_give_the_same_metrics(run):
     assert again.first("group/zero_reward_variance") < 1
 
 
-@pytest.mark.parametrize("flag", CHANGES)
+@pytest.mark.parametrize(
+    "flag", [pytest.param(flag, marks=pytest.mark.slow if flag in OF_THE_RUN else ()) for flag in CHANGES]
+)
 def test_a_flag_changes_what_it_promises(run, flag):
     change = CHANGES[flag]
     if change.needs == "cuda" and not torch.cuda.is_available():

@@ -19,6 +19,8 @@ from common.policy import Policy
 
 from common.plumbing.config import TINY_POLICY
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 # Small, with a learning rate that makes every update visible in the next one.
 BASE = ("--lr", "1e-4", "--warmup-steps", "2", "--checkpoint-every", "0", "--device", "cpu", "--seed", "5")

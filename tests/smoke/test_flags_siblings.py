@@ -203,10 +203,8 @@ def test_every_flag_has_an_entry(load_script, sibling):
     assert own.keys() - parents.keys() == flags - changed
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [pytest.param(ALL_WEIGHTS, id="all weights"), pytest.param(AN_ADAPTER, id="an adapter", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [ALL_WEIGHTS, AN_ADAPTER], ids=["all weights", "an adapter"])
 def test_inherited_flags_do_what_they_do_in_the_parent(run, flags):
     """Metrics, samples, weights and the optimizer's state are equal, bit for bit; with an engine up to rounding."""
     base = contents(run("base", "experiment_base", flags))

@@ -703,6 +703,7 @@ def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script
     assert newest_checkpoint(directory / "checkpoints")[0] == 7
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, load_script, monkeypatch):
     """The sentence says how: with --lora-rank it would be merged, and another adapter trained."""
     train("--lora-rank", "2", "--steps", "1", *SMALL)
@@ -778,6 +779,7 @@ def test_data_and_templates_cannot_control_the_terminal(train, load_script, monk
     assert not UNPRINTABLE.search(printed)
 
 
+@pytest.mark.slow
 def test_a_terminal_that_cannot_encode_the_questions_is_enough(tmp_path):
     """And files are UTF-8 in any locale."""
     rows = [{"question": f"What is {n}+1 \u2264 \U0001f600?", "answer": str(n + 1)} for n in range(4)]

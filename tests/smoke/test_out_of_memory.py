@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
 
@@ -56,7 +54,10 @@ def reward(row, text):
     return dict.fromkeys(REWARD_WEIGHTS, float(len(text) % 2))
 """
 MIB = 2**20
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc"),
+]
 FLAGS = (
     *("--prompts-per-step", "2", "--group-size", "32", "--max-new-tokens", "6", "--eval-prompts", "1"),
     *("--lr", "1e-4", "--seed", "5", "--device", "cpu", "--eval-every", "0", "--checkpoint-every", "1"),

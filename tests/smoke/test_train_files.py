@@ -29,6 +29,7 @@ pytestmark = pytest.mark.drawn
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
 WITH_REWARDS = [path for path in TRAIN_FILES if "\n    group_size: int" in path.read_text()]
+QUICK = ("experiment_base", "experiment_multiturn_tool_calling")  # the others do the same in the slow tier
 STAND_IN = ROOT / "tests" / "engine" / "stand_in"  # a package vllm
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -216,7 +217,10 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
     assert not (directory / "engine").exists()  # the weights that the engine was given
 
 
-@pytest.mark.parametrize("path", WITH_REWARDS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(x, id=x.parent.name, marks=() if x.parent.name in QUICK else pytest.mark.slow) for x in WITH_REWARDS],
+)
 def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, path, request):
     """As the README's section "Your own task" says, with a changed weight."""
     with_engine = path.parent.name == "experiment_engine"

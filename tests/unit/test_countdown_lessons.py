@@ -213,6 +213,7 @@ def test_weights_of_1_change_no_bit(train, policy, weighted_rows):
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_lessons_of_countdown_run_and_are_examined(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = ("--num-copying", "20", "--num-reasoning", "20", "--num-answering", "0", "--tokens-per-batch", "2048")
@@ -231,6 +232,7 @@ def test_lessons_of_countdown_run_and_are_examined(train, tmp_path, monkeypatch)
     assert torch.cosine_similarity(embeddings[less], embeddings[more], dim=0) < 0.5  # they were 0.99
 
 
+@pytest.mark.slow
 def test_the_bundled_policy_searches():
     """It is small, speaks the same tokens, and finds a part of the held-out problems."""
     directory, tiny = BUNDLED["tiny_countdown"], BUNDLED["tiny"]

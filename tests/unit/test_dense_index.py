@@ -97,6 +97,7 @@ def test_hits_are_those_with_the_largest_cosines(encoders, indexes, kind):
     assert indexes[kind].search(QUERIES[0], 5)[0][:2] == answers[0][0][:2]
 
 
+@pytest.mark.slow
 def test_ten_thousand_hostile_queries_are_answered(indexes, hostile_queries):
     texts = {document.id: document.text for document in DOCUMENTS}
     queries, index = list(hostile_queries(10_000)), indexes["static"]

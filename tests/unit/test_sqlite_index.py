@@ -122,6 +122,7 @@ def test_any_text_is_a_query(path, query, names):
     assert bool(result) == bool(names)
 
 
+@pytest.mark.slow
 def test_ten_thousand_hostile_queries_are_answered(path, hostile_queries):
     """None fails, although each may take a second at most: `search` raises what it cannot answer."""
     index = SqliteIndex(path, seconds=1)
