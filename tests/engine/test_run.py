@@ -393,6 +393,7 @@ def started(tmp_path) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
+@pytest.mark.slow
 @posix
 def test_a_run_that_is_killed_leaves_no_server(started):
     """While its server starts, which takes longest with a real one."""

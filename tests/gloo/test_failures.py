@@ -232,6 +232,7 @@ def test_a_wrong_command_line_is_explained_once(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_meet_say_so(tmp_path):
     """Of two started by hand, the main one finds its port taken, and the other one a stranger; one is alone."""
     programs = [(sys.executable, "-c", WITHOUT_PATIENCE, ROOT / script / "train.py") for script in (ACCELERATE, DDP)]

@@ -336,6 +336,7 @@ def test_gradients_over_4_bit_weights_equal_dequantised_ones():
     assert cosine(gradients(quantised), gradients(exact)) < 0.999  # the agreement is due to the same rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("load_in", "dtype"), [("8bit", "bfloat16"), ("4bit", "float32")])
 def test_peft_loads_the_adapter_of_a_run_over_quantised_weights(load_script, tmp_path, load_in, dtype):
     pytest.importorskip("bitsandbytes")

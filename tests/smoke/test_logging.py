@@ -78,6 +78,7 @@ def log_probs_of(policy: Policy, entry: dict) -> list[float]:
     return [0.0, *scored[0].tolist()]
 
 
+@pytest.mark.slow
 def test_the_text_of_every_sampled_token_is_known(ten_steps, samples, start_policy):
     """Once for each id; together they are what was sampled."""
     lines = read_lines(ten_steps / "tokens.jsonl")
@@ -255,6 +256,7 @@ def log_to_wandb(load_script, tmp_path, monkeypatch, capsys):
         sys.modules["wandb"].teardown()  # its service would keep the settings and the directory of this test
 
 
+@pytest.mark.slow
 def test_wandb_keeps_the_values_offline(log_to_wandb):
     pytest.importorskip("wandb")
     output, directory = log_to_wandb(WANDB_MODE="offline")

@@ -161,6 +161,7 @@ def test_a_price_of_calls_is_part_of_the_return(train):
     assert all(row["return"] == row["rewards"]["correct"] - 0.25 * row["rewards"]["calls"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_end(train):
     """Killed for good in its third step, after the checkpoint of the second; bit for bit as without interruption."""
     flags = (*SMALL, "--steps", "4", "--checkpoint-every", "2")

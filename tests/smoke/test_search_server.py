@@ -166,6 +166,7 @@ def test_a_missing_package_is_named(load_script, monkeypatch, name):
         load_script(SCRIPT).main(["--port", "0"])
 
 
+@pytest.mark.slow
 def test_no_row_is_lost_when_the_server_is_killed(load_script):
     """A short form of benchmarks/search_soak.py; its servers are forks of this process, which start at once."""
     soak, serve = load_script("benchmarks/search_soak.py"), load_script(SCRIPT)

@@ -268,6 +268,7 @@ def test_a_task_without_correct_is_trained_and_drawn(tmp_path, monkeypatch, load
     assert (directory / "curve.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_experiment_base_trains_a_policy_of_experiment_sft(tmp_path, load_script):
     """The policy is loaded from the directory final/."""
     lessons = ("--num-copying", "60", "--num-reasoning", "30", "--num-answering", "30")
@@ -287,6 +288,7 @@ def test_experiment_base_trains_a_policy_of_experiment_sft(tmp_path, load_script
     assert (tmp_path / "experiment_base" / "smoke" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_experiment_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, load_script):
     rows = [
         {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}

@@ -193,6 +193,7 @@ def test_what_a_question_means_is_kept_when_normalised():
     assert [pair for pair in other if normalise(pair[0]) == normalise(pair[1])] == []
 
 
+@pytest.mark.slow
 @needs_real_files
 @pytest.mark.parametrize(("task", "file"), [("gsm8k", "gsm8k/test"), ("math", "math_benchmarks/minerva")])
 def test_the_committed_reports_are_those_of_the_files(audit, task, file):
@@ -207,6 +208,7 @@ def test_the_committed_reports_are_those_of_the_files(audit, task, file):
     assert len(found(report).get("training_boxed_in_question", ())) == (33 if name == "minerva" else 0)
 
 
+@pytest.mark.slow
 @needs_real_files
 def test_all_golds_of_gsm8k_parse_and_are_accepted():
     """The 7,473 of the training file and the 1,319 of the test file."""

@@ -114,6 +114,7 @@ def exact_power(x: Fraction, y: Fraction) -> Fraction:
     return value if y >= 0 else 1 / value
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.integers(0, 2**32))
 def test_agrees_with_exact_rational_arithmetic(seed):

@@ -241,6 +241,7 @@ def test_solved_questions_are_reported_and_not_as_flat_reward(run, tmp_path):
         assert is_silent("flat", diagnosis.check(row))
 
 
+@pytest.mark.slow
 def test_a_collapse_of_entropy_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
@@ -273,6 +274,7 @@ def test_a_clip_that_affects_many_tokens_is_reported(run, random_policy, monkeyp
     assert f"{sum(shares[:5]) / 5:.0%} of the action tokens" in sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("longest", "is_reported"), [("1e-3", True), ("2.5", False)])
 def test_a_gradient_that_is_always_clipped_hard_is_reported(run, random_policy, monkeypatch, longest, is_reported):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
@@ -290,6 +292,7 @@ def test_a_gradient_that_is_always_clipped_hard_is_reported(run, random_policy, 
     assert f"from {sum(norms[:20]) / 20:.1f} to --max-grad-norm 0.001" in sentence
 
 
+@pytest.mark.slow
 def test_a_reward_that_stays_flat_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay

@@ -680,6 +680,7 @@ def test_ctrl_c_does_not_wait_for_a_server(script, server):
     assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_told_of_at_whatever_moment(server):
     """Between two steps of the loop as well, where it once left the loop unable to close its connections."""
     units = [(Document(f"t{n}", f"The tower t{n} is kept by Ada."), 0) for n in range(400)]

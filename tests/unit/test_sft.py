@@ -319,6 +319,7 @@ def test_long_rows_are_left_out_and_counted(encode, capsys):
         encode(MANY, max_length=1)
 
 
+@pytest.mark.slow
 def test_the_examination_is_of_heldout_questions_free_and_forced(train, policy, monkeypatch):
     """Forced to reason first, the bundled policy is right far more often."""
     asked = []

@@ -278,7 +278,7 @@ def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):
 def versions_read(path: Path, seconds: float, versions: list[str]) -> set[str]:
     """Open an index and search, again and again; every answer must be of one version, and complete."""
     known, end = set(), time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or len(known) < 2:
         index = SqliteIndex(path, SECONDS)
         hits = index.search("word", 1000) + index.search("other", 1000)
         (version,) = {re.match("[ab]", hit.document)[0] for hit in hits}
@@ -295,8 +295,9 @@ def test_readers_see_the_old_index_or_the_new_one(tmp_path):
     versions = [build_sqlite(path, corpus) for corpus in corpora]
     with multiprocessing.get_context("fork").Pool(2) as pool:
         readers = [pool.apply_async(versions_read, (path, 1.0, versions)) for _ in range(2)]
-        num_builds = 0
+        num_builds, deadline = 0, time.monotonic() + 60
         while not all(reader.ready() for reader in readers):
+            assert time.monotonic() < deadline, "a reader sees one version only"
             build_sqlite(path, corpora[num_builds % 2])
             num_builds += 1
         assert [reader.get() for reader in readers] == [{"a", "b"}, {"a", "b"}]
