@@ -43,7 +43,6 @@ IMPORTED = (
 )
 # Beginnings of names of variables that Python, the dynamic linker or a package reads only once
 READ_ONCE = ("CUDA_", "HF_", "LANG", "LC_", "LD_", "MKL_", "MPL", "OMP_", "PYTHON", "TOKENIZERS_")
-
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,7 +75,7 @@ class Popen(subprocess.Popen):
     """Starts what can be forked through the server, and the rest as `subprocess.Popen` does."""
 
     address: str  # of the server
-    read_once: dict[str, str]  # what it has read of its environment
+    inherited: dict[str, str]  # what the server has read of its environment
     _server: socket.socket | None = None  # the connection that will deliver the exit status
 
     def _execute_child(self, *arguments) -> None:
@@ -85,7 +84,7 @@ class Popen(subprocess.Popen):
         words, environment = words_of(given["args"]), os.environ if given["env"] is None else given["env"]
         environment = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
         is_special = given["preexec_fn"] or given["pass_fds"] or given["shell"] or given["process_group"] != -1
-        if words is None or is_special or read_once(environment) != self.read_once:
+        if words is None or is_special or read_once(environment) != self.inherited:
             return start(*arguments)
         request = {"words": words, "environment": environment, "directory": os.path.abspath(given["cwd"] or ".")}
         request["is_session"] = given["start_new_session"]
@@ -141,7 +140,7 @@ def start_server() -> Callable[[], None]:
 
 def use_server() -> None:
     """Start the programs of this process through the server whose address its environment has."""
-    Popen.address, Popen.read_once = os.environ[ADDRESS], read_once(os.environ)
+    Popen.address, Popen.inherited = os.environ[ADDRESS], read_once(os.environ)
     subprocess.Popen = Popen
 
 
@@ -275,7 +274,7 @@ def fork_server() -> None:
 
 if __name__ == "__main__":
     subprocess.Popen = Popen  # before torch.distributed.run imports it
-    Popen.read_once = read_once(os.environ)
+    Popen.inherited = read_once(os.environ)
     listener = listen(sys.argv[1])
     print("ready", flush=True)
     if asked := serve(listener):
