@@ -49,9 +49,8 @@ from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
 from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.task import Task
-from common.plumbing.tool_files import load_tools
+from common.plumbing.tool_files import check_turns, load_tools
 from common.plumbing.tool_processes import in_threads
-from common.plumbing.turns import check_turns
 from common.plumbing.update_memory import within_memory
 
 

@@ -13,9 +13,8 @@ from exporting.source import Source
 
 from common.plumbing.config import ADAPTER_SETTINGS, shown
 from common.plumbing.loading import load_policy
-from common.plumbing.pretrained import read_model, read_tokenizer
+from common.plumbing.pretrained import find_end_of_turn_ids, read_model, read_tokenizer
 from common.plumbing.saving import save_merged
-from common.plumbing.tokenizer import find_end_of_turn_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

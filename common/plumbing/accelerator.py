@@ -1,6 +1,13 @@
-"""Hugging Face Accelerate: the processes that it finds, their devices and arithmetic, and its checkpoints."""
+"""Hugging Face Accelerate: the processes that it finds, their devices and arithmetic, and its checkpoints.
+
+With DeepSpeed under it, ZeRO-2 shards gradients and optimizer states over the ranks, ZeRO-3 also the weights.
+`accelerator.backward` of the last micro-batch reduces the gradient, clips it and takes the step; the prepared
+optimizer's own methods do nothing. Under ZeRO-3 the call of a submodule gathers its weights and is so a message to all
+ranks: each rank must make the same calls in the same order, or the launch hangs.
+"""
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -14,7 +21,6 @@ from common import parallel
 from common.errors import UserError
 from common.policy import Policy
 
-from common.plumbing import deepspeed
 from common.plumbing.config import ConfigT
 from common.plumbing.launch import WHERE, check_launch, requested_launch
 from common.plumbing.processes import PATIENCE, check_divides, meet, meeting, num_restarts
@@ -45,7 +51,7 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
         _check_resumed(config, dtype)
         check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        deepspeed.fill_settings(accelerator, config.micro_batch_size, config.max_grad_norm)
+        _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
     elif accelerator.distributed_type == DistributedType.FSDP:
         if accelerator.mixed_precision == "bf16":  # log-probs, and sums of gradients, are not rounded to it
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
@@ -74,8 +80,35 @@ def prepare(
 def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradient down to `max_norm`; its norm before, the same on all ranks, however the model is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has clipped, and taken its step
-        return deepspeed.grad_norm(model)
+        return _deepspeed_grad_norm(model)
     return parallel.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def _fill_deepspeed(accelerator, micro_batch_size: int, max_grad_norm: float) -> None:
+    """Fill in what DeepSpeed must know. To be called right after `Accelerator(...)`, before the policy is loaded.
+
+    Without the first lines `accelerator.prepare` asks for a dataloader, and DeepSpeed clips at Accelerate's default of
+    1. The weights stay float32, whatever `mixed_precision` is: the policy runs its own bfloat16 autocast over them.
+    """
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    settings = accelerator.state.deepspeed_plugin.deepspeed_config
+    settings.pop("train_batch_size", None)  # DeepSpeed multiplies it itself
+    settings["train_micro_batch_size_per_gpu"] = micro_batch_size  # only used in its own reports
+    settings["gradient_accumulation_steps"] = 1  # a loss would be divided by it
+    settings["gradient_clipping"] = max_grad_norm
+    settings["fp16"] = settings["bf16"] = {"enabled": False}
+    # Under ZeRO-3 `from_pretrained` would now load empty shards, even with zero3_init_flag: false; the reference and
+    # the evaluation before training need complete weights. `prepare` shards the policy.
+    unset_hf_deepspeed_config()
+
+
+def _deepspeed_grad_norm(engine: torch.nn.Module) -> torch.Tensor:
+    """The norm of the gradient before clipping, the same on every rank; infinite if the update was skipped.
+
+    All ranks skip an update whose gradient is not finite on one of them.
+    """
+    return torch.tensor(float(engine.get_global_grad_norm()) if engine.was_step_applied() else math.inf)
 
 
 def _check_resumed(config: ConfigT, dtype: str) -> None:

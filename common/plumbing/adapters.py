@@ -15,7 +15,7 @@ from common.policy import Policy, PolicyOutput
 
 from common.plumbing.config import ADAPTER_SETTINGS
 from common.plumbing.flags import RANGES
-from common.plumbing.weights import check_finite
+from common.plumbing.pretrained import check_finite
 
 # Fields of adapter_config.json that say what the adapter computes, and are kept
 KEPT = (

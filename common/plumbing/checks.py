@@ -12,8 +12,8 @@ from common.errors import UserError
 
 from common.plumbing.config import ADAPTER_SETTINGS, ModelConfig, PolicyConfig, shown
 from common.plumbing.flags import RANGES
+from common.plumbing.pretrained import read_template
 from common.plumbing.terminal import printable, say
-from common.plumbing.tokenizer import read_template
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
 # Flags that can name a file or a directory

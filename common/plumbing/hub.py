@@ -12,8 +12,7 @@ from common.errors import UserError
 
 from common.plumbing.checks import local_path
 from common.plumbing.config import is_hub_id
-from common.plumbing.reward_weights import short
-from common.plumbing.terminal import say
+from common.plumbing.terminal import say, short
 
 TIMEOUT = 10  # seconds
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # and no hub's names

@@ -25,10 +25,17 @@ from common.plumbing.adapters import (
 from common.plumbing.compatibility import check_computation, check_quantisation
 from common.plumbing.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from common.plumbing.hub import must_be_cached
-from common.plumbing.pretrained import read_model, read_tokenizer, refuse_adapter
+from common.plumbing.pretrained import (
+    check_finite,
+    check_tokenizer,
+    describe_parameters,
+    find_end_of_turn_ids,
+    read_model,
+    read_template,
+    read_tokenizer,
+    refuse_adapter,
+)
 from common.plumbing.terminal import printable, say
-from common.plumbing.tokenizer import check_tokenizer, find_end_of_turn_ids, read_template
-from common.plumbing.weights import check_finite, describe_parameters
 
 
 def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,10 +25,9 @@ from common.plumbing.checks import (
 )
 from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, resolve
 from common.plumbing.ending import may_say_why
-from common.plumbing.engine_place import PLACES, check_engine, with_absolute_start, with_one_engine
 from common.plumbing.flags import make_flags, show_description
 from common.plumbing.ranks import num_launched
-from common.plumbing.settings import NOT_FLAGS, read_settings
+from common.plumbing.settings import ENGINE_PLACES, NOT_FLAGS, read_settings
 from common.plumbing.task_file import bundled_tasks, task_of
 from common.plumbing.terminal import printable, say
 from common.plumbing.threads import with_threads
@@ -66,7 +66,7 @@ def parse_config(
         defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
     config = resolve(config, defaults)
     check_combinations(config)
-    check_engine(config)
+    _check_engine(config)
     handle_as_usual()
     return with_sizes(with_threads(config))
 
@@ -103,7 +103,7 @@ def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     Raises:
         UserError: a text or a path cannot be used.
     """
-    return with_absolute_start(with_absolute_paths(_read_flags(config, argv)))
+    return _with_absolute_start(with_absolute_paths(_read_flags(config, argv)))
 
 
 def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
@@ -179,13 +179,13 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         )
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
-    config = with_one_engine(before, _read(before, argv))
+    config = _with_one_engine(before, _read(before, argv))
     config = with_sizes_of(before, config, stored.get("automatic"))
     if config.threads == "auto":
         config = dataclasses.replace(config, threads=before.threads)
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
-        if name not in ("resume", *PLACES) and new != old and not (name == "steps" and new > old):
+        if name not in ("resume", *ENGINE_PLACES) and new != old and not (name == "steps" and new > old):
             raise UserError(
                 f"{flag(name)} {_shown(new)} differs from the run's {_shown(old)}: a resumed run keeps its settings, "
                 "and only --steps may be raised"
@@ -206,6 +206,53 @@ def with_absolute_paths(config: ConfigT) -> ConfigT:
         config,  # an index is made where there is none; a data set and a model can be the hub's
         **{name: str(path.absolute()) for name, path in paths.items() if path.exists() or name == "index"},
     )
+
+
+def _check_engine(config: ConfigT) -> None:
+    """
+    Raises:
+        UserError: there is no engine, or two, or none can hold what is trained.
+    """
+    if not hasattr(config, "engine_url"):
+        return
+    if (config.engine_url is None) == (config.engine_start is None):
+        raise UserError(
+            "an engine samples here: give --engine-url URL of one that runs, or --engine-start PYTHON of an "
+            "environment that has the engine, and not both"
+        )
+    if config.engine_start is not None and not _words(config.engine_start):
+        shown = printable(repr(config.engine_start), 60)
+        raise UserError(f"--engine-start {shown}: give the path of a Python, and then flags of its server, if any")
+    if config.load_in == "8bit":
+        raise UserError("--load-in 8bit rounds activations, which an engine would not: use --load-in 4bit, or omit it")
+
+
+def _with_one_engine(before: ConfigT, after: ConfigT) -> ConfigT:
+    """The settings of a resumed run: an engine that its command line names replaces the one that it had."""
+    named = [name for name in ENGINE_PLACES if getattr(after, name, None) != getattr(before, name, None)]
+    return dataclasses.replace(after, **{name: None for name in ENGINE_PLACES if named and name not in named})
+
+
+def _with_absolute_start(config: ConfigT) -> ConfigT:
+    """The settings with the absolute path of the engine's Python, so that a run can be resumed from any directory."""
+    words = _words(getattr(config, "engine_start", None) or "")
+    kept = list(words)
+    for index, word in enumerate(words):  # another program may start it: env NAME=value engine-env/bin/python
+        if word.startswith("--"):
+            break
+        if "/" in word and os.path.isfile(path := os.path.expanduser(word)):
+            # not what a link leads to: the folder of a Python is that of its environment
+            kept[index] = str(Path(path).absolute())
+    return config if kept == words else dataclasses.replace(config, engine_start=shlex.join(kept))
+
+
+def _words(command: str) -> list[str]:
+    """Those of a command that begins with a program; else none."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quotation mark without its partner
+        return []
+    return words if words and words[0] and not words[0].startswith("-") else []
 
 
 def _shown(value: object) -> str:

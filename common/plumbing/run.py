@@ -31,6 +31,7 @@ from common.plumbing.files import replace_file
 from common.plumbing.held_out import read_before
 from common.plumbing.history import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, flush_logs
 from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
+from common.plumbing.pretrained import count_parameters
 from common.plumbing.ranks import EndedElsewhereError, launcher, on_main
 from common.plumbing.samples import describe_best, write_samples
 from common.plumbing.saving import save_base, save_final
@@ -40,7 +41,6 @@ from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
 from common.plumbing.terminal import progress_bar, say_above_progress
 from common.plumbing.tokens import TokenTexts
-from common.plumbing.weights import count_parameters
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
 

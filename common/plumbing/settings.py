@@ -18,6 +18,8 @@ from common.plumbing.files import replace_file
 # What config.json holds besides flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
 NOT_FLAGS |= {"automatic"}  # which sizes were chosen automatically, and can be halved
+# Flags of where a run finds its engine, which a resumed run may change; experiments without an engine have none
+ENGINE_PLACES = ("engine_url", "engine_start")
 AUTO_SIZES = ("micro_batch_size", "generation_batch_size")
 
 

@@ -18,7 +18,7 @@ from common.parallel import is_main, rank, world_size
 from common.plumbing.auto_sizes import agree_on_sizes, follow_sizes, out_of_memory
 from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
-from common.plumbing.directory import RunDirectory, make_directory
+from common.plumbing.directory import RunDirectory, make_directory, open_resumed_run
 from common.plumbing.ending import LOST, ignore_further_signals, leave, may_say_why, wait_until_said
 from common.plumbing.machine import describe_machine
 from common.plumbing.ranks import (
@@ -30,7 +30,6 @@ from common.plumbing.ranks import (
     on_main,
     together,
 )
-from common.plumbing.resume import open_resumed_run
 from common.plumbing.run import Run
 from common.plumbing.settings import change_settings, describe_settings, wandb_settings, write_settings
 from common.plumbing.sources import describe_sources

@@ -13,11 +13,10 @@ from typing import Any
 from common.environment import OUTCOMES
 from common.errors import UserError
 
-from common.plumbing.checks import is_text
+from common.plumbing.checks import is_finite, is_text, parse_numbers
 from common.plumbing.hub import find_source
-from common.plumbing.reward_weights import reward_weights, short
 from common.plumbing.signals import call_after
-from common.plumbing.terminal import describe_error, say
+from common.plumbing.terminal import describe_error, say, short
 
 # Names of other metrics, and beginnings of such names, which a description cannot have.
 TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
@@ -60,7 +59,7 @@ class Task:
         for function, arguments in (("messages", "row, system_prompt"), ("reward", "row, text")):
             if not callable(getattr(module, function, None)):
                 raise UserError(f"{self}: it defines no function {function}({arguments})")
-        self._components, self.weights = reward_weights(str(self), module, weights, more_weights or {})
+        self._components, self.weights = _reward_weights(str(self), module, weights, more_weights or {})
         self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
         self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
         for field, wanted in self.fields.items():
@@ -223,3 +222,33 @@ class Task:
         if not isinstance(value, wanted):
             raise UserError(f"{self}: {name} must be a {wanted.__name__}, not {short(value)}")
         return value
+
+
+def _reward_weights(
+    name: str, module: ModuleType, given: tuple[str, ...], more_weights: dict[str, float]
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """The reward components that the task itself gives, and the weights of all.
+
+    Args:
+        name: what the user calls the task.
+        given: NAME=NUMBER, as in `--reward-weight`.
+        more_weights: of components that the experiment gives.
+
+    Raises:
+        UserError: naming the component.
+    """
+    own = getattr(module, "REWARD_WEIGHTS", None)
+    if not isinstance(own, dict) or not own or not all(is_text(k) and is_finite(v) for k, v in own.items()):
+        raise UserError(f"{name}: REWARD_WEIGHTS must be a dict of a number for each component, not {short(own)}")
+    if "total" in own:
+        raise UserError(f"{name}: no component can be called 'total', which is their weighted sum")
+    if taken := own.keys() & more_weights.keys():
+        raise UserError(f"{name}: the experiment itself rewards {min(taken)!r}: give the task's component another name")
+    weights = {component: float(weight) for component, weight in (own | more_weights).items()}
+    for component, weight in parse_numbers("--reward-weight", given).items():
+        if component not in weights:
+            raise UserError(f"--reward-weight {component}: {name} has the components {', '.join(weights)}")
+        weights[component] = weight
+    if not any(weights.values()):
+        raise UserError(f"{name}: the weights of all components are 0, so that nothing would be learned")
+    return tuple(own), weights

@@ -87,6 +87,14 @@ def printable(text: str, width: int) -> str:
     return visible(line if len(line) <= width else line[: width - 4].rstrip() + " ...")
 
 
+def short(value: object) -> str:
+    """A value that a user's code has given, for an error message."""
+    try:
+        return printable(repr(value), 80)
+    except Exception:  # of the value's own class
+        return f"a {type(value).__name__}"
+
+
 def describe_error(error: BaseException, module: ModuleType) -> str:
     """An error in one line, with the line of the task's file that it comes from."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]

@@ -1,4 +1,4 @@
-"""Tools of the user's own: the functions that the file of `--tools` defines."""
+"""Tools of the user's own, the functions that the file of `--tools` defines; and what a chat template must know."""
 
 import functools
 import inspect
@@ -7,7 +7,10 @@ import re
 from collections.abc import Callable, Collection
 from types import FunctionType, ModuleType
 
+from common.chat import encode_observation, removes_thoughts
 from common.errors import UserError
+from common.policy import Policy
+from common.tools import call_form
 
 from common.plumbing.checks import local_path
 from common.plumbing.task_file import import_file
@@ -44,6 +47,21 @@ def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) ->
     workers.start_one()  # what fails only there is found before training
     say(f"--tools {name}: the policy may call {', '.join(functions)}")  # every public function is a tool
     return {name: _make_tool(function, workers) for name, function in functions.items()}
+
+
+def check_turns(policy: Policy) -> None:
+    """Refuse a template that knows no calls or no answers of tools; say so if it removes the thoughts of earlier turns.
+
+    Raises:
+        UserError: with what the template lacks.
+    """
+    call_form(policy.tokenizer)
+    encode_observation(policy.tokenizer, ["?"], policy.end_of_turn_ids)
+    if removes_thoughts(policy.tokenizer):
+        say(
+            "the chat template removes the thoughts of a turn when the next one begins; here they stay, since a policy "
+            "is trained on exactly what it has seen: let the trained policy see them as well when you use it"
+        )
 
 
 def _public_functions(module: ModuleType, shown: str) -> list[FunctionType]:

@@ -20,7 +20,7 @@ from common.plumbing.adapters import add_adapter
 from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
-from common.plumbing.weights import count_parameters
+from common.plumbing.pretrained import count_parameters
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
 A_RUN = (

@@ -34,7 +34,7 @@ from common.trajectory import Trajectory
 from common.plumbing.config import TINY_POLICY
 from common.plumbing.rollout import rollout_metrics
 from common.plumbing.task import Task
-from common.plumbing.turns import check_turns
+from common.plumbing.tool_files import check_turns
 
 CONTEXT = 512
 BUDGET = 64  # tokens of all turns together

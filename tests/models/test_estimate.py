@@ -18,7 +18,7 @@ from common.plumbing.estimate.memory import Memory, setting_of
 from common.plumbing.estimate.shape import Shape
 from common.plumbing.loading import load_policy
 from common.plumbing.parse import parse_config
-from common.plumbing.weights import count_parameters
+from common.plumbing.pretrained import count_parameters
 
 pytestmark = pytest.mark.slow
 

@@ -14,10 +14,9 @@ from common.plumbing.estimate.advice import helpful
 from common.plumbing.estimate.memory import LAUNCHES, PARTS, Memory, setting_of
 from common.plumbing.estimate.shape import Shape, rank_of
 from common.plumbing.estimate.timing import measure
-from common.plumbing.pretrained import read_tokenizer
+from common.plumbing.pretrained import read_template, read_tokenizer
 from common.plumbing.task import Task
 from common.plumbing.terminal import say
-from common.plumbing.tokenizer import read_template
 
 LONGEST = 32  # rows whose prompts are encoded: those with the longest texts
 CGROUP = Path("/sys/fs/cgroup/memory.max")

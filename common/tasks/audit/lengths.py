@@ -10,9 +10,8 @@ from common.tasks.audit.findings import Finding, Lengths
 from common.plumbing.config import RunConfig
 from common.plumbing.context import context_of
 from common.plumbing.hub import must_be_cached
-from common.plumbing.pretrained import read_config, read_tokenizer
+from common.plumbing.pretrained import read_config, read_template, read_tokenizer
 from common.plumbing.task import Row, Task
-from common.plumbing.tokenizer import read_template
 
 CHUNK = 1000  # texts that are tokenised at once
 _ANNOTATIONS = re.compile(r"<<[^<>]*>>")  # GSM8K's, for a calculator; nobody is asked to write them
