@@ -1,6 +1,7 @@
 """What the audit of data finds in published files: in each of them, and in what two of them share.
 
-    python benchmarks/audits.py                   # a minute, one thread; writes benchmarks/results/audit.json
+    python benchmarks/audits.py                   # a minute, one thread; writes the entry audits of
+                                                  # benchmarks/results/measurements.json
 
 The files are GSM8K's and those of the evaluation suite of sail-sg/understand-r1-zero. In a pair, the first file is for
 training and the second one for evaluation, and only what they share is kept: the rest is in the report of each file.
@@ -19,7 +20,7 @@ from viewer.results import write_json
 
 from common.plumbing.config import RESOLVED, RunConfig
 
-RESULTS = Path(__file__).resolve().parent / "results" / "audit.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 BENCHMARKS = ("asdiv", "math500", "aime24", "amc", "minerva", "olympiad_bench")
 TRAINING = ("asdiv", "math500")  # the first ones: each is compared with those that follow it
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report = audit("math", f"{place}/{first}.jsonl", f"{place}/{second}.jsonl")
             shared = [finding for finding in report["findings"] if finding["name"].startswith("shared_")]
             found[f"{first}_{second}"] = {"sources": report["sources"], "findings": shared}
-    write_json(RESULTS, found)
+    write_json(RESULTS, found, entry="audits")
 
 
 def audit(task: str, data: str, eval_data: str | None = None) -> dict:

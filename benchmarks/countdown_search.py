@@ -3,9 +3,9 @@
     python benchmarks/countdown_search.py before=tiny_countdown seed0=runs/experiment_base/countdown-0/final
 
 Samples `--samples` completions of each of the first `--questions` held-out problems at temperature 1 from every policy,
-reads the tries in them (`(7*5)+2=35+2=37<55`), and writes benchmarks/results/what_rl_teaches/search.json. To
-compare with, it simulates a search that draws its tries at random and makes no mistake. Policies that the file has
-already, with the same settings, are kept in it.
+reads the tries in them (`(7*5)+2=35+2=37<55`), and writes the entry search of
+benchmarks/results/what_rl_teaches/counts.json. To compare with, it simulates a search that draws its tries at random
+and makes no mistake. Policies that the file has already, with the same settings, are kept in it.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from common.evaluate import EVALUATION, mean
 from common.sampling import sample
 from common.tasks import countdown
 from common.trajectory import Trajectory
-from viewer.results import write_json
+from viewer.results import read_json, write_json
 
 from common.plumbing.config import PolicyConfig
 from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy
 
-RESULTS = Path(__file__).resolve().parent / "results" / "what_rl_teaches" / "search.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "what_rl_teaches" / "counts.json"
 LINE = re.compile(r"(?P<expression>[^=]+)=(?P<step>[^=]+)=(?P<value>\d+)(?P<relation>[<>=])(?P<target>\d+)")
 ROUGHLY = 10  # a value is near the target if it is at most this far away
 
@@ -67,7 +67,7 @@ def main() -> None:
     out = Path(config.out)
     rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[: config.questions]
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("policies", "out")}
-    report = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+    report = read_json(out, "search")
     if report.get("settings") != settings:
         report = {"settings": settings, "random_search": random_search(rows), "policies": {}}
     for name, _, model in (argument.partition("=") for argument in config.policies):
@@ -86,7 +86,7 @@ def main() -> None:
             completion.text = decode(policy.tokenizer, completion.completion_ids)
         report["policies"][name] = described = describe(rows, completions)
         print(name, json.dumps(described, indent=2))
-        write_json(out, report)
+        write_json(out, report, entry="search")
 
 
 def describe(rows: list[dict], completions: list[Trajectory]) -> dict:

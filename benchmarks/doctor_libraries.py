@@ -3,7 +3,7 @@
     python benchmarks/doctor_libraries.py          # 2 minutes; needs requirements-bench.txt
 
 verl 0.9.1 is examined if it can be imported (`pip install --no-deps verl==0.9.1`, and what it then asks for). Writes
-benchmarks/results/doctor_libraries.json: all findings of every loss, with their numbers.
+the entry doctor_libraries of benchmarks/results/measurements.json: all findings of every loss, with their numbers.
 """
 
 import json
@@ -21,7 +21,7 @@ from viewer.results import write_json
 
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "doctor_libraries.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 TRL = "from trl import GRPOTrainer\n\npolicy_loss = GRPOTrainer\nSETTINGS = {{'loss_type': '{}'}}\n"
 VERL = "from verl.trainer.ppo.core_algos import {} as {}\n"
 FILES = {
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {name: examine(content) for name, content in FILES.items() if version_of(name.split()[0])}
     versions = {name: version_of(name) for name in ("trl", "verl")}
     figures = {"losses": found, "libraries": versions, "measured": describe_machine()}
-    write_json(RESULTS, figures)
+    write_json(RESULTS, figures, entry="doctor_libraries")
 
 
 def examine(content: str) -> list[dict]:

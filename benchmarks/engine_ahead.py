@@ -8,7 +8,7 @@ of experiment_engine.
 Runs of experiment_engine with and without take turns; the trainer is bound to core 0, and the server should be bound to
 another one. Both train the bundled policy with the same questions and the same number of updates. Seconds are those of
 the steps after the first five: wall-clock, since waiting is what this is about, so the machine must be idle. A ratio is
-the median of the rounds' ratios. Writes benchmarks/results/engine.json.
+the median of the rounds' ratios. Writes the entry engine_ahead of benchmarks/results/measurements.json.
 """
 
 import json
@@ -27,7 +27,7 @@ from viewer.results import write_json
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine
 
-RESULTS = ROOT / "benchmarks" / "results" / "engine.json"
+RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 FIRST = 6  # step that counts
 PHASES = ("step", "sample", "log_probs", "update", "generation", "weights")
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"one step ahead is {median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})")
     results = {"rounds": rounds, "medians": medians, "ratio": median(ratios), "ratios": ratios}
     results |= {"command": sys.argv, "steps": command.steps} | describe_machine()
-    write_json(RESULTS, results, entry="ahead")
+    write_json(RESULTS, results, entry="engine_ahead")
 
 
 def train(command: Command, folder: Path, name: str, ahead: int, seed: int) -> None:

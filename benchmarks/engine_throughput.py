@@ -7,8 +7,8 @@ ENGINE_PYTHON is the Python of an environment that has vLLM (requirements-engine
 then both ways sample the same number of tokens from the same prompts, in turns, and no row ends early. Processor
 seconds are those of this process, and for vLLM also those of all processes of the server. On a GPU only wall seconds
 mean much. Before the rounds, the engine's log-probs are compared with the policy's. A push is what training does after
-a step: write the weights, let the server load them, and empty its cache of prompts. Writes
-benchmarks/results/engine.json; without --engine, prints the table of that file and measures nothing.
+a step: write the weights, let the server load them, and empty its cache of prompts. Writes the entry engine_throughput
+of benchmarks/results/measurements.json; without --engine, prints the table of that entry and measures nothing.
 """
 
 import gc
@@ -40,14 +40,14 @@ from common.experience import collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
 from common.sampling import sample
-from viewer.results import write_json
+from viewer.results import read_json, write_json
 
 from common.plumbing.config import DTYPES, ROOT, TINY_POLICY, ModelConfig
 from common.plumbing.engine import server_command
 from common.plumbing.loading import load_policy
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "engine.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE = 8
 MAX_LENGTH = 256  # of a prompt and its completion
 ROWS_AT_ONCE = 8  # where log-probs are compared
@@ -105,7 +105,7 @@ class Config:
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     if config.engine is None:
-        print(table(json.loads(config.output.read_text(encoding="utf-8"))["throughput"]["settings"]))
+        print(table(read_json(config.output, "engine_throughput")["settings"]))
         return
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # without leaving its files: 5 GB
     torch.set_num_threads(1)
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for dtype in dtypes(config, name):
             settings.append(measure(config, name, dtype))
             if config.only is None:
-                write_json(config.output, {"settings": settings, "measured": machine}, entry="throughput")
+                write_json(config.output, {"settings": settings, "measured": machine}, entry="engine_throughput")
     print(table(settings))
 
 

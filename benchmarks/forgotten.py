@@ -7,12 +7,13 @@ and other policies are evaluated on them, without the first token: whether to th
     PYTHONPATH=experiment_sft python benchmarks/forgotten.py \
         runs/what_rl_teaches/experiment_sft/long_sums-lesson-again/final     # five minutes
 
-Writes benchmarks/results/what_rl_teaches/forgotten.json. Losses are in nats per token, separately for batches of long
-sums (at least nine of ten rows are sums of five to seven numbers) and for the others.
+Writes the entry forgotten of benchmarks/results/what_rl_teaches/counts.json. Losses are in nats per token, separately
+for batches of long sums (at least nine of ten rows are sums of five to seven numbers) and for the others.
 """
 
 import importlib.util
 import itertools
+import json
 import sys
 import zlib
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ import tyro
 from common.experience import collate
 from common.policy import Policy
 from common.trajectory import Trajectory
-from viewer.results import read_runs, write_json
+from viewer.results import read_json, read_runs, write_json
 
 from common.plumbing.config import RunConfig
 from common.plumbing.loading import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "benchmarks" / "results" / "what_rl_teaches" / "forgotten.json"
+OUTPUT = ROOT / "benchmarks" / "results" / "what_rl_teaches" / "counts.json"
 RUN = read_runs(ROOT / "experiment_sft" / "results")["seed0"]
 NUM_WINDOWS = 3  # of experiment_sft, the last ones that are wholly in lesson 2
 
@@ -71,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "others": is_long.count(False),
     }
     about["correlation of the logged losses with those of the bundled policy, over batches"] = correlation
-    write_json(OUTPUT, {"about": about, "loss": found})
-    print(OUTPUT.read_text(encoding="utf-8"))
+    write_json(OUTPUT, {"about": about, "loss": found}, entry="forgotten")
+    print(json.dumps(read_json(OUTPUT, "forgotten"), indent=1))
 
 
 def load_sft() -> ModuleType:

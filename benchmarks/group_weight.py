@@ -5,7 +5,7 @@
 Samples 8 completions of each question. For every group separately, it computes the gradient of the loss with respect to
 all weights: with both divisions of GRPO, with each one alone, and with neither. The norms of these gradients are
 averaged over the groups with the same number of right completions, and given relative to the groups with 4 of 8 right.
-Writes benchmarks/results/group_weight.json.
+Writes the entry group_weight of benchmarks/results/measurements.json.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "group_weight.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 96  # as in training
 VARIANTS = {  # whether advantages are divided by the group's standard deviation, and a row's loss by its length
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             entry[f"relative/{name}"] = entry[f"norm/{name}"] / table[GROUP_SIZE // 2][f"norm/{name}"]
     result = {"model": config.model, "questions": config.questions, "seed": config.seed, "group_size": GROUP_SIZE}
     result |= describe_machine() | {"by_number_right": table}
-    write_json(RESULTS, result)
+    write_json(RESULTS, result, entry="group_weight")
     print("right  groups  " + "  ".join(f"{name:>18}" for name in VARIANTS))
     for right, entry in table.items():
         values = "  ".join(f"{entry[f'relative/{name}']:18.2f}" for name in VARIANTS)

@@ -4,11 +4,12 @@
     python benchmarks/growth.py --draw-only       # draws the figure again, from the committed data
 
 One quantity varies at a time, around 4 prompts of 64 tokens, groups of 8, 64 new tokens (none ends earlier) and the
-shape of the bundled policy, freshly initialised. It measures sampling and the update (forward and backward, without
-the optimizer) in CPU seconds, and the memory that the step adds to the process, with prompts encoded once per group and
+shape of the bundled policy, freshly initialised. It measures sampling and the update (forward and backward, without the
+optimizer) in CPU seconds, and the memory that the step adds to the process, with prompts encoded once per group and
 with prompts encoded in every row. Dotted lines: the floating-point operations of the step's matrix products, at the
 rate of the curve's middle point; a curve along its dotted line grows as predicted. Every point is measured in a process
-of its own, as the median of three steps. Writes benchmarks/results/growth.json and growth.png.
+of its own, as the median of three steps. Writes the entry growth of benchmarks/results/measurements.json and
+growth.png.
 """
 
 import json
@@ -23,11 +24,11 @@ from statistics import median
 import torch
 import tyro
 
-from viewer.results import write_json
+from viewer.results import read_json, write_json
 
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 
-RESULTS = Path(__file__).resolve().parent / "results" / "growth.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 SHAPES = {  # parameters: the shape
     1_800_000: {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
                 "num_key_value_heads": 2},
@@ -77,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not config.draw_only:
         torch.set_num_threads(1)
         measured = {axis: [measure_apart(point) for point in points_of(axis)] for axis in AXES}
-        write_json(RESULTS, {"axes": measured} | describe_machine())
-    draw(json.loads(RESULTS.read_text(encoding="utf-8"))["axes"])
+        write_json(RESULTS, {"axes": measured} | describe_machine(), entry="growth")
+    draw(read_json(RESULTS, "growth")["axes"])
 
 
 def points_of(axis: str) -> list[Point]:
@@ -185,7 +186,7 @@ def draw(measured: dict[str, list[dict]]) -> None:
     places[1, 0].set_ylabel("GB added by the step")
     places[0, 0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(RESULTS.with_suffix(".png"), dpi=100)
+    figure.savefig(RESULTS.with_name("growth.png"), dpi=100)
 
 
 if __name__ == "__main__":

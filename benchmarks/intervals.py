@@ -5,10 +5,10 @@
 Each evaluation draws Q questions; a question is answered rightly with a probability of its own, drawn from a beta
 distribution, or with the same one. Four intervals of the same figure are compared: Wilson's as if all Q n answers were
 independent; mean +- 1.96 standard errors over questions (Miller 2024); the middle 95 % of a bootstrap over questions;
-and that of evaluation/intervals.py. Writes benchmarks/results/intervals.json; --table prints it for docs/evaluate.md.
+and that of evaluation/intervals.py. Writes the entry intervals of benchmarks/results/measurements.json; --table prints
+it for docs/evaluate.md.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, lgamma
@@ -20,12 +20,12 @@ import tyro
 from common.evaluate import pass_at_k
 from common.keyed import keyed_generator
 from evaluation.intervals import mean_with_interval
-from viewer.results import write_json
+from viewer.results import read_json, write_json
 from viewer.table import Z, wilson
 
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "intervals.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 SAMPLES = 8
 RESAMPLES = 300
 QUESTIONS = {  # the beta distribution of a question's probability of a right answer; one number: all questions alike
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for figure in ("mean@1", f"mean@{SAMPLES}", f"pass@{SAMPLES}")
         ]
         found = {"repeats": config.repeats, "rows": rows, "measured": describe_machine()}
-        write_json(RESULTS, found)
+        write_json(RESULTS, found, entry="intervals")
     print(table())
 
 
@@ -103,7 +103,7 @@ def intervals(values: np.ndarray, n: int, figure: str, generator: np.random.Gene
 
 def table() -> str:
     """As docs/evaluate.md has it."""
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    rows = read_json(RESULTS, "intervals")["rows"]
     lines = ["| questions | Q | figure | " + " | ".join(METHODS) + " |", "|---" * (3 + len(METHODS)) + "|"]
     for row in rows:
         cells = [f"{row[method]:.1%}" for method in METHODS]

@@ -13,7 +13,8 @@ matrices of those shapes, with the faster of MKL and oneDNN:
 
 Everything else (norms, softmax, rotary embedding, copies, Python) counts as zero in the floor, so no program can reach
 it. The gap is the measured time divided by the floor, in CPU seconds. A profile shows the largest costs. Then one thing
-at a time is changed, in turns with the unchanged code, to measure what it saves. Writes benchmarks/results/limit.json.
+at a time is changed, in turns with the unchanged code, to measure what it saves. Writes the entry limit of
+benchmarks/results/measurements.json.
 """
 
 import os
@@ -47,7 +48,7 @@ from common.plumbing.data import prompts_of_step, read_rows
 from common.plumbing.loading import load_policy
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "limit.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 NUM_PROMPTS, GROUP_SIZE = 16, 8
 BUDGET = RESOLVED["tiny"]["max_new_tokens"]
 
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     savings = compare_savings(policy, rows, config.steps)
     result = {"threads": config.threads, "medians": medians, "largest_costs": costs, "savings": savings}
     result["rates"] = rate.measured
-    write_json(RESULTS, result | {"steps": steps} | describe_machine())
+    write_json(RESULTS, result | {"steps": steps} | describe_machine(), entry="limit")
     for part in ("sampling", "update"):
         floor, gap = medians[f"{part}_floor"], medians[f"{part}_gap"]
         print(f"{part}: {medians[part]:.3f} s, floor {floor:.3f} s, gap {gap:.2f}")

@@ -1,6 +1,7 @@
 """Peak memory of log-probabilities against the size of the vocabulary: all logits at once, and in chunks.
 
-    python benchmarks/logprob_memory.py           # about 4 minutes; writes benchmarks/results/memory.json
+    python benchmarks/logprob_memory.py           # about 4 minutes; writes the entry logprob_memory of
+                                                  # benchmarks/results/measurements.json
 
 One forward and one backward pass over the same four completions of 1,024 tokens on a CPU, each variant in a process of
 its own. The result is the process's peak resident memory minus its peak before the pass. The model has one layer, 64
@@ -26,7 +27,7 @@ from viewer.results import write_json
 
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 
-RESULTS = Path(__file__).resolve().parent / "results" / "memory.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 VOCABULARIES, HIDDEN, ROWS, TOKENS = (2_048, 8_192, 32_768, 128_256), 64, 4, 1_024
 
 
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             added, seconds = entry[variant]["added_bytes"] / 1e9, entry[variant]["cpu_seconds"]
             print(f"{vocabulary:8,} words  {variant:8} {added:6.2f} GB added  {seconds:6.1f} s", flush=True)
         results["vocabularies"][str(vocabulary)] = entry
-    write_json(RESULTS, results | describe_machine(), entry="log_probs")
+    write_json(RESULTS, results | describe_machine(), entry="logprob_memory")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 import tyro
 
-from viewer.results import write_json
+from viewer.results import read_json, write_json
 
 from common.plumbing.config import TINY_POLICY
 from common.plumbing.estimate.memory import Memory, setting_of
@@ -32,7 +32,7 @@ from common.plumbing.machine import describe_machine
 from common.plumbing.parse import parse_config
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "memory.json"
+RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 SHAPES = {  # as their config.json on the hub gives them
     "Qwen/Qwen2.5-0.5B-Instruct": {
         "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
@@ -204,7 +204,7 @@ def compare() -> None:
     """The estimates for the runs that `measure` has made."""
     estimated = {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, run in json.loads(RESULTS.read_text("utf-8"))["measured_float32_cpu_0.5B"].items():
+        for name, run in read_json(RESULTS, "model_memory")["measured_float32_cpu_0.5B"].items():
             model = write_model(Path(directory) / name, _with_layers(run["layers"]))
             launch = "one" if run["processes"] == 1 else "ddp"
             flags = tuple(run["flags"])
@@ -227,8 +227,8 @@ def _machine() -> dict:
 
 def _store(name: str, values: dict) -> None:
     """Replace one part of the results, with the versions, the machine and the commit that it is from."""
-    write_json(RESULTS, values, entry=name)
-    write_json(RESULTS, _machine(), entry=f"{name}/from")
+    parts = {name: values, f"{name}/from": _machine()}
+    write_json(RESULTS, read_json(RESULTS, "model_memory") | parts, entry="model_memory")
 
 
 if __name__ == "__main__":

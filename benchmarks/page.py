@@ -4,7 +4,7 @@
 
 Times every call of a run that writes samples, and every one that draws its page, within complete runs of one thread.
 Opening is measured from the navigation to the first group of tokens on the screen, in a new page of headless Chromium,
-median of five. Writes benchmarks/results/page.json. Needs requirements-browser.txt.
+median of five. Writes the entry page of benchmarks/results/measurements.json. Needs requirements-browser.txt.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from viewer.results import write_json
 from common.plumbing import run as runs
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "page.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     figures = {name: measure(config, name) for name in config.experiments}
     machine = describe_machine() | {"cores": os.cpu_count()}
-    write_json(RESULTS, figures | {"measured": machine})
+    write_json(RESULTS, figures | {"measured": machine}, entry="page")
 
 
 def measure(config: Config, experiment: str) -> dict[str, float]:

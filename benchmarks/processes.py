@@ -7,9 +7,9 @@
     python benchmarks/processes.py --draw-only                 # draws the figures again, from the committed data
 
 Every variant runs in processes of its own; those whose times are compared take turns. Runs of the broken variants that
-exist already in --runs-dir are not repeated. Writes benchmarks/results/processes.json, the runs of the broken
-variants into the results/ of the two experiments, and the figures equality.png, scaling.png and broken*.png beside
-their train.py.
+exist already in --runs-dir are not repeated. Writes the entry processes of benchmarks/results/measurements.json, the
+runs of the broken variants into the results/ of the two experiments, and the figures equality.png, scaling.png and
+broken*.png beside their train.py.
 """
 
 import importlib.util
@@ -38,7 +38,7 @@ from common.parallel import gather as gather_from_ranks
 from common.parallel import is_main, world_size
 from viewer.bands import draw_comparison
 from viewer.groups import read_run
-from viewer.results import keep_runs, read_runs, write_json
+from viewer.results import keep_runs, read_json, read_runs, write_json
 
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 from common.plumbing.run import Run
@@ -46,7 +46,7 @@ from common.plumbing.start import run_main
 from common.plumbing.statistics import UpdateStatistics
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "processes.json"
+RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 BASE, ACCELERATE, DDP = "experiment_base", "experiment_accelerate", "experiment_accelerate_ddp"
 QUIET = "--samples-every 0 --checkpoint-every 0 --eval-every 0 --eval-prompts 4"
 
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if config.worker:
         work(**json.loads(config.worker))
         return
-    data = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    data = read_json(RESULTS, "processes")
     if not config.draw_only:
         torch.set_num_threads(1)
         measure = {"equality": measure_equality, "scaling": measure_scaling, "broken": measure_broken}
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 loads = {"load_before": load, "load_after": os.getloadavg()[0], "seconds": time.time() - began}
                 data[part] = {"measured": measured} | loads | machine
                 data[part]["command"] = f"python benchmarks/processes.py --parts {part}"
-                write_json(RESULTS, data)
+                write_json(RESULTS, data, entry="processes")
     draw(data, config.seeds)
     print_tables(data)
 

@@ -1,7 +1,8 @@
 """What the search backends find, and how fast they are, up to a million documents.
 
     python benchmarks/train_encoder.py && python benchmarks/search_backends.py
-                                   # 7 minutes, one thread, 3 GB, 1 GB of disk; writes results/search.json
+                                   # 7 minutes, one thread, 3 GB, 1 GB of disk; writes the entry
+                                   # search_backends of benchmarks/results/measurements.json
     python benchmarks/search_backends.py --tables            # the tables of benchmarks/README.md, from that file
 
 It needs requirements-search.txt. The backends are *words* (SQLite, BM25), *meaning* (vectors of the encoder, FAISS) and
@@ -55,14 +56,14 @@ from common.datagen.world_grammar import (
     two_hops,
 )  # fmt: skip
 from common.search import Hit, Index, SearchError
-from viewer.results import write_json
+from viewer.results import read_json, write_json
 
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 from common.plumbing.retrieval.config import IndexConfig
 from common.plumbing.retrieval.opening import build_index
 
-RESULTS = Path(__file__).resolve().parent / "results" / "search.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 BACKENDS = ("words", "meaning", "server")
 SUFFIXES = {"words": "sqlite", "meaning": "dense", "server": "sqlite"}
 SECONDS = 60.0  # time limit of a search; none may be needed
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     output = Path(config.output)
     if config.tables:
-        print(tables(json.loads(output.read_text("utf-8"))["backends"]))
+        print(tables(read_json(output, "search_backends")))
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the processes that are started
     torch.set_num_threads(1)
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results["quality"] = measure_quality(config, Path(folder))
         for size in config.sizes:
             results["speed"] += measure_speed(config, Path(folder), size)
-            write_json(output, results, entry="backends")
+            write_json(output, results, entry="search_backends")
     print(tables(results))
 
 

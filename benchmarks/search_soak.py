@@ -1,6 +1,7 @@
 """Two thousand steps' worth of searches at a served index that is killed twice: is every query answered or counted?
 
-    python benchmarks/search_soak.py    # 6 minutes on two busy cores; writes benchmarks/results/search.json
+    python benchmarks/search_soak.py    # 6 minutes on two busy cores; writes the entry search_soak of
+                                        # benchmarks/results/measurements.json
 
 Four processes search as runs do, 64 queries a step, while the server (experiment_multiturn_qa/serve_index.py, another
 process, with the bundled documents) is killed by SIGKILL after a third and after two thirds of the steps, and started
@@ -40,7 +41,7 @@ from common.plumbing.retrieval.protocol import whole
 from common.plumbing.retrieval.remote_index import RemoteIndex
 from common.plumbing.retrieval.sqlite_index import SqliteIndex, build_sqlite
 
-RESULTS = Path(__file__).resolve().parent / "results" / "search.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 SERVER = ROOT / "experiment_multiturn_qa" / "serve_index.py"
 STEPS_AFTER = 3  # steps of each client after the last outage, at least
 HOSTILE = ["", '"', "NEAR(a b, 2) OR -x*", "'; DROP TABLE documents; --", "half \ud83d", "\0\r\n\r\n", "x y " * 25_000]
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     report = soak(config)
     print(json.dumps(report, indent=1))
-    write_json(RESULTS, {"machine": describe_machine()} | report, entry="soak")
+    write_json(RESULTS, {"machine": describe_machine()} | report, entry="search_soak")
 
 
 def soak(config: Config, server_class: type[Server] = Server) -> dict:

@@ -1,6 +1,7 @@
 """Sampling from sharded weights: gathered once for the rollout, or at every decode step, beside whole weights.
 
-    python benchmarks/sharded_sampling.py         # about 6 minutes; writes benchmarks/results/processes.json
+    python benchmarks/sharded_sampling.py         # about 6 minutes; writes the entry sharded_sampling of
+                                                  # benchmarks/results/measurements.json
 
 Two processes on one machine (gloo, one thread each) sample the same number of completions, all of the same length, so
 that no rank waits for a longer one. Each process holds the policy whole and, sharded by FSDP2, once more. The three
@@ -34,7 +35,7 @@ from viewer.results import write_json
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "processes.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 RANKS, PROMPTS, GROUP_SIZE, PROMPT_TOKENS, NEW_TOKENS = 2, 4, 8, 48, 64  # prompts of each rank
 WAYS = ("whole", "gathered once", "gathered every step")
 END = 2**31 - 1  # a token that is never drawn

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from common.evaluate import pass_at_k
+from viewer.results import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "what_rl_teaches"
+COUNTS = RESULTS / "counts.json"
 PICTURE = ROOT / "docs" / "what_rl_teaches.png"
 KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHOWN = (1, 4, 16, 64, 256)  # in tables
@@ -24,9 +26,10 @@ Results = dict[str, dict[str, list[Result]]]  # by case, and by name without its
 
 def read_results() -> Results:
     results: Results = {}
-    for policy, result in sorted(json.loads((RESULTS / "counts.json").read_text("utf-8")).items()):
+    for policy, result in sorted(json.loads(COUNTS.read_text("utf-8")).items()):
         case, _, name = policy.partition("/")
-        results.setdefault(case, {}).setdefault(name.rstrip("0123456789").rstrip("-"), []).append(result)
+        if name:  # not what forgotten.py or countdown_search.py has measured
+            results.setdefault(case, {}).setdefault(name.rstrip("0123456789").rstrip("-"), []).append(result)
     return results
 
 
@@ -215,7 +218,7 @@ def tries(groups: dict[str, Group]) -> str:
 
 def tries_of_searches() -> str:
     """What countdown_search.py has counted with room for seven tries: before RL, and over the seeds."""
-    found = json.loads((RESULTS / "search.json").read_text(encoding="utf-8"))["policies"]
+    found = read_json(COUNTS, "search")["policies"]
     after = [policy for name, policy in sorted(found.items()) if name.startswith("seed")]
     rows = {
         "sampled accuracy": ("completions", "correct"),
@@ -261,7 +264,7 @@ def tables(results: Results) -> dict[str, str]:
 
 def forgotten() -> str:
     """The losses of forgotten.py, in nats per token."""
-    losses = json.loads((RESULTS / "forgotten.json").read_text(encoding="utf-8"))["loss"]
+    losses = read_json(COUNTS, "forgotten")["loss"]
     names = {"at the end of lesson 2": "at the end of lesson 2", "bundled": "the bundled policy"}
     names |= {"long_sums-lesson-again": "after lesson 2 again", "long_sums-after-0": "after RL on 5 to 7, seed 0"}
     rows = [

@@ -10,8 +10,8 @@ Complete short runs of experiment_base, wall-clock seconds from start to end; th
 - busy later: the same, but they start in the middle of the run, which no measurement at its start can foresee.
 
 In "all, spinning" threads that wait spin as long as GNU OpenMP lets them by default; in the others as long as
-common/plumbing/interrupt.py says. Writes benchmarks/results/threads.json, after every run, and prints medians and their
-ratio to one thread.
+common/plumbing/interrupt.py says. Writes the entry threads of benchmarks/results/measurements.json, after every run,
+and prints medians and their ratio to one thread.
 """
 
 import json
@@ -28,13 +28,13 @@ from statistics import median
 
 import tyro
 
-from viewer.results import write_json
+from viewer.results import read_json, write_json
 
 from common.plumbing.machine import describe_machine
 from common.plumbing.threads import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "threads.json"
+RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 ALL = str(usable_cores())
 VARIANTS = {  # the flag, and the environment
     "1": ("1", {}),
@@ -52,7 +52,7 @@ class Config:
     later: int = 1  # on cores that become busy in the middle of the run
     steps: int = 6  # of each run
     flags: str = "--eval-every 0 --eval-prompts 16 --checkpoint-every 0"  # of train.py, for all runs
-    entry: str = "three runs"  # of threads.json, for what is measured
+    entry: str = "three runs"  # in threads of the results, for what is measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     {"situation": situation, "variant": variant} | measure(config, situation, variant)
                 )
                 figures["medians"] = summarise(figures["runs"])
-                write_json(RESULTS, figures, config.entry)
+                write_json(RESULTS, read_json(RESULTS, "threads") | {config.entry: figures}, entry="threads")
                 print(figures["runs"][-1], flush=True)
     for row in figures["medians"]:
         print(row)

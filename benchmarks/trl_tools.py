@@ -21,7 +21,7 @@ samples up to the whole budget in every turn and cuts afterwards. TRL takes a ma
 the conversation; with ours the policy reads an error. Therefore tokens, calls, turns and accuracy are reported, too.
 Tokens are those with mask 1, divided by the time of complete steps.
 
-Writes benchmarks/results/trl_tools.json.
+Writes the entry trl_tools of benchmarks/results/measurements.json.
 """
 
 import json
@@ -38,7 +38,7 @@ from vs_trl import ROOT, WARM_UP, Clock, Job, describe, measure, print_table, st
 
 from viewer.results import write_json
 
-RESULTS = ROOT / "benchmarks" / "results" / "trl_tools.json"
+RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 COUNTS = ("correct", "calls", "turns", "truncated")  # per row
 COUNTS_OF_STEP = ("tokens", "tool_tokens")
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         name = f"calculator, beta {beta}, budget {config.max_new_tokens}, 1 thread"
         result["settings"][name] = compare(job, config.repetitions) | {"beta": beta} | describe()
-        write_json(config.output, result)
+        write_json(config.output, result, entry="trl_tools")
     print_table(result["settings"])
     print_rows(result["settings"])
 

@@ -1,6 +1,7 @@
 """Should later turns reuse the keys and values of earlier ones? Seconds and memory of steps of 2, 4 and 8 turns.
 
-    python benchmarks/turns.py                    # 15 minutes, one thread; writes benchmarks/results/turns.json
+    python benchmarks/turns.py                    # 15 minutes, one thread; writes the entry turns of
+                                                  # benchmarks/results/measurements.json
 
 Two ways to continue rows take turns on the same work: each turn runs all ids of every row again, or only those that
 the row has gained (common/fast/kept_rows.py). The conversations are forced, so that both ways sample the same tokens:
@@ -42,7 +43,7 @@ from viewer.results import write_json
 from common.plumbing.config import ROOT
 from common.plumbing.machine import describe_machine, peak_memory_bytes
 
-RESULTS = Path(__file__).resolve().parent / "results" / "turns.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE, PROMPT_TOKENS = 8, 101
 SHORTEST, LONGEST = 8, 40  # tokens of a turn
 CONTEXT = 2048  # tokens
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.append(asdict(work) | measure(work, config.rounds) | {"memory_mb": memories(work)})
             print(json.dumps({name: value for name, value in results[-1].items() if name != "rounds"}), flush=True)
             if not config.only:
-                write_json(RESULTS, {"workloads": results} | describe_machine())
+                write_json(RESULTS, {"workloads": results} | describe_machine(), entry="turns")
 
 
 def measure(work: Work, num_rounds: int) -> dict:

@@ -6,7 +6,7 @@
 has 125 of their problems with 8 answers each: the gold answer, another spelling of it, the same with a digit changed,
 a gold answer of another problem, or a number. The workers have started, and judge one step after the other, as in a
 run. "Again": the same answers once more. The variants take turns, each on the same steps. Writes
-benchmarks/results/verdicts.json.
+the entry verdicts of benchmarks/results/measurements.json.
 """
 
 import json
@@ -28,7 +28,7 @@ from viewer.results import write_json
 
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "verdicts.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 FILES = ("math500", "minerva", "olympiad_bench", "aime24", "amc")
 PROBLEMS, ANSWERS = 125, 8
 Case = tuple[list[str], str]
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = {"config": {"steps": config.steps, "pairs": config.pairs, "seed": config.seed}, "problems": len(rows)}
     figures["seconds"] = measure(config, answers)
     figures |= compare(config, answers) | {"measured": describe_machine()}
-    write_json(RESULTS, figures)
+    write_json(RESULTS, figures, entry="verdicts")
     print(json.dumps({name: figures[name] for name in ("seconds", "agreement")}, indent=1))
 
 

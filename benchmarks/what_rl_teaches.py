@@ -27,7 +27,7 @@ from types import ModuleType
 
 import torch
 import tyro
-from teaches_page import RESULTS, draw, read_results, tables
+from teaches_page import COUNTS, RESULTS, draw, read_results, tables
 from thoughts import first_mistake, keeps_order, steps_of, style_of, terms_of
 
 from common.chat import decode, encode_prompt
@@ -192,7 +192,7 @@ def collect(config: Config, asked: Asked) -> None:
             count(name, question, int(number))
     about = {name: getattr(asked, name) for name in ("data", "prefix", "max_new_tokens")}
     about |= {"samples": NUM_SAMPLES} | describe_run(config, asked)
-    write_json(RESULTS / "counts.json", {"about": about, **counts}, entry=f"{asked.case}/{asked.name}")
+    write_json(COUNTS, {"about": about, **counts}, entry=f"{asked.case}/{asked.name}")
     keep_samples(RESULTS / "samples.jsonl", asked, rows, completions)
 
 

@@ -166,6 +166,11 @@ def write_json(path: Path, data: dict, entry: str | None = None) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def read_json(path: Path, entry: str) -> dict:
+    """An entry of a file that `write_json` has written; empty if there is none."""
+    return json.loads(path.read_text(encoding="utf-8")).get(entry, {}) if path.exists() else {}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     runs = [Run(directory) for directory in config.runs]

@@ -10,13 +10,14 @@ from common.errors import UserError
 from common.tasks.audit.__main__ import main
 from common.tasks.audit.golds import find_gold_problems
 from common.tasks.audit.questions import normalise
+from viewer.results import read_json
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import read_rows
 from common.plumbing.task_file import import_task
 
 ROOT = Path(__file__).resolve().parents[2]
-REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "audit.json"
+REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "measurements.json"
 needs_real_files = pytest.mark.skipif(not REAL.is_dir(), reason="the published files are not there")
 
 
@@ -199,7 +200,7 @@ def test_what_a_question_means_is_kept_when_normalised():
 def test_the_committed_reports_are_those_of_the_files(audit, task, file):
     """Of GSM8K's test file, which has no problem, and of Minerva, which has."""
     name = file.rpartition("/")[2]
-    committed = json.loads(RESULTS.read_text(encoding="utf-8"))[{"test": "gsm8k"}.get(name, name)]
+    committed = read_json(RESULTS, "audits")[{"test": "gsm8k"}.get(name, name)]
     part = "evaluation" if name == "test" else "training"
     expected = {name: lines for name, lines in found(committed).items() if name.startswith(part)}
     status, report, _ = audit("--task", task, "--data", str(REAL / f"{file}.jsonl"))

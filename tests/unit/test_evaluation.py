@@ -26,6 +26,7 @@ from evaluation.questions import content_of, load_questions
 from evaluation.session import evaluate
 from evaluation.suite import average, parts
 from evaluation.votes import majority, numbers_of_samples
+from viewer.results import read_json
 from viewer.table import wilson
 
 from common.plumbing.data import load_task
@@ -493,5 +494,5 @@ def test_fields_of_published_data_are_renamed(make_config, tmp_path):
 def test_the_table_of_intervals_is_that_of_its_data(load_script):
     page = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
     assert load_script("benchmarks/intervals.py").table() in page
-    repeats = json.loads((ROOT / "benchmarks" / "results" / "intervals.json").read_text(encoding="utf-8"))["repeats"]
+    repeats = read_json(ROOT / "benchmarks" / "results" / "measurements.json", "intervals")["repeats"]
     assert f"{repeats} evaluations per row" in page

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from viewer.compare import main as compare
-from viewer.results import ROOT, keep_runs, main, read_runs, relative_paths, write_json
+from viewer.results import ROOT, keep_runs, main, read_json, read_runs, relative_paths, write_json
 
 ROWS = [
     {"step": 0, "eval/greedy/accuracy": 0.23828125},
@@ -73,6 +73,8 @@ def test_no_path_of_the_machine_is_written(tmp_path):
     text = (tmp_path / "a.json").read_text()
     assert text.splitlines()[1] == '"first":{"x":0.33333333,"n":1,"path":"data"},'
     assert json.loads(text)["second"]["x"][-1] == "y" * 10
+    assert read_json(tmp_path / "a.json", "first") == {"x": 0.33333333, "n": 1, "path": "data"}
+    assert read_json(tmp_path / "a.json", "third") == read_json(tmp_path / "b.json", "first") == {}
 
 
 def test_runs_of_both_kinds_are_compared(make_run, tmp_path, capsys):
