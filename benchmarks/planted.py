@@ -1,7 +1,7 @@
 """The traps of docs/traps.md, each as a context in which an experiment has the mistake: benchmarks/traps.py trains so.
 
 A mistake is planted at run time, by putting other functions in the place of those that a train.py calls, and is gone
-when its context is left: the library itself has no switch for being wrong. tests/unit/test_traps.py shows that each
+when its context is left: the library itself has no switch for being wrong. tests/unit/test_docs.py shows that each
 changes a number, and leaves nothing behind.
 
 Shapes as in the experiments: B rows, T tokens, Q prompts, G completions per prompt.
@@ -255,12 +255,12 @@ TRAPS = {
         title="equal rewards, noisy advantages",
         plant=equal_rewards_noise,
         setting="weights",
-        test="unit/test_advantages.py::test_equal_returns_give_exactly_zero_for_every_group_size",
+        test="unit/test_experience.py::test_equal_returns_give_exactly_zero_for_every_group_size",
     ),
     "std_wrong_axis": Trap(
         title="standard deviation over the wrong axis",
         plant=std_wrong_axis,
-        test="unit/test_advantages.py::test_advantages_equal_a_slow_loop",
+        test="unit/test_experience.py::test_advantages_equal_a_slow_loop",
     ),
     "micro_batch_mean": Trap(
         title="loss averaged per micro-batch",

@@ -1,12 +1,19 @@
-"""experiment_multiturn_qa as users run it: what it keeps and prints, whatever documents and servers it is given."""
+"""experiment_multiturn_qa as users run it: what it keeps and prints, whatever documents and servers it is given.
+
+Its make_questions.py: killed in the middle, and given again.
+"""
 
 import io
 import json
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import redirect_stdout
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -24,7 +31,7 @@ SMALL = (
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def without_curves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
@@ -55,6 +62,7 @@ def write_rows(path: str, rows: list[dict]) -> None:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.usefixtures("without_curves")
 def test_the_policy_reads_documents_of_the_index(train):
     """Twice, with the same index: the second run does not build it again."""
     directory, output = run(train, "--prompts-per-step", "2", "--group-size", "32")
@@ -71,6 +79,7 @@ def test_the_policy_reads_documents_of_the_index(train):
     assert (index.stat().st_mtime_ns, index.stat().st_ino) == before
 
 
+@pytest.mark.usefixtures("without_curves")
 def test_without_the_search_nothing_is_found(train):
     directory, _ = run(train, "--no-tool")
     assert not Path("runs/search_index").exists()
@@ -78,6 +87,7 @@ def test_without_the_search_nothing_is_found(train):
     assert metrics["reward/executed_calls"] == metrics["reward/retrieved"] == 0
 
 
+@pytest.mark.usefixtures("without_curves")
 def test_the_users_documents_and_questions(train):
     """A document may hold anything: it is text for the policy, and its control tokens are not tokens."""
     hostile = (
@@ -107,6 +117,7 @@ def test_the_users_documents_and_questions(train):
         assert row["rewards"]["retrieved"] == float("Waplem" in str([text for _, text in row["turns"][1::2]]))
 
 
+@pytest.mark.usefixtures("without_curves")
 def test_questions_about_other_documents_are_refused(train):
     """If none of their documents is there; if some are, the run says how many are not."""
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
@@ -120,6 +131,7 @@ def test_questions_about_other_documents_are_refused(train):
     assert "3 of 4 of the documents that the questions in questions.jsonl name as supporting are not in" in output
 
 
+@pytest.mark.usefixtures("without_curves")
 def test_a_run_does_not_resume_with_other_documents(train):
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
     rows = [{"question": f"Where was {name} born?", "answer": "Waplem"} for name in "abcd"]
@@ -131,6 +143,7 @@ def test_a_run_does_not_resume_with_other_documents(train):
         train.main(["--resume", str(directory), "--steps", "2"])
 
 
+@pytest.mark.usefixtures("without_curves")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -153,6 +166,7 @@ def test_mistakes_end_a_run_in_one_sentence(train, flags, message):
     assert not Path("runs/experiment_multiturn_qa").exists()
 
 
+@pytest.mark.usefixtures("without_curves")
 def test_a_run_goes_on_when_its_server_dies(train, tmp_path):
     """Its searches fail, which the policy reads, and which is counted and said."""
     pytest.importorskip("fastapi")
@@ -182,3 +196,79 @@ def test_a_run_goes_on_when_its_server_dies(train, tmp_path):
     assert metrics["completion/failed_searches"] <= metrics["completion/failed_calls"]
     assert url.removeprefix("http://") in output
     assert any(text.startswith("error: ") for text in found_in(directory))
+
+
+# make_questions.py ----------------------------------------------------------------------------------------------------
+
+MAKE_QUESTIONS = "experiment_multiturn_qa/make_questions.py"
+NUM_DOCUMENTS = 12
+HANGS_AT = 9  # the request that is not answered, as long as `open` is not set
+
+
+@pytest.fixture
+def server() -> Iterator[SimpleNamespace]:
+    """Chat completions that ask who keeps the tower in the prompt."""
+    state = SimpleNamespace(num_requests=0, keys=set(), hangs=threading.Event(), open=threading.Event())
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.num_requests += 1
+            state.keys.add(self.headers["Authorization"])
+            if state.num_requests == HANGS_AT:
+                state.hangs.set()
+                state.open.wait(60)
+            name = re.search(r"Tower (\w+) is kept", body["messages"][0]["content"])[1]
+            reply = json.dumps({"question": f"Who keeps tower {name}?", "answer": f"Keeper{name}"})
+            content = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+            try:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+            except OSError:  # the client was killed
+                pass
+
+        def log_message(self, *_) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{http.server_port}/v1"
+    threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
+    yield state
+    state.open.set()
+    http.shutdown()
+    http.server_close()
+
+
+def test_a_killed_run_goes_on_and_keeps_the_key_to_itself(server, tmp_path, load_script, monkeypatch, capfd):
+    """Its lines are complete, no question is paid for twice but those in flight, and none is made twice."""
+    rows = [{"id": f"d{n}", "text": f"Tower t{n} is kept by Keepert{n}."} for n in range(NUM_DOCUMENTS)]
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--corpus", "docs.jsonl", "--output", "out.jsonl", "--per-part", "1", "--requests-at-once", "2"]
+    flags += ["--base-url", server.url, "--served-model", "m"]
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "sk-secret", "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with subprocess.Popen([sys.executable, str(ROOT / MAKE_QUESTIONS), *flags]) as process:
+        try:
+            assert server.hangs.wait(60)
+        finally:
+            process.kill()
+    kept = (tmp_path / "out.jsonl").read_text()
+    made = [json.loads(line) for line in kept.splitlines()]
+    assert kept.endswith("\n")
+    assert 4 <= len(made) < HANGS_AT
+    server.open.set()
+    load_script(MAKE_QUESTIONS).main(flags)
+    printed = capfd.readouterr()  # by both
+    assert f"out.jsonl: {NUM_DOCUMENTS} questions (written {NUM_DOCUMENTS}; easy {NUM_DOCUMENTS})" in printed.out
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found[: len(made)] == made
+    assert sorted(row["supporting"][0] for row in found) == sorted(row["id"] for row in rows)
+    assert server.num_requests <= NUM_DOCUMENTS + 2 * 2
+    assert server.keys == {"Bearer sk-secret"}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files if path.parent == tmp_path} == {"docs.jsonl", "out.jsonl"}
+    assert not any(b"sk-secret" in path.read_bytes() for path in files)
+    assert "sk-secret" not in printed.out + printed.err

@@ -1,4 +1,4 @@
-"""Several runs are compared: which of them are a group, what the table says, and what is drawn."""
+"""Runs are compared: which are a group, what the table says and what is drawn; a single one; what is kept of them."""
 
 import json
 import re
@@ -10,9 +10,11 @@ import pytest
 from matplotlib.figure import Figure
 
 import viewer.bands
+import viewer.curve
 from viewer.compare import main
 from viewer.groups import plain, read_groups, series
-from viewer.results import read_runs
+from viewer.results import keep_runs, read_json, read_runs, relative_paths, write_json
+from viewer.results import main as keep
 from viewer.table import Z, print_table, wilson
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -253,3 +255,125 @@ def test_figures_of_the_pages_are_made_from_runs_that_exist(monkeypatch):
             figures[figure] = (ROOT / figure).is_file()
     assert len(figures) > 4
     assert all(figures.values())
+
+
+# One run --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("component", "drawn"), [("correct", "reward/correct"), ("short", "reward/total")])
+def test_a_run_is_drawn_by_accuracy_or_else_by_its_total_reward(tmp_path, monkeypatch, component, drawn):
+    """And what its task describes has a panel, also if it is called like one of our own metrics, or negative."""
+    lines = []
+    draw_line = viewer.curve._line
+    monkeypatch.setattr(
+        "viewer.curve._line",
+        lambda axes, entries, key, **style: lines.append(key) or draw_line(axes, entries, key, **style),
+    )
+    described = {"completion/length": 3, "completion/length_right": 3, "completion/length_of_proof": -1}
+    rows = [{"step": step, f"reward/{component}": 0.5, "reward/total": 0.7, **described} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert viewer.curve.draw_curve(tmp_path).stat().st_size > 1000
+    assert lines[0] == drawn
+    assert [key for key in lines if key.startswith("completion/")] == [
+        "completion/length",
+        "completion/length_of_proof",
+    ]
+
+
+def test_kinds_of_questions_have_accuracies_and_no_shares(tmp_path, monkeypatch):
+    """What is the same in every evaluation says nothing of the answers."""
+    lines, draw_line = [], viewer.curve._line
+    monkeypatch.setattr(
+        "viewer.curve._line",
+        lambda axes, entries, key, **style: lines.append(key) or draw_line(axes, entries, key, **style),
+    )
+    rows = [{"reward/total": 0.5, "completion/one_hop": 0.5, "completion/called": 0.5}]
+    for called in (0.2, 0.9):
+        shares = {"eval/greedy/one_hop": 0.3, "eval/greedy/called": called, "eval/greedy/unknown_calls": 0.0}
+        rows.append(shares | {f"eval/greedy/accuracy_{name}": 0.5 for name in ("one_hop", "called")})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": 1} | row) + "\n" for row in rows))
+    viewer.curve.draw_curve(tmp_path)
+    assert "eval/greedy/accuracy_one_hop" in lines
+    assert "completion/called" in lines
+    assert not {"completion/one_hop", "eval/greedy/accuracy_called", "eval/greedy/accuracy_unknown_calls"} & set(lines)
+
+
+# Committed results ----------------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"step": 0, "eval/greedy/accuracy": 0.23828125},
+    {"step": 1, "loss/total": 4.470348358154297e-08, "memory/peak_bytes": 642572288, "policy/ratio": 1.0000312},
+    {"step": 2, "loss/total": -123456.78, "loss/kl": float("nan")},
+    {"step": 2, "eval/greedy/accuracy": 0.984375},
+]
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    def make(name: str, rows: list[dict], **settings) -> Path:
+        place = tmp_path / "runs" / "experiment_base" / name
+        place.mkdir(parents=True, exist_ok=True)
+        config = {"experiment": "experiment_base", "commit": "abc", "runs_dir": str(tmp_path / "runs"), **settings}
+        (place / "config.json").write_text(json.dumps(config))
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (place / "summary.json").write_text(json.dumps({"seconds": 1.5, "commit": "abc"}))
+        return place
+
+    return make
+
+
+def test_runs_come_back_with_five_digits(run_of, tmp_path):
+    folder = tmp_path / "results"
+    keep([str(folder), str(run_of("b", ROWS, model=str(tmp_path / "runs/x/final"))), str(run_of("a", ROWS[:1]))])
+    runs = read_runs(folder)
+    assert list(runs) == ["a", "b"]
+    assert repr(runs["b"].metrics.rows) == repr([
+        {"step": 0, "eval/greedy/accuracy": 0.23828},
+        {"step": 1, "loss/total": 4.4703e-08, "memory/peak_bytes": 642572288, "policy/ratio": 1.0000312},
+        {"step": 2, "loss/total": -123460.0, "loss/kl": float("nan")},
+        {"step": 2, "eval/greedy/accuracy": 0.98438},
+    ])  # fmt: skip
+    assert runs["b"].summary == {"seconds": 1.5, "commit": "abc"}
+    assert (runs["b"].config["model"], runs["b"].config["runs_dir"]) == ("runs/x/final", "runs")
+    written = [(folder / name).read_bytes() for name in ("metrics.csv", "runs.json")]
+    keep_runs(folder, [])
+    assert written == [(folder / name).read_bytes() for name in ("metrics.csv", "runs.json")]
+
+
+def test_a_run_made_again_replaces_its_own_rows_only(run_of, tmp_path):
+    folder = tmp_path / "results"
+    keep([str(folder), str(run_of("a", ROWS)), str(run_of("b", ROWS))])
+    keep([str(folder), str(run_of("a", ROWS[::-1], seed=3)), "--columns", "loss/total", "--every", "2"])
+    runs = read_runs(folder)
+    assert runs["a"].metrics.rows == [{"step": 2}, {"step": 2, "loss/total": -123460.0}, {"step": 0}]
+    assert len(runs["b"].metrics.rows) == len(ROWS)
+    assert (runs["a"].config["seed"], "seed" in runs["b"].config) == (3, False)
+
+
+def test_no_path_of_the_machine_is_written(tmp_path):
+    found = {
+        f"{ROOT}/data/math_tasks.jsonl": "data/math_tasks.jsonl",
+        "/x/runs/a": "runs/a",
+        "--model=/x/runs/experiment_base/a/final": "--model=runs/experiment_base/a/final",
+        "python /opt/venv/bin/python '/etc/y/z.json'": "python bin/python 'y/z.json'",
+        "http://127.0.0.1:8000/v1 a/b </think> /no_think": "http://127.0.0.1:8000/v1 a/b </think> /no_think",
+    }
+    assert relative_paths([*found], "/x/runs") == [*found.values()]
+    write_json(tmp_path / "a.json", {"x": 1 / 3, "n": 1, "path": f"{ROOT}/data"}, entry="first")
+    write_json(tmp_path / "a.json", {"x": ["y" * 10] * 20_000}, entry="second")
+    text = (tmp_path / "a.json").read_text()
+    assert text.splitlines()[1] == '"first":{"x":0.33333333,"n":1,"path":"data"},'
+    assert json.loads(text)["second"]["x"][-1] == "y" * 10
+    assert read_json(tmp_path / "a.json", "first") == {"x": 0.33333333, "n": 1, "path": "data"}
+    assert read_json(tmp_path / "a.json", "third") == read_json(tmp_path / "b.json", "first") == {}
+
+
+def test_runs_of_both_kinds_are_compared(run_of, tmp_path, capsys):
+    rows = [{"step": step, "reward/correct": 0.5, "time/step": 1.0} for step in range(1, 7)]
+    folder, real = tmp_path / "results", run_of("seed1", rows)
+    keep([str(folder), str(run_of("seed0", rows)), str(run_of("b", rows))])
+    for argument in (folder, f"{folder}/*", f"{tmp_path}/res*/*"):
+        main([str(argument), str(real), "--output", str(tmp_path / "a.png")])
+        assert re.findall(r"^(seed\*|b|  2 runs)", capsys.readouterr().out, re.MULTILINE) == ["b", "seed*", "  2 runs"]
+    with pytest.raises(SystemExit, match=r"^error: \S+/results holds no run seed9, but for example b, seed0$"):
+        main([f"{folder}/seed9"])

@@ -1,18 +1,31 @@
-"""The files, lines, keys, flags and tests that the documentation names exist."""
+"""The files, lines, keys, flags and tests that the documentation names exist.
+
+The mistakes that benchmarks/traps.py plants are really planted, and leave nothing behind; the page is about them.
+"""
 
 import dataclasses
 import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import tyro
 
+import common.policy
+import common.sampling
+from common.chat import encode_prompt
+from common.experience import Experience
+from common.policy import Policy
+from common.sampling import sample
 from viewer.results import read_runs
 
 from common.plumbing.checks import flag
+from common.plumbing.config import RunConfig
+from common.plumbing.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not what runs write, nor what environments install
@@ -26,13 +39,14 @@ PAGES = sorted(
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "benchmarks/calls_by_kind.py"}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def beside_scripts(monkeypatch):
     """Some scripts import what is beside them."""
     for folder in ("experiment_sft", "benchmarks"):
         monkeypatch.syspath_prepend(ROOT / folder)
 
 
+@pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_that_exist(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
@@ -40,6 +54,7 @@ def test_links_lead_to_files_that_exist(page):
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("page", sorted(ROOT.glob("experiment_*/README.md")), ids=lambda page: page.parent.name)
 def test_numbered_steps_point_at_the_numbered_comments(page):
     """The README of an experiment without a parent links all of them, a sibling's README those that it changes."""
@@ -53,6 +68,7 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
         assert lines[int(target) - 1].strip().startswith(f"# {number} ")
 
 
+@pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_in_commands_exist(page, load_script):
     for command in re.findall(r"(experiment_\w+/train\.py [^`\n]*)", page.read_text(encoding="utf-8")):
@@ -77,6 +93,7 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
 
 
+@pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_understood_by_their_scripts(page, load_script):
     """Flags and their values, as the script itself reads them; nothing is run."""
@@ -93,6 +110,7 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
             pytest.fail(f"{script} {shlex.join(arguments)}")
 
 
+@pytest.mark.usefixtures("beside_scripts")
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()
@@ -106,6 +124,7 @@ def test_every_logged_key_is_explained():
         assert any(place in explained for place in places), key
 
 
+@pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("patch", sorted(ROOT.glob("experiment_*/*.patch")), ids=lambda path: path.parent.name)
 def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
     script = f"{patch.parent.name}/train.py"
@@ -117,7 +136,108 @@ def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
     compile((tmp_path / script).read_bytes(), script, "exec")
 
 
+@pytest.mark.usefixtures("beside_scripts")
 def test_the_table_of_hyperparameters_matches_its_data(load_script):
     """The table in docs/hyperparameters.md is the one made from the committed results."""
     benchmark = load_script("benchmarks/hyperparameters.py")
     assert benchmark.table(*benchmark.read_results()) in (ROOT / "docs" / "hyperparameters.md").read_text("utf-8")
+
+
+# The page of traps ----------------------------------------------------------------------------------------------------
+
+GROUP_SIZE = 8
+NAMES = (
+    "end_of_turn_masked", "mask_from_pad", "off_by_one", "prompt_trained", "tool_output_in_loss", "no_temperature",
+    "right_padding_generation", "equal_rewards_noise", "std_wrong_axis", "micro_batch_mean", "kl_over_padding",
+    "reference_dropout",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def traps(load_script) -> Iterator:
+    """benchmarks/traps.py, which imports what is beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield load_script("benchmarks/traps.py")
+
+
+@pytest.fixture(scope="module")
+def gradient_of(traps, load_script):
+    """The gradient of the update of a small step, with a mistake in it or with the correct code of a setting."""
+    policy = load_policy(RunConfig(device="cpu"), 0.7)
+    correct: dict[tuple, torch.Tensor] = {}  # by what a setting changes here, where flags have no effect
+
+    def gradient(name: str) -> torch.Tensor:
+        setting = traps.setting_of(name)
+        key = (setting.experiment, setting.plant)
+        if name in traps.TRAPS or key not in correct:
+            train = load_script(f"{setting.experiment}/train.py")
+            with traps.planted(name, train):
+                values = step(train, None if name == "mask_from_pad" else policy)
+            if name in traps.TRAPS:
+                return values
+            correct[key] = values
+        return correct[key]
+
+    return gradient
+
+
+def step(train, policy: Policy | None) -> torch.Tensor:
+    """Steps 1 to 5 of `train`, on two groups of rows with a hole in their masks; the first one's rewards are equal.
+
+    None: the policy is loaded as `train` does.
+    """
+    config = train.Config(device="cpu", group_size=GROUP_SIZE, micro_batch_size=4, kl_weight=0.5, max_grad_norm=1e9)
+    policy = policy or train.load_policy(config, 0.7)
+    reference = train.make_reference(policy)
+    for weight in reference.parameters():
+        weight.mul_(1.02)
+    end = policy.end_of_turn_ids[0]
+    questions = [[{"role": "user", "content": question}] for question in ("12 + 3 + 45 = ?", "7 + 8 = ?")]
+    prompts = [encode_prompt(policy.tokenizer, question) for question in questions]
+    rows = sample(policy, prompts, GROUP_SIZE, max_new_tokens=3, key=(0,))
+    for index, row in enumerate(rows):
+        row.observe([20, 21])
+        row.ids += [30] * (index % 3) + [end]
+        row.action_mask += [1] * (index % 3 + 1)
+        row.sampler_log_probs += [-1.0] * (index % 3 + 1)
+        row.finish_reason = "stop"
+    returns = torch.tensor([[0.9] * GROUP_SIZE, [0.9, 0.2, 0.0, 0.9, 0.9, 0.2, 0.0, 0.9]])
+    advantages = train.group_advantages(returns) / (train.group_std(returns) + train.STD_EPS)
+    experience = train.collate(rows, policy.pad_id, policy.device)
+    experience.advantages = advantages.view(-1, 1).float()
+    experience.log_probs_ref = train.token_log_probs(reference, experience, config.micro_batch_size)
+    train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters()])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_planted_mistake_changes_the_gradient_and_is_gone(traps, gradient_of, load_script, name):
+    train = load_script(f"{traps.setting_of(name).experiment}/train.py")
+    changed = (train, common.policy, common.policy.Policy, common.sampling, Experience)
+    before = [dict(vars(target)) for target in changed]
+    right, wrong = gradient_of(traps.TRAPS[name].setting), gradient_of(name)
+    assert (wrong - right).norm() > 0.01 * right.norm()
+    assert [dict(vars(target)) for target in changed] == before
+
+
+def test_an_update_after_all_mistakes_is_as_before(gradient_of, load_script):
+    assert gradient_of("default").equal(step(load_script("experiment_base/train.py"), None))
+
+
+def test_noise_needs_rewards_that_are_not_exact(traps, load_script):
+    train = load_script("experiment_base/train.py")
+    with traps.planted("equal_rewards_noise", train):
+        returns = torch.tensor([[total] * GROUP_SIZE for total in (0.9, 0.2, 1.0, 0.0)])
+        advantages = train.group_advantages(returns) / (train.group_std(returns) + train.STD_EPS)
+    assert advantages[:, 0].tolist() == pytest.approx([-0.809, -0.575, 0.0, 0.0], abs=2e-3)
+
+
+def test_the_page_is_about_the_mistakes_that_are_planted(traps):
+    """Its table is that of the committed results, and the tests that it names exist."""
+    page = (ROOT / "docs" / "traps.md").read_text(encoding="utf-8")
+    assert traps.table(*traps.read_results()) in page
+    assert tuple(traps.TRAPS) == NAMES == tuple(re.findall(r'^<a id="(\w+)"></a>', page, re.MULTILINE))
+    for trap in traps.TRAPS.values():
+        file, _, name = trap.test.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")

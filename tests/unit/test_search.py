@@ -1,11 +1,33 @@
-"""The search tool: what is asked of an index, what the policy reads, and what is counted of it."""
+"""The search tool: what is asked of an index, what the policy reads, and what is counted of it.
+
+A search server that fails, hangs, breaks off or lies: errors for exactly the queries concerned, and in time.
+"""
+
+import asyncio
+import base64
+import gzip
+import json
+import os
+import re
+import signal
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.environment import env_step
+from common.errors import UserError
 from common.search import NOTHING_FOUND, SEARCH_WEIGHTS, Hit, Searcher, SearchError, SearchState
 from common.tasks import qa
 from common.tools import ToolCall, call_tool, schemas
+
+from common.plumbing.retrieval import remote_index
+from common.plumbing.retrieval.protocol import read_answer, write_answer, write_request
+from common.plumbing.retrieval.remote_index import QUERIES_PER_REQUEST, RemoteIndex
 
 ROW = {"question": "Where was the one who built the ship Fardil born?", "answer": "Waplem", "supporting": ["s1", "p1"]}
 SHIP = Hit("s1", "The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.", 7.0)
@@ -172,3 +194,385 @@ def test_the_policy_is_told_what_the_tool_is(searcher):
     assert schema["function"]["parameters"]["required"] == ["query"]
     searcher.send(["Mabto"])
     assert call_tool({"search": searcher.search}, ToolCall("search", {"query": "Mabto"}))[1]
+
+
+# A search server ------------------------------------------------------------------------------------------------------
+
+LONG = 30  # seconds: longer than a request takes on the busiest machine
+SHORT = 0.3  # seconds: for servers that never answer
+N = QUERIES_PER_REQUEST
+QUERIES = [f"query {number}" for number in range(2 * N)]
+
+
+def hits_of(query: str, k: int) -> list[Hit]:
+    return [Hit(f"{query}#{rank}", f"Text {rank}\nof {query}", 1.5 - rank) for rank in range(k)]
+
+
+def answer_to(queries: list[str], k: int) -> bytes:
+    return write_answer([hits_of(query, k) for query in queries], return_scores=True)
+
+
+def http(body: bytes, status: str = "200 OK", **headers: object) -> bytes:
+    headers = {"Content-Length": len(body), "Connection": "close"} | headers
+    lines = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 {status}\r\n{lines}\r\n".encode() + body
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """Real sockets: `reply(asked, send)` says what is sent for the JSON of a request; by default the right answer."""
+
+    daemon_threads, request_queue_size = True, 64
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.asked: list[dict] = []
+        self.lines: list[str] = []
+        self.authorized: list[str] = []
+        self.released = threading.Event()  # servers that hang wait for it, but not for good
+        self.reply: Callable[[dict, Callable], bytes | None] = self.right
+
+    def right(self, asked: dict, send: Callable) -> bytes:
+        return http(answer_to(asked["queries"], asked["topk"]))
+
+    def half_right(self, wrong: Callable) -> None:
+        """A wrong reply to the request that has the first query, and right ones to all others."""
+        self.reply = lambda asked, send: (wrong if QUERIES[0] in asked["queries"] else self.right)(asked, send)
+
+    def handle_error(self, *_) -> None:  # a client that has gone
+        pass
+
+
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        line, length = self.rfile.readline().decode(), 0
+        while (header := self.rfile.readline().strip()) != b"":
+            if header.lower().startswith(b"content-length:"):
+                length = int(header.split(b":")[1])
+            if header.lower().startswith(b"authorization:"):
+                self.server.authorized.append(header.split()[-1].decode())
+        asked = json.loads(self.rfile.read(length))
+        self.server.asked.append(asked)
+        self.server.lines.append(line)
+        self.wfile.write(self.server.reply(asked, self.wfile.write) or b"")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.released.set()
+        running.shutdown()
+        thread.join()
+
+
+def assert_first_failed(answers: list, match: str) -> None:
+    """The queries of the first request have failed, each with one line, and those of the second were answered."""
+    for error in answers[:N]:
+        assert isinstance(error, SearchError)
+        assert match in str(error)
+        assert "\n" not in str(error)
+    assert answers[N:] == [hits_of(query, 2) for query in QUERIES[N:]]
+
+
+def test_a_request_is_search_r1s_and_what_is_said_comes_back(server):
+    queries = ['the "ship"', "", "π\n\0 {}", "x" * 100_000]
+    for url in (server.url, f"{server.url}/retrieve", f"{server.url}/"):
+        assert RemoteIndex(url, LONG).search_all(queries, 3) == [hits_of(query, 3) for query in queries]
+    assert server.asked == [{"queries": queries, "topk": 3, "return_scores": True}] * 3
+    assert set(server.lines) == {"POST /retrieve HTTP/1.1\r\n"}
+    assert RemoteIndex(server.url, LONG).search("one", 1) == hits_of("one", 1)
+    assert RemoteIndex(server.url, LONG).search_all([], 1) == []
+
+
+def test_all_queries_are_in_flight_at_once(server):
+    together = threading.Barrier(3)  # nobody is answered before all requests are there
+
+    def reply(asked, send):
+        together.wait(LONG / 2)
+        return server.right(asked, send)
+
+    server.reply = reply
+    queries = [*QUERIES, "one more"]
+    assert RemoteIndex(server.url, LONG).search_all(queries, 1) == [hits_of(query, 1) for query in queries]
+    assert sorted(len(asked["queries"]) for asked in server.asked) == [1, N, N]
+
+
+PASSAGE = {"id": "17", "contents": '"A title"\nIts text'}
+WIKI = Hit("17", '"A title"\nIts text', 0.83)
+
+
+@pytest.mark.parametrize(
+    ("item", "hit"),
+    [
+        ({"document": PASSAGE, "score": 0.83}, WIKI),
+        ({"document": PASSAGE | {"id": 17}, "score": 0.83}, WIKI),
+        ({"document": PASSAGE | {"title": "A title", "text": "Its text"}, "score": 0.83}, WIKI),
+        (  # Search-R1's BM25 over an index that holds the documents
+            {"document": {"title": "A title", "text": "Its text", "contents": WIKI.text}, "score": 12},
+            Hit("A title", WIKI.text, 12.0),
+        ),
+        (
+            {"document": {"id": "a", "title": "A title", "text": "Its text"}, "score": 1},
+            Hit("a", "A title\nIts text", 1),
+        ),
+        ({"document": {"id": "a", "text": "Its text"}, "score": 1}, Hit("a", "Its text", 1)),
+        ({"document": {"contents": "x"}}, Hit("", "x", 0)),
+        (PASSAGE, WIKI._replace(score=0)),
+    ],
+)
+def test_what_other_servers_leave_out_is_accepted(item, hit):
+    assert read_answer(json.dumps({"result": [[item]]}).encode(), 1, 1) == [[hit]]
+
+
+def test_hits_without_scores_keep_the_order_of_the_server():
+    body = write_answer([hits_of("x", 3)], return_scores=False)
+    assert json.loads(body)["result"][0][1] == {"id": "x#1", "contents": "Text 1\nof x"}
+    [hits] = read_answer(body, 1, 3)
+    assert [hit.document for hit in hits] == ["x#0", "x#1", "x#2"]
+    assert hits == sorted(hits, key=lambda hit: -hit.score)
+
+
+def test_more_hits_than_asked_for_are_cut(server):
+    server.reply = lambda asked, send: http(answer_to(asked["queries"], 7))
+    assert RemoteIndex(server.url, LONG).search_all(QUERIES, 2) == [hits_of(query, 2) for query in QUERIES]
+
+
+@pytest.mark.parametrize(
+    ("reply", "match"),
+    [
+        (http(b"oh", "500 Internal Server Error"), "status 500"),
+        (http(b"{}", "404 Not Found"), "status 404"),
+        (http(b"", "307 Temporary Redirect", Location="/elsewhere"), "status 307"),
+        (http(b"<html>Welcome</html>"), "not JSON"),
+        (http(b'{"result": [[]'), "not JSON"),
+        (http(b"\xff\xfe\x00"), "not JSON"),
+        (http(b'{"result": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not JSON"),
+        (http(b"[]"), "no list of results"),
+        (http(b'{"result": {"0": []}}'), "no list of results"),
+        (http(b'{"result": [[], []]}'), "2 results instead of"),
+        (http(b""), "not JSON"),
+        (http(gzip.compress(answer_to(QUERIES[:N], 2)), Content_Encoding="gzip"), "compressed"),
+        (http(b'{"result"', Content_Length=1000), "ended the connection"),
+        (http(answer_to(QUERIES[:N], 2), Content_Length="many"), "ended the connection"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "ended the connection"),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000, "ended the connection"),
+        (b"", "ended the connection"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_request_that_fails_takes_no_others_with_it(server, reply, match):
+    server.half_right(lambda asked, send: reply)
+    assert_first_failed(RemoteIndex(server.url, LONG).search_all(QUERIES, 2), match)
+    assert len(server.asked) == 2  # nothing is sent twice, or elsewhere
+    with pytest.raises(SearchError, match=match):
+        RemoteIndex(server.url, LONG).search(QUERIES[0], 2)
+
+
+def hang(asked, send) -> None:
+    pass
+
+
+def hang_in_the_headers(asked, send) -> None:
+    send(b"HTTP/1.1 200 OK\r\nContent-")
+
+
+def hang_in_the_body(asked, send) -> None:
+    send(http(answer_to(asked["queries"], asked["topk"]))[:-1])
+
+
+def drip(asked, send) -> bytes:
+    return b" "
+
+
+@pytest.mark.parametrize("begin", [hang, hang_in_the_headers, hang_in_the_body, drip])
+def test_nobody_waits_longer_than_the_time_limit(server, begin):
+    def reply(asked, send):
+        rest = begin(asked, send)
+        if rest:
+            send(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        for _ in range(100 * LONG):
+            if server.released.wait(0.01):
+                return
+            send(rest or b"")
+        send({hang: http, hang_in_the_headers: http}.get(begin, bytes)(answer_to(asked["queries"], asked["topk"])))
+
+    server.half_right(reply)
+    assert_first_failed(RemoteIndex(server.url, SHORT).search_all(QUERIES, 2), "no answer within 0.3 s")
+
+
+def test_an_answer_without_end_is_not_read_to_the_end(server, monkeypatch):
+    monkeypatch.setattr(remote_index, "MAX_BYTES", 100_000)
+
+    def reply(asked, send):
+        send(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        while not server.released.is_set():
+            send(b" " * 10_000)  # until the client hangs up
+
+    server.half_right(reply)
+    assert_first_failed(RemoteIndex(server.url, LONG).search_all(QUERIES, 2), "longer than 100000 bytes")
+
+
+GOOD = {"document": PASSAGE, "score": 1.0}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"null",
+        b"{}",
+        b'"text"',
+        b"[null]",
+        b"[[]]",
+        b'[{"document": null, "score": 1}]',
+        b'[{"document": "text", "score": 1}]',
+        b'[{"document": {"id": "1"}, "score": 1}]',
+        b'[{"document": {"id": "1", "contents": 7}, "score": 1}]',
+        b'[{"document": {"id": true, "contents": "x"}, "score": 1}]',
+        b'[{"document": {"id": ["1"], "contents": "x"}, "score": 1}]',
+        b'[{"document": {"id": "1", "contents": "x"}, "score": NaN}]',
+        b'[{"document": {"id": "1", "contents": "x"}, "score": 1e999}]',
+        b'[{"document": {"id": "1", "contents": "x"}, "score": 1' + b"0" * 400 + b"}]",
+        b'[{"document": {"id": "1", "contents": "x"}, "score": "1"}]',
+        b'[{"document": {"id": "1", "contents": "x"}, "score": true}]',
+        b'[{"document": {"id": "1", "contents": "half \\ud83d"}, "score": 1}]',
+        b'[{"document": {"id": "\\udc00", "contents": "x"}, "score": 1}]',
+    ],
+    ids=lambda wrong: wrong.decode()[:60],
+)
+def test_a_result_that_cannot_be_used_spoils_no_other(wrong):
+    good = json.dumps([GOOD]).encode()
+    first, second, third = read_answer(b'{"result": [%b, %b, %b]}' % (good, wrong, good), 3, 2)
+    assert first == third == [Hit("17", PASSAGE["contents"], 1.0)]
+    assert isinstance(second, SearchError)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["id", "contents", "title", "text", "document", "score"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(JSON, min_size=1, max_size=3))
+def test_any_answer_becomes_hits_or_errors(results):
+    for answer in read_answer(json.dumps({"result": results}).encode(), len(results), 2):
+        if not isinstance(answer, SearchError):
+            assert len(answer) <= 2
+            for hit in answer:
+                assert (hit.document + hit.text).encode() is not None
+                assert abs(hit.score) < float("inf")
+
+
+def test_half_a_surrogate_pair_does_not_take_others_with_it(server):
+    index = RemoteIndex(server.url, LONG)
+    assert index.search_all(["a", "half \ud83d", "b"], 1) == [hits_of(query, 1) for query in ("a", "half ?", "b")]
+    assert json.loads(write_request(["\udc00"], 1))["queries"] == ["?"]
+
+
+def test_a_proxy_is_used_for_other_machines_only(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    port = server.server_address[1]
+    for host in ("127.0.0.1", "localhost"):
+        assert RemoteIndex(f"http://{host}:{port}", LONG).search("a", 1) == hits_of("a", 1)
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    assert RemoteIndex("http://search.example", LONG).search("a", 1) == hits_of("a", 1)
+    assert server.lines[-1].startswith("POST http://search.example/retrieve")
+
+
+def test_it_works_in_a_loop_in_threads_and_after_a_fork(server):
+    index = RemoteIndex(server.url, LONG)
+
+    async def cell():
+        return index.search("in a notebook", 1)
+
+    assert asyncio.run(cell()) == hits_of("in a notebook", 1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda query: index.search_all([query], 2), QUERIES))
+    assert found == [[hits_of(query, 2)] for query in QUERIES]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if index.search_all(QUERIES, 1) == [hits_of(query, 1) for query in QUERIES] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_ctrl_c_ends_a_search_at_once(server):
+    gave_up = []
+
+    def reply(asked, send):
+        os.kill(os.getpid(), signal.SIGINT)
+        gave_up.append(not server.released.wait(LONG))
+
+    server.reply = reply
+    with pytest.raises(KeyboardInterrupt):
+        RemoteIndex(server.url, 2 * LONG).search("a", 1)
+    assert gave_up == []  # the server still waits
+
+
+def test_a_name_that_takes_long_to_look_up_is_not_waited_for(monkeypatch):
+    released, gave_up = threading.Event(), []
+
+    def look_up(*_, **__):
+        gave_up.append(not released.wait(LONG))
+        raise OSError
+
+    index = RemoteIndex("http://a-server.invalid", 0.05)
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    [answer] = index.search_all(["a"], 1)
+    assert gave_up == []  # it is still being looked up
+    released.set()
+    assert str(answer) == "the search server gave no answer within 0.05 s"
+
+
+def test_an_outage_is_told_once_and_its_end_too(server, capsys):
+    index, wrong = RemoteIndex(server.url, LONG), http(b"", "503 Service Unavailable")
+    for reply in (server.right, lambda *_: wrong, lambda *_: wrong, server.right, server.right):
+        server.reply = reply
+        index.search_all(QUERIES, 2)
+    shown = f"{server.url}/retrieve"
+    assert re.sub(r"\d+ s$", "? s", capsys.readouterr().out, flags=re.MULTILINE) == (
+        f"searches at {shown} fail: the search server answered with status 503; the run goes on\n"
+        f"searches at {shown} work again: {4 * N} failed in ? s\n"
+    )
+    server.reply = lambda *_: http(b'{"result": [null, []]}')  # one slow query is no outage
+    assert [type(answer) for answer in index.search_all(["a", "b"], 2)] == [SearchError, list]
+    assert capsys.readouterr().out == ""
+    server.reply = lambda *_: http(b'{"result": [null, null]}')
+    index.search_all(["a", "b"], 2)
+    assert "could not answer this query" in capsys.readouterr().out
+
+
+def test_the_server_is_tried_at_the_start(server):
+    RemoteIndex(server.url, LONG).check()
+    server.reply = lambda *_: http(b"<html>Welcome</html>")
+    with pytest.raises(UserError, match=r"--search-url http://127.0.0.1:\d+/retrieve: .* not JSON; .*serve_index.py"):
+        RemoteIndex(server.url, LONG).check()
+    with pytest.raises(UserError, match=r"cannot be reached \(.+\); .*serve_index.py"):
+        RemoteIndex("http://127.0.0.1:9", LONG).check()
+
+
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://a/b", "http://", "http://a:b:c", "http://a:99999", "http://[::1", "x\x00y"]
+)
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(UserError, match=r"--search-url .*is not the URL of a server"):
+        RemoteIndex(url, LONG)
+
+
+def test_a_password_is_read_from_netrc_only(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    RemoteIndex(server.url, LONG).search("one", 1)
+    assert server.authorized == [base64.b64encode(b"me:secret").decode()]
+    for user in ("me:hidden", "hidden"):
+        with pytest.raises(UserError, match=r"--search-url holds a password, .*netrc: machine 127.0.0.1") as error:
+            RemoteIndex(server.url.replace("//", f"//{user}@"), LONG)
+        assert "hidden" not in str(error.value)

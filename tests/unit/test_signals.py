@@ -1,9 +1,10 @@
-"""When Ctrl-C ends a run: after the step that it interrupts, or at once."""
+"""When Ctrl-C ends a run: after the step that it interrupts, or at once; and signals that a main thread cannot take."""
 
 from common.plumbing.interrupt import PROGRAMS
 import re
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from common.plumbing.config import RunConfig
 from common.plumbing.loading import load_policy
+from common.plumbing.signals import call_after_signal
 from common.plumbing.start import start_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,3 +75,24 @@ def test_every_program_that_ends_at_once_is_known():
     programs = [path for path in files if imports_it.search(path.read_text(encoding="utf-8"))]
     assert len(programs) > 10
     assert [path for path in programs if not path.name.startswith(PROGRAMS)] == []
+
+
+# When the main thread cannot answer -----------------------------------------------------------------------------------
+
+
+def test_a_signal_is_noticed_by_another_thread():
+    """Also before Python can call its handler; and nothing is called without a signal, or if the block ends in time."""
+    called = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with call_after_signal(0.0, called.set):
+            pass
+        with call_after_signal(600.0, called.set):
+            signal.raise_signal(signal.SIGTERM)
+        assert not called.is_set()
+        with call_after_signal(0.01, called.set):
+            signal.raise_signal(signal.SIGTERM)
+            assert called.wait(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signal.set_wakeup_fd(-1) == -1
