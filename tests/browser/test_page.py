@@ -260,6 +260,7 @@ def test_a_token_is_chosen_by_mouse(runs, open_page, name):
     assert "part of the prompt, not in the loss" in page.inner_text("#readout")
 
 
+@pytest.mark.slow
 def test_a_token_is_chosen_by_keyboard_alone(runs, open_page):
     directory = runs["base"]
     page = open_page(directory / "report.html")

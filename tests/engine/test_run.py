@@ -179,6 +179,7 @@ def test_weights_are_pushed_every_so_many_steps(stand_in, train):
     assert [value < 1e-4 for value in second] == [True, False, True, False]
 
 
+@pytest.mark.slow
 def test_one_step_ahead_samples_with_the_weights_before(stand_in, train):
     """Step t is sampled with the weights before the update of step t-1. The last step begins no other."""
     server = stand_in()
@@ -310,14 +311,9 @@ def outcome(script, *arguments: str) -> tuple[int, str]:
     return 0, errors.getvalue()
 
 
+@pytest.mark.slow
 @posix
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(COMPLETIONS, id="during a request"),
-        pytest.param(RELOAD, id="during a push", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("path", [COMPLETIONS, RELOAD], ids=["during a request", "during a push"])
 def test_a_run_whose_server_is_killed_resumes(script, stand_in, tmp_path, at_step, uninterrupted, path):
     """At step 3 the server hangs, and is killed with SIGKILL; then a server of another one takes its place."""
 

@@ -40,6 +40,7 @@ def card_of(directory: Path) -> tuple[dict, str]:
     return yaml.safe_load(front), text
 
 
+@pytest.mark.slow
 def test_a_full_run_loads_answers_and_is_described(runs, export, tmp_path):
     """The card's own code is run, and prints the greedy answer of the run's final policy."""
     export(runs / "full")
@@ -260,6 +261,7 @@ def hub(load_script, monkeypatch):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_every_byte_arrives_and_nothing_else(runs, export, tmp_path, hub, capsys):
     export(runs / "full", "--push", "me/small", "--private", "--output", "out")
     written = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}

@@ -294,6 +294,7 @@ def test_processes_with_other_rows_are_refused(tmp_path):
 # Faults in a run
 
 
+@pytest.mark.slow
 def test_an_update_is_skipped_by_all_together(uninterrupted):
     """Where one rank has a reward that is not a number; the policies of the ranks remain equal."""
     directory, output = uninterrupted

@@ -115,6 +115,7 @@ def trained(load_script, tmp_path_factory) -> SimpleNamespace:
 # LoRA ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_kl_is_0_before_the_first_update_and_not_after_it(trained):
     first, second = read_steps(trained.directory)
     assert abs(first["loss/kl"]) < 1e-6

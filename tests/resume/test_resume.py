@@ -290,7 +290,7 @@ def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, uninterrupted)
         assert read_events(directory, tag) == read_events(uninterrupted, tag)
 
 
-def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uninterrupted):
+def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uninterrupted, cold):
     """SIGTERM while the policy is loaded, then Ctrl-C in a step; each time the printed command is run."""
     directory = tmp_path / "runs" / "experiment_base" / "my run"
     command = ["python", str(TRAIN), *SIX_STEPS, "--checkpoint-every", "0", "--name", "my run"]
@@ -382,6 +382,7 @@ def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
     assert not list((tmp_path / "experiment_base").iterdir())
 
 
+@pytest.mark.slow
 def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, uninterrupted):
     train(*FLAGS, "--steps", "4", *CHECKPOINTS, "--runs-dir", str(tmp_path), "--name", "mine")
     directory = tmp_path / "experiment_base" / "mine"
@@ -608,6 +609,7 @@ def own_files(tmp_path, monkeypatch, train) -> Path:
     return tmp_path / "runs" / "experiment_base" / "mine"
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_any_directory(own_files, monkeypatch, train):
     elsewhere = own_files.parents[2] / "elsewhere"
     elsewhere.mkdir()
@@ -674,6 +676,7 @@ def test_an_adapter_is_resumed(tmp_path, train):
     assert_equal_runs(directory, expected)
 
 
+@pytest.mark.slow
 def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
     monkeypatch.syspath_prepend(TRAIN.parents[1] / "experiment_sft")
     main = load_script("experiment_sft/train.py").main

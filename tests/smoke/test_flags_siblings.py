@@ -272,6 +272,7 @@ def test_with_grpo_it_is_experiment_base_bit_for_bit(quick_run):
         assert digests[0] == digests[1] != digests[2], name
 
 
+@pytest.mark.slow
 def test_the_advantage_is_the_return_minus_the_groups_mean(quick_run):
     """In the first step, where both have sampled the same completions."""
 

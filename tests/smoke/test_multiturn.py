@@ -151,6 +151,7 @@ def test_tools_that_fill_the_context_are_named(train):
     assert not list(Path("runs").glob("*/*"))
 
 
+@pytest.mark.slow
 def test_a_price_of_calls_is_part_of_the_return(train):
     directory, _ = run(train, "--reward-weight", "calls=-0.25")
     metrics = rows_of(directory, "metrics")[1]

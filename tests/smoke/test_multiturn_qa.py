@@ -62,6 +62,7 @@ def write_rows(path: str, rows: list[dict]) -> None:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_curves")
 def test_the_policy_reads_documents_of_the_index(train):
     """Twice, with the same index: the second run does not build it again."""
@@ -166,6 +167,7 @@ def test_mistakes_end_a_run_in_one_sentence(train, flags, message):
     assert not Path("runs/experiment_multiturn_qa").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_curves")
 def test_a_run_goes_on_when_its_server_dies(train, tmp_path):
     """Its searches fail, which the policy reads, and which is counted and said."""

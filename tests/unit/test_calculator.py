@@ -325,6 +325,7 @@ def test_only_text_is_an_expression():
         assert calculator(value) == "error: the expression is not text"
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(st.text(max_size=40) | st.text("0123456789.eE+-*/%(), abmaxround_\n", max_size=40))
 def test_any_text_has_a_short_answer(text):

@@ -204,6 +204,7 @@ def write_data(path: Path, questions: dict[str, str]) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_questions_that_cannot_be_answered_are_reported(run, tmp_path):
     data = write_data(tmp_path / "data.jsonl", {f"What is {n}+1?": "unknowable" for n in range(5)})
     said, rows = run("--data", data, "--steps", "12", "--group-size", "2", "--max-new-tokens", "24")
@@ -214,6 +215,7 @@ def test_questions_that_cannot_be_answered_are_reported(run, tmp_path):
     assert "harder" not in sentence
 
 
+@pytest.mark.slow
 def test_solved_questions_are_reported_and_not_as_flat_reward(run, tmp_path):
     """The sentence suggests harder questions."""
     policy = load_policy(RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
@@ -262,6 +264,7 @@ def test_a_runaway_kl_is_reported(run, random_policy, monkeypatch):
     assert is_silent("clip", said)
 
 
+@pytest.mark.slow
 def test_a_clip_that_affects_many_tokens_is_reported(run, random_policy, monkeypatch):
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay

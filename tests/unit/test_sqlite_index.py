@@ -304,6 +304,7 @@ def versions_read(path: Path, seconds: float, versions: list[str]) -> set[str]:
     return known
 
 
+@pytest.mark.slow
 @needs_fork
 def test_readers_see_the_old_index_or_the_new_one(tmp_path):
     path = tmp_path / "x"
@@ -589,6 +590,7 @@ def test_the_script_says_what_it_has_built(load_script, capsys):
         load_script(SCRIPT).main(["--corpus", "my docs.jsonl", "--index", "x.sqlite"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_directory")
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for a process")
 def test_ctrl_c_ends_a_build_without_a_trace():

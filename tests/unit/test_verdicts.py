@@ -181,6 +181,7 @@ def test_values_tell_different_expressions_apart(gold, answer):
     assert values_differ(gold, answer)
 
 
+@pytest.mark.slow
 @needs_library
 def test_the_library_says_the_same(judge):
     """Of equal ones, and of different ones without the values that refuse them."""
@@ -205,6 +206,7 @@ def test_a_verdict_is_kept_and_shared_by_spellings(judge):
     assert ids_of_workers(judge) == process
 
 
+@pytest.mark.slow
 @needs_library
 def test_a_verdict_that_takes_too_long_is_undecided(judge, monkeypatch):
     """The worker interrupts itself and goes on; if it cannot, a signal ends it, and another one is started."""
