@@ -204,6 +204,8 @@ def test_gguf_is_left_to_the_converter_of_llama_cpp(runs, export, tmp_path):
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(runs, load_script, tmp_path, monkeypatch, capsys, argv, sentence):
+    if "4bit" in argv:
+        pytest.importorskip("bitsandbytes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     if argv and argv[0].startswith("full"):
