@@ -120,6 +120,8 @@ def assert_same_run(directory: Path, expected: Path) -> None:
     ],
 )
 def test_engines_that_cannot_be_are_refused(tmp_path, train, flags, sentence):
+    if "--load-in" in flags:
+        pytest.importorskip("bitsandbytes")
     name, _, value = flags.partition(" ")
     words = [f"{name}={value}"] if name == "--engine-start" else flags.split()
     with pytest.raises(UserError, match=sentence):
