@@ -244,18 +244,11 @@ def test_all_queries_of_a_call_are_encoded_together(indexes):
     assert sizes == [64]
 
 
-def test_it_works_in_threads_and_after_a_fork(indexes):
+def test_it_works_in_threads(indexes):
     index = indexes["bert"]
     expected = [index.search(query, 3) for query in QUERIES[:7]]
     with ThreadPoolExecutor(7) as pool:
         assert list(pool.map(lambda query: index.search(query, 3), QUERIES[:7])) == expected
-    child = os.fork()
-    if child == 0:
-        found = index.search_all(QUERIES[:7], 3)
-        os._exit(0 if [[hit.document for hit in hits] for hits in found] == [
-            [hit.document for hit in hits] for hits in expected
-        ] else 1)  # fmt: skip
-    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("name", ["faiss", "sentence_transformers"])

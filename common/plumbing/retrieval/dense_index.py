@@ -137,8 +137,8 @@ class DenseIndex:
     """Vectors in a file, and the model that has made them.
 
     Several threads may search; their queries are encoded one call after the other, so that calls which nobody waits for
-    any more do not pile up in a slow encoder. A process that was forked may search if no thread was searching then.
-    Which queries are encoded together can change a score in its last digits.
+    any more do not pile up in a slow encoder. A forked process must not search: the matrix library can wait forever for
+    a lock that a thread of its parent held. Which queries are encoded together can change a score in its last digits.
     """
 
     def __init__(self, path: Path, model, seconds: float):
