@@ -9,7 +9,7 @@ Shapes as in the experiments: B rows, T tokens, Q prompts, G completions per pro
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from torch import nn
 import common.policy
 import common.sampling
 from common.experience import Experience, collate
-from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, masked_sum, probability_ratio
+from common.loss import approx_kl_divergence
 from common.policy import Policy
 
 from common.plumbing.loading import load_policy, make_reference
@@ -142,38 +142,31 @@ def reference_dropout(train: ModuleType) -> AbstractContextManager:
 def kl_over_padding(train: ModuleType) -> AbstractContextManager:
     """The KL penalty is averaged over all entries of the padded (b, T-1), prompt and padding among them."""
 
-    def loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
-        mask = micro.action_mask
-        ratio = probability_ratio(log_probs, micro.old_log_probs, mask)
-        rows = masked_mean(clipped_surrogate(ratio, micro.advantages, config.clip_eps), mask, dim=1)
-        kl = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
-        return rows.sum() / num_rows + config.kl_weight * kl.mean() * len(micro) / num_rows
+    right = train.policy_loss
+
+    def loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+        surrogate, diagnostics = right(replace(config, kl_weight=0.0), log_probs, micro, num_rows)
+        kl = approx_kl_divergence(log_probs, micro.log_probs_ref, micro.action_mask)
+        return surrogate + config.kl_weight * kl / kl.shape[1] / num_rows, diagnostics | {"kl": kl}
 
     return replaced(train, policy_loss=loss)
-
-
-def token_loss(config, log_probs: torch.Tensor, micro: Experience) -> torch.Tensor:
-    """(b, T-1), as in `policy_loss` of experiment_base."""
-    ratio = probability_ratio(log_probs, micro.old_log_probs, micro.action_mask)
-    kl = approx_kl_divergence(log_probs, micro.log_probs_ref, micro.action_mask)
-    return clipped_surrogate(ratio, micro.advantages, config.clip_eps) + config.kl_weight * kl
 
 
 @contextmanager
 def per_token(train: ModuleType, *, by_micro_batch: bool = False) -> Iterator[None]:
     """The loss is the mean over all tokens of the minibatch; wrongly: the mean of its micro-batches' means."""
-    split, seen = Experience.split, {}
+    right, split, seen = train.policy_loss, Experience.split, {}
 
     def split_and_count(minibatch: Experience, *arguments, **options) -> Iterator[Experience]:
         parts = list(split(minibatch, *arguments, **options))
         seen.update(tokens=sum(part.action_mask.sum() for part in parts), parts=len(parts))
         yield from parts
 
-    def loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
-        values = token_loss(config, log_probs, micro)
-        if by_micro_batch:
-            return masked_mean(values, micro.action_mask) / seen["parts"]
-        return masked_sum(values, micro.action_mask) / seen["tokens"]
+    def loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+        terms, diagnostics = right(config, log_probs, micro, num_rows)
+        lengths = micro.action_mask.sum(dim=1, keepdim=True)  # (b, 1)
+        token_loss = terms * lengths * num_rows  # without the two denominators of GRPO
+        return token_loss / (lengths.sum() * seen["parts"] if by_micro_batch else seen["tokens"]), diagnostics
 
     with replaced(Experience, split=split_and_count), replaced(train, policy_loss=loss):
         yield

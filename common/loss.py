@@ -40,6 +40,16 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: f
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
 
 
+def is_clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
+    """Which tokens have no gradient in `clipped_surrogate`.
+
+    >>> is_clipped(torch.tensor([[1.3, 0.7], [1.3, 0.7]]), torch.tensor([[1.0], [-1.0]]), clip_eps=0.2)
+    tensor([[ True, False],
+            [False,  True]])
+    """
+    return ((ratio > 1 + clip_eps) & (advantages > 0)) | ((ratio < 1 - clip_eps) & (advantages < 0))
+
+
 def approx_kl_divergence(log_probs: torch.Tensor, log_probs_ref: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The k3 estimate of KL(policy || reference) at every action token, in nats; 0 elsewhere: (B, T-1).
 

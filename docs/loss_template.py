@@ -27,7 +27,7 @@ def policy_loss(
     max_new_tokens: int,
     num_rows: int,  # of the minibatch, of which this is a micro-batch; num_tokens is the number of its sampled tokens
 ) -> torch.Tensor:
-    """A micro-batch's part of the loss: one number."""
+    """A micro-batch's part of the loss: one number, or the terms of its tokens, (B, T-1), which add up to it."""
     ratio = torch.where(mask.bool(), log_probs - old_log_probs, 0.0).exp()
     token_loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
     log_r = torch.where(mask.bool(), log_probs_ref - log_probs, 0.0)

@@ -88,8 +88,12 @@ class LossFunction:
                 return parameter.default is None or "None" in str(parameter.annotation)
         return False
 
-    def __call__(self, batch: Batch, log_probs: torch.Tensor) -> Any:
-        """What the function returns; which of its inputs it writes to is noted."""
+    def __call__(self, batch: Batch, log_probs: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+        """The loss and the terms of its tokens, of which the function may return one or both.
+
+        Terms have the shape of the log-probs that it is given; without a loss, they add up to it. Which of its inputs
+        the function writes to is noted.
+        """
         values = self._values(batch, log_probs)
         inputs = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
         copies = {name: value.detach().clone() for name, value in inputs.items()}
@@ -98,8 +102,12 @@ class LossFunction:
             name for name, copy in copies.items() if not torch.equal(copy, inputs[name].detach().to(copy.dtype))
         }
         if isinstance(result, tuple) and result:
-            return result[0]
-        return result.get("loss") if isinstance(result, dict) else result
+            result = result[0]
+        if not isinstance(result, dict):
+            is_terms = getattr(result, "shape", None) == values["log_probs"].shape
+            result = {"terms" if is_terms else "loss": result}
+        loss, terms = result.get("loss"), result.get("terms")
+        return (terms.sum() if loss is None and terms is not None else loss), terms
 
     def _call(self, batch: Batch, values: dict[str, Any]) -> Any:
         if self.adapter == "textbook":

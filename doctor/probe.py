@@ -30,6 +30,7 @@ class Probe:
     def __init__(self, loss: LossFunction, path: Path):
         self.loss, self.path, self.check = loss, path, ""
         self.leaks = False  # whether tokens outside the mask are known to have a gradient
+        self.terms: torch.Tensor | None = None  # those of the last call; None: the function returns none
 
     def __call__(self, batch: Batch, may_be_nan: bool = False) -> tuple[float, torch.Tensor]:
         """The loss, and its gradient (B, W) by the log-probs, 0 in columns that the function does not get.
@@ -39,7 +40,8 @@ class Probe:
         """
         leaf = batch.log_probs.clone().requires_grad_()
         what = f"policy_loss (in the check {self.check})" if self.check else "policy_loss"
-        value = call(what, self.path, self.loss, batch, leaf * 1)  # as in training no leaf, so that it can be changed
+        # as in training no leaf, so that it can be changed
+        value, self.terms = call(what, self.path, self.loss, batch, leaf * 1)
         if not isinstance(value, torch.Tensor):
             raise UnusableError(f"{what} returned a {type(value).__name__} instead of a tensor with a gradient")
         if value.numel() != 1:

@@ -31,6 +31,7 @@ def check_weights(probe: Probe, declared: str) -> Iterator[Finding]:
         yield _zero_gradient(probe, batch)
         return
     yield _zero_gradient_ok(probe, batch)
+    yield from _terms(probe, batch)
     findings = _which_tokens(probe, batch, weights)
     yield from findings
     traps = {finding.check for finding in findings if finding.status == TRAP}
@@ -76,6 +77,22 @@ def _zero_gradient_ok(probe: Probe, batch: Batch) -> Finding:
     at = (expected - got).abs().argmax()
     trap = "With old_log_probs=None the gradient differs from that of old log-probs equal to the policy's."
     return compare("zero_gradient", LOSS, float(expected.flatten()[at]), float(got.flatten()[at]), trap, ok)
+
+
+def _terms(probe: Probe, batch: Batch) -> Iterator[Finding]:
+    """Whether the terms that a function returns are 0 outside the mask and add up to its loss."""
+    probe.check = "terms"
+    value, _ = probe(batch)
+    if probe.terms is None:
+        return
+    terms = probe.terms.detach()
+    outside = float(terms[~batch.mask[:, probe.loss.first_column :]].abs().sum())
+    if outside > 1e-6:
+        sentence = "A token where the mask is 0 has a term in the loss."
+        yield Finding("terms", LOSS, TRAP, sentence, 0.0, outside)
+        return
+    trap = "The terms of the tokens do not add up to the loss."
+    yield compare("terms", LOSS, value, float(terms.sum()), trap, "The terms of the tokens add up to the loss.")
 
 
 def _which_tokens(probe: Probe, batch: Batch, weights: torch.Tensor) -> list[Finding]:

@@ -28,7 +28,7 @@ from common.chat import decode, encode_prompt
 from common.engines.engine import Engine, Sampling
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
-from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
+from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
 from common.policy import Policy
 
 from common.plumbing.config import BatchSize
@@ -73,7 +73,7 @@ class Config(EngineConfig):
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
     task = load_task(config)  # what is asked and rewarded, with its rows of data
-    with start_run("experiment_engine", config, task) as run:
+    with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
         engine = start_engine(config, run, task, policy)
@@ -159,14 +159,17 @@ def importance_weights(config: Config, experience: Experience) -> torch.Tensor:
     return weights.clamp(max=config.importance_cap) if config.importance_cap else torch.ones_like(weights)
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
-    """A micro-batch's part of the loss of a minibatch of `num_rows` rows: the parts add up. Equation 3 of the paper."""
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+    """Each token's term, (b, T-1): (-min(ratio w A, clip(ratio) w A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
     token_loss = clipped_surrogate(ratio, micro.importance_weights * micro.advantages, config.clip_eps)  # (b, T-1)
+    diagnostics = {"ratio": ratio, "clipped": is_clipped(ratio, micro.advantages, config.clip_eps)}
+    diagnostics["importance_weight"] = micro.importance_weights
     if config.kl_weight > 0:
-        token_loss = token_loss + config.kl_weight * approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
-    return masked_mean(token_loss, mask, dim=1).sum() / num_rows  # mean over a row's tokens, then over rows
+        diagnostics["kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
+        token_loss = token_loss + config.kl_weight * diagnostics["kl"]
+    return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
 
 
 @within_memory
@@ -174,16 +177,17 @@ def update(
     config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
-    statistics = UpdateStatistics(config.clip_eps, config.max_grad_norm)
+    statistics = UpdateStatistics(config.max_grad_norm)
     for epoch in range(config.epochs_per_step):
         key = (config.seed, step, epoch)  # names the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
-                loss = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
-                loss.backward()
-                statistics.add(epoch, index, micro, log_probs, entropy, loss)
+                log_probs.retain_grad()  # a token's push is minus its gradient
+                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
+                terms.sum().backward()
+                statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()

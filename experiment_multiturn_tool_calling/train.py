@@ -32,7 +32,7 @@ from common.environment import CALL_WEIGHTS, State, env_step
 from common.experience import Experience, collate
 from common.fast.kept_rows import KeptRows
 from common.logprobs import token_log_probs
-from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
+from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
 from common.tools import call_form, schemas
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     tools = {"calculator": calculator} if config.tool else {}  # functions by name
     tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
     task = load_task(config, CALL_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
-    with start_run("experiment_multiturn_tool_calling", config, task) as run:
+    with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
         check_turns(policy)
@@ -205,18 +205,19 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
-    # In bfloat16 the sampler's numbers differ from the training forward's; the ratio must not see that difference.
-    return token_log_probs(policy, experience, config.micro_batch_size)
+    return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
-    """A micro-batch's part of the loss of a minibatch of `num_rows` rows: the parts add up. Equation 3 of the paper."""
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+    """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / tokens of its row / num_rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
     token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
+    diagnostics = {"ratio": ratio, "clipped": is_clipped(ratio, micro.advantages, config.clip_eps)}
     if config.kl_weight > 0:
-        token_loss = token_loss + config.kl_weight * approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
-    return masked_mean(token_loss, mask, dim=1).sum() / num_rows  # mean over a row's tokens, then over rows
+        diagnostics["kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
+        token_loss = token_loss + config.kl_weight * diagnostics["kl"]
+    return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
 
 
 @within_memory
@@ -224,16 +225,17 @@ def update(
     config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
-    statistics = UpdateStatistics(config.clip_eps, config.max_grad_norm)
+    statistics = UpdateStatistics(config.max_grad_norm)
     for epoch in range(config.epochs_per_step):
         key = (config.seed, step, epoch)  # names the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
-                loss = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
-                loss.backward()
-                statistics.add(epoch, index, micro, log_probs, entropy, loss)
+                log_probs.retain_grad()  # a token's push is minus its gradient
+                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
+                terms.sum().backward()
+                statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
             grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()

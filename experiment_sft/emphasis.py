@@ -44,10 +44,14 @@ def _piece(tokenizer, token: int) -> str:
 
 
 def collate_weighted(rows: list[Trajectory], pad_id: int, device: str | torch.device) -> Experience:
-    """The rows as tensors. Weights become advantages: the loss is that of a policy gradient with given actions."""
+    """The rows as tensors. Weights become advantages: the loss is that of a policy gradient with given actions.
+
+    They are 0 where the assistant says nothing, and 1 where a row has no weights.
+    """
     batch = collate(rows, pad_id, device)
+    batch.advantages = batch.action_mask.float()
     if any(getattr(row, "weights", ()) for row in rows):
         width = batch.sequences.shape[1]
         padded = [(row.weights or [1.0] * len(row.ids)) + [0.0] * (width - len(row.ids)) for row in rows]
-        batch.advantages = torch.tensor(padded, device=device)[:, 1:]  # (B, T-1)
+        batch.advantages *= torch.tensor(padded, device=device)[:, 1:]  # (B, T-1)
     return batch

@@ -36,7 +36,6 @@ from common.errors import UserError
 from common.evaluate import evaluate
 from common.experience import Experience, collate
 from common.keyed import keyed_generator
-from common.loss import masked_sum
 from common.policy import Policy
 from common.tasks import arithmetic, countdown
 from common.trajectory import Trajectory
@@ -92,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     if config.lessons != "arithmetic" and (config.data is not None or config.model == "new"):
         raise UserError(f"--lessons {config.lessons} continues a policy that can reason: give a --model, and no --data")
     rows = lessons(config) if config.data is None else read_rows(config.data, {"messages": list})
-    with start_run("experiment_sft", config) as run:
+    with start_run(config) as run:
         policy = new_policy(config) if config.model == "new" else load_policy(config)
         if config.data is None:  # the examination at the end would fail
             task, budget = EXAMINED[config.lessons]
@@ -181,18 +180,21 @@ def train(config: Config, run: Run, policy: Policy, rows: list[Trajectory]) -> N
         run.checkpoint(step, policy, optimizer)
 
 
+def policy_loss(log_probs: torch.Tensor, micro: Experience, total_weight: torch.Tensor) -> torch.Tensor:
+    """Each token's term, (b, T-1): -weight log p(token) / the weights of all tokens of the batch."""
+    return -log_probs * micro.advantages / total_weight
+
+
 def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, batch: Experience) -> dict[str, float]:
     """One optimizer step: minus the mean log-probability of the batch's assistant tokens."""
     optimizer.zero_grad()
-    weights = batch.action_mask if batch.advantages is None else batch.action_mask * batch.advantages  # (B, T-1)
-    total_weight = weights.sum()  # of the full batch, so that micro-batches add up to its mean
+    total_weight = batch.advantages.sum()  # of the full batch, so that micro-batches add up to its mean
     total = 0.0
     for micro in batch.split(config.micro_batch_size):
         log_probs = policy(micro.sequences, micro.action_mask).log_probs  # (b, T-1)
-        weighted = log_probs if micro.advantages is None else log_probs * micro.advantages
-        loss = masked_sum(-weighted, micro.action_mask) / total_weight
-        loss.backward()
-        total += loss.item()
+        terms = policy_loss(log_probs, micro, total_weight)  # (b, T-1)
+        terms.sum().backward()
+        total += terms.sum().item()
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
     if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()

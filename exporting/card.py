@@ -14,8 +14,9 @@ from exporting.answers import Questions
 from exporting.source import Source
 from viewer.table import wilson
 
-from common.plumbing.checks import flag
+from common.plumbing.checks import INPUTS, flag
 from common.plumbing.config import BUNDLED, is_hub_id
+from common.plumbing.flags import GROUPS
 from common.plumbing.hub import is_hub_source
 from common.plumbing.terminal import printable, visible
 
@@ -24,13 +25,8 @@ SHOWN = {
     "sampled/accuracy": "sampled accuracy (mean of 8)",
     "sampled/pass@8": "at least one of 8 right (pass@8)",
 }
-METHODS = {  # of each experiment; of all others GRPO
-    "experiment_sft": "supervised fine-tuning",
-    "experiment_drgrpo": "Dr. GRPO (reinforcement learning, arXiv 2503.20783)",
-}
-GRPO = "GRPO (reinforcement learning, arXiv 2402.03300)"
 BITS = {"4bit": "4 bits", "8bit": "8 bits"}
-PLACES = ("model", "data", "eval_data", "task", "chat_template", "tools", "corpus", "encoder")  # by their last part
+PLACES = ("model", "task", *INPUTS)  # shown by their last part
 TEXTS = ("system_prompt", "completion_prefix")
 
 
@@ -95,21 +91,21 @@ class Card:
         merged = ", merged from a LoRA adapter and its base" if self.source.is_adapter and self.merged else ""
         state = "after" if self.source.step is None else f"at the checkpoint of step {self.source.step} of"
         settings = self.source.settings
-        experiment = str(settings["experiment"])
-        method = METHODS.get(experiment, GRPO) if settings.get("critic_type") != "grpo" else GRPO
+        about = settings.get("about")  # the first line of its train.py
+        about = f": {escape(about.rstrip('.'))}" if isinstance(about, str) and about else ""
         what = "on examples of answers"
         if not self._is_supervised:
             what = f"with the questions and the reward of the task {code(place('task', str(settings.get('task'))))}"
             data = settings.get("data")
             what += f", on the data {code(place('data', data))}" if isinstance(data, str) else ""
         return (
-            f"{kind} {form}{merged}: {self._model} {state} a run of {method} {what}. It was trained by "
-            f"{code(experiment)} of an open textbook of reinforcement learning for language models."
+            f"{kind} {form}{merged}: {self._model} {state} a run of {code(str(settings['experiment']))} {what}. That "
+            f"experiment is part of an open textbook of reinforcement learning for language models{about}."
         )
 
     @property
     def _is_supervised(self) -> bool:
-        return self.source.settings["experiment"] == "experiment_sft"
+        return self.source.settings.get("task") is None
 
     @property
     def _load_in(self) -> str | None:
@@ -277,7 +273,8 @@ def _public(name: str, value: object) -> list[str]:
         return [flag(name), place(name, value)]
     if name in TEXTS:
         return [flag(name), printable(value, 2000)]
-    is_word = name in ("dtype", "load_in", "attn_implementation", "critic_type", "device", "index")
+    is_of_the_algorithm = all(name not in names for names in GROUPS.values())
+    is_word = is_of_the_algorithm or name in ("dtype", "load_in", "attn_implementation", "device")
     return [flag(name), value] if is_word and re.fullmatch(r"[\w.:-]{1,40}", value) else []
 
 

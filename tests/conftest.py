@@ -124,3 +124,35 @@ def stand_in(api_server) -> Iterator[Callable]:
     yield start
     for server in servers:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def make_own(tmp_path_factory) -> Callable[..., ModuleType]:
+    """Copy the train.py of experiment_drgrpo to experiment_mine/, with other texts in some places, and import it."""
+
+    def make(*changes: tuple[str, str]) -> ModuleType:
+        text = (ROOT / "experiment_drgrpo" / "train.py").read_text(encoding="utf-8")
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        path = tmp_path_factory.mktemp("own") / "experiment_mine" / "train.py"
+        path.parent.mkdir()
+        path.write_text(text, encoding="utf-8")
+        name = f"own_{path.parents[1].name}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def experiment_mine(make_own) -> ModuleType:
+    """The README's example of an own algorithm, with a formula and a diagnostic of its own."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own algorithm in ten minutes")[2]
+    old, new = (next(line[1:] for line in readme.splitlines() if line.startswith(sign)) for sign in "-+")
+    last = "    # no length bias"
+    return make_own((old, new), ("(-min(ratio A, clip(ratio) A) + beta KL)", "of REINFORCE"), (
+        last, f'    diagnostics["surprise"] = -log_probs\n{last}'
+    ))  # fmt: skip

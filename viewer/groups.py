@@ -13,8 +13,8 @@ from viewer.runs import Run, RunError, number, printable
 DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
 # Entries of config.json that do not change what is learned
 NOT_LEARNED = {"seed", "name", "runs_dir", "resume", "device", "threads", "gpu", "machine", "versions", "commit"}
-NOT_LEARNED |= {"command", "experiment", "processes", "sources", "task_failed", "wandb", "save_merged"}
-NOT_LEARNED |= {"checkpoint_every", "keep_checkpoints", "eval_every", "samples_every"}
+NOT_LEARNED |= {"command", "experiment", "about", "loss", "processes", "sources", "task_failed", "wandb", "save_merged"}
+NOT_LEARNED |= {"checkpoint_every", "keep_checkpoints", "eval_every", "samples_every", "progress"}
 NOT_LEARNED |= {"micro_batch_size", "generation_batch_size", "engine_url"}
 MOST_SHOWN = 3  # settings in the label of a group
 

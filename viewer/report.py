@@ -68,7 +68,6 @@ def page_data(runs: list[Run], samples: dict, token_ids: set[int] | None, metric
     data = {
         "runs": [_describe_run(run, metrics_page) for run in runs],
         "metrics_page": metrics_page,
-        "loss": describe_loss(runs[0].config),
         "tokens": _token_texts(runs[0].tokens.rows, token_ids),
         "samples": samples,
     }
@@ -120,24 +119,6 @@ def count_rows_per_step(config: dict) -> int | None:
     """Completions per step, of all processes; None if the run's flags do not say it."""
     prompts, group_size = _positive(config.get("prompts_per_step")), _positive(config.get("group_size"))
     return prompts * group_size if prompts and group_size else None
-
-
-def describe_loss(config: dict) -> dict:
-    """What the terms of the loss are computed with; `kind` is None where it is not known how."""
-    rows = count_rows_per_step(config)
-    clip_eps, kl_weight = number(config.get("clip_eps")), number(config.get("kl_weight"))
-    budget, epochs = _positive(config.get("max_new_tokens")), _positive(config.get("epochs_per_step"))
-    kind = config.get("critic_type", "grpo")
-    known = None not in (rows, clip_eps, kl_weight, budget, epochs) and kind in ("grpo", "drgrpo")
-    return {
-        "kind": kind if known else None,
-        "clip_eps": clip_eps,
-        "kl_weight": kl_weight,
-        "budget": budget,
-        "rows": rows,
-        "minibatch_size": _positive(config.get("minibatch_size")) or rows,
-        "epochs": epochs,
-    }
 
 
 def _describe_run(run: Run, metrics_page: str | None) -> dict:

@@ -1,8 +1,8 @@
 """A step of samples.jsonl for the page: its rows by prompt, and small.
 
-A log-prob or an entropy is a whole number of millionths of a nat, which is what samples.jsonl holds, an importance
-weight one of millionths, and only sampled tokens have one. Log-probs under other policies are differences from the
-sampler's: they are near 0 and compress well.
+A log-prob or an entropy is a whole number of millionths of a nat, which is what samples.jsonl holds, and only sampled
+tokens have one. Log-probs under other policies are differences from the sampler's: they are near 0 and compress well.
+Terms, pushes and the diagnostics of a loss are as samples.jsonl has them.
 """
 
 import base64
@@ -11,7 +11,8 @@ import json
 
 from viewer.runs import clean, number
 
-LARGEST = 1e9  # nats, or a weight; what is larger is neither, and its millionths are not exact in JavaScript
+LARGEST = 1e9  # nats; what is larger is no log-prob, and its millionths are not exact in JavaScript
+NOT_BY_TOKEN = ("epoch", "minibatch", "log_probs")  # of an update; everything else has a number for each token
 
 
 def encode_step(rows: list[dict]) -> dict:
@@ -57,7 +58,6 @@ def _encode_row(row: dict, start: int) -> dict:
     rewards = row.get("rewards") if isinstance(row.get("rewards"), dict) else {}
     old = _minus(_units(row.get("old_log_probs"), sampled), sampler)
     updates = row.get("updates") if isinstance(row.get("updates"), list) else []
-    weights = row.get("importance_weights")
     return {
         "text": _text(row.get("text")) or "",
         "turns": _turns(row.get("turns")),
@@ -71,13 +71,14 @@ def _encode_row(row: dict, start: int) -> dict:
         "old": old if any(difference != 0 for difference in old) else None,
         "ref": _optional(row.get("log_probs_ref"), sampled, sampler),
         "entropy": _optional(row.get("entropy"), sampled),
-        # a list that is damaged is not one that is absent: the weights are then unknown, not 1
-        **({} if weights is None else {"weights": _units(weights, sampled)}),
         "updates": [
             {
                 "epoch": update["epoch"],
                 "minibatch": update["minibatch"],
                 "log_probs": _minus(_units(update.get("log_probs"), sampled), sampler),
+                "tokens": {
+                    name: _numbers(values, sampled) for name, values in update.items() if name not in NOT_BY_TOKEN
+                },
             }
             for update in updates
             if isinstance(update, dict) and _is_integers([update.get("epoch"), update.get("minibatch")])
@@ -85,12 +86,18 @@ def _encode_row(row: dict, start: int) -> dict:
     }
 
 
-def _units(values: object, places: list[int]) -> list[int | None]:
-    """The entries at `places` in millionths; None where there is no finite number."""
+def _numbers(values: object, places: list[int]) -> list[float | None]:
+    """The entries at `places`; None where there is no finite number."""
     if not isinstance(values, list):
         return [None] * len(places)
-    chosen = [values[place] if place < len(values) else None for place in places]
-    return [round(x * 1e6) if type(x) in (float, int) and -LARGEST < x < LARGEST else None for x in chosen]
+    chosen = (values[place] if place < len(values) else None for place in places)
+    known = (x if type(x) in (float, int) and -LARGEST < x < LARGEST else None for x in chosen)
+    return [int(x) if x is not None and x == int(x) else x for x in known]
+
+
+def _units(values: object, places: list[int]) -> list[int | None]:
+    """The same in millionths."""
+    return [None if x is None else round(x * 1e6) for x in _numbers(values, places)]
 
 
 def _minus(values: list[int | None], others: list[int | None]) -> list[int | None]:

@@ -20,7 +20,6 @@ class Kept:
     shortened: list[int] = field(default_factory=list)  # steps of which only some groups are there
     token_ids: set[int] = field(default_factory=set)
     damaged: int = 0  # rows
-    has_returns: bool = True  # False: an older version wrote them
 
 
 def keep_steps(
@@ -48,7 +47,6 @@ def keep_steps(
         kept.chunks[step], kept.num_rows[step] = packed, count_rows(chunk)
         kept.shortened += [step] if count_rows(chunk) < num_all else []
         kept.damaged += index.num_rows(step) - num_all
-        kept.has_returns &= any("return" in row for row in rows)
         kept.token_ids.update(*(group["prompt"] for group in chunk["groups"]))
         kept.token_ids.update(*(row["ids"] for group in chunk["groups"] for row in group["rows"]))
     return kept
@@ -74,7 +72,7 @@ def describe_kept(kept: Kept, index: StepIndex, rows_per_step: int | None, comma
     return {
         "steps": described,
         "left_out": ranges(missing, among=index.steps),
-        "note": _note(sentences, index, kept.damaged, kept.has_returns),
+        "note": _note(sentences, index, kept.damaged),
         "bytes": index.size,
     }
 
@@ -101,19 +99,18 @@ def _all_of(num_steps: int) -> str:
     return f"all of its {num_steps} steps are" if num_steps > 1 else "its only step is"
 
 
-def _note(sentences: list[str], index: StepIndex, damaged: int = 0, has_returns: bool = True) -> str:
+def _note(sentences: list[str], index: StepIndex, damaged: int = 0) -> str:
     damaged += index.damaged
     if damaged:
         sentences.append(f"{damaged} damaged line{'s are' if damaged > 1 else ' is'} left out")
     if index.torn:
         sentences.append("The last line is not complete")
-    if not has_returns:
-        sentences.append("An older version wrote them, without the total reward of a row")
     return ". ".join(sentences) + "."
 
 
 def _describe_step(step: int, num_rows: int, num_bytes: int, rows_per_step: int | None) -> dict:
-    return {"step": step, "rows": num_rows, "complete": num_rows == rows_per_step, "bytes": num_bytes}
+    complete = num_rows == rows_per_step
+    return {"step": step, "rows": num_rows, "of": rows_per_step, "complete": complete, "bytes": num_bytes}
 
 
 def _in_order(index: StepIndex, rows_per_step: int | None) -> list[int]:

@@ -16,9 +16,8 @@ from common.plumbing.pretrained import read_template
 from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
-# Flags that can name a file or a directory
-PATHS = ("model", "chat_template", "task", "data", "eval_data", "tools", "corpus", "index", "encoder")
-PATHS += ("runs_dir", "resume", "output", "compare")
+INPUTS = ("chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")  # files that a run reads
+PATHS = ("model", "task", *INPUTS, "runs_dir", "resume", "output", "compare")  # flags that can name a file or directory
 
 
 def flag(name: str) -> str:

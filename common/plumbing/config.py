@@ -143,6 +143,7 @@ class RunConfig(PolicyConfig):
     completion_prefix: str | None = None
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
+    progress: tuple[str, ...] = ()  # metrics that the progress line also shows, e.g. policy/clipped
     # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
     generation_batch_size: BatchSize = 128
 

@@ -113,9 +113,9 @@ def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[st
     weights = experience.importance_weights[mask]  # in float32, to which clamping has rounded the cap, too
     difference = (experience.old_log_probs - experience.sampler_log_probs)[mask].abs()
     is_capped = weights >= config.importance_cap if config.importance_cap else torch.zeros_like(weights)
-    parts = gather([len(weights), *(float(values.double().sum()) for values in (difference, weights, is_capped))])
+    parts = gather([len(weights), *(float(values.double().sum()) for values in (difference, is_capped))])
     count, *sums = (sum(values) for values in zip(*parts, strict=True))
-    mean, weight, capped = (value / count for value in sums)
+    mean, capped = (value / count for value in sums)
     limit = sampling_limit(config)
     if not mean <= limit:  # also if it is not a number; on all ranks alike, which together keep their progress
         raise EngineError(
@@ -125,8 +125,4 @@ def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[st
             "from these samples"
         )
     largest = max(gather(float(difference.max()) if len(difference) else 0.0))
-    return {
-        "policy/sampling_log_prob_difference_max": largest,
-        "policy/importance_weight": weight,
-        "policy/importance_capped": capped,
-    }
+    return {"policy/sampling_log_prob_difference_max": largest, "policy/importance_capped": capped}

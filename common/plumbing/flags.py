@@ -110,7 +110,7 @@ GROUPS = {
     "evaluation": ("eval_data", "eval_prompts", "eval_every", "suite", "limit", "compare"),
     "run": (
         *("name", "runs_dir", "resume", "seed", "threads", "checkpoint_every", "keep_checkpoints", "samples_every"),
-        *("generation_batch_size", "estimate", "wandb", "save_dtype", "output"),
+        *("progress", "generation_batch_size", "estimate", "wandb", "save_dtype", "output"),
     ),
 }
 
@@ -130,7 +130,7 @@ def make_flags(config: ModelConfig) -> type:
             help=text.rstrip("; ") or resolved,
             help_behavior_hint=f"({_hint(field.name, default, resolved)})",
             aliases=getattr(config, "ALIASES", {}).get(field.name),
-            metavar="NAME=NUMBER ..." if types[field.name] == tuple[str, ...] else None,
+            metavar=_metavar(text) if types[field.name] == tuple[str, ...] else None,
         )
         flag_type = Annotated[types[field.name], argument]
         if field.name in getattr(config, "POSITIONAL", ()):
@@ -145,6 +145,11 @@ def make_flags(config: ModelConfig) -> type:
         if flags
     ]
     return dataclasses.make_dataclass("Flags", groups, kw_only=True)
+
+
+def _metavar(text: str) -> str:
+    """What the values of a flag that takes several look like."""
+    return "NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ..."
 
 
 def _hint(name: str, default: object, resolved: str) -> str:

@@ -78,13 +78,19 @@ def finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def progress_line(step: int, num_steps: int, metrics: dict[str, float]) -> str:
+def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tuple[str, ...] = ()) -> str:
     """
+    Args:
+        more: keys of `metrics` that are shown, too.
+
     >>> progress_line(3, 80, {"reward/total": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5})
     'step 3/80  reward 0.50  KL 0.012  1,234 tokens/s'
+    >>> progress_line(3, 80, {"loss/total": 0.5, "policy/clipped": 0.0123}, more=("policy/clipped",))
+    'step 3/80  loss 0.5000  clipped 0.0123'
     """
     hidden = "loss/total" if "reward/total" in metrics else None  # near 0 whatever is learned (docs/metrics.md)
     parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key != hidden]
+    parts += [f"{key.rpartition('/')[2]} {metrics[key]:.4g}" for key in more if key in metrics]
     return "  ".join([f"step {step}/{num_steps}", *parts])
 
 

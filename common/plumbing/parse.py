@@ -15,6 +15,7 @@ from common.errors import UserError
 
 from common.plumbing.auto_sizes import with_sizes, with_sizes_of
 from common.plumbing.checks import (
+    INPUTS,
     check_combinations,
     check_device,
     check_model,
@@ -156,7 +157,7 @@ def _check_words(config_class: type[ConfigT], argv: Sequence[str]) -> None:
         if len(uses) > 1:
             raise UserError(f"{flag(field.name)} is given {len(uses)} times: give all of its values after one")
         if uses and "=" not in argv[uses[0]] and (argv[uses[0] + 1 :] or ["--"])[0].startswith("--"):
-            raise UserError(f"{flag(field.name)} needs at least one NAME=NUMBER")
+            raise UserError(f"{flag(field.name)} needs at least one value")
 
 
 def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
@@ -195,8 +196,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
-    names = ("chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
-    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in names}
+    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in INPUTS}
     if config.model not in BUNDLED:
         named["model"] = config.model_path
     if getattr(config, "task", None) not in bundled_tasks():

@@ -137,7 +137,8 @@ class Run:
         """
         on_main(lambda: self._metrics.write(step, metrics))
         if self._bar is not None:
-            self._bar.set_description_str(progress_line(step, self._last_step, metrics), refresh=False)
+            more = getattr(self.config, "progress", ())
+            self._bar.set_description_str(progress_line(step, self._last_step, metrics, more), refresh=False)
         for sentence in self._diagnosis.check(metrics):
             self.tell(f"step {step}: {sentence}")
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))

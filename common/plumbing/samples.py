@@ -1,6 +1,7 @@
 """samples.jsonl: what was sampled, with everything that the loss sees of it; docs/metrics.md lists its fields."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from common.trajectory import Trajectory
 
 from common.plumbing.metrics import finite
 from common.plumbing.ranks import on_main
-from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.statistics import RowUpdate, UpdateStatistics
 from common.plumbing.task import Task
 from common.plumbing.terminal import POLICY, REWARD, TOOL, printable
 from common.plumbing.tokens import TokenTexts
@@ -76,18 +77,22 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:
     """What samples.jsonl holds of row `index` of a rollout."""
 
-    def per_token(values: torch.Tensor) -> list[float]:
-        return [0.0] + [round(value, 6) for value in values[: len(row.ids) - 1].tolist()]
+    def per_token(values: torch.Tensor, compact: Callable[[float], float] = in_millionths) -> list[float]:
+        return [0.0] + [compact(value) for value in values[: len(row.ids) - 1].tolist()]
+
+    def of_update(update: RowUpdate) -> dict:
+        """Log-probs like all others; six significant digits of what can be of any size."""
+        others = {name: x for name, x in update.tokens.items() if name not in ("log_probs", "entropy")}
+        lists = {name: per_token(x, in_six_digits) for name, x in others.items()}
+        place = {"epoch": update.epoch, "minibatch": update.minibatch}
+        return place | {"log_probs": per_token(update.tokens["log_probs"])} | lists
 
     updates = statistics.rows.get((row.prompt_index, row.completion_index), [])  # none if it had no gradient
     if experience.old_log_probs is not None:
         old = experience.old_log_probs[index]
     else:
-        old = updates[0].log_probs if updates else experience.sampler_log_probs[index]
-    reference, weights = experience.log_probs_ref, {}
-    if experience.importance_weights is not None:
-        sampled = experience.action_mask[index].bool()  # elsewhere a weight says nothing
-        weights = {"importance_weights": per_token(experience.importance_weights[index].where(sampled, 0.0))}
+        old = updates[0].tokens["log_probs"] if updates else experience.sampler_log_probs[index]
+    reference = experience.log_probs_ref
     return {
         "prompt_index": row.prompt_index,
         "completion_index": row.completion_index,
@@ -97,13 +102,21 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "sampler_log_probs": [round(value, 6) for value in row.sampler_log_probs],
         "old_log_probs": per_token(old),
         "log_probs_ref": None if reference is None else per_token(reference[index]),
-        "entropy": per_token(updates[0].entropy) if updates else None,
+        "entropy": per_token(updates[0].tokens["entropy"]) if updates else None,
         "rewards": row.rewards,
         "advantage": experience.advantages[index, 0].item(),
-        **weights,
         "finish_reason": row.finish_reason,
-        "updates": [
-            {"epoch": update.epoch, "minibatch": update.minibatch, "log_probs": per_token(update.log_probs)}
-            for update in updates
-        ],
+        "updates": [of_update(update) for update in updates],
     }
+
+
+def in_millionths(value: float) -> float:
+    return round(value, 6)
+
+
+def in_six_digits(value: float) -> float:
+    """
+    >>> in_six_digits(0.000123456789), in_six_digits(1.0)
+    (0.000123457, 1.0)
+    """
+    return float(f"{value:.6g}")

@@ -1,6 +1,7 @@
 """config.json of a run: every setting as resolved, the command, the machine, and what the run was made from."""
 
 import dataclasses
+import inspect
 import json
 import sys
 import typing
@@ -18,6 +19,7 @@ from common.plumbing.files import replace_file
 # What config.json holds besides flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
 NOT_FLAGS |= {"automatic"}  # which sizes were chosen automatically, and can be halved
+NOT_FLAGS |= {"about", "loss"}  # what train.py says about itself, and about the terms of its loss
 # Flags of where a run finds its engine, which a resumed run may change; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 AUTO_SIZES = ("micro_batch_size", "generation_batch_size")
@@ -61,8 +63,16 @@ def read_settings(directory: Path, config_class: type[PolicyConfig], what: str =
     return settings
 
 
-def describe_settings(experiment: str, config: PolicyConfig, machine: dict) -> dict:
-    settings = dataclasses.asdict(config) | machine | {"experiment": experiment, "command": sys.argv}
+def experiment_of(config: PolicyConfig) -> str:
+    """The name of the directory of the train.py that defines the settings' class."""
+    return Path(sys.modules[type(config).__module__].__file__).resolve().parent.name
+
+
+def describe_settings(config: PolicyConfig, machine: dict) -> dict:
+    script = sys.modules[type(config).__module__]
+    settings = dataclasses.asdict(config) | machine | {"experiment": experiment_of(config), "command": sys.argv}
+    settings["about"] = (script.__doc__ or "").strip().partition("\n")[0]
+    settings["loss"] = inspect.getdoc(getattr(script, "policy_loss", None)) or ""
     settings["automatic"] = automatic_names(config)
     if machine.get("processes", 1) > 1:
         settings["device"] = torch.device(config.device).type  # without the number of the main process's GPU

@@ -31,7 +31,7 @@ from common.plumbing.ranks import (
     together,
 )
 from common.plumbing.run import Run
-from common.plumbing.settings import change_settings, describe_settings, wandb_settings, write_settings
+from common.plumbing.settings import change_settings, describe_settings, experiment_of, wandb_settings, write_settings
 from common.plumbing.sources import describe_sources
 from common.plumbing.stopping import stoppable
 from common.plumbing.task import Task, TaskError
@@ -88,10 +88,10 @@ def _call(main: Callable[[], object]) -> int:
 
 
 @contextmanager
-def start_run(
-    experiment: str, config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None
-) -> Iterator[Run]:
+def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None) -> Iterator[Run]:
     """Make the run's directory and write its settings, before anything slow happens; or resume a run.
+
+    The experiment is the directory of the train.py that defines the class of `config`.
 
     Within the block the directory is locked, and Ctrl-C and SIGTERM end the step that is running and write a
     checkpoint. A run that ends with an error before anything was logged leaves no directory.
@@ -104,6 +104,7 @@ def start_run(
     """
     from safetensors import SafetensorError
 
+    experiment = experiment_of(config)
     if num_launched() > world_size():
         raise UserError(
             f"{experiment} trains in one process, but {num_launched()} were started: start it with python, or several "
@@ -179,7 +180,7 @@ def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched
 
 
 def _make(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
-    settings = describe_settings(experiment, config, machine) | {"sources": sources}
+    settings = describe_settings(config, machine) | {"sources": sources}
     directory = make_directory(experiment, config)
     try:
         write_settings(directory.path, settings)

@@ -1,4 +1,7 @@
-"""What the updates of one step show in numbers."""
+"""What the updates of one step show: means for metrics.jsonl, and the numbers of every token for samples.jsonl.
+
+No loss is computed here. Each train.py hands over the terms of its loss, and its diagnostics by name.
+"""
 
 import math
 from typing import NamedTuple
@@ -6,24 +9,23 @@ from typing import NamedTuple
 import torch
 
 from common.experience import Experience
-from common.loss import approx_kl_divergence, masked_mean, probability_ratio
-from common.parallel import gather
+from common.loss import masked_mean
+from common.parallel import gather, world_size
 
 
 class RowUpdate(NamedTuple):
-    """What one update of a step saw of one row, for samples.jsonl."""
+    """What one update of a step saw of one row."""
 
     epoch: int
     minibatch: int
-    entropy: torch.Tensor  # (T-1,)
-    log_probs: torch.Tensor  # (T-1,)
+    tokens: dict[str, torch.Tensor]  # (T-1,) each: log_probs, terms, push, entropy, and the diagnostics of the loss
 
 
 class UpdateStatistics:
     """Gathers what the updates of one step show, from micro-batches of different sizes, on all ranks."""
 
-    def __init__(self, clip_eps: float, max_grad_norm: float):
-        self._clip_eps, self._max_grad_norm = clip_eps, max_grad_norm
+    def __init__(self, max_grad_norm: float):
+        self._max_grad_norm = max_grad_norm
         self._grad_norms: list[float] = []
         self._own = _Parts()
         self.rows: dict[tuple[int, int], list[RowUpdate]] = {}  # by (prompt_index, completion_index)
@@ -34,35 +36,45 @@ class UpdateStatistics:
         minibatch: int,
         micro: Experience,
         log_probs: torch.Tensor,
-        entropy: torch.Tensor,
-        loss: torch.Tensor,
+        terms: torch.Tensor,
+        **diagnostics: torch.Tensor,
     ) -> None:
-        """Add one micro-batch.
+        """Add one micro-batch after its backward pass.
+
+            push = - d loss / d log_probs,   how the update pushes each token: up if it is positive
 
         Args:
             epoch, minibatch: which update it belongs to.
-            log_probs, entropy: (b, T-1), of its tokens under the policy of this update.
-            loss: its part of the update's loss; the parts add up to it.
+            log_probs: (b, T-1) of its tokens under the policy of this update, with their gradient (`retain_grad`).
+            terms: (b, T-1), each token's part of the update's loss; they add up to it.
+            diagnostics: (b, T-1) each, by name: `entropy`, and what the loss wants to be logged. Two names are known:
+                `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
         """
-        log_probs, mask = log_probs.detach(), micro.action_mask.bool()
+        mask = micro.action_mask.bool()
         if not mask.any():
             return  # a filler, see `Experience.filler`
+        push = -log_probs.grad / world_size()  # of which each rank backpropagates so many times its loss
+        log_probs, terms = log_probs.detach(), terms.detach()
+        diagnostics = {name: values.detach() for name, values in diagnostics.items()}
         own = self._own
-        ratio = probability_ratio(log_probs, micro.old_log_probs, mask)
-        clipped = is_clipped(ratio, micro.advantages, self._clip_eps).float()
-        own.all_updates.add(mask, entropy=entropy, ratio=ratio, clipped=clipped)
-        own.ratio_min = min(own.ratio_min, ratio.min().item())
-        own.ratio_max = max(own.ratio_max, ratio.max().item())
+        own.all_updates.add(mask, **{name: values for name, values in diagnostics.items() if name != "kl"})
+        own.losses.append(terms.sum().item())
+        if "ratio" in diagnostics:
+            own.ratio_min = min(own.ratio_min, diagnostics["ratio"][mask].min().item())
+            own.ratio_max = max(own.ratio_max, diagnostics["ratio"][mask].max().item())
         if not self._grad_norms:  # before the first optimizer step the policy is still the one that sampled
+            first = {"first_ratio": diagnostics["ratio"]} if "ratio" in diagnostics else {}
             difference = (log_probs - micro.sampler_log_probs).abs()
-            own.first_update.add(mask, first_ratio=ratio, sampling_log_prob_difference=difference)
-            if micro.log_probs_ref is not None:  # later its tokens are no longer drawn from the current policy
-                kl = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
-                own.kl_of_rows += masked_mean(kl, mask, dim=1).tolist()
-        own.losses.append(loss.item())
+            own.first_update.add(mask, **first, sampling_log_prob_difference=difference)
+            if "kl" in diagnostics:  # later its tokens are no longer drawn from the current policy
+                own.kl_of_rows += masked_mean(diagnostics["kl"], mask, dim=1).tolist()
+        tokens = {"log_probs": log_probs, "terms": terms, "push": push, **diagnostics}
+        masked = [torch.where(mask, values, 0.0) for values in tokens.values()]
+        by_row = torch.stack(masked, dim=1).cpu()  # (b, names, T-1)
         keys = zip(micro.prompt_index.tolist(), micro.completion_index.tolist(), strict=True)
-        for key, *values in zip(keys, entropy.cpu(), log_probs.cpu(), strict=True):
-            self.rows.setdefault(key, []).append(RowUpdate(epoch, minibatch, *values))
+        for key, values in zip(keys, by_row, strict=True):
+            row = RowUpdate(epoch, minibatch, dict(zip(tokens, values, strict=True)))
+            self.rows.setdefault(key, []).append(row)
 
     def end_update(self, grad_norm: torch.Tensor) -> None:
         """Close one update; `grad_norm` is its gradient's norm before clipping, not finite where it was skipped."""
@@ -74,26 +86,18 @@ class UpdateStatistics:
         ranks = gather(self._own)
         kl_of_rows = [kl for own in ranks for kl in own.kl_of_rows]
         means = _means([own.all_updates for own in ranks]) | _means([own.first_update for own in ranks])
-        known_kl = {"loss/kl": sum(kl_of_rows) / len(kl_of_rows)} if kl_of_rows else {}
-        return known_kl | {
+        metrics = {"loss/kl": sum(kl_of_rows) / len(kl_of_rows)} if kl_of_rows else {}
+        metrics |= {
             "loss/total": sum(loss for own in ranks for loss in own.losses) / num_updates,
             "loss/grad_norm": sum(self._grad_norms) / num_updates,
             "loss/grad_clipped": sum(self._max_grad_norm < norm < math.inf for norm in self._grad_norms) / num_updates,
             "loss/skipped": sum(not math.isfinite(norm) for norm in self._grad_norms),
             **{f"policy/{name}": value for name, value in means.items()},
-            "policy/ratio_min": min(own.ratio_min for own in ranks),
-            "policy/ratio_max": max(own.ratio_max for own in ranks),
         }
-
-
-def is_clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """Which tokens have no gradient in `clipped_surrogate`.
-
-    >>> is_clipped(torch.tensor([[1.3, 0.7], [1.3, 0.7]]), torch.tensor([[1.0], [-1.0]]), clip_eps=0.2)
-    tensor([[ True, False],
-            [False,  True]])
-    """
-    return ((ratio > 1 + clip_eps) & (advantages > 0)) | ((ratio < 1 - clip_eps) & (advantages < 0))
+        if "ratio" in means:
+            metrics["policy/ratio_min"] = min(own.ratio_min for own in ranks)
+            metrics["policy/ratio_max"] = max(own.ratio_max for own in ranks)
+        return metrics
 
 
 class _TokenSums:

@@ -11,7 +11,7 @@ from common.advantages import STD_EPS, group_advantages, group_std
 from common.experience import collate
 from common.fast.shared_prompts import left_pad
 from common.logprobs import log_probs_and_entropy
-from common.loss import approx_kl_divergence, clipped_surrogate, masked_mean, probability_ratio
+from common.loss import approx_kl_divergence, clipped_surrogate, probability_ratio
 from common.trajectory import Trajectory
 
 LOSS = "grpo"
@@ -22,7 +22,7 @@ def policy_loss(log_probs, old_log_probs, log_probs_ref, advantages, mask, *, cl
     ratio = probability_ratio(log_probs, old_log_probs, mask)
     token_loss = clipped_surrogate(ratio, advantages, clip_eps)
     token_loss = token_loss + kl_weight * approx_kl_divergence(log_probs, log_probs_ref, mask)
-    return masked_mean(token_loss, mask, dim=1).sum() / num_rows
+    return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows
 
 
 def advantages(returns: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ RUNS = {
     "base": ("experiment_base", UPDATES),
     "drgrpo": ("experiment_drgrpo", UPDATES),
     "turns": ("experiment_multiturn_tool_calling", ("--prompts-per-step", "4")),  # two of four groups are written
+    "mine": ("experiment_mine", UPDATES),
 }
 
 
@@ -68,14 +69,15 @@ def open_page(browser) -> Iterator[Callable]:
 
 
 @pytest.fixture(scope="module")
-def runs(browser, load_script, tmp_path_factory) -> dict[str, Path]:
+def runs(browser, load_script, experiment_mine, tmp_path_factory) -> dict[str, Path]:
     """The directories of runs, by their names in RUNS; `browser` comes first because without it nothing is needed."""
     from viewer.report import write_report
 
     place = tmp_path_factory.mktemp("runs")
     directories = {}
     for name, (experiment, flags) in RUNS.items():
-        load_script(f"{experiment}/train.py").main([*SMALL, *flags, "--runs-dir", str(place)])
+        script = experiment_mine if name == "mine" else load_script(f"{experiment}/train.py")
+        script.main([*SMALL, *flags, "--runs-dir", str(place)])
         directories[name] = place / experiment / "x"
         write_report(directories[name])
     return directories

@@ -152,7 +152,7 @@ def test_the_cap_bounds_the_weights_and_changes_the_update(stand_in, train, unin
         values = [
             value
             for row in samples
-            for value, is_action in zip(row["importance_weights"], row["action_mask"], strict=True)
+            for value, is_action in zip(row["updates"][0]["importance_weight"], row["action_mask"], strict=True)
             if is_action
         ]
         weights[directory] = values

@@ -316,7 +316,7 @@ def card(tmp_path):
     """A card whose every text is hostile."""
     settings = {"experiment": HOSTILE, "task": f"/home/ada/{HOSTILE}", "model": f"/home/ada/{HOSTILE}", "command": []}
     settings |= {"commit": HOSTILE, "versions": {HOSTILE: HOSTILE}, "machine": HOSTILE, "completion_prefix": HOSTILE}
-    settings |= {"system_prompt": HOSTILE, "temperature": HOSTILE, "seed": HOSTILE}
+    settings |= {"system_prompt": HOSTILE, "temperature": HOSTILE, "seed": HOSTILE, "about": HOSTILE}
     settings["command"] = [HOSTILE, "--model", HOSTILE, f"--system-prompt={HOSTILE}", "--task", "x"]
     source = Source(run=tmp_path, weights=tmp_path, step=None, settings=settings)
     return Card(
@@ -366,6 +366,7 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
         "name": "ada's",
         "lr": 1e-05,
         "save_merged": True,
+        "variant": "mine",  # of somebody's own experiment
         "system_prompt": "Say `it`.",
         "at_most": ["num_terms=2"],
         "steps": 20,
@@ -374,7 +375,7 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     settings["command"] = ["/home/ada/main/train.py", *words, "sk-1"]
     assert public_command(settings) == (
         "python experiment_engine/train.py --model llama --data owner/rows:main --eval-data test.jsonl --lr 1e-05 "
-        "--save-merged --system-prompt 'Say `it`.' --at-most num_terms=2"
+        "--save-merged --variant mine --system-prompt 'Say `it`.' --at-most num_terms=2"
     )
 
 
@@ -401,13 +402,15 @@ def described(card, **changes):
 
 
 def test_the_method_and_what_it_learned_from_are_named(card):
-    text = described(card, experiment="experiment_base", task="arithmetic", data="/home/ada/my_rows.jsonl")
-    assert "a run of GRPO (reinforcement learning, arXiv 2402.03300) with the questions and the reward of the" in text
-    assert "task `arithmetic`, on the data `my_rows.jsonl`" in text
-    assert "a run of Dr. GRPO" in described(card, experiment="experiment_drgrpo")
-    assert "a run of GRPO" in described(card, experiment="experiment_drgrpo", critic_type="grpo")
+    own = {"experiment": "experiment_base", "about": "GRPO in one file: a model learns."}
+    text = described(card, **own, task="arithmetic", data="/home/ada/my_rows.jsonl")
+    assert "a run of `experiment_base` with the questions and the reward of the task `arithmetic`" in text
+    assert ", on the data `my_rows.jsonl`. That experiment is part of an open textbook" in text
+    assert "language models: GRPO in one file: a model learns.\n" in text
+    assert "language models: Mine \\[a\\](b).\n" in described(card, experiment="experiment_mine", about="Mine [a](b).")
+    assert "for language models.\n" in described(card, about=None)  # of an older run
     supervised = described(card, experiment="experiment_sft", task=None)
-    assert "a run of supervised fine-tuning on examples of answers" in supervised
+    assert "a run of `experiment_sft` on examples of answers" in supervised
     assert "- reinforcement-learning" not in supervised
 
 

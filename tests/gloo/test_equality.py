@@ -29,6 +29,7 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 
 from common.plumbing import run
+from common.plumbing.statistics import UpdateStatistics
 
 pytestmark = pytest.mark.all_questions
 
@@ -124,7 +125,7 @@ def make_rows(group_size: int, scenario: str) -> tuple[list[Trajectory], torch.T
 
 
 def run_scenario(train: ModuleType, scenario: str, wrap: Callable, group_size: int) -> dict:
-    """Some rollouts' updates: the parameters after each, and the metrics."""
+    """Some rollouts' updates: the parameters after each, the metrics, and what each token has added to the loss."""
     policy = make_policy(scenario)
     reference = make_policy(scenario)
     rows, advantages = make_rows(group_size, scenario)
@@ -145,12 +146,22 @@ def run_scenario(train: ModuleType, scenario: str, wrap: Callable, group_size: i
     else:
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
     arguments = wrap(policy, optimizer)
-    parameters, metrics = [], []
+    parameters, metrics, tokens = [], [], []
     for step in range(1, STEPS + 1):
-        metrics.append(train.update(config, *arguments, experience, step).metrics())
+        statistics = train.update(config, *arguments, experience, step)
+        metrics.append(statistics.metrics())
+        tokens.append(tokens_of_all_ranks(statistics, rows))
         parameters.append(torch.cat([weight.detach().flatten() for weight in policy.parameters()]))
     assert all(torch.equal(parameters[-1], other) for other in gather(parameters[-1]))
-    return {"parameters": parameters, "metrics": metrics}
+    return {"parameters": parameters, "metrics": metrics, "tokens": tokens}
+
+
+def tokens_of_all_ranks(statistics: UpdateStatistics, rows: list[Trajectory]) -> dict[str, torch.Tensor]:
+    """Terms and pushes of all rows, one row and update after the other."""
+    lengths = {(row.prompt_index, row.completion_index): len(row.ids) - 1 for row in rows}
+    seen = {key: updates for part in gather(statistics.rows) for key, updates in part.items()}
+    order = [(update.tokens, lengths[key]) for key in sorted(seen) for update in seen[key]]
+    return {name: torch.cat([tokens[name][:length] for tokens, length in order]) for name in ("terms", "push")}
 
 
 def use_constant_reduction(train: ModuleType) -> None:
@@ -328,6 +339,9 @@ def test_the_update_is_that_of_one_process(results_of, alone, num_processes, exp
         assert new.keys() == old.keys()
         for name in old:
             assert new[name] == pytest.approx(old[name], rel=1e-4, abs=1e-5, nan_ok=True), name
+    for new, old in zip(found["tokens"], expected["tokens"], strict=True):
+        for name in ("terms", "push"):  # of a minibatch of all ranks, whichever rank has the row
+            torch.testing.assert_close(new[name], old[name], atol=1e-6, rtol=1e-4, equal_nan=True)
 
 
 @each_number

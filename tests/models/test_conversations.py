@@ -504,7 +504,7 @@ def test_log_probs_of_tool_tokens_change_no_loss_or_gradient(talk, train, load_s
     outcomes = []
     for some, elsewhere in ((rows, 0.0), (rows, -7.0), (rows, float("-inf")), (list(map(stretched, rows)), -3.0)):
         log_probs, experience = scored(some, values, elsewhere)
-        loss = module.policy_loss(config, log_probs, experience, len(rows))
+        loss = module.policy_loss(config, log_probs, experience, len(rows))[0].sum()
         (gradient,) = torch.autograd.grad(loss, log_probs)
         mask = experience.action_mask.bool()
         assert not gradient[~mask].any()

@@ -322,7 +322,7 @@ def test_an_interrupt_raised_as_another_error_is_recognised(tmp_path, load_scrip
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1, name="mine")
 
     def run() -> None:
-        with start_run("experiment_base", config):
+        with start_run(config):
             try:
                 signal.raise_signal(signal.SIGTERM)
             except KeyboardInterrupt as interrupt:
@@ -565,7 +565,7 @@ def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monk
     monkeypatch.setattr("common.plumbing.directory.datetime", SimpleNamespace(now=lambda: second))
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1)
     with ExitStack() as runs:
-        names = [runs.enter_context(start_run("experiment_base", config)).directory.name for _ in range(3)]
+        names = [runs.enter_context(start_run(config)).directory.name for _ in range(3)]
     assert names == [f"20260102-030405-seed0{number}" for number in ("", "-2", "-3")]
 
 
@@ -576,14 +576,14 @@ def test_a_name_is_free_after_a_kill_before_the_run_began(tmp_path, load_script,
     for name in left:
         (directory / name).touch()
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1, name="mine")
-    with start_run("experiment_base", config) as run:
+    with start_run(config) as run:
         assert run.directory == directory
     assert (directory / "config.json").exists()
 
 
 def test_an_unexpected_error_at_the_start_leaves_no_directory(tmp_path, load_script):
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1, name="mine")
-    with pytest.raises(ZeroDivisionError), start_run("experiment_base", config):
+    with pytest.raises(ZeroDivisionError), start_run(config):
         1 / 0  # noqa: B018
     assert not list((tmp_path / "experiment_base").iterdir())
 

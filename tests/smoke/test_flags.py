@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import math
 import shutil
 import sys
@@ -45,6 +46,7 @@ class Outcome:
 
     directory: Path
     output: str  # what it printed
+    progress: str  # what was written to stderr: the progress bar
     policy: Policy  # as it was at the end
     training_rows: list[int]  # of every forward pass with gradient
     scoring_rows: list[int]  # of every one without
@@ -168,9 +170,11 @@ def watched(train: ModuleType, argv: tuple[str, ...], directory: Path, patch: py
         if "wandb" in sys.modules:
             sys.modules["wandb"].teardown()  # its service would keep this run's settings
     (directory,) = directory.glob("*/experiment_base/*")
+    printed = capture.readouterr()
     return Outcome(
         directory=directory,
-        output=capture.readouterr().out,
+        output=printed.out,
+        progress=printed.err,
         policy=seen.policy,
         training_rows=seen.training,
         scoring_rows=seen.scoring,
@@ -342,6 +346,12 @@ def keep_checkpoints(new, old):
 @changes("--samples-every", "2")
 def samples_every(new, old):
     assert [{entry["step"] for entry in run.samples} for run in (new, old)] == [{2}, {1, 2}]
+
+
+@changes("--progress", "policy/clipped", "loss/grad_norm")
+def progress(new, old):
+    assert re.search(r"step 2/2 .*  clipped 0\.?\d*  grad_norm \d", new.progress)
+    assert "clipped" not in old.progress
 
 
 @changes("--wandb", needs="wandb")
@@ -517,6 +527,7 @@ def reward_weight(new, old):
 OF_THE_RUN = {
     *("chat_template", "threads", "dtype", "attn_implementation", "gradient_checkpointing", "lora_rank", "lora_alpha"),
     *("load_in", "save_merged", "name", "runs_dir", "checkpoint_every", "keep_checkpoints", "samples_every", "wandb"),
+    "progress",
     *("eval_data", "eval_prompts", "eval_every", "generation_batch_size", "at_most", "max_question_length"),
 }
 # Flags that name what must exist already.

@@ -38,6 +38,7 @@ ALL_WEIGHTS = {  # every value differs from the default, and so far that it chan
     "eval_prompts": ["3"],
     "eval_every": ["1"],
     "samples_every": ["2"],
+    "progress": ["policy/clipped"],
     "checkpoint_every": ["1"],
     "keep_checkpoints": ["1"],
     "generation_batch_size": ["4"],

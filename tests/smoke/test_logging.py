@@ -21,6 +21,7 @@ from common.plumbing.loading import load_policy
 pytestmark = pytest.mark.all_questions
 
 LISTS_OF_A_ROW = ("action_mask", "sampler_log_probs", "old_log_probs", "log_probs_ref", "entropy")
+LISTS_OF_AN_UPDATE = ("log_probs", "terms", "push", "ratio", "clipped", "kl")
 SCHEMA = {
     "step": int,
     "question": str,
@@ -113,8 +114,9 @@ def test_a_sample_has_all_fields_and_one_entry_per_token(samples):
     for entry in samples:
         assert {name: type(value) for name, value in entry.items()} == SCHEMA
         assert len(entry["updates"]) == 2
-        assert all(update.keys() == {"epoch", "minibatch", "log_probs"} for update in entry["updates"])
-        lists = [entry[name] for name in LISTS_OF_A_ROW] + [update["log_probs"] for update in entry["updates"]]
+        assert all(update.keys() == {"epoch", "minibatch", *LISTS_OF_AN_UPDATE} for update in entry["updates"])
+        lists = [entry[name] for name in LISTS_OF_A_ROW]
+        lists += [update[name] for update in entry["updates"] for name in LISTS_OF_AN_UPDATE]
         assert {len(values) for values in lists} == {len(entry["ids"])}
 
 
@@ -124,9 +126,11 @@ def test_only_sampled_tokens_have_nonzero_entries(samples):
         assert mask == [0] * prompt_length + [1] * (len(mask) - prompt_length)
         lists = [entry[name] for name in LISTS_OF_A_ROW[1:]] + [update["log_probs"] for update in entry["updates"]]
         for values in lists:
+            assert any(values[prompt_length:])
+        lists += [update[name] for update in entry["updates"] for name in LISTS_OF_AN_UPDATE]
+        for values in lists:
             assert not any(values[:prompt_length])
             assert all(map(math.isfinite, values))
-            assert any(values[prompt_length:])
         assert all(value < 0 for value in entry["sampler_log_probs"][prompt_length:] if value)
         assert all(value >= 0 for value in entry["entropy"])
 

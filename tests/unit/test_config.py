@@ -194,7 +194,7 @@ def test_one_process_takes_the_device_that_is_named(launched):
 @pytest.mark.parametrize(("processes", "kept"), [(1, "cuda:1"), (2, "cuda")])
 def test_a_run_of_several_processes_keeps_no_number_of_a_gpu(processes, kept):
     """Otherwise all of them would be on the main one's GPU when it is resumed."""
-    settings = describe_settings("experiment_base", RunConfig(device="cuda:1"), {"processes": processes})
+    settings = describe_settings(RunConfig(device="cuda:1"), {"processes": processes})
     assert settings["device"] == kept
 
 

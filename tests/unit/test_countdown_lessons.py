@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from common.datagen.countdown_grammar import MAX_STEP, MAX_TARGET, Problem, draw_problem, pool, tries
 from common.evaluate import evaluate
-from common.experience import collate
 from common.policy import Policy
 from common.tasks import countdown
 
@@ -202,11 +201,12 @@ def test_the_update_is_a_weighted_mean(train, policy, weighted_rows, micro_batch
 
 
 def test_weights_of_1_change_no_bit(train, policy, weighted_rows):
-    for row in weighted_rows:
-        row.weights = [1.0] * len(row.ids)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     results = []
-    for batch in (collate(weighted_rows, 0), train.collate_weighted(weighted_rows, 0, "cpu")):
+    for are_given in (True, False):
+        for row in weighted_rows:
+            row.weights = [1.0] * len(row.ids) if are_given else []
+        batch = train.collate_weighted(weighted_rows, 0, "cpu")
         metrics = train.update(train.Config(micro_batch_size=4), policy, optimizer, batch)
         results.append((metrics, gradient_of(policy)))
     assert results[0][0] == results[1][0]

@@ -412,16 +412,20 @@ def updates_of(experience: Experience) -> list[tuple[torch.Tensor, torch.Tensor,
     ]
 
 
-def gather(train, experience: Experience, updates: list, micro_batch_size: int) -> UpdateStatistics:
+def gather(
+    train, experience: Experience, updates: list, micro_batch_size: int, kl_weight: float = KL_WEIGHT
+) -> UpdateStatistics:
     """Add the updates as experiment_base does, `micro_batch_size` rows at a time."""
-    statistics = UpdateStatistics(CLIP_EPS, MAX_GRAD_NORM)
-    config = SimpleNamespace(clip_eps=CLIP_EPS, kl_weight=KL_WEIGHT)
+    statistics = UpdateStatistics(MAX_GRAD_NORM)
+    config = SimpleNamespace(clip_eps=CLIP_EPS, kl_weight=kl_weight)
     for epoch, (log_probs, entropy, norm) in enumerate(updates):
         for rows in torch.arange(B).split(micro_batch_size):
             micro = experience.select(rows)
             width = micro.action_mask.shape[1]
-            loss = train.policy_loss(config, log_probs[rows, :width], micro, num_rows=B)
-            statistics.add(epoch, 0, micro, log_probs[rows, :width], entropy[rows, :width], loss)
+            leaf = log_probs[rows, :width].clone().requires_grad_()
+            terms, diagnostics = train.policy_loss(config, leaf, micro, num_rows=B)
+            terms.sum().backward()
+            statistics.add(epoch, 0, micro, leaf, terms, entropy=entropy[rows, :width], **diagnostics)
         statistics.end_update(torch.tensor(norm))
     return statistics
 
@@ -473,15 +477,30 @@ def test_metrics_of_a_step_equal_a_slow_loop(load_script, experience, micro_batc
     assert gather(train, experience, updates, micro_batch_size).metrics() == pytest.approx(expected, rel=1e-5)
 
 
-def test_without_a_reference_no_kl_is_reported(experience):
+def test_without_a_reference_no_kl_is_reported(load_script, experience):
     experience.log_probs_ref = None
-    statistics = UpdateStatistics(CLIP_EPS, MAX_GRAD_NORM)
-    log_probs, entropy, norm = updates_of(experience)[0]
-    statistics.add(0, 0, experience, log_probs, entropy, torch.tensor(2.0))
-    statistics.end_update(torch.tensor(norm))
-    metrics = statistics.metrics()
+    train = load_script("experiment_base/train.py")
+    metrics = gather(train, experience, updates_of(experience), 2, kl_weight=0.0).metrics()
     assert "loss/kl" not in metrics
-    assert metrics["loss/total"] == 2.0
+    assert "policy/ratio" in metrics
+
+
+def test_a_loss_names_what_is_logged_about_its_tokens(experience):
+    """One without a ratio has no metrics of ratios; a name of its own becomes a mean over tokens and updates."""
+    statistics = UpdateStatistics(MAX_GRAD_NORM)
+    mask, means = experience.action_mask.bool(), []
+    for log_probs, entropy, norm in updates_of(experience):
+        leaf = log_probs.clone().requires_grad_()
+        terms = -leaf * experience.advantages * mask / B
+        terms.sum().backward()
+        statistics.add(0, 0, experience, leaf, terms, entropy=entropy, surprise=-leaf)
+        statistics.end_update(torch.tensor(norm))
+        means.append(-log_probs[mask].double().mean().item())
+    metrics = statistics.metrics()
+    assert metrics["policy/surprise"] == pytest.approx(sum(means) / len(means), rel=1e-6)
+    assert not {"loss/kl", "policy/clipped", "policy/ratio", "policy/first_ratio", "policy/ratio_min"} & metrics.keys()
+    (row, *_) = statistics.rows[10, 0]
+    torch.testing.assert_close(row.tokens["push"], (experience.advantages * mask / B)[0])
 
 
 def test_a_skipped_update_is_not_counted_as_clipped(load_script, experience):
@@ -501,5 +520,6 @@ def test_the_rows_hold_each_update_once(load_script, experience):
         index = 2 * (prompt - 10) + completion
         assert [(update.epoch, update.minibatch) for update in seen] == [(0, 0), (1, 0), (2, 0)]
         for update, (log_probs, entropy, _) in zip(seen, updates, strict=True):
-            assert torch.equal(update.log_probs, log_probs[index])
-            assert torch.equal(update.entropy, entropy[index])
+            mask = experience.action_mask[index]
+            assert torch.equal(update.tokens["log_probs"], log_probs[index] * mask)
+            assert torch.equal(update.tokens["entropy"], entropy[index] * mask)

@@ -296,9 +296,9 @@ def test_a_run_compares_with_its_evaluation_before_training(tmp_path):
     """Answers included, from which the parts of the gain are taken."""
     config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
     wrong, right = ([Answer(0, correct, {"reasoned": 1.0, "direct": 0.0})] for correct in (0.0, 1.0))
-    with start_run("experiment_base", config, load_task(config)) as run:
+    with start_run(config, load_task(config)) as run:
         run.log_before(Evaluation({"greedy/accuracy": 0.25}, ["no"], wrong))
         run.finish(Evaluation({"greedy/accuracy": 0.75}, ["yes"], right))
-    summary = json.loads((tmp_path / "experiment_base" / "mine" / "summary.json").read_text())
+    summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
     assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0, "better if direct": 0.0}

@@ -221,8 +221,8 @@ def test_the_end_of_turn_token_is_trained_even_as_pad_id(train, make_policy):
     logits = []
     policy.model.lm_head.register_forward_hook(lambda module, inputs, output: logits.append(output))
     log_probs = policy(batch.sequences, batch.action_mask).log_probs
-    loss = train.policy_loss(train.Config(kl_weight=0.0), log_probs, batch, num_rows=2)
-    by_logits, by_log_probs = torch.autograd.grad(loss, [logits[0], log_probs])  # (N, V), (B, T-1)
+    terms, _ = train.policy_loss(train.Config(kl_weight=0.0), log_probs, batch, num_rows=2)
+    by_logits, by_log_probs = torch.autograd.grad(terms.sum(), [logits[0], log_probs])  # (N, V), (B, T-1)
     # token 1 of the 7 action tokens ends the better row: raising its logit lowers the loss; the last ends the worse row
     assert by_logits[1, end] < 0 < by_logits[6, end]
     assert (by_log_probs[0] != 0).tolist() == [False, True, True, False, False, False]

@@ -1,20 +1,21 @@
 """The helpers of a loss, and each experiment's `policy_loss` against a slow loop written from the papers."""
 
-import math
+from pathlib import Path
 
 import pytest
 import torch
+from oracle import FORMULAS, SUPERVISED, slow_row
 
 from common.loss import (
     approx_kl_divergence,
     clipped_surrogate,
+    is_clipped,
     masked_mean,
     masked_sum,
     probability_ratio,
 )
 
-from common.plumbing.statistics import is_clipped
-
+ROOT = Path(__file__).resolve().parents[2]
 ROWS, TOKENS, BUDGET, CLIP_EPS = 5, 7, 20, 0.2
 MASK = torch.tensor(
     [
@@ -25,11 +26,7 @@ MASK = torch.tensor(
         [0, 1, 0, 1, 0, 1, 0],
     ]
 )
-LOSSES = {  # by formula: the experiments that use it, and with which flags
-    "grpo": [("experiment_base", {}), ("experiment_drgrpo", {"critic_type": "grpo"}), ("experiment_engine", {})],
-    "drgrpo": [("experiment_drgrpo", {})],
-}
-ALL_LOSSES = [(formula, *where) for formula, places in LOSSES.items() for where in places]
+ALL_LOSSES = [(formula, name, flags) for name, cases in FORMULAS.items() for formula, flags in cases]
 
 
 def random_values(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -38,66 +35,55 @@ def random_values(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 @pytest.fixture(params=ALL_LOSSES, ids=lambda case: f"{case[1]}-{case[0]}")
 def formula_and_loss(request, load_script):
-    """The name of a formula, and a `policy_loss` that claims to compute it: (log_probs, experience, ...) -> loss."""
+    """The name of a formula, and a `policy_loss` that claims to compute it: (log_probs, experience, ...) -> terms."""
     formula, experiment, flags = request.param
     train = load_script(f"{experiment}/train.py")
 
-    def loss(log_probs, experience, kl_weight=0.0, num_rows=None, budget=BUDGET):
+    def terms_of(log_probs, experience, kl_weight=0.0, num_rows=None, budget=BUDGET):
         config = train.Config(clip_eps=CLIP_EPS, kl_weight=kl_weight, max_new_tokens=budget, **flags)
-        return train.policy_loss(config, log_probs, experience, len(experience) if num_rows is None else num_rows)
+        terms, diagnostics = train.policy_loss(config, log_probs, experience, num_rows or len(experience))
+        assert all(values.shape == terms.shape == log_probs.shape for values in diagnostics.values())
+        return terms
 
-    return formula, loss
+    return formula, terms_of
 
 
-def loss_by_hand(formula, log_probs, mask, advantages, old, ref, kl_weight):
-    """The loss and its derivative by every log-prob, one token at a time (arXiv 2402.03300, 2503.20783)."""
-    num_rows, num_tokens = mask.shape
-    loss = 0.0
-    gradient = [[0.0] * num_tokens for _ in range(num_rows)]
-    for row in range(num_rows):
-        divisor = (int(mask[row].sum()) if formula == "grpo" else BUDGET) * num_rows
-        for t in range(num_tokens):
-            if not mask[row, t]:
-                continue
-            advantage = float(advantages[row, t if advantages.shape[1] > 1 else 0])
-            ratio = 1.0 if old is None else math.exp(log_probs[row, t] - old[row, t])
-            clipped = min(max(ratio, 1 - CLIP_EPS), 1 + CLIP_EPS)
-            token_loss, slope = -min(ratio * advantage, clipped * advantage), -ratio * advantage
-            if (advantage > 0 and ratio > 1 + CLIP_EPS) or (advantage < 0 and ratio < 1 - CLIP_EPS):
-                slope = 0.0
-            k3 = 0.0
-            if kl_weight:
-                log_r = float(ref[row, t] - log_probs[row, t])
-                k3 = math.exp(log_r) - log_r - 1
-                slope += kl_weight * (1 - math.exp(log_r))
-            loss += (token_loss + kl_weight * k3) / divisor
-            gradient[row][t] = slope / divisor
-    return loss, torch.tensor(gradient, dtype=torch.float64)
+def test_every_experiment_has_an_oracle():
+    experiments = {path.parent.name for path in ROOT.glob("experiment_*/train.py")}
+    assert FORMULAS.keys() | {SUPERVISED} == experiments, "tests/oracle.py lacks the formula of an experiment"
 
 
 # policy_loss of each experiment -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kl_weight", [0.0, 0.3])
 @pytest.mark.parametrize("advantage_width", [1, TOKENS])
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_loss_equals_a_slow_loop(make_experience, formula_and_loss, kl_weight, advantage_width, on_policy):
-    """In value and gradient."""
+def test_terms_and_pushes_equal_a_slow_loop(
+    make_experience, formula_and_loss, dtype, kl_weight, advantage_width, on_policy
+):
     formula, policy_loss = formula_and_loss
-    log_probs = random_values(ROWS, TOKENS, seed=0).requires_grad_()
-    old = None if on_policy else log_probs.detach() + random_values(ROWS, TOKENS, seed=1, scale=0.4)
-    ref = log_probs.detach() + random_values(ROWS, TOKENS, seed=2) if kl_weight else None
+    log_probs = random_values(ROWS, TOKENS, seed=0)
+    old = None if on_policy else log_probs + random_values(ROWS, TOKENS, seed=1, scale=0.4)
+    ref = log_probs + random_values(ROWS, TOKENS, seed=2) if kl_weight else None
     advantages = random_values(ROWS, advantage_width, seed=3)
-    experience = make_experience(MASK, advantages=advantages, old_log_probs=old, log_probs_ref=ref)
+    given = {"advantages": advantages, "old_log_probs": old, "log_probs_ref": ref}
+    given = {name: x if x is None else x.to(dtype) for name, x in given.items()}
+    leaf = log_probs.to(dtype).requires_grad_()
+    terms = policy_loss(leaf, make_experience(MASK, **given), kl_weight)
+    terms.sum().backward()
 
-    loss = policy_loss(log_probs, experience, kl_weight)
-    loss.backward()
-
-    expected, gradient = loss_by_hand(formula, log_probs.detach(), MASK, advantages, old, ref, kl_weight)
-    assert loss.item() == pytest.approx(expected, abs=1e-9)
-    torch.testing.assert_close(log_probs.grad, gradient, atol=1e-9, rtol=0)
+    settings = {"num_rows": ROWS, "clip_eps": CLIP_EPS, "kl_weight": kl_weight, "budget": BUDGET}
+    others = (x if x is not None else [None] * ROWS for x in (old, ref))
+    rows = zip(MASK, log_probs, advantages.expand(ROWS, TOKENS), *others, strict=True)
+    slow = [slow_row(formula, *(x if x is None else x.tolist() for x in row), **settings) for row in rows]
+    expected, pushes = (torch.tensor(x, dtype=torch.float64) for x in zip(*slow, strict=True))
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(terms.double(), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(-leaf.grad.double(), pushes, atol=tolerance, rtol=0)
     if not on_policy:
-        silenced = (gradient == 0) & MASK.bool()
+        silenced = (pushes == 0) & MASK.bool()
         assert silenced.any() == (kl_weight == 0)  # the data reach the clip, and the KL penalty is never clipped
 
 
@@ -107,14 +93,14 @@ def test_on_policy_loss_has_a_gradient(make_experience, formula_and_loss):
     log_probs = random_values(2, 3, seed=0).float().requires_grad_()
     advantages = torch.tensor([[2.0], [-1.0]])
     experience = make_experience(torch.ones(2, 3, dtype=torch.long), advantages=advantages)
-    loss = policy_loss(log_probs, experience)
+    loss = policy_loss(log_probs, experience).sum()
     loss.backward()
     share = 1 / 6 if formula == "grpo" else 1 / (2 * BUDGET)  # per token
     assert loss.item() == pytest.approx(-3 * share)
     torch.testing.assert_close(log_probs.grad, (-advantages * share).expand(2, 3))
 
 
-@pytest.mark.parametrize("field", ["log_probs", "old_log_probs", "log_probs_ref", "advantages"])
+@pytest.mark.parametrize("field", ["log_probs", "old_log_probs", "log_probs_ref"])
 @pytest.mark.parametrize("garbage", [5.0, float("nan"), float("inf"), float("-inf")])
 def test_ignored_tokens_change_nothing(make_experience, formula_and_loss, field, garbage):
     _, policy_loss = formula_and_loss
@@ -129,11 +115,11 @@ def test_ignored_tokens_change_nothing(make_experience, formula_and_loss, field,
     for values in (clean, altered):
         log_probs = values["log_probs"].clone().requires_grad_()
         experience = make_experience(MASK, **{name: x for name, x in values.items() if name != "log_probs"})
-        loss = policy_loss(log_probs, experience, kl_weight=0.3)
-        loss.backward()
-        results.append((loss.detach(), log_probs.grad))
+        terms = policy_loss(log_probs, experience, kl_weight=0.3)
+        terms.sum().backward()
+        results.append((terms.detach(), log_probs.grad))
     torch.testing.assert_close(results[1], results[0], atol=0, rtol=0)
-    assert (results[1][1][MASK == 0] == 0).all()
+    assert all((values[MASK == 0] == 0).all() for values in results[1])
 
 
 def test_an_empty_row_adds_nothing_and_counts_as_a_row(make_experience, formula_and_loss):
@@ -143,7 +129,7 @@ def test_an_empty_row_adds_nothing_and_counts_as_a_row(make_experience, formula_
 
     def loss_of(rows: slice) -> float:
         experience = make_experience(mask[rows], advantages=torch.ones(2, 1)[rows], log_probs_ref=ref[rows])
-        return policy_loss(log_probs[rows], experience, kl_weight=0.1).item()
+        return policy_loss(log_probs[rows], experience, kl_weight=0.1).sum().item()
 
     assert loss_of(slice(0, 2)) == pytest.approx(loss_of(slice(0, 1)) / 2)
     assert loss_of(slice(1, 2)) == 0.0
@@ -154,10 +140,11 @@ def test_padding_does_not_change_the_loss(make_experience, formula_and_loss):
     _, policy_loss = formula_and_loss
     log_probs, ref = random_values(ROWS, TOKENS, seed=0), random_values(ROWS, TOKENS, seed=1)
     advantages = random_values(ROWS, 1, seed=2)
-    plain = policy_loss(log_probs, make_experience(MASK, advantages=advantages, log_probs_ref=ref), 0.3)
+    plain = policy_loss(log_probs, make_experience(MASK, advantages=advantages, log_probs_ref=ref), 0.3)  # (B, T-1)
     wide = [torch.nn.functional.pad(x, (0, 9)) for x in (log_probs, MASK, ref)]
     padded = policy_loss(wide[0], make_experience(wide[1], advantages=advantages, log_probs_ref=wide[2]), 0.3)
-    torch.testing.assert_close(padded, plain, atol=1e-12, rtol=0)
+    torch.testing.assert_close(padded[:, :TOKENS], plain, atol=1e-12, rtol=0)
+    assert not padded[:, TOKENS:].any()
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 4])
@@ -169,7 +156,7 @@ def test_losses_of_micro_batches_add_up(make_experience, formula_and_loss, micro
 
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
         experience = make_experience(MASK[rows], advantages=advantages[rows], log_probs_ref=ref[rows])
-        return policy_loss(log_probs[rows], experience, kl_weight=0.3, num_rows=ROWS)
+        return policy_loss(log_probs[rows], experience, kl_weight=0.3, num_rows=ROWS).sum()
 
     parts = [loss_of(rows) for rows in torch.arange(ROWS).split(micro_batch_size)]
     torch.testing.assert_close(sum(parts), loss_of(torch.arange(ROWS)), atol=1e-12, rtol=0)
@@ -181,7 +168,7 @@ def test_grpo_weights_rows_equally_and_dr_grpo_tokens(make_experience, formula_a
 
     def gradient(budget: int) -> list[list[float]]:
         log_probs = torch.zeros(2, 4, requires_grad=True)
-        policy_loss(log_probs, experience, budget=budget).backward()
+        policy_loss(log_probs, experience, budget=budget).sum().backward()
         return log_probs.grad.tolist()
 
     if formula == "grpo":
@@ -204,9 +191,9 @@ def test_the_budget_only_scales_the_loss_of_dr_grpo(make_experience, formula_and
             old_log_probs=random_values(ROWS, TOKENS, seed=2),
             log_probs_ref=random_values(ROWS, TOKENS, seed=3),
         )
-        loss = policy_loss(log_probs, experience, kl_weight=0.3, budget=budget)
-        loss.backward()
-        return [loss.detach(), log_probs.grad]
+        terms = policy_loss(log_probs, experience, kl_weight=0.3, budget=budget)
+        terms.sum().backward()
+        return [terms.detach(), log_probs.grad]
 
     expected = [x / (factor if formula == "drgrpo" else 1.0) for x in loss_and_gradient(64)]
     torch.testing.assert_close(loss_and_gradient(round(64 * factor)), expected, atol=1e-12, rtol=1e-12)

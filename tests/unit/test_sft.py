@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from common.datagen import arithmetic_grammar, world_grammar
 from common.errors import UserError
-from common.experience import Experience, collate
+from common.experience import Experience
 from common.policy import Policy
 from common.tools import ToolCall, calculator, parse_calls, schemas
 from common.trajectory import Trajectory
@@ -147,7 +147,7 @@ def test_the_update_is_the_mean_over_all_spoken_tokens(train, policy, encode, mi
 
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     for _ in range(2):  # the second update does not add to the gradient of the first
-        metrics = train.update(config, policy, optimizer, collate(encode(), policy.pad_id))
+        metrics = train.update(config, policy, optimizer, train.collate_weighted(encode(), policy.pad_id, "cpu"))
     assert metrics["loss/total"] == pytest.approx(expected.item(), rel=1e-5)
     assert (gradient_of(policy) - gradient).norm() < 1e-5 * gradient.norm()
     assert metrics["loss/grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-5)
@@ -156,7 +156,8 @@ def test_the_update_is_the_mean_over_all_spoken_tokens(train, policy, encode, mi
 def test_a_long_gradient_is_scaled_down(train, policy, encode):
     policy.zero_grad()
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    metrics = train.update(train.Config(max_grad_norm=0.5), policy, optimizer, collate(encode(), policy.pad_id))
+    batch = train.collate_weighted(encode(), policy.pad_id, "cpu")
+    metrics = train.update(train.Config(max_grad_norm=0.5), policy, optimizer, batch)
     assert metrics["loss/grad_norm"] > 1
     assert gradient_of(policy).norm().item() == pytest.approx(0.5, rel=1e-4)
 
@@ -167,7 +168,7 @@ def test_an_update_that_is_not_finite_is_skipped(train, encode):
         policy.model.lm_head.weight[0, 0] = torch.nan
     before = [weight.clone() for weight in policy.parameters()]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
-    metrics = train.update(train.Config(), policy, optimizer, collate(encode(), policy.pad_id))
+    metrics = train.update(train.Config(), policy, optimizer, train.collate_weighted(encode(), policy.pad_id, "cpu"))
     assert metrics["loss/skipped"] == 1.0
     for weight, old in zip(policy.parameters(), before, strict=True):
         torch.testing.assert_close(weight.detach(), old, rtol=0, atol=0, equal_nan=True)

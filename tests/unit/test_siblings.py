@@ -106,11 +106,6 @@ def test_the_curriculum_table_is_true():
             assert (parent, size) == ("none", f"{len((experiment / 'train.py').read_text().splitlines())} lines in all")
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda path: path.name)
-def test_a_run_is_kept_under_the_name_of_its_experiment(experiment):
-    assert re.findall(r'start_run\("(\w+)"', (experiment / "train.py").read_text(encoding="utf-8")) == [experiment.name]
-
-
 @pytest.mark.parametrize(
     ("experiment", "name"),
     [

@@ -36,7 +36,7 @@ def events(load_script, tmp_path):
 
         def train() -> None:
             config = config_class(runs_dir=str(tmp_path), name="mine", threads=1, checkpoint_every=0)
-            with start_run("experiment_base", config) as run:
+            with start_run(config) as run:
                 reach("evaluation before")
                 for step in run.steps(3):
                     reach(f"step {step}")

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle import FORMULAS, slow_row
 
 from common.experience import Experience, collate
+from common.logprobs import token_log_probs
 from common.sampling import sample
 from common.trajectory import Trajectory
 
@@ -158,40 +160,53 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script):
     assert marks == [False, True, False, True]
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_engine"])
-def test_samples_hold_the_weights_that_the_loss_sees(load_script, tmp_path, experiment):
-    """A slow loop over samples.jsonl gives the logged loss; a run without weights has no such field."""
+@pytest.mark.parametrize("experiment", [name for name in FORMULAS if "accelerate" not in name])
+def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, tmp_path, experiment):
+    """Over two epochs of two minibatches, with tool output in rows: as a slow loop gives them, and adding up."""
     train, weighted = load_script(f"{experiment}/train.py"), experiment == "experiment_engine"
     policy = load_policy(RunConfig(device="cpu"))
-    config = train.Config(epochs_per_step=2, group_size=2, micro_batch_size=2, kl_weight=0.0, max_new_tokens=6)
+    sizes = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "micro_batch_size": 1, "max_new_tokens": 6}
+    config = train.Config(epochs_per_step=2, kl_weight=0.05, **sizes)
     rows = sample(policy, [[5, 6, 7], [8, 9]], 2, max_new_tokens=6, key=(0,), prompt_index=[0, 1])
+    for row in rows[::2]:
+        row.observe([20, 21])
+        row.ids, row.action_mask = [*row.ids, 30], [*row.action_mask, 1]
+        row.sampler_log_probs = [*row.sampler_log_probs, -1.0]
     experience = collate(rows, policy.pad_id)
     experience.advantages = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None]
-    experience.old_log_probs = experience.sampler_log_probs
+    scores, generator = token_log_probs(policy, experience, 4), torch.manual_seed(0)
+    noise = [torch.randn(scores.shape, generator=generator) for _ in range(3)]
+    experience.old_log_probs, experience.log_probs_ref = scores + 0.2 * noise[0], scores + 0.5 * noise[1]
     if weighted:
-        noise = torch.randn(experience.action_mask.shape, generator=torch.manual_seed(0))
-        experience.sampler_log_probs = experience.sampler_log_probs + noise  # those of an engine that is far off
+        experience.sampler_log_probs = experience.old_log_probs + noise[2]  # those of an engine that is far off
         experience.importance_weights = train.importance_weights(config, experience)
-    statistics = train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.05), experience, step=1)
+    statistics = train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.01), experience, step=1)
     texts = TokenTexts(tmp_path / "tokens.jsonl", policy.tokenizer, policy.end_of_turn_ids)
     write_samples(tmp_path / "samples.jsonl", texts, 1, load_task(config), 2, rows, experience, statistics)
 
-    entries = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    total = largest = 0.0
-    for entry in entries:
-        assert ("importance_weights" in entry) == weighted
-        weights = entry.get("importance_weights", entry["action_mask"])
-        assert len(weights) == len(entry["ids"])
-        largest = max(largest, *weights)
-        assert [weight > 0 for weight in weights] == [bool(bit) for bit in entry["action_mask"]]
+    settings = {"num_rows": 2, "clip_eps": config.clip_eps, "kl_weight": 0.05, "budget": 6}
+    total, clipped, weights = 0.0, 0, set()
+    for entry in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines()):
+        mask, old, ref = (entry[name] for name in ("action_mask", "old_log_probs", "log_probs_ref"))
+        assert all(("importance_weight" in update) == weighted for update in entry["updates"])
+        of_tokens = entry["updates"][0].get("importance_weight", mask)
+        weights |= {*of_tokens}
+        advantages = [entry["advantage"] * weight for weight in of_tokens]
+        assert [update["epoch"] for update in entry["updates"]] == [0, 1]
         for update in entry["updates"]:
-            for now, old, weight in zip(update["log_probs"], entry["old_log_probs"], weights, strict=True):
-                ratio, advantage = math.exp(now - old), weight * entry["advantage"]
-                limited = min(max(ratio, 1 - config.clip_eps), 1 + config.clip_eps)
-                total -= min(ratio * advantage, limited * advantage) / sum(entry["action_mask"]) / len(entries)
-    assert total / 2 == pytest.approx(statistics.metrics()["loss/total"], abs=1e-5)
-    assert abs(total) > 0.1
-    assert largest == (config.importance_cap if weighted else 1)
+            now = update["log_probs"]
+            terms, pushes = slow_row(FORMULAS[experiment][0][0], mask, now, advantages, old, ref, **settings)
+            assert update["terms"] == pytest.approx(terms, abs=2e-6)
+            assert update["push"] == pytest.approx(pushes, abs=2e-6)
+            ratios = [math.exp(x - y) if bit else 0 for x, y, bit in zip(now, old, mask, strict=True)]
+            assert update["ratio"] == pytest.approx(ratios, abs=1e-5)
+            kls = [bit * (math.exp(x - y) - (x - y) - 1) for x, y, bit in zip(ref, now, mask, strict=True)]
+            assert update["kl"] == pytest.approx(kls, abs=1e-5)
+            total, clipped = total + sum(update["terms"]), clipped + sum(update["clipped"])
+    assert total / 4 == pytest.approx(statistics.metrics()["loss/total"], abs=1e-6)
+    assert abs(total) > 0.01
+    assert clipped > 0
+    assert max(weights) == (config.importance_cap if weighted else 1)
 
 
 # The metrics of a rollout ---------------------------------------------------------------------------------------------

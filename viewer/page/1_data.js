@@ -65,30 +65,16 @@ const byId = (id) => document.getElementById(id);
 
 /** A table: `head` is a list of texts, `rows` a list of lists; the first cell of a row is its heading. */
 function table(caption, head, rows) {
+  const columns = head.map((text) => element("th", { scope: "col" }, text));
   const cells = (row) => row.map((cell, i) => element(i ? "td" : "th", i ? {} : { scope: "row" }, cell));
-  return element(
-    "div",
-    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    element(
-      "table",
-      {},
-      element("caption", { class: "unseen" }, caption),
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          head.map((text) => element("th", { scope: "col" }, text)),
-        ),
-      ),
-      element(
-        "tbody",
-        {},
-        rows.map((row) => element("tr", {}, cells(row))),
-      ),
-    ),
-  );
+  const lines = rows.map((row) => element("tr", {}, cells(row)));
+  const parts = [
+    element("caption", { class: "unseen" }, caption),
+    element("thead", {}, element("tr", {}, columns)),
+    element("tbody", {}, lines),
+  ];
+  const scroll = { class: "scroll", tabindex: 0, role: "region", "aria-label": caption };
+  return element("div", scroll, element("table", {}, parts));
 }
 
 /** A link as written by the viewer, if it leads to a page and not to a script; else only its text. */

@@ -56,10 +56,6 @@ const LABELS = {
   "policy/importance_capped": "at the cap",
   "policy/sampling_log_prob_difference_max": "largest",
   "time/step": "whole step",
-  "time/sample": "sampling",
-  "time/reward": "rewards",
-  "time/log_probs": "log-probs",
-  "time/update": "updates",
   "time/weights": "weights into the engine",
   "time/generation": "answers of the engine",
 };

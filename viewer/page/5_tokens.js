@@ -43,12 +43,62 @@ function tokenSpan(id, index, outside) {
   );
 }
 
+// ---- the numbers of a row
+
+/** (a - b) micro-nats in nats; NaN where one of them is not known. */
+const difference = (a, b) => (isNumber(a) && isNumber(b) ? (a - b) * MICRO : NaN);
+
+/** What an update says of action token i under a name; NaN if the run did not write it. */
+const numberIn = (update, name, i) => update.tokens[name]?.[i] ?? NaN;
+
+/** The names of what the run wrote for each token in each update, in its order: terms, push, and others. */
+const namesIn = (rows) => [...new Set(rows.flatMap((row) => row.updates.flatMap(({ tokens }) => Object.keys(tokens))))];
+
+/** Terms or pushes of a row's action tokens, added up over its updates; NaN if they were not written. */
+function totalOf(row, name) {
+  return row.sampler.map((_, i) => sum(row.updates.map((update) => numberIn(update, name, i))));
+}
+
+/** The numbers of a row that do not depend on what is chosen. */
+function numbersOf(row) {
+  let action = 0; // the numbers are lists over action tokens only
+  return {
+    row,
+    totals: { terms: totalOf(row, "terms"), push: totalOf(row, "push") },
+    action: row.mask.map((bit) => (bit ? action++ : null)),
+  };
+}
+
+/**
+ * The terms of a step, added up, beside the loss that the run logged: the mean over the step's updates.
+ *
+ * Returns: {state, sum, logged, updates: [{epoch, minibatch, rows, total}]}.
+ */
+function checkLoss(groups, logged, complete) {
+  const updates = new Map();
+  const rows = groups.flatMap((group) => group.rows);
+  for (const { epoch, minibatch, tokens } of rows.flatMap((row) => row.updates)) {
+    const key = `${epoch} ${minibatch}`;
+    if (!updates.has(key)) updates.set(key, { epoch, minibatch, rows: 0, total: 0 });
+    updates.get(key).rows += 1;
+    updates.get(key).total += sum((tokens.terms ?? [NaN]).map((term) => term ?? NaN));
+  }
+  const inOrder = [...updates.values()].sort((a, b) => a.epoch - b.epoch || a.minibatch - b.minibatch);
+  const total = mean(inOrder.map((update) => update.total));
+  const tolerance = 1e-5 * Math.max(1, Math.abs(logged)); // the run adds in float32, which has seven digits
+  let state = "equal";
+  if (!namesIn(rows).includes("terms")) state = "unknown";
+  else if (!complete) state = "part";
+  else if (!isNumber(total) || !isNumber(logged)) state = "missing";
+  else if (Math.abs(total - logged) > tolerance) state = "differs";
+  return { state, sum: total, logged, updates: inOrder };
+}
+
 // ---- colours
 
 // What a token can be coloured by. `value` gives the number of action token i of a row (update: that of the chosen pass,
 // or null), `scale` what the strongest colour means, given all numbers of the group; diverging ones have two colours.
 const COLORS = {
-  mask: { label: "in the loss or not", value: () => 1, scale: () => 1, ends: () => ["", "in the loss"] },
   advantage: {
     label: "advantage",
     diverging: true,
@@ -62,47 +112,48 @@ const COLORS = {
     scale: (values) => largest(values, 1),
     ends: (most) => ["0 (certain)", `${short(-Number(most.toFixed(2)))} nats (surprising)`],
   },
-  ratio: {
-    label: "probability ratio",
-    diverging: true,
-    passes: true,
-    value: ({ update }, i) => (update ? Math.log(update.ratio[i]) : NaN),
-    scale: (values) => largest(values.map(Math.abs), Math.log(1 + data.loss.clip_eps)),
-    ends: (most) => [Math.exp(-most).toFixed(2), "1", Math.exp(most).toFixed(2)],
-  },
-  kl: {
-    label: "KL to the reference",
-    passes: true,
-    value: ({ update }, i) => (update ? update.kl[i] : NaN),
-    scale: (values) => largest(values, 1e-4),
-    ends: (most) => ["0", `${short(most)} nats`],
-  },
   entropy: {
     label: "entropy",
     value: ({ row }, i) => (row.entropy ? difference(row.entropy[i], 0) : NaN),
     scale: (values) => largest(values, 0.1),
     ends: (most) => ["0 (decided)", `${short(most)} nats (open)`],
   },
-  term: {
-    label: "term in the loss",
-    diverging: true,
-    passes: true,
-    total: true,
-    flipped: true, // a term that lowers the loss has the colour of a positive advantage
-    value: ({ update, total }, i) => (update ? update.term[i] : total[i]),
-    scale: (values) => largest(values.map(Math.abs), 1e-9),
-    ends: (most) => [`${short(-most)} (lowers)`, "0", `${short(most)} (raises the loss)`],
-  },
+  mask: { label: "in the loss or not", value: () => 1, scale: () => 1, ends: () => ["", "in the loss"] },
 };
 
-/** The numbers of a row that do not depend on what is chosen. */
-function numbersOf(row) {
-  const updates = tokenTerms(row, data.loss);
-  let action = 0; // the numbers are lists over action tokens only
-  return {
-    row,
-    updates,
-    total: totalTerms(row, data.loss, updates),
-    action: row.mask.map((bit) => (bit ? action++ : null)),
+// The same for what updates write, where a name is known: `least` is the least scale, `by` is applied to the numbers.
+const UPDATE_COLORS = {
+  push: { label: "push: what the update does", total: true, words: ["less probable", "more probable"] },
+  terms: { label: "term in the loss", total: true, flipped: true, words: ["lowers the loss", "raises it"] },
+  ratio: {
+    label: "probability ratio",
+    diverging: true,
+    by: Math.log,
+    least: 0.1,
+    ends: (most) => [Math.exp(-most).toFixed(2), "1", Math.exp(most).toFixed(2)],
+  },
+  kl: { label: "KL to the reference", least: 1e-4 },
+};
+
+/** All that the tokens of these rows can be coloured by, the push first. */
+function colorsOf(rows) {
+  const written = namesIn(rows);
+  const names = ["push", "terms", ...written.filter((name) => name !== "push" && name !== "terms")];
+  const updates = rows.flatMap((row) => row.updates);
+  const kindOf = (name) => {
+    const { by = (x) => x, least = 1e-9, words, total, ...more } = UPDATE_COLORS[name] ?? {};
+    const said = (word) => (words ? ` (${words[word]})` : "");
+    const diverging = total || updates.some(({ tokens }) => tokens[name]?.some((value) => value < 0));
+    return {
+      label: name.replaceAll("_", " "),
+      passes: true,
+      total,
+      diverging,
+      value: ({ update, totals }, i) => (update ? by(numberIn(update, name, i)) : (totals[name]?.[i] ?? NaN)),
+      scale: (values) => largest(values.map(Math.abs), least),
+      ends: (most) => (diverging ? [`${short(-most)}${said(0)}`, "0", `${short(most)}${said(1)}`] : ["0", short(most)]),
+      ...more,
+    };
   };
+  return { ...Object.fromEntries(names.map((name) => [name, kindOf(name)])), ...COLORS };
 }

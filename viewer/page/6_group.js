@@ -7,6 +7,8 @@ class GroupView {
     this.onToken = onToken;
     this.onColor = onColor;
     this.rows = group.rows.map(numbersOf);
+    this.colors = colorsOf(group.rows);
+    this.hasTerms = namesIn(group.rows).includes("terms");
     this.readout = element("aside", { id: "readout", "aria-label": "The chosen token", class: "screen-only" });
     this.spoken = element("p", { class: "unseen", "aria-live": "polite", id: "token-status" });
     this.tokens = []; // of every list: {list, numbers or null for the prompt, spans}
@@ -30,7 +32,7 @@ class GroupView {
 
   head() {
     const { question, answer, rows } = this.group;
-    const total = groupLoss(this.group, data.loss);
+    const total = sum(this.rows.flatMap(({ totals }) => totals.terms));
     return [
       element(
         "h3",
@@ -45,7 +47,7 @@ class GroupView {
           : ["Answer: ", element("b", {}, shortened(String(answer), 500)), ". "],
         `${count(rows.length, "completion")}, highest return first. `,
         this.unnamed() ? "The run did not write the text of every token: ‹123› is the token with id 123. " : "",
-        data.loss.kind ? ["Their terms add up to ", element("b", { class: "number" }, signed(total, 8)), "."] : "",
+        this.hasTerms ? ["Their terms add up to ", element("b", { class: "number" }, signed(total, 8)), "."] : "",
       ),
     ];
   }
@@ -60,13 +62,13 @@ class GroupView {
   controls() {
     const choice = (id, label, options) => [element("label", { for: id }, label), element("select", { id }, options)];
     const option = (value, text) => element("option", { value }, text);
-    const colors = Object.entries(COLORS).map(([name, { label }]) => option(name, label));
+    const colors = Object.entries(this.colors).map(([name, { label }]) => option(name, label));
     this.legend = element("div", { id: "scale", class: "scale" });
     const marks = [
       ["token outside", "not in the loss"],
       ["token special", "special"],
       ["token special end", "end of turn"],
-      ["token clipped", "clipped: no gradient"],
+      "clipped" in this.colors && ["token clipped", "clipped: no gradient"],
     ];
     const bar = element(
       "div",
@@ -77,7 +79,7 @@ class GroupView {
       element(
         "span",
         { class: "marks" },
-        marks.map(([name, text]) => element("span", { class: `${name} mark` }, text)),
+        marks.filter(Boolean).map(([name, text]) => element("span", { class: `${name} mark` }, text)),
       ),
       this.rows.some(({ row }) => row.turns) && this.viewSwitch(),
     );
@@ -89,26 +91,13 @@ class GroupView {
   }
 
   viewSwitch() {
-    const radio = (value, text, checked) =>
-      element(
-        "label",
-        {},
-        element("input", {
-          type: "radio",
-          name: "view",
-          value,
-          checked,
-          on: { change: () => (this.root.dataset.view = value) },
-        }),
-        text,
-      );
-    return element(
-      "fieldset",
-      { class: "pair view" },
-      element("legend", { class: "unseen" }, "Show"),
-      radio("tokens", "tokens", true),
-      radio("turns", "conversation", false),
-    );
+    const radio = (value, text, checked) => {
+      const on = { change: () => (this.root.dataset.view = value) };
+      return element("label", {}, element("input", { type: "radio", name: "view", value, checked, on }), text);
+    };
+    const legend = element("legend", { class: "unseen" }, "Show");
+    const choices = [radio("tokens", "tokens", true), radio("turns", "conversation", false)];
+    return element("fieldset", { class: "pair view" }, legend, choices);
   }
 
   prompt() {
@@ -133,7 +122,7 @@ class GroupView {
 
   card(numbers, rank) {
     const { row } = numbers;
-    const terms = sum(numbers.total);
+    const terms = sum(numbers.totals.terms);
     const fact = (name, value, key) =>
       element("span", { class: "fact", "data-key": key ?? name }, `${name} `, element("b", { class: "number" }, value));
     const rewards = Object.entries(row.rewards ?? {}).map(([name, value]) =>
@@ -153,13 +142,13 @@ class GroupView {
         { class: "facts" },
         fact("advantage", signed(row.advantage, 4), "advantage"),
         rewards,
-        fact("length", `${actionTokens(row)}`, "length"),
+        fact("length", `${row.sampler.length}`, "length"),
         fact(
           "end",
           { stop: "stopped", length: "cut off" }[row.finish_reason] ?? row.finish_reason ?? "–",
           "finish_reason",
         ),
-        data.loss.kind && fact("sum of terms", signed(terms, 8), "terms"),
+        this.hasTerms && fact("sum of terms", signed(terms, 8), "terms"),
       ),
       row.ids?.length
         ? this.segments(numbers)
@@ -202,14 +191,15 @@ class GroupView {
 
   // ---- colours
 
-  /** Colour all tokens by a key of COLORS, in a pass over the rollout ("all" of them for the term). */
-  paint({ by, pass }) {
-    const kind = COLORS[by];
+  /** Colour all tokens by one of `colors`, in a pass over the rollout ("all" of them for terms and pushes). */
+  paint({ by: wanted, pass }) {
+    const by = Object.hasOwn(this.colors, wanted) ? wanted : "push";
+    const kind = this.colors[by];
     this.root.querySelector("#color").value = by;
     this.pass = this.offerPasses(kind, pass);
     const views = this.rows.map((numbers) => ({
       ...numbers,
-      update: this.pass === "all" ? null : numbers.updates[this.pass],
+      update: this.pass === "all" ? null : numbers.row.updates[this.pass],
     }));
     const values = views.map((view) => view.row.sampler.map((_, i) => kind.value(view, i)));
     const most = kind.scale(values.flat());
@@ -221,7 +211,7 @@ class GroupView {
         const value = values[r][i];
         span.classList.toggle("below", kind.flipped ? value > 0 : value < 0);
         span.classList.toggle("unknown", !isNumber(value));
-        span.classList.toggle("clipped", Boolean(views[r].update?.clipped[i]));
+        span.classList.toggle("clipped", Boolean(views[r].update?.tokens.clipped?.[i]));
         span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
       });
     }
@@ -239,16 +229,13 @@ class GroupView {
       high.length > 1 ? [low, ramp, high[1]] : [low, ramp, high[0]],
     );
     if (known) return;
-    const reason =
-      by === "kl" && !data.loss.kl_weight
-        ? "This run has no reference."
-        : "The run wrote no numbers of this kind for these completions.";
-    fill(this.legend, reason);
+    fill(this.legend, "The run wrote no numbers of this kind for these completions.");
   }
 
   /** The updates that one can choose from, and the one that is chosen. */
   offerPasses(kind, wanted) {
-    const most = this.rows.reduce((longest, { updates }) => (updates.length > longest.length ? updates : longest), []);
+    const all = this.rows.map(({ row }) => row.updates);
+    const most = all.reduce((longest, updates) => (updates.length > longest.length ? updates : longest), []);
     const options = most.map(({ epoch }, i) => [String(i), `epoch ${epoch}`]); // one update per row and epoch
     if (kind.total) options.unshift(["all", "all together"]);
     const select = this.root.querySelector("#pass");
@@ -336,16 +323,9 @@ class GroupView {
     const { ids, numbers } = this.tokens[list];
     const [text, flags] = tokenOf(ids[index]);
     const prompt = this.group.prompt?.length ?? 0;
-    const facts = {
-      id: ids[index],
-      text,
-      flags,
-      numbers,
-      index,
-      position: numbers ? prompt + index : index,
-      i: numbers?.action[index] ?? null,
-    };
-    const all = numbers ? count(actionTokens(numbers.row), "token") : "";
+    const position = numbers ? prompt + index : index;
+    const facts = { id: ids[index], text, flags, numbers, index, position, i: numbers?.action[index] ?? null };
+    const all = numbers ? count(numbers.row.sampler.length, "token") : "";
     if (!numbers) facts.role = "part of the prompt, not in the loss";
     else if (facts.i !== null) facts.role = `in the loss: number ${facts.i + 1} of ${all} that the policy sampled`;
     else facts.role = "not sampled by the policy (a tool's answer or the template): not in the loss";
@@ -358,42 +338,28 @@ class GroupView {
     if (i === null) return start;
     const logProb = exact(difference(numbers.row.sampler[i], 0));
     const advantage = signed(numbers.row.advantage, 4);
-    const weight = numbers.row.weights ? `, importance weight ${short(weightsOf(numbers.row)[i])}` : "";
-    return `${start}; log-prob ${logProb}, advantage ${advantage}${weight}, term ${short(numbers.total[i])}`;
+    const [push, term] = [numbers.totals.push[i], numbers.totals.terms[i]].map(short);
+    return `${start}; log-prob ${logProb}, advantage ${advantage}, push ${push}, term ${term}`;
   }
 
   show(place) {
     if (!place) {
-      fill(
-        this.readout,
-        element(
-          "p",
-          { class: "note" },
-          "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers.",
-        ),
-      );
+      const how = "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers.";
+      fill(this.readout, element("p", { class: "note" }, how));
       return;
     }
     const facts = this.facts(place);
     const { id, text, flags, numbers, position, role } = facts;
-    fill(
-      this.readout,
-      element(
-        "div",
-        { class: "which" },
-        element(
-          "span",
-          { class: `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`, "data-key": "text" },
-          text ? markedText(text) : "empty",
-        ),
-        element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
-        element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
-        numbers && element("span", {}, `completion ${numbers.row.completion_index}`),
-        element("span", { "data-key": "role" }, role),
-        element("button", { type: "button", class: "plain close", on: { click: () => this.clear() } }, "Close"),
-      ),
-      facts.i !== null && numberTable(facts),
-    );
+    const looks = `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`;
+    const which = [
+      element("span", { class: looks, "data-key": "text" }, text ? markedText(text) : "empty"),
+      element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
+      element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
+      numbers && element("span", {}, `completion ${numbers.row.completion_index}`),
+      element("span", { "data-key": "role" }, role),
+      element("button", { type: "button", class: "plain close", on: { click: () => this.clear() } }, "Close"),
+    ];
+    fill(this.readout, element("div", { class: "which" }, which), facts.i !== null && numberTable(facts));
   }
 }
 

@@ -3,22 +3,10 @@
 // ---- the top of the page
 
 const FLAGS = [
-  "model",
-  "task",
-  "steps",
-  "prompts_per_step",
-  "group_size",
-  "max_new_tokens",
-  "lr",
-  "kl_weight",
-  "epochs_per_step",
-  "minibatch_size",
-  "importance_cap",
-  "steps_ahead",
-  "push_every",
-  "temperature",
-  "seed",
+  ...["model", "task", "steps", "prompts_per_step", "group_size", "max_new_tokens", "lr", "kl_weight"],
+  ...["epochs_per_step", "minibatch_size", "importance_cap", "steps_ahead", "push_every", "temperature", "seed"],
 ];
+const NOT_FLAGS = ["name", "command", "sources", "about", "loss"]; // two runs always differ in these, or need not
 const setting = (value) =>
   value === null || value === undefined ? "none" : typeof value === "object" ? JSON.stringify(value) : String(value);
 const flag = (name) => `--${name.replaceAll("_", "-")}`;
@@ -98,7 +86,7 @@ function allFacts(run) {
 function differences() {
   const [first, second] = data.runs.map((run) => run.config ?? {});
   const names = Object.keys({ ...first, ...second }).filter(
-    (name) => setting(first[name]) !== setting(second[name]) && !["name", "command", "sources"].includes(name),
+    (name) => setting(first[name]) !== setting(second[name]) && !NOT_FLAGS.includes(name),
   );
   const rows = names.map((name) => [name, setting(first[name]), setting(second[name])]);
   return element(
@@ -166,80 +154,42 @@ function showRunKey() {
 // ---- the terms of a step against the loss that was logged
 
 function showCheck(entry) {
-  const { loss } = data;
-  const logged = loggedAt(data.runs[0], "loss/total", entry.step);
-  const check = checkLoss(groups, loss, logged, entry.complete);
+  const check = checkLoss(groups, loggedAt(data.runs[0], "loss/total", entry.step), entry.complete);
   const [added, said] = [check.sum, check.logged].map((value) =>
     Math.abs(value) < 1e-4 ? short(value) : exact(value),
   );
-  const all = `The terms of all tokens of this step add up to ${added}`;
+  const of = check.updates.length > 1 ? `, as a mean over its ${check.updates.length} updates,` : "";
+  const all = `The terms of all tokens of this step${of} add up to ${added}`;
   const sentences = {
     equal: `${all}; the run logged a loss of ${said}: equal to 1e-5.`,
-    part: [
-      `Only ${entry.rows} of ${loss.rows} rows of this step were written.`,
-      `Their terms add up to ${added}, which is a part of the loss of ${said} that the run logged.`,
-    ].join(" "),
-    differs: `${all}, but the run logged ${said}: its loss is not the one that this page computes.`,
+    part: `${entry.rows} of ${entry.of ?? "all"} rows were written: their terms are a part of the logged loss of ${said}.`,
+    differs: `${all}, but the run logged ${said}: the terms are not those of its loss.`,
     missing: `${all}, the run logged a loss of ${said}: one of the two is not known.`,
-    unknown:
-      "The terms in the loss are not known for this experiment: the page shows all numbers of a token except its term.",
+    unknown: "The samples have no terms of the loss: an older version wrote them, or no update used them.",
   };
   const symbol = { equal: "=", differs: "≠" }[check.state] ?? "·";
   const root = byId("loss-check");
   root.dataset.state = check.state;
   root.dataset.sum = check.sum;
   root.dataset.logged = check.logged;
-  fill(
-    root,
-    element(
-      "p",
-      { class: "verdict" },
-      element("span", { class: "symbol", "aria-hidden": "true" }, symbol),
-      element("span", {}, sentences[check.state]),
-    ),
-    loss.kind && formula(),
-  );
+  const sign = element("span", { class: "symbol", "aria-hidden": "true" }, symbol);
+  const verdict = element("p", { class: "verdict" }, sign, element("span", {}, sentences[check.state]));
+  fill(root, verdict, check.state !== "unknown" && formula(check.updates));
 }
 
-const weighing = (cap) =>
-  cap === 0 ? "= 1 (--importance-cap 0)" : `= min(p_old(token) / p_engine(token), ${isNumber(cap) ? cap : "its cap"})`;
-
-/** The loss in words, with the numbers of this run and the sums of this step's updates. */
-function formula() {
-  const { loss } = data;
-  const { updates } = stepLoss(groups, loss);
-  const tokens =
-    loss.kind === "drgrpo" ? `${loss.budget}, the completion budget,` : "the number of the row's sampled tokens";
-  const limits = `${Number((1 - loss.clip_eps).toFixed(6))} and ${Number((1 + loss.clip_eps).toFixed(6))}`;
-  const kl = loss.kl_weight > 0;
-  const weighted = groups.some(({ rows }) => rows.some((row) => row.weights));
-  const advantage = weighted ? "advantage × importance weight" : "advantage";
-  const before = weighted ? "of the one before the first update" : "of the one that sampled";
-  const steps = [
-    ["ratio", `= p(token) / p_old(token): of the policy in this update, and ${before}`],
-    weighted && ["importance weight", weighing(data.runs[0].config?.importance_cap)],
-    ["surrogate", `= −min(ratio × ${advantage}, ratio kept between ${limits} × ${advantage})`],
-    kl && ["KL", "= r − log r − 1 with r = p_reference(token) / p(token)"],
-    ["term", `= ${kl ? `(surrogate + ${loss.kl_weight} × KL)` : "surrogate"} / ${tokens} / the rows of the update`],
-    [
-      "loss",
-      `= all terms of an update added up; logged is the mean over the ${count(updatesPerStep(loss), "update")} of a step`,
-    ],
-  ].filter(Boolean);
+/** What the experiment says of its loss, and the sums of this step's updates. */
+function formula(updates) {
   const rows = updates.map((update) => [
     `epoch ${update.epoch}, minibatch ${update.minibatch}`,
-    `${update.rows} of ${rowsOfUpdate(loss, update.minibatch)}`,
+    String(update.rows),
     signed(update.total, 8),
   ]);
   return element(
     "details",
     { class: "formula" },
     element("summary", {}, "How a token's term comes about"),
-    element(
-      "dl",
-      {},
-      steps.map(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]),
-    ),
+    data.runs[0].config?.loss && element("p", {}, shortened(setting(data.runs[0].config.loss), 2000)),
+    element("p", { class: "note" }, "A token's push is minus the gradient of the loss with respect to its log-prob."),
     rows.length > 0 && table("Sums of this step's updates", ["update", "rows written", "sum of their terms"], rows),
   );
 }

@@ -1,6 +1,6 @@
 // What the reader has chosen, and news from a run that is not finished.
 
-let chosen = { step: null, prompt: null, row: null, token: null, by: "advantage", pass: "" }; // also in the address
+let chosen = { step: null, prompt: null, row: null, token: null, by: "push", pass: "" }; // also in the address
 let groups = null; // of the chosen step
 let view = null; // of the chosen group
 let shownStep = null; // key of the samples that are shown
@@ -162,13 +162,12 @@ function readAddress() {
   const named = new URLSearchParams(location.hash.slice(1));
   if (!named.has("step")) return {};
   const number = (name) => (named.get(name) && isNumber(Number(named.get(name))) ? Number(named.get(name)) : null);
-  const by = named.get("by") in COLORS ? named.get("by") : chosen.by;
   return {
     step: nearest(number("step") ?? 0)?.step ?? null,
     prompt: number("prompt"),
     row: number("row"),
     token: number("token"),
-    by,
+    by: named.get("by") ?? chosen.by,
     pass: named.get("pass") ?? "",
   };
 }
@@ -267,16 +266,4 @@ function start() {
 start();
 
 // For tests, and for readers with a console.
-window.report = {
-  data: () => data,
-  chosen: () => chosen,
-  readSamples,
-  tokenTerms,
-  totalTerms,
-  rowLoss,
-  groupLoss,
-  stepLoss,
-  checkLoss,
-  visible,
-  short,
-};
+window.report = { data: () => data, chosen: () => chosen, readSamples, checkLoss, visible, short };

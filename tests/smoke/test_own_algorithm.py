@@ -1,0 +1,104 @@
+"""A new experiment is a directory with a train.py: nothing else has to be told about it.
+
+The example is that of the README, "Your own algorithm in ten minutes".
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.experience import collate
+from common.logprobs import token_log_probs
+from common.sampling import sample
+
+from common.plumbing.config import RunConfig
+from common.plumbing.loading import load_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    *("--prompts-per-step", "2", "--group-size", "4", "--epochs-per-step", "2", "--minibatch-size", "4"),
+    *("--eval-prompts", "4", "--eval-every", "0", "--max-new-tokens", "24", "--device", "cpu", "--lr", "1e-4"),
+)
+SEQUENCE_RATIO = (
+    "    ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)\n",
+    """    log_ratio = probability_ratio(log_probs, micro.old_log_probs, mask).log().sum(dim=1, keepdim=True)
+    ratio = (log_ratio / mask.sum(dim=1, keepdim=True)).exp().expand(mask.shape)
+""",
+)
+
+
+def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
+    """Its run, help, samples, page, comparison, card and resumed run are its own."""
+    shutil.copytree(Path(experiment_mine.__file__).parent, tmp_path / "experiment_mine")
+
+    def run(*command: str, cwd: Path = tmp_path) -> str:
+        result = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=200)
+        assert result.returncode == 0, result.stderr[-2000:]
+        return result.stdout + result.stderr
+
+    script = "experiment_mine/train.py"
+    assert "--critic-type" in run(script, "--help")
+    printed = run(script, *SMALL, "--steps", "2", "--name", "first", "--progress", "policy/surprise")
+    assert re.search(r"step 2/2 .*  surprise \d", printed)
+    directory = tmp_path / "runs" / "experiment_mine" / "first"
+    settings = json.loads((directory / "config.json").read_text())
+    assert settings["experiment"] == "experiment_mine"
+    assert "of REINFORCE" in settings["loss"]
+    assert "of REINFORCE" in (directory / "report.html").read_text()
+
+    metrics, samples = (
+        [json.loads(line) for line in (directory / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "samples.jsonl")
+    )
+    losses = {row["step"]: row["loss/total"] for row in metrics if "loss/total" in row}
+    for step, loss in losses.items():
+        updates = [update for row in samples if row["step"] == step for update in row["updates"]]
+        assert sum(sum(update["terms"]) for update in updates) / 4 == pytest.approx(loss, abs=1e-6)
+    for update in (update for row in samples for update in row["updates"]):
+        assert update["surprise"] == pytest.approx([-x for x in update["log_probs"]], abs=1e-5)
+    assert all(row["policy/surprise"] > 0 for row in metrics if "loss/total" in row)
+
+    assert "resuming" in run(script, "--resume", str(directory), "--steps", "3")
+    table = run("-m", "viewer.compare", str(directory), str(ROOT / "experiment_drgrpo/results/seed0"))
+    assert "experiment_mine/first" in table
+    run(str(ROOT / "export.py"), str(directory), "--output", "exported")
+    assert "a run of `experiment_mine` with the questions" in (tmp_path / "exported" / "README.md").read_text()
+    assert "TRAP" not in run("-m", "doctor", script)
+
+
+@pytest.mark.parametrize("name", ["REINFORCE", "a ratio of sequences"])
+def test_the_push_is_a_finite_difference_of_the_loss(experiment_mine, make_own, name):
+    """Whatever the loss is: as `update` hands it over, beside the slope of the sum of all terms."""
+    train = experiment_mine if name == "REINFORCE" else make_own(SEQUENCE_RATIO)
+    policy = load_policy(RunConfig(device="cpu"))
+    rows = sample(policy, [[5, 6, 7]], 4, max_new_tokens=6, key=(0,), prompt_index=[0])
+    experience = collate(rows, policy.pad_id)
+    experience.advantages = torch.tensor([1.0, -0.5, 2.0, -1.0])[:, None]
+    scores, generator = token_log_probs(policy, experience, 4), torch.manual_seed(0)
+    experience.old_log_probs = scores + 0.05 * torch.randn(scores.shape, generator=generator)
+    experience.log_probs_ref = scores + 0.5 * torch.randn(scores.shape, generator=generator)
+    config = train.Config(group_size=4, prompts_per_step=1, micro_batch_size=2, kl_weight=0.1, max_new_tokens=6)
+    statistics = train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
+
+    exact = replace(
+        experience,
+        **{field: getattr(experience, field).double() for field in ("old_log_probs", "log_probs_ref", "advantages")},
+    )
+    terms, _ = train.policy_loss(config, scores.double(), exact, num_rows=4)
+    for index, row in enumerate(rows):
+        tokens = statistics.rows[0, row.completion_index][0].tokens
+        torch.testing.assert_close(tokens["terms"].double(), terms[index, : len(tokens["terms"])], atol=1e-6, rtol=0)
+        for t in range(len(row.ids) - 1):
+            ends = []
+            for step in (1e-5, -1e-5):
+                moved = scores.double()
+                moved[index, t] += step
+                ends.append(train.policy_loss(config, moved, exact, num_rows=4)[0].sum().item())
+            assert tokens["push"][t].item() == pytest.approx((ends[1] - ends[0]) / 2e-5, abs=1e-6)
