@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import re
 import math
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
