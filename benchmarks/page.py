@@ -7,14 +7,16 @@ Opening is measured from the navigation to the first group of tokens on the scre
 median of five. Writes the entry page of benchmarks/results/measurements.json. Needs requirements-browser.txt.
 """
 
-import importlib
+import importlib.util
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 import tyro
@@ -25,7 +27,8 @@ from viewer.results import write_json
 from common.plumbing import run as runs
 from common.plumbing.machine import describe_machine
 
-RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ def measure(config: Config, experiment: str) -> dict[str, float]:
     flags += ["--steps", str(config.steps)] if config.steps else []
     began = time.perf_counter()
     try:
-        importlib.import_module(f"{experiment}.train").main(flags)
+        load(experiment).main(flags)
     finally:
         runs.write_samples, report.write_report = write_samples, write_report
     total = time.perf_counter() - began
@@ -81,6 +84,13 @@ def measure(config: Config, experiment: str) -> dict[str, float]:
     }
     print(experiment, json.dumps(figures, indent=2), flush=True)
     return figures
+
+
+def load(experiment: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(experiment, ROOT / experiment / "train.py")
+    module = sys.modules[experiment] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def seconds_to_open(chromium: str, page: Path) -> float:

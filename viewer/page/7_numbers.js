@@ -12,7 +12,8 @@ function numberTable({ numbers, i }) {
   const relative = (list) => (list ? sampled + difference(list[i], 0) : NaN); // written as a difference
   const old = row.old ? relative(row.old) : sampled;
   const names = namesIn([row]);
-  const numeral = (name, value) => (["terms", "push"].includes(name) ? signed(value, 9) : exact(value));
+  const plain = (value) => (Number.isInteger(value) ? String(value) : exact(value));
+  const numeral = (name, value) => (["terms", "push"].includes(name) ? signed(value, 9) : plain(value));
   const title = (text) => (updates.length === 1 ? text : `${text}, all updates`);
   const passes = updates.map((update, pass) => [
     element("span", { "data-pass": pass }, `epoch ${update.epoch}, minibatch ${update.minibatch}`),
