@@ -117,6 +117,7 @@ def in_millionths(value: float) -> float:
 def in_six_digits(value: float) -> float:
     """
     >>> in_six_digits(0.000123456789), in_six_digits(1.0)
-    (0.000123457, 1.0)
+    (0.000123457, 1)
     """
-    return float(f"{value:.6g}")
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded.is_integer() else rounded  # two characters less in each of many 0s and 1s
