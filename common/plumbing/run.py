@@ -39,7 +39,7 @@ from common.plumbing.statistics import UpdateStatistics
 from common.plumbing.stopping import StopRequest, no_finite_gradient
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
-from common.plumbing.terminal import progress_bar, say_above_progress
+from common.plumbing.terminal import printable, progress_bar, say_above_progress
 from common.plumbing.tokens import TokenTexts
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
@@ -138,6 +138,8 @@ class Run:
         on_main(lambda: self._metrics.write(step, metrics))
         if self._bar is not None:
             more = getattr(self.config, "progress", ())
+            for key in set(more) - metrics.keys() if step == self.resumed_at + 1 else ():
+                self.tell(f"--progress {printable(key, 60)}: the step has no such metric; metrics.jsonl has all names")
             self._bar.set_description_str(progress_line(step, self._last_step, metrics, more), refresh=False)
         for sentence in self._diagnosis.check(metrics):
             self.tell(f"step {step}: {sentence}")

@@ -47,15 +47,21 @@ class UpdateStatistics:
             epoch, minibatch: which update it belongs to.
             log_probs: (b, T-1) of its tokens under the policy of this update, with their gradient (`retain_grad`).
             terms: (b, T-1), each token's part of the update's loss; they add up to it.
-            diagnostics: (b, T-1) each, by name: `entropy`, and what the loss wants to be logged. Two names are known:
-                `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
+            diagnostics: (b, T-1) or (b, 1) each, by name: `entropy`, and what the loss wants to be logged. Two names
+                are known: `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
+
+        Raises:
+            ValueError: there is not a term for every token.
         """
         mask = micro.action_mask.bool()
+        if terms.shape != mask.shape:
+            wanted, got = tuple(mask.shape), tuple(terms.shape)
+            raise ValueError(f"policy_loss must return a term for every token, {wanted}, not {got}")
         if not mask.any():
             return  # a filler, see `Experience.filler`
         push = -log_probs.grad / world_size()  # of which each rank backpropagates so many times its loss
         log_probs, terms = log_probs.detach(), terms.detach()
-        diagnostics = {name: values.detach() for name, values in diagnostics.items()}
+        diagnostics = {name: values.detach().expand_as(mask) for name, values in diagnostics.items()}
         own = self._own
         own.all_updates.add(mask, **{name: values for name, values in diagnostics.items() if name != "kl"})
         own.losses.append(terms.sum().item())

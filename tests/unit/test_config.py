@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from common.policy import Policy
 from common.sampling import _draw
 
 from common.plumbing import interrupt, threads
+from common.plumbing.checks import PATHS
 from common.plumbing.config import RESOLVED, TINY_POLICY, ModelConfig, RunConfig
 from common.plumbing.flags import read_comments
 from common.plumbing.machine import peak_memory_bytes
@@ -36,6 +38,21 @@ from common.plumbing.threads import _granted, _measure, _sizes, choose_threads, 
 
 def parse(load_script, *argv: str) -> RunConfig:
     return parse_config(load_script("experiment_base/train.py").Config, argv, description="")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = {"device", "dtype", "attn_implementation", "load_in", "name", "reward_weight", "at_most", "system_prompt"}
+TEXTS |= {"completion_prefix", "progress", "critic_type", "engine", "engine_url", "engine_start", "engine_dtype"}
+TEXTS |= {"search_url", "lessons", "embeddings", "save_dtype", "threads", "micro_batch_size", "generation_batch_size"}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
+def test_it_is_known_of_every_text_flag_whether_it_is_a_path(load_script, monkeypatch, path):
+    """What names a file is checked early, and made absolute, so that a run can be resumed from anywhere."""
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    fields = dataclasses.fields(load_script(f"{path.parent.name}/train.py").Config)
+    texts = {field.name for field in fields if re.search(r"\b(str|Literal|BatchSize)\b", str(field.type))}
+    assert texts - {*PATHS} <= TEXTS, "enter the flag in PATHS of common/plumbing/checks.py, or here"
 
 
 def test_defaults_are_resolved_from_the_model(load_script, tmp_path):

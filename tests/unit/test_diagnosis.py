@@ -503,6 +503,15 @@ def test_a_loss_names_what_is_logged_about_its_tokens(experience):
     torch.testing.assert_close(row.tokens["push"], (experience.advantages * mask / B)[0])
 
 
+def test_terms_of_rows_are_refused(experience):
+    """They would be counted once for every token."""
+    leaf = torch.zeros(experience.action_mask.shape, requires_grad=True)
+    terms = leaf.sum(dim=1, keepdim=True)
+    terms.sum().backward()
+    with pytest.raises(ValueError, match=r"a term for every token, \(6, 9\), not \(6, 1\)"):
+        UpdateStatistics(MAX_GRAD_NORM).add(0, 0, experience, leaf, terms)
+
+
 def test_a_skipped_update_is_not_counted_as_clipped(load_script, experience):
     """It is counted as skipped."""
     (log_probs, entropy, _), *_ = updates_of(experience)

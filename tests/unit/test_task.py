@@ -11,8 +11,9 @@ import pytest
 
 from common.errors import UserError
 from common.evaluate import Answer, Evaluation
-from common.tasks import arithmetic
+from common.tasks import arithmetic, calculator, qa
 from common.trajectory import Trajectory
+from viewer.results import read_runs
 
 from common.plumbing import solutions
 from common.plumbing import task as task_module
@@ -20,7 +21,7 @@ from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
 from common.plumbing.samples import describe_best
 from common.plumbing.summary import summarise_gain
-from common.plumbing.task import Task
+from common.plumbing.task import TAKEN, Task
 from common.plumbing.task_file import _import_once, import_task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -400,3 +401,15 @@ def test_the_task_template_is_short_and_valid():
     assert task.reward(row, task.solution(row)) == {"correct": 1.0, "short": 1.0}
     assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
     assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}
+
+
+def test_no_task_can_describe_what_a_run_logs_itself():
+    """Of all committed runs, a name of completion/... is that of a bundled task's `describe`, or taken."""
+    described = set()
+    for task in (arithmetic, calculator, qa):
+        with task.TRAIN_DATA.open(encoding="utf-8") as lines:
+            described |= task.describe(json.loads(next(lines)), "").keys()
+    runs = [run for folder in ROOT.glob("experiment_*/results") for run in read_runs(folder).values()]
+    logged = {key for run in runs for row in run.metrics.rows for key in row if key.startswith("completion/")}
+    assert len(logged) > 10
+    assert {key.removeprefix("completion/") for key in logged} - described <= TAKEN
