@@ -48,7 +48,8 @@ def count_rows(chunk: dict) -> int:
 
 def pack(chunk: dict) -> str:
     """base64 of gzip of JSON: the same text for the same chunk."""
-    return base64.b64encode(gzip.compress(_json(chunk), 7, mtime=0)).decode()
+    text = json.dumps(chunk, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("ascii"), 7, mtime=0)).decode()
 
 
 def _encode_row(row: dict, start: int) -> dict:
@@ -128,7 +129,3 @@ def _integer(value: object) -> int | None:
 
 def _is_integers(values: object) -> bool:
     return isinstance(values, list) and {*map(type, values)} <= {int} and all(abs(value) < 10**15 for value in values)
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
