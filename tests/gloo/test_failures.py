@@ -208,6 +208,7 @@ def uninterrupted(place) -> tuple[Path, str]:
 # Mistakes
 
 
+@pytest.mark.slow
 def test_unequal_parts_are_refused(tmp_path):
     """And nothing is left behind, not even the directory of the experiment's runs."""
     for script, flags, sentence in (
@@ -304,6 +305,7 @@ def test_an_update_is_skipped_by_all_together(uninterrupted):
     assert len(re.findall("an update with it is skipped", output)) == 1  # by the rank that has the row
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(place):
     """Of the task, in a step; the directory stays, and what the run began with."""
     flags = (*SMALL, "--task", "task.py", "--name", "broken")

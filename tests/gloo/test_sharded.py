@@ -266,6 +266,7 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
 
 @pytest.mark.parametrize("when", ["rollouts", "rollouts after a step"])
 @pytest.mark.parametrize("mode", ["gathered", "every step"])
+@pytest.mark.slow
 def test_sampling_is_that_of_whole_weights(ranks, mode, when):
     """Also with ranks that end at once, have fewer batches, no rows or no prompts; before and after training."""
     for results in ranks:

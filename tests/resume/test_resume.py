@@ -290,6 +290,7 @@ def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, uninterrupted)
         assert read_events(directory, tag) == read_events(uninterrupted, tag)
 
 
+@pytest.mark.slow
 def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uninterrupted, cold):
     """SIGTERM while the policy is loaded, then Ctrl-C in a step; each time the printed command is run."""
     directory = tmp_path / "runs" / "experiment_base" / "my run"
@@ -348,6 +349,7 @@ def size_until_step_4(path: Path) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
+@pytest.mark.slow
 def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, uninterrupted):
     """Whichever file there is no space for; it resumes when there is space."""
     directory = copy_of(uninterrupted, tmp_path, until=4)
