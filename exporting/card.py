@@ -1,4 +1,4 @@
-"""The model card: what was trained, how, what it reached, how to use it, and what is not known.
+"""The model card: the training, the results, how to use the model, and its limits.
 
 Names, settings and texts come from the user's machine and from data: no path of that machine is shown, and none of them
 can end the code block or the line that it is in.
