@@ -8,7 +8,6 @@ import base64
 import gzip
 import json
 import os
-import re
 import signal
 import socketserver
 import threading
@@ -26,8 +25,7 @@ from common.tasks import qa
 from common.tools import ToolCall, call_tool, schemas
 
 from common.plumbing.retrieval import remote_index
-from common.plumbing.retrieval.protocol import read_answer, write_answer, write_request
-from common.plumbing.retrieval.remote_index import QUERIES_PER_REQUEST, RemoteIndex
+from common.plumbing.retrieval.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_answer, write_request
 
 ROW = {"question": "Where was the one who built the ship Fardil born?", "answer": "Waplem", "supporting": ["s1", "p1"]}
 SHIP = Hit("s1", "The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.", 7.0)
@@ -209,7 +207,10 @@ def hits_of(query: str, k: int) -> list[Hit]:
 
 
 def answer_to(queries: list[str], k: int) -> bytes:
-    return write_answer([hits_of(query, k) for query in queries], return_scores=True)
+    def item(hit: Hit) -> dict:
+        return {"document": {"id": hit.document, "contents": hit.text}, "score": hit.score}
+
+    return json.dumps({"result": [[item(hit) for hit in hits_of(query, k)] for query in queries]}).encode()
 
 
 def http(body: bytes, status: str = "200 OK", **headers: object) -> bytes:
@@ -228,12 +229,14 @@ class Server(socketserver.ThreadingTCPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked: list[dict] = []
         self.lines: list[str] = []
+        self.keeps, self.num_connections = False, 0  # connections open behind an answer
         self.authorized: list[str] = []
         self.released = threading.Event()  # servers that hang wait for it, but not for good
         self.reply: Callable[[dict, Callable], bytes | None] = self.right
 
     def right(self, asked: dict, send: Callable) -> bytes:
-        return http(answer_to(asked["queries"], asked["topk"]))
+        kept = {"Connection": "keep-alive"} if self.keeps else {}
+        return http(answer_to(asked["queries"], asked["topk"]), **kept)
 
     def half_right(self, wrong: Callable) -> None:
         """A wrong reply to the request that has the first query, and right ones to all others."""
@@ -245,6 +248,12 @@ class Server(socketserver.ThreadingTCPServer):
 
 class Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
+        self.server.num_connections += 1
+        self.answer()
+        while self.server.keeps and self.rfile.peek(1):
+            self.answer()
+
+    def answer(self) -> None:
         line, length = self.rfile.readline().decode(), 0
         while (header := self.rfile.readline().strip()) != b"":
             if header.lower().startswith(b"content-length:"):
@@ -327,14 +336,6 @@ def test_what_other_servers_leave_out_is_accepted(item, hit):
     assert read_answer(json.dumps({"result": [[item]]}).encode(), 1, 1) == [[hit]]
 
 
-def test_hits_without_scores_keep_the_order_of_the_server():
-    body = write_answer([hits_of("x", 3)], return_scores=False)
-    assert json.loads(body)["result"][0][1] == {"id": "x#1", "contents": "Text 1\nof x"}
-    [hits] = read_answer(body, 1, 3)
-    assert [hit.document for hit in hits] == ["x#0", "x#1", "x#2"]
-    assert hits == sorted(hits, key=lambda hit: -hit.score)
-
-
 def test_more_hits_than_asked_for_are_cut(server):
     server.reply = lambda asked, send: http(answer_to(asked["queries"], 7))
     assert RemoteIndex(server.url, LONG).search_all(QUERIES, 2) == [hits_of(query, 2) for query in QUERIES]
@@ -354,7 +355,7 @@ def test_more_hits_than_asked_for_are_cut(server):
         (http(b'{"result": {"0": []}}'), "no list of results"),
         (http(b'{"result": [[], []]}'), "2 results instead of"),
         (http(b""), "not JSON"),
-        (http(gzip.compress(answer_to(QUERIES[:N], 2)), Content_Encoding="gzip"), "compressed"),
+        (http(gzip.compress(answer_to(QUERIES[:N], 2)), Content_Encoding="gzip"), "not JSON"),
         (http(b'{"result"', Content_Length=1000), "ended the connection"),
         (http(answer_to(QUERIES[:N], 2), Content_Length="many"), "ended the connection"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "ended the connection"),
@@ -400,7 +401,10 @@ def test_nobody_waits_longer_than_the_time_limit(server, begin):
         send({hang: http, hang_in_the_headers: http}.get(begin, bytes)(answer_to(asked["queries"], asked["topk"])))
 
     server.half_right(reply)
-    assert_first_failed(RemoteIndex(server.url, SHORT).search_all(QUERIES, 2), "no answer within 0.3 s")
+    index = RemoteIndex(server.url, SHORT)
+    assert_first_failed(index.search_all(QUERIES, 2), "no answer within 0.3 s")
+    server.reply = server.right
+    assert index.search(QUERIES[0], 2) == hits_of(QUERIES[0], 2)
 
 
 def test_an_answer_without_end_is_not_read_to_the_end(server, monkeypatch):
@@ -487,7 +491,7 @@ def test_a_proxy_is_used_for_other_machines_only(server, monkeypatch):
     assert server.lines[-1].startswith("POST http://search.example/retrieve")
 
 
-def test_it_works_in_a_loop_in_threads_and_after_a_fork(server):
+def test_it_works_in_a_running_loop_and_in_threads(server):
     index = RemoteIndex(server.url, LONG)
 
     async def cell():
@@ -497,10 +501,14 @@ def test_it_works_in_a_loop_in_threads_and_after_a_fork(server):
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda query: index.search_all([query], 2), QUERIES))
     assert found == [[hits_of(query, 2)] for query in QUERIES]
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if index.search_all(QUERIES, 1) == [hits_of(query, 1) for query in QUERIES] else 1)
-    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(("keeps", "connections"), [(True, 1), (False, 3)])
+def test_a_connection_is_used_again_if_the_server_keeps_it(server, keeps, connections):
+    server.keeps, index = keeps, RemoteIndex(server.url, LONG)
+    for query in ("a", "b", "c"):
+        assert index.search(query, 1) == hits_of(query, 1)
+    assert server.num_connections == connections
 
 
 def test_ctrl_c_ends_a_search_at_once(server):
@@ -516,37 +524,18 @@ def test_ctrl_c_ends_a_search_at_once(server):
     assert gave_up == []  # the server still waits
 
 
-def test_a_name_that_takes_long_to_look_up_is_not_waited_for(monkeypatch):
-    released, gave_up = threading.Event(), []
-
-    def look_up(*_, **__):
-        gave_up.append(not released.wait(LONG))
-        raise OSError
-
-    index = RemoteIndex("http://a-server.invalid", 0.05)
-    monkeypatch.setattr("socket.getaddrinfo", look_up)
-    [answer] = index.search_all(["a"], 1)
-    assert gave_up == []  # it is still being looked up
-    released.set()
-    assert str(answer) == "the search server gave no answer within 0.05 s"
-
-
 def test_an_outage_is_told_once_and_its_end_too(server, capsys):
     index, wrong = RemoteIndex(server.url, LONG), http(b"", "503 Service Unavailable")
     for reply in (server.right, lambda *_: wrong, lambda *_: wrong, server.right, server.right):
         server.reply = reply
         index.search_all(QUERIES, 2)
-    shown = f"{server.url}/retrieve"
-    assert re.sub(r"\d+ s$", "? s", capsys.readouterr().out, flags=re.MULTILINE) == (
-        f"searches at {shown} fail: the search server answered with status 503; the run goes on\n"
-        f"searches at {shown} work again: {4 * N} failed in ? s\n"
+    assert capsys.readouterr().out == (
+        f"searches at {server.url}/retrieve fail: the search server answered with status 503; the run goes on\n"
+        f"searches at {server.url}/retrieve work again\n"
     )
     server.reply = lambda *_: http(b'{"result": [null, []]}')  # one slow query is no outage
     assert [type(answer) for answer in index.search_all(["a", "b"], 2)] == [SearchError, list]
     assert capsys.readouterr().out == ""
-    server.reply = lambda *_: http(b'{"result": [null, null]}')
-    index.search_all(["a", "b"], 2)
-    assert "could not answer this query" in capsys.readouterr().out
 
 
 def test_the_server_is_tried_at_the_start(server):
