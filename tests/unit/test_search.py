@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from common.environment import env_step
 from common.errors import UserError
-from common.search import NOTHING_FOUND, SEARCH_WEIGHTS, Hit, Searcher, SearchError, SearchState
+from common.search import SEARCH_WEIGHTS, Hit, Searcher, SearchError, SearchState
 from common.tasks import qa
-from common.tools import ToolCall, call_tool, schemas
 
 from common.plumbing.retrieval import remote_index
 from common.plumbing.retrieval.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_answer, write_request
@@ -103,12 +100,6 @@ def test_a_document_that_begins_like_an_error_is_none(shelf, searcher):
     assert state.outcomes == {"executed": 1}
 
 
-def test_nothing_found_is_an_answer(searcher):
-    state = state_of(searcher)
-    assert take(state, call("Nobody"))[0] == [NOTHING_FOUND]
-    assert state.outcomes["executed"] == 1
-
-
 def test_all_queries_of_a_turn_are_sent_once_and_together(searcher, shelf):
     states = [state_of(searcher) for _ in range(3)]
     texts = [call("Fardil"), call("Fardil") + call("Jarce"), "<answer>5</answer>"]
@@ -185,13 +176,6 @@ def test_supporting_documents_are_named_one_by_one(searcher, named, share):
     state = state_of(searcher, row={"question": "?", "answer": "Waplem", "supporting": named})
     take(state, call("Jarce"))
     assert take(state, "<answer>5</answer>")[1]["retrieved"] == share
-
-
-def test_the_policy_is_told_what_the_tool_is(searcher):
-    (schema,) = schemas({"search": searcher.search})
-    assert schema["function"]["parameters"]["required"] == ["query"]
-    searcher.send(["Mabto"])
-    assert call_tool({"search": searcher.search}, ToolCall("search", {"query": "Mabto"}))[1]
 
 
 # A search server ------------------------------------------------------------------------------------------------------
@@ -336,29 +320,17 @@ def test_what_other_servers_leave_out_is_accepted(item, hit):
     assert read_answer(json.dumps({"result": [[item]]}).encode(), 1, 1) == [[hit]]
 
 
-def test_more_hits_than_asked_for_are_cut(server):
-    server.reply = lambda asked, send: http(answer_to(asked["queries"], 7))
-    assert RemoteIndex(server.url, LONG).search_all(QUERIES, 2) == [hits_of(query, 2) for query in QUERIES]
-
-
 @pytest.mark.parametrize(
     ("reply", "match"),
     [
         (http(b"oh", "500 Internal Server Error"), "status 500"),
-        (http(b"{}", "404 Not Found"), "status 404"),
         (http(b"", "307 Temporary Redirect", Location="/elsewhere"), "status 307"),
         (http(b"<html>Welcome</html>"), "not JSON"),
-        (http(b'{"result": [[]'), "not JSON"),
-        (http(b"\xff\xfe\x00"), "not JSON"),
         (http(b'{"result": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not JSON"),
-        (http(b"[]"), "no list of results"),
         (http(b'{"result": {"0": []}}'), "no list of results"),
         (http(b'{"result": [[], []]}'), "2 results instead of"),
-        (http(b""), "not JSON"),
         (http(gzip.compress(answer_to(QUERIES[:N], 2)), Content_Encoding="gzip"), "not JSON"),
         (http(b'{"result"', Content_Length=1000), "ended the connection"),
-        (http(answer_to(QUERIES[:N], 2), Content_Length="many"), "ended the connection"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "ended the connection"),
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000, "ended the connection"),
         (b"", "ended the connection"),
     ],
@@ -427,22 +399,14 @@ GOOD = {"document": PASSAGE, "score": 1.0}
     [
         b"null",
         b"{}",
-        b'"text"',
         b"[null]",
-        b"[[]]",
         b'[{"document": null, "score": 1}]',
-        b'[{"document": "text", "score": 1}]',
         b'[{"document": {"id": "1"}, "score": 1}]',
-        b'[{"document": {"id": "1", "contents": 7}, "score": 1}]',
-        b'[{"document": {"id": true, "contents": "x"}, "score": 1}]',
         b'[{"document": {"id": ["1"], "contents": "x"}, "score": 1}]',
         b'[{"document": {"id": "1", "contents": "x"}, "score": NaN}]',
-        b'[{"document": {"id": "1", "contents": "x"}, "score": 1e999}]',
         b'[{"document": {"id": "1", "contents": "x"}, "score": 1' + b"0" * 400 + b"}]",
-        b'[{"document": {"id": "1", "contents": "x"}, "score": "1"}]',
         b'[{"document": {"id": "1", "contents": "x"}, "score": true}]',
         b'[{"document": {"id": "1", "contents": "half \\ud83d"}, "score": 1}]',
-        b'[{"document": {"id": "\\udc00", "contents": "x"}, "score": 1}]',
     ],
     ids=lambda wrong: wrong.decode()[:60],
 )
@@ -451,27 +415,6 @@ def test_a_result_that_cannot_be_used_spoils_no_other(wrong):
     first, second, third = read_answer(b'{"result": [%b, %b, %b]}' % (good, wrong, good), 3, 2)
     assert first == third == [Hit("17", PASSAGE["contents"], 1.0)]
     assert isinstance(second, SearchError)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["id", "contents", "title", "text", "document", "score"]), inner)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(JSON, min_size=1, max_size=3))
-def test_any_answer_becomes_hits_or_errors(results):
-    for answer in read_answer(json.dumps({"result": results}).encode(), len(results), 2):
-        if not isinstance(answer, SearchError):
-            assert len(answer) <= 2
-            for hit in answer:
-                assert (hit.document + hit.text).encode() is not None
-                assert abs(hit.score) < float("inf")
 
 
 def test_half_a_surrogate_pair_does_not_take_others_with_it(server):
