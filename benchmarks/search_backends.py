@@ -1,6 +1,6 @@
 """What the search backends find, and how fast they are.
 
-    python benchmarks/search_backends.py     # 2 CPU minutes, one thread; writes the entry search_backends of
+    python benchmarks/search_backends.py     # 3 CPU minutes, one thread; writes the entry search_backends of
                                              # benchmarks/results/measurements.json
 
 It needs requirements-search.txt. The backends are *words* (SQLite, BM25), *meaning* (vectors, every one compared) and

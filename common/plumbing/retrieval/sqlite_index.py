@@ -28,7 +28,6 @@ APPLICATION = 0x524C5458  # in the header of the file; other tables, or other wo
 MAX_QUERY = 100_000  # characters of a query that are read
 MAX_TERMS = 64  # distinct terms of a query that are searched for, the first ones
 # Documents that a query may touch, summed over its terms: the rarest terms are searched for, as far as this reaches.
-# With a million invented documents, no query was measured to take more than 0.1 s.
 BUDGET = 20_000
 COMMON = BUDGET // MAX_TERMS  # the number of documents is stored for terms in more than so many; all others may be used
 # Letters, digits and marks make words, without accents and capitals; `fold` has put spaces between Han characters.
@@ -116,7 +115,7 @@ class SqliteIndex:
         """The phrases to search for, and the number of the last document to look at.
 
         Rare words say most about what is wanted, and common ones cost most: a word that half of a million documents
-        hold would take a second. If even the rarest one exceeds the budget, only the first documents are looked at.
+        hold would take long. If even the rarest one exceeds the budget, only the first documents are looked at.
         """
         words = {word for words in phrases.values() for word in words}
         select = f"SELECT term, documents FROM common WHERE term IN ({','.join('?' * len(words))})"
