@@ -112,7 +112,7 @@ class PolicyConfig(ModelConfig):
     eval_prompts: int = 256
     checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
     keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
-    estimate: bool = False  # print how much memory and time a run with these settings needs, and end
+    estimate: bool = False  # print how much memory a run with these settings needs, and end
     wandb: bool = False  # also log to Weights & Biases; without its package, a key or a network the run continues
     name: str | None = None  # the run's name; None: date, time and seed
     runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/

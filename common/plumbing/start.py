@@ -110,7 +110,7 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         )
     torch.set_num_threads(config.threads)
     if config.estimate:
-        from common.plumbing.estimate.report import estimate  # not above: it imports much
+        from common.plumbing.estimate import estimate  # not above: it imports much
 
         estimate(config, task)
         raise SystemExit(0)
