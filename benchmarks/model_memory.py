@@ -201,7 +201,7 @@ def compare() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, run in read_json(RESULTS, "model_memory")["measured_float32_cpu_0.5B"].items():
             model = write_model(Path(directory) / name, _with_layers(run["layers"]))
-            launch = "one" if run["processes"] == 1 else "ddp"
+            launch = "one" if run["processes"] == 1 else "multi_gpu"
             flags = tuple(run["flags"])
             found = estimate(model, flags, PROMPT_OF_CHECK, launch, run["processes"])
             estimated[name] = found | {"ratio": found["peak"] / run["measured"]}
