@@ -184,9 +184,8 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
         shutil.rmtree(model)
     prompts_equal = num_prompts_equal(partial, questions)
     equal = num_equal(trained, written_answers(partial, questions, device))
-    say(
-        f"{equal} of {len(trained)} greedy answers of what was written, by transformers' generate, are those of the trained policy"
-    )
+    share = f"{equal} of {len(trained)} greedy answers"
+    say(f"{share} of what was written, by transformers' generate, are those of the trained policy")
     is_rounded = config.quantize != "none" or source.load_in is not None
     is_rounded = is_rounded or dtype != "float32" or source.policy.dtype != "float32"
     if equal < len(trained) and not is_rounded:
