@@ -229,8 +229,8 @@ def test_a_planted_mistake_changes_the_gradient_and_is_gone(traps, gradient_of, 
     assert [dict(vars(target)) for target in changed] == before
 
 
-def test_an_update_after_all_mistakes_is_as_before(gradient_of, load_script):
-    assert gradient_of("default").equal(step(load_script("experiment_base/train.py"), None))
+def test_an_update_after_all_mistakes_is_as_before(gradient_of, load_script, update):
+    assert gradient_of("default").equal(step(load_script("experiment_base/train.py"), update, None))
 
 
 def test_noise_needs_rewards_that_are_not_exact(traps, load_script):
