@@ -36,6 +36,7 @@ from evaluation.table import print_table
 from common.plumbing.config import RESOLVED, ModelConfig, shown
 from common.plumbing.files import replace_file
 from common.plumbing.loading import load_policy
+from common.plumbing.machine import is_out_of_memory, out_of_memory
 from common.plumbing.parse import parse_config
 from common.plumbing.ranks import num_launched
 from common.plumbing.signals import signals_to
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     config = dataclasses.replace(config, output=str(directory))
     torch.set_num_threads(config.threads)
     load = functools.cache(lambda: load_policy(config, config.temperature))
-    with interruptible(directory):
+    with told_how_to_go_on(config, directory):
         (evaluate_one if config.suite is None else evaluate_suite)(config, directory, load)
 
 
@@ -113,8 +114,8 @@ def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) 
 
 
 @contextmanager
-def interruptible(directory: Path) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM within the block, end with a sentence that says how to continue."""
+def told_how_to_go_on(config: Config, directory: Path) -> Iterator[None]:
+    """On Ctrl-C, SIGTERM or where memory runs out within the block, end with a sentence that says what to do."""
     output = [] if any(word.partition("=")[0] == "--output" for word in sys.argv) else ["--output", str(directory)]
     try:
         with signals_to(signal.default_int_handler):
@@ -122,6 +123,10 @@ def interruptible(directory: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         command = shlex.join(["python", *sys.argv, *output])
         raise KeyboardInterrupt(f"interrupted; continue with: {command}") from None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(config, error, None) from error
+        raise
 
 
 if __name__ == "__main__":

@@ -50,11 +50,6 @@ def _gathered_by_fsdp(policy: nn.Module) -> Iterator[None]:
         group.post_forward_mesh_info = None  # keep the weights after a forward pass
     try:
         yield
-    except BaseException:
-        for module, state in zip(modules, states, strict=True):
-            if state._is_root:
-                module.reset_iter_state()  # a forward pass may not have come to its end
-        raise
     finally:
         for group, mesh_info in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh_info

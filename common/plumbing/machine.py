@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from common.errors import UserError
-from common.fast.matmul import NO_KERNEL
 
 from common.plumbing.checks import flag
 from common.plumbing.config import ROOT, ConfigT, ModelConfig
@@ -25,8 +24,9 @@ from common.plumbing.settings import BATCH_SIZES
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: "max 100000", or microseconds of every 100000
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 # What PyTorch calls an allocation that has failed, where it raises a RuntimeError and no OutOfMemoryError: its own
-# allocators, C++'s, and cuBLAS, which allocates past them.
+# allocators, C++'s, and cuBLAS, which allocates past them; and oneDNN, which has no memory for a kernel.
 NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
+NO_KERNEL = "could not create a primitive"
 
 
 def describe_machine() -> dict:

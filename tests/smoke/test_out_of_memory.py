@@ -11,7 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.errors import UserError
+
 from common.plumbing.machine import is_out_of_memory, out_of_memory
+from common.plumbing.parse import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
@@ -48,11 +51,23 @@ def test_the_sentence_says_what_helps_and_how_to_resume(load_script):
     assert str(out_of_memory(config, ALLOCATOR, None)).endswith("what helps: --gradient-checkpointing, a smaller model")
 
 
-# Runs the experiment with and without a limit, in one process, whose imports take longer than both. The limit is one of
-# address space: what the process has when training begins, and some room for its batches. Each time that memory runs
-# out, the command of the sentence is run next.
+def test_a_resumed_run_may_have_other_batch_sizes_and_no_other_settings(load_script, tmp_path):
+    base = load_script("experiment_base/train.py").Config
+    stored = {"experiment": "experiment_base", "threads": 1, "device": "cpu", "group_size": 8, "micro_batch_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"generation_batch_size": 64}), encoding="utf-8")
+    words = ("--resume", str(tmp_path), "--micro-batch-size", "2")
+    config = parse_config(base, words, "")
+    assert (config.micro_batch_size, config.generation_batch_size) == (2, 64)
+    with pytest.raises(UserError, match=r"^--group-size 4 differs from the run's 8: .*, and batch sizes changed$"):
+        parse_config(base, (*words, "--group-size", "4"), "")
+
+
+# Runs the experiment with and without a limit, in forks of one process, whose imports take longer than all of them. The
+# limit is one of address space: what the process has when training begins, and some room for its batches. Each time
+# that memory runs out, the command of the sentence is run next.
 CHILD = """
 import importlib.util
+import os
 import resource
 import shlex
 import sys
@@ -71,23 +86,27 @@ train = script.train
 def limited(*arguments):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + int(room), resource.RLIM_INFINITY))
-    try:
-        train(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    train(*arguments)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-script.train = limited
-common.plumbing.run.draw_run = lambda _: None  # which imports much
-flags = [*words, "--name", "limited"]
-for _ in range(8):
+def run(flags):
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     try:
         script.main(flags)
-        break
+        os._exit(0)
     except UserError as error:
-        print(error)
-        flags = shlex.split(str(error).partition("resume with: ")[2])[2:]
-script.train = train
-script.main([*words, "--name", "free"])
+        with open("sentences", "a") as file:
+            print(error, file=file)
+        os._exit(2)
+
+common.plumbing.run.draw_run = lambda _: None  # which imports much
+assert run([*words, "--name", "free"]) == 0
+script.train = limited
+flags = [*words, "--name", "limited"]
+while run(flags):
+    flags = shlex.split(Path("sentences").read_text().splitlines()[-1].partition("resume with: ")[2])[2:]
 """
 # Rewards that differ between completions of any kind: without them there would be nothing to learn.
 TASK = """
@@ -129,7 +148,7 @@ def test_a_run_without_memory_resumes_with_smaller_batches_and_ends_the_same(mod
         **{"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 600},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    sentences = [line for line in done.stdout.splitlines() if line.startswith("memory ran out")]
+    sentences = (tmp_path / "sentences").read_text().splitlines()
     assert "what helps: --micro-batch-size 32, --generation-batch-size 32, --gradient-checkpointing" in sentences[0]
     limited, free = (tmp_path / "runs" / "experiment_base" / name for name in ("limited", "free"))
     metrics, expected = (
