@@ -17,7 +17,6 @@ from common.fast.auto_size import AutoSize
 from common.plumbing.checks import flag
 from common.plumbing.config import ModelConfig
 from common.plumbing.directory import BEFORE_SETTINGS, lock_directory
-from common.plumbing.flags import RANGES
 from common.plumbing.machine import describe_machine
 from common.plumbing.settings import write_settings
 from common.plumbing.sources import check_sources, describe_sources
@@ -67,7 +66,7 @@ def with_its_size(config: ModelConfig, directory: Path) -> ModelConfig:
     if not isinstance(size, AutoSize):
         return config
     number = (_stored(directory) or {}).get("generation_batch_size")
-    own = AutoSize(number if isinstance(number, int) and number in RANGES["generation_batch_size"] else size.now)
+    own = AutoSize(number if isinstance(number, int) and number > 0 else size.now)
     own.now = min(own.now, size.now)
     own.on_change = lambda before: _tell_smaller(size, before, own.now)
     return dataclasses.replace(config, generation_batch_size=own)

@@ -14,9 +14,8 @@ from exporting.answers import Questions
 from exporting.source import Source
 from viewer.table import wilson
 
-from common.plumbing.checks import INPUTS, flag
-from common.plumbing.config import BUNDLED, is_hub_id
-from common.plumbing.flags import GROUPS
+from common.plumbing.checks import flag
+from common.plumbing.config import BUNDLED, RunConfig, is_hub_id
 from common.plumbing.hub import is_hub_source
 from common.plumbing.terminal import printable, visible
 
@@ -26,7 +25,17 @@ SHOWN = {
     "sampled/pass@8": "at least one of 8 right (pass@8)",
 }
 BITS = {"4bit": "4 bits", "8bit": "8 bits"}
-PLACES = ("model", "task", *INPUTS)  # shown by their last part
+PLACES = (
+    "model",
+    "task",
+    "chat_template",
+    "data",
+    "eval_data",
+    "tools",
+    "corpus",
+    "index",
+    "encoder",
+)  # shown by their last part
 TEXTS = ("system_prompt", "completion_prefix")
 
 
@@ -273,7 +282,7 @@ def _public(name: str, value: object) -> list[str]:
         return [flag(name), place(name, value)]
     if name in TEXTS:
         return [flag(name), printable(value, 2000)]
-    is_of_the_algorithm = all(name not in names for names in GROUPS.values())
+    is_of_the_algorithm = name not in RunConfig.__dataclass_fields__
     is_word = is_of_the_algorithm or name in ("dtype", "load_in", "attn_implementation", "device")
     return [flag(name), value] if is_word and re.fullmatch(r"[\w.:-]{1,40}", value) else []
 
