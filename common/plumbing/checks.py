@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import numbers
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -33,16 +34,14 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
     Raises:
         UserError: a pair is not NAME=NUMBER.
     """
-    values = {}
+    values: dict[str, float] = {}
     for pair in pairs:
         name, _, number = pair.partition("=")
         if name in values:
             raise UserError(f"{flag} {pair}: {name} is given twice")
-        try:
+        with suppress(ValueError):
             values[name] = float(number)
-        except ValueError:
-            values[name] = math.nan
-        if not name or not math.isfinite(values[name]):
+        if not name or not math.isfinite(values.get(name, math.nan)):
             raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
     return values
 
@@ -56,11 +55,9 @@ def check_texts(config: object) -> None:
     for name, marks in read_marks(type(config)).items():
         value = getattr(config, name)
         for text in value if isinstance(value, tuple) else (value,):
-            if not isinstance(text, str):
-                continue
-            if "\0" in text or not is_text(text):
+            if isinstance(text, str) and ("\0" in text or not is_text(text)):
                 raise UserError(f"{flag(name)} {printable(text, 60)}: this is not UTF-8 text")
-            if marks.path is not None:
+            if isinstance(text, str) and marks.path is not None:
                 local_path(text, flag(name))
 
 

@@ -224,14 +224,17 @@ def _with_one_engine(before: ConfigT, after: ConfigT) -> ConfigT:
 def _with_absolute_start(config: ConfigT) -> ConfigT:
     """The settings with the absolute path of the engine's Python, so that a run can be resumed from any directory."""
     words = _words(getattr(config, "engine_start", None) or "")
-    kept = list(words)
-    for index, word in enumerate(words):  # another program may start it: env NAME=value engine-env/bin/python
-        if word.startswith("--"):
-            break
-        if "/" in word and os.path.isfile(path := os.path.expanduser(word)):
-            # not what a link leads to: the folder of a Python is that of its environment
-            kept[index] = str(Path(path).absolute())
+    kept = [_with_absolute_path(word) for word in words]
     return config if kept == words else dataclasses.replace(config, engine_start=shlex.join(kept))
+
+
+def _with_absolute_path(word: str) -> str:
+    """A word of a command, absolute if it is the path of a file, but not of what that links to.
+
+    The folder of a Python is that of its environment.
+    """
+    path = os.path.expanduser(word)
+    return os.path.abspath(path) if "/" in word and os.path.isfile(path) else word
 
 
 def _words(command: str) -> list[str]:

@@ -15,13 +15,9 @@ Fields = dict[str, type | tuple[type, ...]]
 
 # What other files begin with
 _FORMATS = {
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"\x1f\x8b": "a compressed file",
-    b"PK\x03\x04": "a compressed file",
-    b"\x28\xb5\x2f\xfd": "a compressed file",
-    b"\xff\xfe": "text in UTF-16",
-    b"\xfe\xff": "text in UTF-16",
+    (b"PAR1",): "a Parquet file",
+    (b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd"): "a compressed file",
+    (b"\xff\xfe", b"\xfe\xff"): "text in UTF-16",
 }
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
@@ -68,7 +64,7 @@ def read_jsonl(path: Path) -> Iterator[Row | UserError]:
 
 
 def _refuse_other_formats(path: Path, head: bytes) -> None:
-    kind = next((kind for start, kind in _FORMATS.items() if head.startswith(start)), None)
+    kind = next((kind for starts, kind in _FORMATS.items() if head.startswith(starts)), None)
     if path.suffix.lower() in (".csv", ".tsv"):
         kind = "a table"
     elif head.lstrip().startswith(b"["):

@@ -109,7 +109,6 @@ BROKEN = {
     GOOD + "TRAIN_DATA = 3": rf"{FILE}: TRAIN_DATA must be a path, not 3$",
     GOOD.replace('"short": 0.5', '"total": 0.5'): rf"{FILE}: no component can be called 'total'",
     GOOD + "FIELDS = {'gold': 'str'}": rf"{FILE}: FIELDS must name a type, or a tuple of types, for 'gold'$",
-    GOOD + "KIND_FIELDS = ('gold', 5)": rf"{FILE}: KIND_FIELDS must name fields, not \('gold', 5\)$",
     GOOD.replace("1.0, ", "0, ", 1).replace("0.5", "0"): rf"{FILE}: the weights of all components are 0",
     GOOD.replace('"short"', '"\\udce9"'): rf"{FILE}: REWARD_WEIGHTS must be a dict of a number for each component",
     # the reward
