@@ -35,7 +35,6 @@ from evaluation.table import print_table
 
 from common.plumbing.config import (
     RESOLVED,
-    BatchSize,
     Count,
     CountOrZero,
     InputPath,
@@ -80,8 +79,8 @@ class Config(ModelConfig):
     suite: OfEvaluation[Literal["math"] | None] = None
     # results.json of another evaluation, or its directory: print the difference to it
     compare: OfEvaluation[LocalPath | None] = None
-    # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
-    generation_batch_size: OfRun[BatchSize] = 128
+    # completions sampled at the same time, which bounds the memory of the KV cache
+    generation_batch_size: OfRun[Count] = 128
     # directory of the results, new or that of an evaluation to continue; None: runs/evaluate/ and date, time and seed
     output: OfRun[LocalPath | None] = None
 

@@ -31,7 +31,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Numbers in a range, which --help shows and the command line is held to; they are finite
 Count = Annotated[int, Ge(1)]
-BatchSize = Count | Literal["auto"]  # auto: chosen from the memory that is free, and halved where it runs out
 CountOrZero = Annotated[int, Ge(0)]
 ZeroOrOne = Annotated[int, Interval(ge=0, le=1)]
 GroupSize = Annotated[int, Ge(2)]  # a group is its own baseline
@@ -91,7 +90,7 @@ class ModelConfig:
     # file of a chat template (Jinja), for models that have none, such as base models; None: the model's own
     chat_template: OfPolicy[InputPath | None] = None
     seed: OfRun[Seed] = 0  # seed of sampling
-    # CPU threads; auto: OMP_NUM_THREADS, else as many as are measured to pay
+    # CPU threads; auto: OMP_NUM_THREADS, else 1 for the bundled policies and the physical cores for other models
     threads: OfRun[Literal["auto"] | Count] = "auto"
     # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
     device: OfPolicy[str] = "auto"
@@ -157,12 +156,13 @@ class PolicyConfig(ModelConfig):
     eval_prompts: OfEvaluation[Count] = 256
     checkpoint_every: OfRun[CountOrZero] = 20  # steps between checkpoints; 0: only on Ctrl-C
     keep_checkpoints: OfRun[Count] = 2  # how many of the newest checkpoints are kept
-    estimate: OfRun[bool] = False  # print how much memory and time a run with these settings needs, and end
+    estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
     # also log to Weights & Biases; without its package, a key or a network the run continues
     wandb: OfRun[bool] = False
     name: OfRun[str | None] = None  # the run's name; None: date, time and seed
     runs_dir: OfRun[LocalPath] = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
-    # directory of a run to resume, with its own settings; only --steps may be raised; None: a new run
+    # directory of a run to resume, with its own settings: only --steps may be raised, and batch sizes changed; None:
+    # a new run
     resume: OfRun[LocalPath | None] = None
 
     @property
@@ -193,8 +193,8 @@ class RunConfig(PolicyConfig):
     # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
     samples_every: OfRun[CountOrZero] = 1
     progress: OfRun[tuple[str, ...]] = ()  # metrics that the progress line also shows, e.g. policy/clipped
-    # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
-    generation_batch_size: OfRun[BatchSize] = 128
+    # completions sampled at the same time, which bounds the memory of the KV cache
+    generation_batch_size: OfRun[Count] = 128
 
 
 def shown(source: str | Path) -> str:

@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.plumbing.checkpoints import newest_checkpoint
 from common.plumbing.config import PolicyConfig
 from common.plumbing.history import remove_logs, restore_logs
-from common.plumbing.settings import ENGINE_PLACES, automatic_names, read_settings, write_settings
+from common.plumbing.settings import BATCH_SIZES, ENGINE_PLACES, read_settings, write_settings
 from common.plumbing.sources import check_sources
 from common.plumbing.terminal import say
 
@@ -130,8 +130,9 @@ def _restore(
                     f"the run began with {name} {settings.get(name)} and resumes with {machine[name]}: "
                     "figures may differ"
                 )
-        settings |= {"sources": sources, "task_failed": False, "automatic": automatic_names(config)}
-        settings |= {name: getattr(config, name) for name in ("steps", *ENGINE_PLACES) if hasattr(config, name)}
+        settings |= {"sources": sources, "task_failed": False}
+        changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
+        settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
         write_settings(directory, settings)
         if found is None:
             remove_logs(directory)
