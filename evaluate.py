@@ -33,7 +33,20 @@ from evaluation.session import evaluate
 from evaluation.suite import SUITES, parts, print_suite, summary
 from evaluation.table import print_table
 
-from common.plumbing.config import RESOLVED, ModelConfig, shown
+from common.plumbing.config import (
+    RESOLVED,
+    Count,
+    CountOrZero,
+    InputPath,
+    LocalPath,
+    ModelConfig,
+    OfData,
+    OfEvaluation,
+    OfRun,
+    Positive,
+    Share,
+    shown,
+)
 from common.plumbing.files import replace_file
 from common.plumbing.loading import load_policy
 from common.plumbing.machine import is_out_of_memory, out_of_memory
@@ -48,26 +61,29 @@ from common.plumbing.terminal import say
 class Config(ModelConfig):
     FIRST_GROUP: ClassVar[str] = "sampling"
 
-    num_samples: int = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
-    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
-    temperature: float = 1.0  # of the sampled answers: logits are divided by it
+    num_samples: CountOrZero = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # of the sampled answers: logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
-    top_p: float = 1.0
-    task: str = "arithmetic"  # what is asked and what is right: a file of common/tasks, or the path of your own
+    top_p: Share = 1.0
+    # what is asked and what is right: a file of common/tasks, or the path of your own
+    task: OfData[LocalPath] = "arithmetic"
     # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
-    data: str | None = None
-    at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
-    max_question_length: int | None = None  # keep questions of at most this many characters; None: any
+    data: OfData[InputPath | None] = None
+    at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
+    max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
-    system_prompt: str | None = None
-    completion_prefix: str | None = None  # what every completion is made to begin with, e.g. "<think>"
-    limit: int | None = None  # ask the first questions only, this many; None: all
+    system_prompt: OfData[str | None] = None
+    completion_prefix: OfData[str | None] = None  # what every completion is made to begin with, e.g. "<think>"
+    limit: OfEvaluation[Count | None] = None  # ask the first questions only, this many; None: all
     # several benchmarks, of --task math: a file for each in the directory --data, without it from the hub
-    suite: Literal["math"] | None = None
-    compare: str | None = None  # results.json of another evaluation, or its directory: print the difference to it
-    generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
+    suite: OfEvaluation[Literal["math"] | None] = None
+    # results.json of another evaluation, or its directory: print the difference to it
+    compare: OfEvaluation[LocalPath | None] = None
+    # completions sampled at the same time, which bounds the memory of the KV cache
+    generation_batch_size: OfRun[Count] = 128
     # directory of the results, new or that of an evaluation to continue; None: runs/evaluate/ and date, time and seed
-    output: str | None = None
+    output: OfRun[LocalPath | None] = None
 
     def __post_init__(self) -> None:
         if self.suite is not None and self.task == Config.task:

@@ -39,7 +39,7 @@ from exporting.weights import (
 )
 
 from common.plumbing.checks import check_device, local_path
-from common.plumbing.config import ModelConfig, resolve, shown
+from common.plumbing.config import Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
 from common.plumbing.parse import parse_plain
 from common.plumbing.ranks import num_launched
 from common.plumbing.signals import signals_to
@@ -56,14 +56,16 @@ class Config:
     merge: bool = False  # of a run with an adapter: write the model with the adapter merged in, not the adapter alone
     quantize: Literal["none", "4bit", "8bit"] = "none"  # 4bit and 8bit: a checkpoint of bitsandbytes
     # of the weights; None: as the run's final policy is saved: float32, or with an adapter the dtype of its base
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    output: str | None = None  # directory to write, which must not exist; None: exports/ and the run's name
-    questions: int = 16  # held-out questions that both, the trained policy and what was written, must answer
+    dtype: OfPolicy[Literal["float32", "bfloat16", "float16"] | None] = None
+    # directory to write, which must not exist; None: exports/ and the run's name
+    output: OfRun[LocalPath | None] = None
+    questions: Count = 16  # held-out questions that both, the trained policy and what was written, must answer
     push: str | None = None  # owner/name: upload it to this repository of the Hugging Face hub; None: do not
     private: bool = False  # make that repository private
     dry_run: bool = False  # with --push: only print what would be uploaded
     license: str | None = None  # for the model card, as the hub writes it, e.g. apache-2.0; None: not stated
-    device: str = "auto"  # where answers are computed: cpu, cuda, ...; auto: an accelerator, cuda first, else cpu
+    # where answers are computed: cpu, cuda, ...; auto: an accelerator, cuda first, else cpu
+    device: OfPolicy[str] = "auto"
 
 
 def main(argv: list[str] | None = None) -> None:

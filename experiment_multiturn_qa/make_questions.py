@@ -39,9 +39,9 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 from common.search import Index
 
-from common.plumbing.checks import check_device, check_model, check_ranges, flag, local_path
-from common.plumbing.config import PolicyConfig, resolve
-from common.plumbing.flags import Range, show_description
+from common.plumbing.checks import check_device, check_model, check_ranges, local_path
+from common.plumbing.config import Count, CountOrZero, PolicyConfig, Positive, Seed, resolve
+from common.plumbing.flags import show_description
 from common.plumbing.questions.drafts import Unit, normalise
 from common.plumbing.questions.progress import Progress, listed, open_progress
 from common.plumbing.questions.rows import choose, to_rows
@@ -54,14 +54,6 @@ from common.plumbing.retrieval.opening import check_search, open_index
 from common.plumbing.start import run_main
 from common.plumbing.terminal import say
 
-RANGES = {
-    "num_questions": Range(1, 10**7, "questions"),
-    "per_part": Range(1, 1000, "questions"),
-    "batch_size": Range(1, 10**5, "parts"),
-    "requests_at_once": Range(1, 1000, "requests"),
-    "request_seconds": Range(0, 3600, "seconds", above=True),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -69,23 +61,23 @@ class Config:
     corpus: str
     # the file of questions that is made, a JSONL; one that is complete is never overwritten
     output: str
-    num_questions: int = 500  # how many; fewer if the documents do not give as many
-    per_part: int = 3  # the most questions about one part of a document
-    seed: int = 0  # of the order of the parts, and of the sampling
-    chunk_words: int = 100  # words of a document part, as in training
-    chunk_overlap: int = 20  # words that a part shares with the one before, as in training
+    num_questions: Count = 500  # how many; fewer if the documents do not give as many
+    per_part: Count = 3  # the most questions about one part of a document
+    seed: Seed = 0  # of the order of the parts, and of the sampling
+    chunk_words: Count = 100  # words of a document part, as in training
+    chunk_overlap: CountOrZero = 20  # words that a part shares with the one before, as in training
     # who writes the questions: a hub id or a directory, as in training; held in float32, so for large ones use a server
     model: str | None = None
     base_url: str | None = None  # or a server that speaks OpenAI's protocol, with its path: http://127.0.0.1:8000/v1
     served_model: str | None = None  # the model's name on that server
-    temperature: float = 0.7  # of a model's sampling
-    max_new_tokens: int = 256  # of a model's reply, with its thoughts if it thinks
-    batch_size: int = 16  # parts that --model reads at the same time; it bounds the memory
-    requests_at_once: int = 8  # to the server
-    request_seconds: float = 60.0  # until a request to the server counts as failed; it is then sent again
+    temperature: Positive = 0.7  # of a model's sampling
+    max_new_tokens: Count = 256  # of a model's reply, with its thoughts if it thinks
+    batch_size: Count = 16  # parts that --model reads at the same time; it bounds the memory
+    requests_at_once: Count = 8  # to the server
+    request_seconds: Positive = 60.0  # until a request to the server counts as failed; it is then sent again
     device: str = "auto"  # of --model: cpu, cuda, cuda:1, mps; auto: an accelerator if there is one
     dtype: Literal["float32", "bfloat16"] | None = None  # of --model's arithmetic; None: bfloat16 on cuda, else float32
-    threads: int = 1  # of --model on a CPU
+    threads: Count = 1  # of --model on a CPU
     runs_dir: str = "runs"  # the index of the documents is kept in <runs-dir>/search_index, where training finds it
 
 
@@ -136,10 +128,7 @@ def parse(argv: Sequence[str] | None) -> Config:
         show_description(__doc__, shutil.get_terminal_size().columns)
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
     config = tyro.cli(Config, args=argv, description="", config=(tyro.conf.DisallowNone,))
-    check_ranges(config)  # of the flags that training has, too
-    for name, wanted in RANGES.items():
-        if getattr(config, name) not in wanted:
-            raise UserError(f"{flag(name)} must be {wanted}, not {getattr(config, name)}")
+    check_ranges(config)
     check_search(_search_config(config))
     if config.model is not None and config.base_url is not None:
         raise UserError("--model and --base-url are two ways of making the questions: give one of them")

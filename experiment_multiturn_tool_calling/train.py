@@ -41,7 +41,7 @@ from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.accelerator import clip_grad_norm_, prepare, start_accelerator
-from common.plumbing.config import RunConfig
+from common.plumbing.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
 from common.plumbing.context import context_length
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.held_out import evaluate_held_out
@@ -58,30 +58,30 @@ from common.plumbing.tool_processes import in_threads
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    max_turns: int = 3  # turns of the policy per conversation; what it calls in the last one is not executed
-    steps: int = 80  # each samples completions, rewards them and trains on them
-    prompts_per_step: int = 16  # Q: questions per step
-    group_size: int = 8  # G: completions per question, which are compared with one another
-    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
-    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    max_turns: Count = 3  # turns of the policy per conversation; what it calls in the last one is not executed
+    steps: Count = 80  # each samples completions, rewards them and trains on them
+    prompts_per_step: Count = 16  # Q: questions per step
+    group_size: GroupSize = 8  # G: completions per question, which are compared with one another
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
-    top_p: float = 1.0
-    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
-    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    top_p: Share = 1.0
+    epochs_per_step: Count = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: Count | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
     # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
-    micro_batch_size: int | None = None
+    micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
-    lr: float | None = None
-    weight_decay: float = 0.0  # of AdamW
+    lr: Positive | None = None
+    weight_decay: NotNegative = 0.0  # of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
-    clip_eps: float = 0.2
-    kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
-    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+    clip_eps: Positive = 0.2
+    kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     # the bundled policy that knows tools, "tiny_tools", or any that --model of experiment_base can be
     model: str = "tiny_tools"
     task: str = "calculator"  # what is asked and rewarded: a file of common/tasks, or the path of your own
-    tools: str | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
-    tool_seconds: float = 5.0  # time limit of a call of a tool of your own
+    tools: InputPath | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
+    tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
     tool: bool = True  # offer the calculator; --no-tool asks the same questions without any tool
 
 

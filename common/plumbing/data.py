@@ -11,9 +11,7 @@ from common.plumbing.config import RunConfig, shown
 from common.plumbing.hub import find_test_split, is_hub_source, read_split
 from common.plumbing.ranks import together
 from common.plumbing.rows import Fields, FieldsError, find_problem, placed, read_jsonl
-from common.plumbing.solutions import try_solutions
-from common.plumbing.task import Row, Task
-from common.plumbing.task_file import import_task, suggest_task
+from common.plumbing.task import Row, Task, import_task, suggest_task, try_solutions
 from common.plumbing.terminal import say
 
 

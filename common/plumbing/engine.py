@@ -22,7 +22,7 @@ from common.experience import Experience
 from common.parallel import gather, is_main
 from common.policy import Policy
 
-from common.plumbing.config import DTYPES, RunConfig
+from common.plumbing.config import DTYPES, OfEngine, RunConfig
 from common.plumbing.context import check_context, fitting_length
 from common.plumbing.diagnosis import sampling_limit
 from common.plumbing.launch import requested_launch
@@ -38,13 +38,15 @@ LOG = "engine.log"
 class EngineConfig(RunConfig):
     """What an experiment needs in addition if an engine samples for it."""
 
-    engine: Literal["vllm", "sglang"] = "vllm"  # what kind of server samples; sglang has not been tried with a real one
+    # what kind of server samples; sglang has not been tried with a real one
+    engine: OfEngine[Literal["vllm", "sglang"]] = "vllm"
     # address of a server that runs, such as http://127.0.0.1:8000; None: one is started with --engine-start
-    engine_url: str | None = None
+    engine_url: OfEngine[str | None] = None
     # the Python that has the engine, and further flags for its server, which this run starts and ends:
     # "/opt/vllm/bin/python --gpu-memory-utilization 0.4"; None: --engine-url names one that runs
-    engine_start: str | None = None
-    engine_dtype: Literal["float32", "bfloat16"] | None = None  # of the engine's weights; None: that of --dtype
+    engine_start: OfEngine[str | None] = None
+    # of the engine's weights; None: that of --dtype
+    engine_dtype: OfEngine[Literal["float32", "bfloat16"] | None] = None
 
 
 def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:

@@ -17,7 +17,6 @@ from common.errors import UserError
 
 from common.plumbing.checks import flag
 from common.plumbing.config import ROOT, ConfigT, ModelConfig
-from common.plumbing.flags import RANGES
 from common.plumbing.ranks import num_launched
 from common.plumbing.settings import BATCH_SIZES
 
@@ -48,7 +47,7 @@ def with_threads(config: ConfigT) -> ConfigT:
     if config.threads != "auto":
         return config
     asked = re.match(r"\s*(\d{1,6})\s*(?:,|$)", os.environ.get("OMP_NUM_THREADS", ""), re.ASCII)  # it may be a list
-    if asked is not None and int(asked[1]) in RANGES["threads"]:
+    if asked is not None and int(asked[1]) > 0:
         return dataclasses.replace(config, threads=int(asked[1]))
     is_small = config.kind != "full" or torch.device(config.device).type != "cpu" or num_launched() > 1
     return dataclasses.replace(config, threads=1 if is_small else usable_cores())

@@ -8,7 +8,6 @@ import typing
 from pathlib import Path
 
 import torch
-from typeguard import TypeCheckError, check_type
 
 from common.errors import UserError
 
@@ -51,13 +50,15 @@ def read_settings(directory: Path, config_class: type[PolicyConfig], what: str =
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
         raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")
-    for name, wanted in typing.get_type_hints(config_class).items():
-        value = settings.get(name)
+    from pydantic import TypeAdapter, ValidationError
+
+    wanted = typing.get_type_hints(config_class, include_extras=True)
+    for name in {field.name for field in dataclasses.fields(config_class)} & settings.keys():
+        value = settings[name]
         try:
-            check_type(tuple(value) if isinstance(value, list) else value, wanted)
-        except TypeCheckError:
-            if name in settings:
-                raise UserError(f"{what} {directory}: config.json is damaged: {name} cannot be {value!r}") from None
+            TypeAdapter(wanted[name]).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
+        except ValidationError:
+            raise UserError(f"{what} {directory}: config.json is damaged: {name} cannot be {value!r}") from None
     return settings
 
 

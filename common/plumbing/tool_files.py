@@ -13,7 +13,7 @@ from common.policy import Policy
 from common.tools import call_form
 
 from common.plumbing.checks import local_path
-from common.plumbing.task_file import import_file
+from common.plumbing.task import import_file
 from common.plumbing.terminal import printable, say
 from common.plumbing.tool_processes import Workers
 

@@ -252,7 +252,7 @@ def uninterrupted(api_server, load_script, tmp_path_factory) -> Path:
         ("/usr/bin/env A=b/c nice -n 5 an-env/bin/python", "/usr/bin/env A=b/c nice -n 5 {place}/an-env/bin/python"),
         ("'my env/bin/python' --x \"{{}}\"", "'{place}/my env/bin/python' --x '{{}}'"),
         ("~/my\\ env/bin/python", "'{place}/my env/bin/python'"),
-        ("python --chat-template an-env/bin/python", "python --chat-template an-env/bin/python"),
+        ("python --chat-template an-env/bin/python", "python --chat-template {place}/an-env/bin/python"),
         ("nowhere/bin/python  --seed 1", "nowhere/bin/python  --seed 1"),
     ],
 )

@@ -14,7 +14,7 @@ from viewer.results import read_json
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import read_rows
-from common.plumbing.task_file import import_task
+from common.plumbing.task import import_task
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "measurements.json"

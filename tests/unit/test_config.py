@@ -9,8 +9,10 @@ import json
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -21,13 +23,12 @@ from common.policy import Policy
 from common.sampling import _draw
 
 from common.plumbing import interrupt, machine
-from common.plumbing.checks import PATHS
-from common.plumbing.config import RESOLVED, TINY_POLICY, ModelConfig, RunConfig
-from common.plumbing.flags import read_comments
+from common.plumbing.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, NotNegative, RunConfig
+from common.plumbing.flags import read_comment, read_marks
 from common.plumbing.machine import peak_memory_bytes, with_threads
 from common.plumbing.parse import parse_config
 from common.plumbing.processes import own_device
-from common.plumbing.settings import describe_settings
+from common.plumbing.settings import describe_settings, read_settings
 
 
 def parse(load_script, *argv: str) -> RunConfig:
@@ -35,18 +36,51 @@ def parse(load_script, *argv: str) -> RunConfig:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXTS = {"device", "dtype", "attn_implementation", "load_in", "name", "reward_weight", "at_most", "system_prompt"}
-TEXTS |= {"completion_prefix", "progress", "critic_type", "engine", "engine_url", "engine_start", "engine_dtype"}
-TEXTS |= {"search_url", "lessons", "embeddings", "save_dtype", "threads"}
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
-def test_it_is_known_of_every_text_flag_whether_it_is_a_path(load_script, monkeypatch, path):
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig(RunConfig):
+    """What an experiment of a user's own might declare."""
+
+    margin: NotNegative = 0.5  # by how much a pair has to differ
+    # judge of the answers
+    judge: InputPath | None = None
+    task: str = "qa"  # only another default: what the parent says of the flag holds
+
+
+def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
+    """Its help, range and group, and whether it is a path; no entry is needed anywhere else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.txt").write_text("mine")
+    nothing_open = {"tiny": {}}
+    config = parse_config(OwnConfig, ["--judge", "judge.txt"], "", nothing_open)
+    assert config.judge == str(tmp_path / "judge.txt")
+    for argv, sentence in (
+        (["--margin", "-1"], "^--margin must be at least 0, not -1"),
+        (["--judge", "~nobody-here/x"], "^--judge ~nobody-here/x: this path cannot be used"),
+        (["--task", "~nobody-here/x"], "^--task ~nobody-here/x: this path cannot be used"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            parse_config(OwnConfig, argv, "", nothing_open)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parse_config(OwnConfig, ["--help"], "")
+    first, others = " ".join(capsys.readouterr().out.replace("│", " ").split()).split("policy options")
+    assert "by how much a pair has to differ (at least 0; default: 0.5)" in first
+    assert "judge of the answers (default: none)" in first
+    assert "--task" in others
+
+
+def test_every_text_of_an_experiment_is_a_path_or_known_to_be_none(load_script, monkeypatch):
     """What names a file is checked early, and made absolute, so that a run can be resumed from anywhere."""
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")
-    fields = dataclasses.fields(load_script(f"{path.parent.name}/train.py").Config)
-    texts = {field.name for field in fields if re.search(r"\b(str|Literal)\b", str(field.type))}
-    assert texts - {*PATHS} <= TEXTS, "enter the flag in PATHS of common/plumbing/checks.py, or here"
+    for path in ROOT.glob("experiment_*/train.py"):
+        config = load_script(f"{path.parent.name}/train.py").Config
+        kinds, marks = get_type_hints(config), read_marks(config)
+        texts = {name for name, kind in kinds.items() if kind in (str, str | None) and marks[name].path is None}
+        assert texts <= {"device", "name", "system_prompt", "completion_prefix"} | {
+            *("engine_url", "engine_start", "search_url")
+        }
 
 
 def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
@@ -80,8 +114,8 @@ def test_explicit_settings_are_not_overridden(load_script):
         (("--model", "new"), "for experiment_sft only"),
         (("--model", "gpt2"), "a hub id is owner/name"),
         (("--attn-implementation", "flash_attention_2"), "add --dtype bfloat16"),
-        (("--seed", "-1"), "--seed must be 0 to "),
-        (("--threads", "0"), "--threads must be 1 to "),
+        (("--seed", "-1"), "--seed must be at least 0 and at most"),
+        (("--threads", "0"), "--threads must be at least 1"),
     ],
 )
 def test_impossible_settings_are_refused(load_script, argv, sentence):
@@ -164,11 +198,26 @@ def test_tokens_can_be_drawn_without_float64(top_p):
 
 def test_every_field_has_a_comment_that_help_shows(load_script):
     """In the line of the field, or above it."""
-    comments = read_comments(load_script("experiment_base/train.py").Config)
+    config = load_script("experiment_base/train.py").Config
+    comments = {field.name: read_comment(config, field.name) for field in dataclasses.fields(config)}
     assert comments["temperature"].startswith("logits are divided by it, in sampling and in training alike")
     assert comments["lr"].startswith("learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6")
     assert comments["dtype"].startswith("arithmetic, and the dtype of frozen weights; trained weights are float32,")
-    assert not [field.name for field in dataclasses.fields(RunConfig) if not comments.get(field.name)]
+    assert all(comments.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", "fast"), ("steps", True), ("steps", 0), ("dtype", "int8"), ("at_most", [1]), ("wandb", 1), ("data", 3)],
+)
+def test_a_damaged_setting_of_a_run_is_named(load_script, tmp_path, name, value):
+    settings = {"experiment": "experiment_base", "lr": 1, "at_most": ["a=1"], "data": None, "threads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    config = load_script("experiment_base/train.py").Config
+    assert read_settings(tmp_path, config)["lr"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(settings | {name: value}), encoding="utf-8")
+    with pytest.raises(UserError, match=f"config.json is damaged: {name} cannot be {re.escape(repr(value))}$"):
+        read_settings(tmp_path, config)
 
 
 @pytest.fixture

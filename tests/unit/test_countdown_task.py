@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.tasks import countdown
 
-from common.plumbing.solutions import try_solutions
-from common.plumbing.task import Row, Task
+from common.plumbing.task import Row, Task, try_solutions
 
 
 def decisions() -> list[tuple[dict, str, int, int]]:

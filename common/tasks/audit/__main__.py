@@ -18,7 +18,7 @@ from pathlib import Path
 from common.errors import UserError
 
 from common.plumbing.checks import check_model, check_ranges, check_texts
-from common.plumbing.config import RESOLVED, RunConfig
+from common.plumbing.config import RESOLVED, Count, RunConfig
 from common.plumbing.files import replace_file
 from common.plumbing.start import run_main
 
@@ -29,11 +29,11 @@ class Config:
     data: str | None = None  # as in training: a JSONL file, or a hub dataset owner/name[:subset[:split]]
     eval_data: str | None = None  # as in training; None: what training would evaluate on, if that is a file of its own
     at_most: tuple[str, ...] = ()  # NAME=NUMBER, as in training: keep rows whose field NAME is at most NUMBER
-    max_question_length: int | None = None  # as in training: keep questions of at most this many characters
+    max_question_length: Count | None = None  # as in training: keep questions of at most this many characters
     model: str = "tiny"  # whose tokens and context lengths are measured in: as in training
     chat_template: str | None = None  # as in training: file of a chat template, for models that have none
     system_prompt: str | None = None  # as in training; None: none for the bundled policy, the task's for other models
-    max_new_tokens: int | None = None  # completion budget in tokens; None: as in training
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: as in training
     json: str | None = None  # file that the report is written to as well, with the places of all rows
 
 

@@ -10,8 +10,7 @@ from common.tasks.audit.questions import find_repeated, find_shared
 from common.plumbing.config import RunConfig, shown
 from common.plumbing.data import filter_rows, find_sources, scan_rows
 from common.plumbing.rows import FieldsError
-from common.plumbing.task import Row, Task
-from common.plumbing.task_file import import_task, suggest_task
+from common.plumbing.task import Row, Task, import_task, suggest_task
 
 
 def examine(config: RunConfig, max_new_tokens: int) -> Report:
