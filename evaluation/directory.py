@@ -19,8 +19,7 @@ from common.plumbing.config import ModelConfig
 from common.plumbing.directory import BEFORE_SETTINGS, lock_directory
 from common.plumbing.flags import RANGES
 from common.plumbing.machine import describe_machine
-from common.plumbing.settings import write_settings
-from common.plumbing.sources import check_sources, describe_sources
+from common.plumbing.settings import check_sources, describe_sources, write_settings
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable, say
 

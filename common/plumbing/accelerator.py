@@ -22,8 +22,16 @@ from common.errors import UserError
 from common.policy import Policy
 
 from common.plumbing.config import ConfigT
-from common.plumbing.launch import WHERE, check_launch, requested_launch
-from common.plumbing.processes import PATIENCE, check_divides, meet, meeting, num_restarts
+from common.plumbing.processes import (
+    PATIENCE,
+    WHERE,
+    check_divides,
+    check_launch,
+    meet,
+    meeting,
+    num_restarts,
+    requested_launch,
+)
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
 from common.plumbing.terminal import say

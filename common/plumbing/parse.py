@@ -25,10 +25,10 @@ from common.plumbing.checks import (
     flag,
 )
 from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, resolve
-from common.plumbing.ending import may_say_why
 from common.plumbing.flags import make_flags, show_description
 from common.plumbing.ranks import num_launched
 from common.plumbing.settings import ENGINE_PLACES, NOT_FLAGS, read_settings
+from common.plumbing.signals import may_say_why
 from common.plumbing.task_file import bundled_tasks, task_of
 from common.plumbing.terminal import printable, say
 from common.plumbing.threads import with_threads

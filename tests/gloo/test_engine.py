@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
+import viewer
 from common.errors import UserError
 from common.parallel import gather, is_main
 
-from common.plumbing import run
-from common.plumbing.ending import leave
 from common.plumbing.ranks import EndedElsewhereError
+from common.plumbing.signals import leave
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
@@ -38,7 +38,7 @@ SHORT = ("--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--eval
 def main(place: str, url: str) -> None:
     """One rank: a run; then one in which one of two requests, of any rank, gets an answer that is wrong."""
     torch.set_num_threads(1)
-    run.draw_run = lambda _: None  # a figure and a page take a second
+    viewer.draw_run = lambda _: None  # a figure and a page take a second
     spec = importlib.util.spec_from_file_location(EXPERIMENT, Path(place) / EXPERIMENT / "train.py")
     train = sys.modules[EXPERIMENT] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(train)
