@@ -91,13 +91,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
 
 
 def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:
-    """
-    Args:
-        doing: what a process that holds the lock does.
-
-    Raises:
-        UserError: another process has locked the directory, or it cannot be written.
-    """
+    """Lock a directory, or refuse to, if another process has: it is `doing` what this one wants to."""
     try:
         lock = _try_to_lock(directory)
     except OSError as error:

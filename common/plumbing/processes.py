@@ -53,11 +53,7 @@ def start_processes(config: ConfigT) -> ConfigT:
 
 
 def own_device(device: str) -> str:
-    """The device of this process, where the flag, or the run that is resumed, says `device`: of several, one GPU each.
-
-    Raises:
-        UserError: there are fewer GPUs than processes.
-    """
+    """The device of this process where the settings say `device`: of several processes, one GPU each."""
     if num_launched() == 1 or torch.device(device).type != "cuda":
         return device
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -67,10 +63,7 @@ def own_device(device: str) -> str:
 
 
 def check_divides(name: str, count: int, what: str) -> None:
-    """
-    Raises:
-        UserError: the processes cannot have equal parts.
-    """
+    """Refuse what the processes cannot have equal parts of."""
     if count % world_size():
         raise UserError(
             f"{name}: {count} {what} cannot be divided among {world_size()} processes: use a multiple of "
@@ -82,11 +75,7 @@ def check_divides(name: str, count: int, what: str) -> None:
 
 
 def meet(backend: str) -> None:
-    """Start the process group, through which ranks talk to each other; also that of one process.
-
-    Raises:
-        UserError: the processes did not meet.
-    """
+    """Start the process group, through which ranks talk to each other; also that of one process."""
     if distributed.is_initialized():
         return
     place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
@@ -115,11 +104,7 @@ def _place_after_restart() -> dict:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """End the process if it does not meet the others in the block within `TIME_TO_MEET`.
-
-    Raises:
-        UserError: they cannot meet.
-    """
+    """End the process, with a sentence, if it does not meet the others in the block within `TIME_TO_MEET`."""
 
     def give_up() -> None:
         say(f"error: {_could_not_meet(TimeoutError(f'waited for {TIME_TO_MEET:.0f} s'))}", sys.stderr, anyway=True)

@@ -22,15 +22,7 @@ from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from common.plumbing.checkpoints import (
-    BEFORE,
-    DIAGNOSIS,
-    METRICS,
-    SAMPLES,
-    TOKENS,
-    read_checkpoint,
-    write_checkpoint,
-)
+from common.plumbing.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
 from common.plumbing.config import PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
 from common.plumbing.directory import RunDirectory
@@ -56,6 +48,7 @@ class Run:
 
     def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict):
         self.directory = directory.path
+        self._checkpoints = self.directory / "checkpoints"
         self._lock = directory.lock  # held until the run is closed
         self.config = config
         self.task = task
@@ -82,10 +75,6 @@ class Run:
                 wandb = {"project": experiment_of(config), "name": self.directory.name}
                 wandb |= {"config": dataclasses.asdict(config)}
             self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
 
     @property
     def resume_command(self) -> str:

@@ -47,13 +47,10 @@ def change_settings(directory: Path, **changes: object) -> None:
 
 
 def read_settings(directory: Path, config_class: type[PolicyConfig], what: str = "--resume") -> dict:
-    """
-    Args:
-        config_class: of the experiment that reads them; the settings that it knows must be of its types.
-        what: how the user has named the directory.
+    """The settings of a run; those that `config_class` knows must be of its types.
 
-    Raises:
-        UserError: the directory is not that of a run, or its config.json is damaged.
+    Args:
+        what: how the user has named the directory.
     """
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -116,9 +113,6 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
 
     Args:
         has_failed: the run ended with an error of its task, so that the task, or its data, may have been corrected.
-
-    Raises:
-        UserError: naming the flag and the file.
     """
     _check_evaluation(directory, before.get("eval_data"), now.get("eval_data"))
     for name in before.keys() & now.keys():
@@ -139,9 +133,6 @@ def _check_evaluation(directory: Path, before: dict | None, now: dict | None) ->
     """Refuse to hold out rows of the data now if they were evaluated on a file before, and the other way round.
 
     A hub dataset that is in one of them only is no sign of that: its commit may not have been known.
-
-    Raises:
-        UserError: naming the file.
     """
     if before is None and now is not None and Path(now["source"]).is_file():
         raise UserError(f"{now['source']} was not there when {directory} began, which held out rows of --data: move it")

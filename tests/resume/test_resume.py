@@ -337,7 +337,6 @@ def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, un
 
     no_room = f"error: {directory} could not be written .*; when there is space, resume with: python .* --resume "
     no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last complete one is that of step 4$"
-    assert re.match(no_room, refusal(metrics.stat().st_size))  # TensorBoard's events are longer
     assert re.match(no_room, refusal(size_until_step_4(metrics) + 100))
     assert re.match(no_room, refusal(size_until_step_4(samples) + 100))
     assert re.match(no_checkpoint, refusal(size_of_weights - 1))
