@@ -24,7 +24,7 @@ PROGRESS = {  # what the progress line shows, if it is logged
 
 
 class StepClock:
-    """Runs from the beginning of a step."""
+    """Runs from the beginning of a step: its time, by phase, and the part of it spent waiting for other processes."""
 
     def __init__(self, device: str):
         self._device = device

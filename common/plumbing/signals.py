@@ -3,7 +3,6 @@
 A launcher ends all processes as soon as one has ended, also one that is about to speak.
 """
 
-import functools
 import os
 import signal
 import sys
@@ -44,34 +43,14 @@ def signals_to(handler: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def call_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
-    """Call `function`, in another thread, if the block takes longer than `seconds`.
-
-    Not by SIGALRM: that is for the code in the block, which may limit its own time with it.
-    """
-    _start_watching()
-    block = object()
-    _pending[block] = (time.monotonic() + seconds, function)
+    """Call `function`, in another thread, if the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        _pending.pop(block, None)
-
-
-_pending: dict[object, tuple[float, Callable[[], None]]] = {}
-
-
-@functools.cache
-def _start_watching() -> None:
-    """One thread for all blocks: there are thousands, and hardly one is slow."""
-
-    def watch() -> None:
-        while True:
-            time.sleep(0.05)
-            for block, (due, function) in list(_pending.items()):
-                if due < time.monotonic() and _pending.pop(block, None):  # None: the block has just ended
-                    function()
-
-    threading.Thread(target=watch, daemon=True).start()
+        timer.cancel()
 
 
 class StopRequest:

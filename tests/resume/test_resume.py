@@ -252,10 +252,14 @@ def test_a_run_resumes_from_before_a_damaged_checkpoint_that_is_removed(tmp_path
     assert checkpoints_of(directory) == ["step_4", "step_6"]
 
 
-@pytest.mark.slow
-def test_a_run_without_a_checkpoint_starts_again(tmp_path, train, uninterrupted):
-    directory = copy_of(uninterrupted, tmp_path, until=0)
-    assert "from the start: it has no checkpoint" in train("--resume", str(directory))
+FROM_THE_START = pytest.param(0, "from the start: it has no checkpoint", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("until", "sentence"), [(6, "after step 6\n"), FROM_THE_START])
+def test_resuming_a_finished_run_gives_the_same_result(tmp_path, train, uninterrupted, until, sentence):
+    """Also if none of its checkpoints is left."""
+    directory = copy_of(uninterrupted, tmp_path, until)
+    assert sentence in train("--resume", str(directory))
     assert_equal_runs(directory, uninterrupted)
     for tag in ("reward/total", "eval/sampled/accuracy"):
         assert read_events(directory, tag) == read_events(uninterrupted, tag)
@@ -467,19 +471,6 @@ def own_files(tmp_path, monkeypatch, train) -> Path:
     return tmp_path / "runs" / "experiment_base" / "mine"
 
 
-@pytest.mark.slow
-def test_a_run_is_resumed_from_any_directory(own_files, monkeypatch, train):
-    elsewhere = own_files.parents[2] / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    Path("rows.jsonl").write_text("not the data of the run")
-    assert "after step 1\n" in train("--resume", str(own_files))
-    with pytest.raises(UserError, match=f"^--data {Path('rows.jsonl').absolute()} differs from the run's"):
-        train("--resume", str(own_files), "--data", "rows.jsonl")
-    monkeypatch.chdir(own_files.parents[2])
-    assert "after step 1\n" in train("--resume", str(own_files), "--data", "rows.jsonl", "--model", "./model")
-
-
 CHANGES = [
     ("rows.jsonl", lambda path: path.write_text(path.read_text().replace("What is 3?", "What is 33?")), "--data"),
     ("task.py", lambda path: path.write_text(path.read_text() + "# another version\n"), "--task"),
@@ -488,8 +479,8 @@ CHANGES = [
 ]
 
 
-def test_a_run_is_not_resumed_with_other_contents(own_files, train):
-    """It is refused before anything of the run is changed."""
+def test_a_run_is_not_resumed_with_other_contents(own_files, train, monkeypatch):
+    """It is refused before anything of the run is changed; with the same contents it is resumed from any directory."""
     before = digest(own_files / "metrics.jsonl")
     for name, change, flag in CHANGES:
         content = Path(name).read_bytes()
@@ -498,7 +489,12 @@ def test_a_run_is_not_resumed_with_other_contents(own_files, train):
             train("--resume", str(own_files))
         Path(name).write_bytes(content)
     assert digest(own_files / "metrics.jsonl") == before
+    assert "after step 1\n" in train("--resume", str(own_files), "--data", "rows.jsonl", "--model", "./model")
+    monkeypatch.chdir("runs")
+    Path("rows.jsonl").write_text("not the data of the run")
     assert "after step 1\n" in train("--resume", str(own_files))
+    with pytest.raises(UserError, match=f"^--data {Path('rows.jsonl').absolute()} differs from the run's"):
+        train("--resume", str(own_files), "--data", "rows.jsonl")
 
 
 def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
@@ -515,13 +511,6 @@ def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
         "model": {"source": "owner/name", "content": "mode1234"},
         "data": {"source": "owner/name:subset", "content": "data1234"},
     }
-
-
-def test_resuming_a_finished_run_gives_the_same_result(tmp_path, train, uninterrupted):
-    directory = copy_of(uninterrupted, tmp_path)
-    assert "after step 6\n" in train("--resume", str(directory))
-    assert_equal_runs(directory, uninterrupted)
-    assert read_events(directory, "reward/total") == read_events(uninterrupted, "reward/total")
 
 
 @pytest.mark.slow
