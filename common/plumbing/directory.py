@@ -48,13 +48,14 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
     parent = Path(config.runs_dir).expanduser() / experiment
     name = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
     directory, number = parent / name, 1
-    while (lock := _claim(directory)) is None:
+    while not _is_new(directory):
         if config.name is not None:
             raise UserError(
                 f"the run {directory} exists already; choose another --name, or resume it: --resume {directory}"
             )
         number += 1
         directory = parent / f"{name}-{number}"
+    lock = lock_directory(directory)
     try:
         write_settings(directory, settings)
     except OSError as error:
@@ -92,39 +93,27 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
 
 def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:
     """Lock a directory, or refuse to, if another process has: it is `doing` what this one wants to."""
-    try:
-        lock = _try_to_lock(directory)
-    except OSError as error:
-        raise UserError(f"{directory} cannot be written ({error.strerror})") from error
-    if lock is None:
-        raise UserError(f"{directory} is in use: another process is {doing}")
-    return lock
-
-
-def _claim(directory: Path) -> FileLock | None:
-    """Make and lock a directory; None if there is one of another run."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not {path.name for path in directory.iterdir()} <= BEFORE_SETTINGS:
-            return None
-        lock = _try_to_lock(directory)
-    except FileExistsError:
-        raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None
-    except OSError as error:
-        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    if lock is not None and (directory / "config.json").exists():  # made, and left again, between the two lines above
-        lock.release()
-        return None
-    return lock
-
-
-def _try_to_lock(directory: Path) -> FileLock | None:
     lock = FileLock(directory / LOCK, blocking=False)
     try:
         lock.acquire()
     except Timeout:
-        return None
+        raise UserError(f"{directory} is in use: another process is {doing}") from None
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror})") from error
     return lock
+
+
+def _is_new(directory: Path) -> bool:
+    """Make a directory, unless there is one."""
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None
+        return False
+    except OSError as error:
+        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
+    return True
 
 
 def _restore(

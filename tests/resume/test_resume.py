@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.errors import UserError
 from common.tasks.arithmetic import EVAL_DATA
@@ -112,13 +113,9 @@ def copy_of(directory: Path, tmp_path: Path, until: int | None = None) -> Path:
     written_at_the_end = shutil.ignore_patterns("final", "summary.json", "curve.png")
     copy = Path(shutil.copytree(directory, tmp_path / "copy", ignore=written_at_the_end))
     for path in (copy / "checkpoints").iterdir():
-        if until is not None and step_of(path) > until:
+        if until is not None and int(path.name.removeprefix("step_")) > until:
             shutil.rmtree(path)
     return copy
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
 
 
 def checkpoints_of(directory: Path) -> list[str]:
@@ -145,13 +142,10 @@ def read_results(directory: Path) -> dict:
     return {name: value for name, value in summary.items() if name not in measured}
 
 
-def read_events(directory: Path, tag: str) -> list[tuple[int, float]]:
-    """Step and value of every point that TensorBoard shows."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+def read_events(directory: Path) -> list[tuple[int, float]]:
+    """Step and value of every point of the loss that TensorBoard shows."""
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss/total")]
 
 
 def digest(path: Path) -> str:
@@ -161,6 +155,7 @@ def digest(path: Path) -> str:
 def assert_equal_runs(directory: Path, expected: Path) -> None:
     assert read_metrics(directory) == read_metrics(expected)
     assert read_results(directory) == read_results(expected)
+    assert read_events(directory) == read_events(expected)
     weights = [path.relative_to(expected) for path in (expected / "final").glob("*.safetensors")]
     assert weights
     logs, others = ({path.name for path in place.glob("*.jsonl")} for place in (expected, directory))
@@ -188,9 +183,7 @@ def test_a_kill_at_a_random_moment_does_not_change_the_result(tmp_path, train, u
             log.write('{"step": 7, ')  # as a kill in the middle of a line leaves it
     assert re.search("after step [24]\n", train("--resume", str(directory)))
     assert_equal_runs(directory, uninterrupted)
-    expected = [(row["step"], pytest.approx(row["reward/total"])) for row in read_metrics(directory)[1:-1]]
-    assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6]
-    assert read_events(directory, "reward/total") == expected
+    assert [step for step, _ in read_events(directory)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_kill_during_a_checkpoint_keeps_the_previous_one(tmp_path, train, uninterrupted):
@@ -261,8 +254,6 @@ def test_resuming_a_finished_run_gives_the_same_result(tmp_path, train, uninterr
     directory = copy_of(uninterrupted, tmp_path, until)
     assert sentence in train("--resume", str(directory))
     assert_equal_runs(directory, uninterrupted)
-    for tag in ("reward/total", "eval/sampled/accuracy"):
-        assert read_events(directory, tag) == read_events(uninterrupted, tag)
 
 
 @pytest.mark.slow
@@ -435,19 +426,11 @@ def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monk
     assert names == [f"20260102-030405-seed0{number}" for number in ("", "-2", "-3")]
 
 
-def test_a_name_is_free_after_a_kill_before_the_run_began_or_an_unexpected_error(tmp_path, load_script):
-    directory = tmp_path / "experiment_base" / "mine"
-    directory.mkdir(parents=True)
-    for name in (".lock", "config.json.partial"):
-        (directory / name).touch()
+def test_an_unexpected_error_at_the_start_leaves_no_directory(tmp_path, load_script):
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1, name="mine")
-    with start_run(config) as run:
-        assert run.directory == directory
-        assert (directory / "config.json").exists()
-    shutil.rmtree(directory)
     with pytest.raises(ZeroDivisionError), start_run(config):
         1 / 0  # noqa: B018
-    assert not directory.exists()
+    assert not list((tmp_path / "experiment_base").iterdir())
 
 
 A_TASK = """
