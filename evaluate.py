@@ -33,7 +33,7 @@ from evaluation.session import evaluate
 from evaluation.suite import SUITES, parts, print_suite, summary
 from evaluation.table import print_table
 
-from common.plumbing.config import RESOLVED, BatchSize, ModelConfig, shown
+from common.plumbing.config import RESOLVED, ModelConfig, shown
 from common.plumbing.files import replace_file
 from common.plumbing.loading import load_policy
 from common.plumbing.parse import parse_config
@@ -64,8 +64,7 @@ class Config(ModelConfig):
     # several benchmarks, of --task math: a file for each in the directory --data, without it from the hub
     suite: Literal["math"] | None = None
     compare: str | None = None  # results.json of another evaluation, or its directory: print the difference to it
-    # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
-    generation_batch_size: BatchSize = 128
+    generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
     # directory of the results, new or that of an evaluation to continue; None: runs/evaluate/ and date, time and seed
     output: str | None = None
 

@@ -38,7 +38,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.config import BatchSize, RunConfig
+from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy, make_reference
@@ -47,7 +47,6 @@ from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
 from common.plumbing.statistics import UpdateStatistics, rollout_metrics
 from common.plumbing.task import Task
-from common.plumbing.update_memory import within_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +60,8 @@ class Config(RunConfig):
     top_p: float = 1.0
     epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
     minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
-    # rows per pass: memory and time, never the update; auto: as many as fit; None: 128 for the bundled policy, else 4
-    micro_batch_size: BatchSize | None = None
+    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: int | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: float | None = None
     weight_decay: float = 0.0  # of AdamW
@@ -175,7 +174,6 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
     return token_loss * mask / config.max_new_tokens / num_rows, diagnostics
 
 
-@within_memory
 def update(
     config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
 ) -> UpdateStatistics:

@@ -1,6 +1,7 @@
 """Tests run on one thread: two contended threads were measured ten times slower."""
 
 import importlib.util
+import inspect
 import itertools
 import os
 import subprocess
@@ -97,6 +98,18 @@ def load_script() -> Callable[[str], ModuleType]:
         return modules[path]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def update() -> Callable:
+    """`update` of any train.py, in one process: update(train, config, policy, optimizer, experience, step)."""
+    from accelerate import Accelerator
+
+    def call(train: ModuleType, config, *arguments):
+        needs_accelerator = "accelerator" in inspect.signature(train.update).parameters
+        return train.update(config, *((Accelerator(cpu=True),) if needs_accelerator else ()), *arguments)
+
+    return call
 
 
 @pytest.fixture(scope="session")

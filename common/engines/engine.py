@@ -15,11 +15,10 @@ import torch
 
 from common.engines.export import export
 from common.engines.http import Client, EngineError
-from common.fast.batches import in_groups
 from common.keyed import keyed_generator
 from common.parallel import gather, is_main
 from common.policy import Policy
-from common.sampling import begin_rows
+from common.sampling import begin_rows, in_groups
 from common.trajectory import Trajectory
 
 MOST_REQUESTS = 64  # at the same time, one for each prompt; the engine makes batches of them
@@ -125,7 +124,7 @@ class Engine(ABC):
         """Sample `group_size` completions of every prompt: see `common.sampling.sample`, with these differences.
 
         Random numbers are the engine's: one seed per prompt, from `key` and the prompt's index, plus the completion's
-        index. `generation_batch_size` and `everyone_done` have no effect: the engine makes its own batches. Under
+        index. `generation_batch_size` has no effect: the engine makes its own batches. Under
         `top_p` below 1, log-probs recorded by vLLM are those of the tokens that could be drawn.
 
         Raises:

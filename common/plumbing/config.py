@@ -24,7 +24,6 @@ BUNDLED = {
     "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
 }
 ADAPTER_SETTINGS = "adapter_config.json"
-BatchSize = int | Literal["auto"]  # auto: chosen from the memory that is free, and halved where it runs out
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # What a flag that was left at None becomes, by the kind of policy. A test holds the texts of --help to these figures.
@@ -47,7 +46,8 @@ class ModelConfig:
     # file of a chat template (Jinja), for models that have none, such as base models; None: the model's own
     chat_template: str | None = None
     seed: int = 0  # seed of sampling
-    threads: Literal["auto"] | int = "auto"  # CPU threads; auto: OMP_NUM_THREADS, else as many as are measured to pay
+    # CPU threads; auto: OMP_NUM_THREADS, else 1 for the bundled policies and the physical cores for other models
+    threads: Literal["auto"] | int = "auto"
     # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
     device: str = "auto"
     # arithmetic, and the dtype of frozen weights; trained weights are float32, and bfloat16 is autocast over them;
@@ -112,11 +112,12 @@ class PolicyConfig(ModelConfig):
     eval_prompts: int = 256
     checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
     keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
-    estimate: bool = False  # print how much memory and time a run with these settings needs, and end
+    estimate: bool = False  # print how much memory a run with these settings needs, and end
     wandb: bool = False  # also log to Weights & Biases; without its package, a key or a network the run continues
     name: str | None = None  # the run's name; None: date, time and seed
     runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
-    # directory of a run to resume, with its own settings; only --steps may be raised; None: a new run
+    # directory of a run to resume, with its own settings: only --steps may be raised, and batch sizes changed; None:
+    # a new run
     resume: str | None = None
 
     @property
@@ -144,8 +145,7 @@ class RunConfig(PolicyConfig):
     eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
     samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
     progress: tuple[str, ...] = ()  # metrics that the progress line also shows, e.g. policy/clipped
-    # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
-    generation_batch_size: BatchSize = 128
+    generation_batch_size: int = 128  # completions sampled at the same time, which bounds the memory of the KV cache
 
 
 def shown(source: str | Path) -> str:

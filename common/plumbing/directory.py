@@ -16,8 +16,8 @@ from common.errors import UserError
 from common.plumbing.checkpoints import newest_checkpoint, remove_logs, restore_logs
 from common.plumbing.config import PolicyConfig
 from common.plumbing.settings import (
+    BATCH_SIZES,
     ENGINE_PLACES,
-    automatic_names,
     check_sources,
     describe_settings,
     read_settings,
@@ -131,8 +131,9 @@ def _restore(
             before = settings.get(name, 1 if name == "processes" else None)
             if before != machine[name]:
                 say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
-        settings |= {"sources": sources, "task_failed": False, "automatic": automatic_names(config)}
-        settings |= {name: getattr(config, name) for name in ("steps", *ENGINE_PLACES) if hasattr(config, name)}
+        settings |= {"sources": sources, "task_failed": False}
+        changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
+        settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
         write_settings(directory, settings)
     except OSError as error:
         raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error

@@ -25,6 +25,7 @@ from common.policy import Policy
 from common.plumbing.config import DTYPES, RunConfig
 from common.plumbing.context import check_context, fitting_length
 from common.plumbing.diagnosis import sampling_limit
+from common.plumbing.processes import requested_launch
 from common.plumbing.ranks import on_main, together
 from common.plumbing.run import Run
 from common.plumbing.task import Task
@@ -50,8 +51,10 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
     """The engine that `config` names, which is started first if it says so, and ends with the run.
 
     Raises:
-        UserError: there is none, it cannot be started, or a prompt is too long for it.
+        UserError: there is none, it cannot be started, a prompt is too long for it, or the policy is sharded.
     """
+    if requested_launch().sharding is not None:
+        raise UserError("experiment_engine pushes whole weights to its engine: start it without FSDP and DeepSpeed")
     from common.engines.sglang import SGLang
     from common.engines.vllm import VLLM
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from common.errors import UserError
 
-from common.plumbing.auto_sizes import with_sizes, with_sizes_of
 from common.plumbing.checks import (
     INPUTS,
     check_combinations,
@@ -26,12 +25,12 @@ from common.plumbing.checks import (
 )
 from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, resolve
 from common.plumbing.flags import make_flags, show_description
+from common.plumbing.machine import with_threads
 from common.plumbing.ranks import num_launched
-from common.plumbing.settings import ENGINE_PLACES, NOT_FLAGS, read_settings
+from common.plumbing.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, read_settings
 from common.plumbing.signals import may_say_why
 from common.plumbing.task_file import bundled_tasks, task_of
 from common.plumbing.terminal import printable, say
-from common.plumbing.threads import with_threads
 
 MAX_DIGITS = 4000  # Python reads up to 4300 of an integer
 
@@ -69,7 +68,7 @@ def parse_config(
     check_combinations(config)
     _check_engine(config)
     handle_as_usual()
-    return with_sizes(with_threads(config))
+    return with_threads(config)
 
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
@@ -168,8 +167,8 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     be the same run, bit for bit.
 
     Raises:
-        UserError: there is no such run, or a setting differs from the run's that is neither `--steps` nor the place of
-            an engine.
+        UserError: there is no such run, or a setting differs from the run's that is neither `--steps`, a batch size nor
+            the place of an engine.
     """
     stored = read_settings(Path(config.resume).expanduser(), type(config))
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
@@ -181,15 +180,14 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
     config = _with_one_engine(before, _read(before, argv))
-    config = with_sizes_of(before, config, stored.get("automatic"))
     if config.threads == "auto":
         config = dataclasses.replace(config, threads=before.threads)
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
-        if name not in ("resume", *ENGINE_PLACES) and new != old and not (name == "steps" and new > old):
+        if name not in ("resume", *BATCH_SIZES, *ENGINE_PLACES) and new != old and not (name == "steps" and new > old):
             raise UserError(
                 f"{flag(name)} {_shown(new)} differs from the run's {_shown(old)}: a resumed run keeps its settings, "
-                "and only --steps may be raised"
+                "and only --steps may be raised, and batch sizes changed"
             )
     return config
 

@@ -15,7 +15,6 @@ import torch
 from typeguard import TypeCheckError, check_type
 
 from common.errors import UserError
-from common.fast.auto_size import AutoSize
 
 from common.plumbing.checks import flag
 from common.plumbing.config import ModelConfig, PolicyConfig
@@ -27,11 +26,10 @@ from common.plumbing.terminal import say
 
 # What config.json holds besides flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
-NOT_FLAGS |= {"automatic"}  # which sizes were chosen automatically, and can be halved
 NOT_FLAGS |= {"about", "loss"}  # what train.py says about itself, and about the terms of its loss
 # Flags of where a run finds its engine, which a resumed run may change; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
-AUTO_SIZES = ("micro_batch_size", "generation_batch_size")
+BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they bound memory and change no update
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # of a Hugging Face directory
 
 
@@ -80,14 +78,9 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
     settings = dataclasses.asdict(config) | machine | {"experiment": experiment_of(config), "command": sys.argv}
     settings["about"] = (script.__doc__ or "").strip().partition("\n")[0]
     settings["loss"] = inspect.getdoc(getattr(script, "policy_loss", None)) or ""
-    settings["automatic"] = automatic_names(config)
     if machine.get("processes", 1) > 1:
         settings["device"] = torch.device(config.device).type  # without the number of the main process's GPU
     return settings
-
-
-def automatic_names(config: PolicyConfig) -> list[str]:
-    return [name for name in AUTO_SIZES if isinstance(getattr(config, name, None), AutoSize)]
 
 
 # What a run was made from

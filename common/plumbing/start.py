@@ -13,14 +13,12 @@ from torch import distributed
 
 from common.engines.http import EngineError
 from common.errors import UserError
-from common.fast.auto_size import is_out_of_memory
 from common.parallel import is_main, rank, world_size
 
-from common.plumbing.auto_sizes import agree_on_sizes, follow_sizes, out_of_memory
 from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
 from common.plumbing.directory import RunDirectory, make_directory, open_resumed_run
-from common.plumbing.machine import describe_machine
+from common.plumbing.machine import describe_machine, is_out_of_memory, out_of_memory
 from common.plumbing.ranks import (
     EndedElsewhereError,
     check_alike,
@@ -109,13 +107,11 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         )
     torch.set_num_threads(config.threads)
     if config.estimate:
-        from common.plumbing.estimate.report import estimate  # not above: it imports much
+        from common.plumbing.estimate import estimate  # not above: it imports much
 
         estimate(config, task)
         raise SystemExit(0)
-    agree_on_sizes(config)
     run = _open_run(experiment, config, task, searched or {})
-    follow_sizes(config, run)
     with signals_to(run.request_stop):
         try:
             yield run

@@ -42,7 +42,7 @@ def made_up(policy) -> Experience:
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_the_update_is_that_of_experiment_base(engine, policy, base, train, epochs):
+def test_the_update_is_that_of_experiment_base(engine, policy, base, train, update, epochs):
     """On the same tokens, whose weights are 1."""
     rows = engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
     settings = SETTINGS | {"epochs_per_step": epochs, "minibatch_size": GROUP_SIZE * 3 if epochs == 1 else GROUP_SIZE}
@@ -62,7 +62,7 @@ def test_the_update_is_that_of_experiment_base(engine, policy, base, train, epoc
             )
             assert compare_with_engine(config, experience)["policy/sampling_log_prob_difference_max"] < 1e-4
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.02)
-        statistics = script.update(config, trained, optimizer, experience, step=1)
+        statistics = update(script, config, trained, optimizer, experience, 1)
         parameters = torch.cat([weight.detach().flatten() for weight in trained.parameters()])
         found.append((parameters, statistics.metrics()["loss/total"]))
     before = torch.cat([weight.detach().flatten() for weight in policy.parameters()])
@@ -117,9 +117,9 @@ def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatc
     """Also with a second epoch, for which experiment_base takes what its sampler recorded."""
     caught, real = [], train.update
 
-    def update(config, policy, optimizer, experience, step):
+    def update(config, accelerator, policy, optimizer, experience, step):
         caught.append((experience, token_log_probs(policy, experience, 64)))
-        return real(config, policy, optimizer, experience, step)
+        return real(config, accelerator, policy, optimizer, experience, step)
 
     monkeypatch.setattr(train, "update", update)
     flags = ["--engine-url", stand_in(dtype="bfloat16").url, "--engine-dtype", "bfloat16", "--epochs-per-step", "2"]

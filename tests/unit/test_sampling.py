@@ -423,38 +423,12 @@ def converse(policy: Policy, kept: KeptRows | None, **settings) -> list[Trajecto
     return rows
 
 
-class OtherRanks:
-    """Go on for twelve steps after this rank is done."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def __call__(self, done: bool) -> bool:
-        self.steps = self.steps + 1 if done else 0
-        return self.steps > 12
-
-
 SETTINGS = [{}, {"greedy": True}, {"top_p": 0.8}, {"max_length": 30}, {"generation_batch_size": 7}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=[next(iter(settings), "default") for settings in SETTINGS])
 def test_kept_rows_sample_what_rows_run_again_sample(make_policy, settings):
     check_kept_rows(make_policy(temperature=1.2), **settings)
-
-
-def test_kept_rows_do_not_keep_what_other_ranks_wait_for(make_policy):
-    """What is drawn only because other ranks go on can end a turn once more, and is in no row."""
-    policy = make_policy(temperature=1.2, end_of_turn_ids=range(2, 10))
-    rows, others = (begin_rows([[20, 21, 22]], 1) for _ in range(2))
-    kept, all_done = KeptRows(), OtherRanks()
-    for _ in range(4):
-        settings = {"max_new_tokens": 99, "key": (0, 1), "everyone_done": all_done}
-        continue_rows(policy, rows, kept=kept, **settings)
-        continue_rows(policy, others, **settings)
-        for row in (*rows, *others):
-            row.observe([11, 12])
-    assert rows[0].ids == others[0].ids
-    assert rows[0].sampler_log_probs == pytest.approx(others[0].sampler_log_probs, abs=1e-5)
 
 
 def test_kept_rows_are_exact_with_a_sliding_window():

@@ -160,7 +160,7 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script):
 
 
 @pytest.mark.parametrize("experiment", [name for name in FORMULAS if "accelerate" not in name])
-def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, tmp_path, experiment):
+def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_path, experiment):
     """Over two epochs of two minibatches, with tool output in rows: as a slow loop gives them, and adding up."""
     train, weighted = load_script(f"{experiment}/train.py"), experiment == "experiment_engine"
     policy = load_policy(RunConfig(device="cpu"))
@@ -179,7 +179,7 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, tmp_path, ex
     if weighted:
         experience.sampler_log_probs = experience.old_log_probs + noise[2]  # those of an engine that is far off
         experience.importance_weights = train.importance_weights(config, experience)
-    statistics = train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.01), experience, step=1)
+    statistics = update(train, config, policy, torch.optim.SGD(policy.parameters(), lr=0.01), experience, 1)
     texts = TokenTexts(tmp_path / "tokens.jsonl", policy.tokenizer, policy.end_of_turn_ids)
     write_samples(tmp_path / "samples.jsonl", texts, 1, load_task(config), 2, rows, experience, statistics)
 
