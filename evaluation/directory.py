@@ -17,8 +17,7 @@ from common.plumbing.checks import flag
 from common.plumbing.config import ModelConfig
 from common.plumbing.directory import BEFORE_SETTINGS, lock_directory
 from common.plumbing.machine import describe_machine
-from common.plumbing.settings import write_settings
-from common.plumbing.sources import check_sources, describe_sources
+from common.plumbing.settings import check_sources, describe_sources, write_settings
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable, say
 

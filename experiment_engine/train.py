@@ -40,10 +40,9 @@ from common.plumbing.engine import EngineConfig, compare_with_engine, start_engi
 from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
-from common.plumbing.rollout import rollout_metrics
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.statistics import UpdateStatistics, rollout_metrics
 from common.plumbing.task import Task
 
 

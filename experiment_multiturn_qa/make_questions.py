@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
     settings["content of --corpus"] = content_hash(documents)
     if config.model is not None:
-        from common.plumbing.sources import describe_sources
+        from common.plumbing.settings import describe_sources
 
         settings["content of --model"] = describe_sources(_policy_config(config), None)["model"]["content"]
     with open_progress(local_path(config.output, "--output"), settings) as progress:

@@ -50,10 +50,9 @@ from common.plumbing.parse import parse_config
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.opening import open_index, search_sources
 from common.plumbing.retrieval.questions import check_questions
-from common.plumbing.rollout import rollout_metrics
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.statistics import UpdateStatistics, rollout_metrics
 from common.plumbing.task import Task
 from common.plumbing.tool_files import check_turns, load_tools
 from common.plumbing.tool_processes import in_threads

@@ -20,9 +20,8 @@ import pytest
 import torch
 from torch import distributed
 
+import viewer
 from common.tasks import arithmetic, calculator, countdown, qa
-
-from common.plumbing import run
 
 torch.set_num_threads(1)
 
@@ -69,7 +68,7 @@ def short_runs(request, few_questions) -> Iterator[None]:
     marks = {mark.name for mark in request.node.iter_markers()}
     with pytest.MonkeyPatch.context() as patch:
         if "drawn" not in marks:
-            patch.setattr(run, "draw_run", lambda _: None)
+            patch.setattr(viewer, "draw_run", lambda _: None)
         if "all_questions" not in marks:
             for task, path in few_questions.items():
                 patch.setattr(task, "TRAIN_DATA", path)

@@ -25,7 +25,7 @@ from common.policy import Policy
 from common.plumbing.config import DTYPES, OfEngine, RunConfig
 from common.plumbing.context import check_context, fitting_length
 from common.plumbing.diagnosis import sampling_limit
-from common.plumbing.launch import requested_launch
+from common.plumbing.processes import requested_launch
 from common.plumbing.ranks import on_main, together
 from common.plumbing.run import Run
 from common.plumbing.task import Task

@@ -24,11 +24,11 @@ from common.plumbing.checks import (
     flag,
 )
 from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, resolve
-from common.plumbing.ending import may_say_why
 from common.plumbing.flags import make_flags, read_marks, show_description
 from common.plumbing.machine import with_threads
 from common.plumbing.ranks import num_launched
 from common.plumbing.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, read_settings
+from common.plumbing.signals import may_say_why
 from common.plumbing.task import bundled_tasks, task_of
 from common.plumbing.terminal import printable, say
 

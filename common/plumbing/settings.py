@@ -1,6 +1,10 @@
-"""config.json of a run: every setting as resolved, the command, the machine, and what the run was made from."""
+"""config.json of a run: every setting as resolved, the command, the machine, and what the run was made from.
+
+What it was made from are the contents of its model, data and task, by checksum or commit.
+"""
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import sys
@@ -11,8 +15,13 @@ import torch
 
 from common.errors import UserError
 
-from common.plumbing.config import PolicyConfig
+from common.plumbing.checks import flag
+from common.plumbing.config import ModelConfig, PolicyConfig
 from common.plumbing.files import replace_file
+from common.plumbing.hub import commit_of
+from common.plumbing.ranks import is_first_here
+from common.plumbing.task import Task
+from common.plumbing.terminal import say
 
 # What config.json holds besides flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
@@ -20,6 +29,7 @@ NOT_FLAGS |= {"about", "loss"}  # what train.py says about itself, and about the
 # Flags of where a run finds its engine, which a resumed run may change; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they bound memory and change no update
+MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # of a Hugging Face directory
 
 
 def write_settings(directory: Path, settings: dict) -> None:
@@ -34,13 +44,10 @@ def change_settings(directory: Path, **changes: object) -> None:
 
 
 def read_settings(directory: Path, config_class: type[PolicyConfig], what: str = "--resume") -> dict:
-    """
-    Args:
-        config_class: of the experiment that reads them; the settings that it knows must be of its types.
-        what: how the user has named the directory.
+    """The settings of a run; those that `config_class` knows must be of its types.
 
-    Raises:
-        UserError: the directory is not that of a run, or its config.json is damaged.
+    Args:
+        what: how the user has named the directory.
     """
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -77,8 +84,70 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
     return settings
 
 
-def wandb_settings(experiment: str, directory: Path, config: PolicyConfig) -> dict | None:
-    """Keyword arguments of `wandb.init`, or None without --wandb."""
-    if not config.wandb:
-        return None
-    return {"project": experiment, "name": directory.name, "config": dataclasses.asdict(config)}
+# What a run was made from
+
+
+def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
+    """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
+
+    The model's only in one process of each machine: it can be large.
+    """
+    sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools")}
+    if is_first_here():
+        sources |= {"model": config.model_path or config.model}
+        sources |= {"base": config.base} if config.adapter_path is not None else {}
+    if task is not None:
+        sources |= {"data": task.data, "eval_data": task.held_out_data, "task": task.path}
+    described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}
+    return {name: source for name, source in described.items() if source["content"] is not None}
+
+
+def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict], has_failed: bool) -> None:
+    """Refuse to resume a run from a model, data or a task that are no longer what they were.
+
+    Args:
+        has_failed: the run ended with an error of its task, so that the task, or its data, may have been corrected.
+    """
+    _check_evaluation(directory, before.get("eval_data"), now.get("eval_data"))
+    for name in before.keys() & now.keys():
+        then, content = before[name]["content"], now[name]["content"]
+        if content == then:
+            continue
+        label = "the base of --model" if name == "base" else flag(name)
+        what = f"{label} {now[name]['source']} is not what it was when {directory} began"
+        if not has_failed or name in ("model", "base"):
+            raise UserError(
+                f"{what} ({then[:12]} then, {content[:12]} now): a resumed run needs the same content: restore it, or "
+                "start a new run"
+            )
+        say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
+
+
+def _check_evaluation(directory: Path, before: dict | None, now: dict | None) -> None:
+    """Refuse to hold out rows of the data now if they were evaluated on a file before, and the other way round.
+
+    A hub dataset that is in one of them only is no sign of that: its commit may not have been known.
+    """
+    if before is None and now is not None and Path(now["source"]).is_file():
+        raise UserError(f"{now['source']} was not there when {directory} began, which held out rows of --data: move it")
+    if now is None and before is not None and Path(before["source"]).is_absolute():
+        raise UserError(f"{before['source']}, which {directory} is evaluated on, is no longer there: restore it")
+
+
+def _describe(name: str, source: str | Path) -> dict:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        content = _sha256([file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES])
+    elif path.is_file():
+        content = _sha256([path])
+    else:
+        content = commit_of("model" if name in ("model", "base") else "dataset", str(source).partition(":")[0])
+    return {"source": str(source), "content": content}
+
+
+def _sha256(paths: list[Path]) -> str:
+    """SHA-256 of files: of one its content's, of several that of their names and contents."""
+    if len(paths) == 1:
+        with paths[0].open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256("".join(f"{path.name} {_sha256([path])}\n" for path in paths).encode()).hexdigest()

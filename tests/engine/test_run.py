@@ -26,8 +26,8 @@ from common.trajectory import Trajectory
 
 from common.plumbing.config import RunConfig
 from common.plumbing.loading import load_policy
+from common.plumbing.signals import StopRequest
 from common.plumbing.start import run_main
-from common.plumbing.stopping import StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "experiment_engine" / "train.py"

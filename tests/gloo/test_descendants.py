@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 
+import viewer
 from common.errors import UserError
 from common.parallel import gather, is_main
 
-from common.plumbing import run
-from common.plumbing.ending import leave
 from common.plumbing.ranks import EndedElsewhereError
+from common.plumbing.signals import leave
 
 pytestmark = pytest.mark.all_questions
 
@@ -65,7 +65,7 @@ def load(experiment: str) -> ModuleType:
 def main(place: str, url: str) -> None:
     """One rank: the runs; then one in which a request of one rank gets a wrong answer from the engine."""
     torch.set_num_threads(1)
-    run.draw_run = lambda _: None  # a figure and a page take a second
+    viewer.draw_run = lambda _: None  # a figure and a page take a second
     for experiment in EXPERIMENTS:
         load(experiment).main(flags_of(experiment, Path(place), url))
     if int(os.environ["WORLD_SIZE"]) == 2:

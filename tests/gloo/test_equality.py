@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import distributed
 
+import viewer
 from common.experience import collate
 from common.logprobs import token_log_probs
 from common.parallel import gather, part_of, rank
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from common.plumbing import run
 from common.plumbing.statistics import UpdateStatistics
 
 pytestmark = pytest.mark.all_questions
@@ -250,7 +250,7 @@ def update(path: str) -> None:
 
 def train(path: str) -> None:
     """One rank of several runs, in the directory of `path`."""
-    place, run.draw_run = Path(path).parent, lambda _: None
+    place, viewer.draw_run = Path(path).parent, lambda _: None
     if int(os.environ["WORLD_SIZE"]) == 3:
         load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(place)])
     else:

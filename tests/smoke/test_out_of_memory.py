@@ -78,7 +78,7 @@ sys.argv = [path]
 spec = importlib.util.spec_from_file_location("train_file", path)
 script = sys.modules["train_file"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
-import common.plumbing.run
+import viewer
 from common.errors import UserError
 
 train = script.train
@@ -101,7 +101,7 @@ def run(flags):
             print(error, file=file)
         os._exit(2)
 
-common.plumbing.run.draw_run = lambda _: None  # which imports much
+viewer.draw_run = lambda _: None  # which imports much
 assert run([*words, "--name", "free"]) == 0
 script.train = limited
 flags = [*words, "--name", "limited"]

@@ -12,7 +12,7 @@ from common.tasks.arithmetic import FIELDS as REQUIRED
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task, prompts_of_step, read_rows
 from common.plumbing.hub import _load
-from common.plumbing.sources import check_sources, describe_sources
+from common.plumbing.settings import check_sources, describe_sources
 from common.plumbing.task import bundled_tasks, import_task
 
 pytestmark = pytest.mark.all_questions
