@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     handle_as_usual()
     began = time.monotonic()
-    index, path = build_index(config)
-    seconds, size = time.monotonic() - began, path.stat().st_size / 2**20
-    say(f"{index.num_documents:,} documents, {seconds:.1f} s, {size:.1f} MiB on the disk: {shown(path)}")
+    index = build_index(config)
+    seconds, size = time.monotonic() - began, index.path.stat().st_size / 2**20
+    say(f"{index.num_documents:,} documents, {seconds:.1f} s, {size:.1f} MiB on the disk: {shown(index.path)}")
 
 
 if __name__ == "__main__":

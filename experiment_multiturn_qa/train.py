@@ -48,8 +48,7 @@ from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
 from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.opening import open_index, search_sources
-from common.plumbing.retrieval.questions import check_questions
+from common.plumbing.retrieval.opening import check_questions, open_index, search_sources
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
 from common.plumbing.statistics import UpdateStatistics, rollout_metrics

@@ -2,20 +2,17 @@
 
 import json
 import math
-import os
+import shlex
 import shutil
-import signal
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("faiss")
 pytest.importorskip("sentence_transformers")
 
 from safetensors.numpy import save_file
@@ -25,13 +22,13 @@ from tokenizers import Tokenizer
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from common.errors import UserError
-from common.search import SearchError
 
 from common.plumbing.config import TINY_POLICY
-from common.plumbing.retrieval.dense_index import DenseIndex, open_dense
+from common.plumbing.retrieval.config import SearchConfig
+from common.plumbing.retrieval.dense_index import DenseIndex, build_dense, load_encoder
 from common.plumbing.retrieval.documents import Document, content_hash
+from common.plumbing.retrieval.opening import open_index
 
-LONG = 60  # seconds: longer than a search takes on the busiest machine
 NAMES = ["Fardil", "Mabto", "Tinhur", "Jarce", "Lopeg", "Wisnar", "Quolde"]
 DOCUMENTS = [
     Document(f"{name}#{number}", f"The ship {name} was built in {1800 + number} by {NAMES[number % 5]}.\nIt is “old”.")
@@ -77,8 +74,11 @@ def indexes(encoders, tmp_path_factory) -> dict[str, DenseIndex]:
     return {name: make(root / name, encoder) for name, encoder in encoders.items()}
 
 
-def make(path: Path, encoder: str, documents=DOCUMENTS, seconds: float = LONG) -> DenseIndex:
-    return open_dense(path, lambda: documents, content_hash(documents), encoder, seconds)
+def make(path: Path, encoder: str, documents=DOCUMENTS) -> DenseIndex:
+    model = load_encoder(encoder)
+    if not path.exists():
+        build_dense(path, documents, encoder, model)
+    return DenseIndex(path, model, "my command")
 
 
 @pytest.mark.parametrize("kind", ["static", "bert"])
@@ -112,53 +112,56 @@ def test_as_many_hits_as_there_are_documents(encoders, indexes, tmp_path):
     assert [hit.text for hit in make(tmp_path / "one", encoders["static"], DOCUMENTS[:1]).search("x", 3)] == [
         DOCUMENTS[0].text
     ]
-    assert make(tmp_path / "none", encoders["static"], []).search_all(["x", "y"], 3) == [[], []]
     assert indexes["static"].search_all([], 3) == []
 
 
-def test_an_index_is_made_once_and_read_again(encoders, tmp_path):
-    path = tmp_path / "new" / "index"
+def test_an_index_is_read_again_wherever_its_encoder_is(encoders, tmp_path):
+    path = tmp_path / "index"
     first = make(path, encoders["static"])
-    content = path.read_bytes()
-    again = open_dense(path, pytest.fail, content_hash(DOCUMENTS), encoders["static"], LONG)
+    moved = shutil.copytree(encoders["static"], tmp_path / "moved")
+    again = make(path, str(moved))
     assert again.search_all(QUERIES, 3) == first.search_all(QUERIES, 3)
     assert (again.num_documents, again.content_hash) == (len(DOCUMENTS), content_hash(DOCUMENTS))
-    moved = shutil.copytree(encoders["static"], tmp_path / "moved")
-    open_dense(path, pytest.fail, content_hash(DOCUMENTS), str(moved), LONG)
-    assert path.read_bytes() == content
-    assert list(path.parent.iterdir()) == [path]
+    assert path in tmp_path.iterdir()
+    assert not list(tmp_path.glob(".*"))
 
 
-def test_other_documents_or_another_encoder_are_refused(encoders, tmp_path):
+def test_another_encoder_is_refused(encoders, tmp_path):
     path = tmp_path / "index"
     make(path, encoders["static"])
-    with pytest.raises(UserError, match=r"other documents: build it with python .*build_index.py --index .*--encoder"):
-        make(path, encoders["static"], DOCUMENTS[1:])
-    for name, other in (
-        ("bert", encoders["bert"]),
-        ("seed", save_static(tmp_path / "seed", seed=1)),
-        ("prompts", save_static(tmp_path / "prompts", prompts={"query": "q: ", "document": "passage: "})),
+    for other in (
+        encoders["bert"],
+        save_static(tmp_path / "seed", seed=1),
+        save_static(tmp_path / "prompts", prompts={"query": "q: ", "document": "passage: "}),
     ):
-        with pytest.raises(UserError, match=r"another encoder, or other weights \(.*static\): build it with "):
+        with pytest.raises(
+            UserError, match=r"another encoder, or other weights \(.*static\): build it with my command"
+        ):
             make(path, other)
-        assert make(tmp_path / f"index of {name}", other).num_documents == len(DOCUMENTS)
-    with pytest.raises(UserError, match=r"build it with my command$"):
-        open_dense(path, pytest.fail, "other", encoders["static"], LONG, rebuild="my command")
 
 
-def test_one_who_reads_keeps_what_was_read(encoders, tmp_path):
-    path = tmp_path / "index"
-    old = make(path, encoders["static"])
-    before = old.search_all(QUERIES, 3)
-    others = [document._replace(text=f"Another {document.text}") for document in DOCUMENTS[::-1]]
-    make(tmp_path / "other", encoders["static"], others)
-    (tmp_path / "other").replace(path)
-    assert old.search_all(QUERIES, 3) == before
-    assert make(path, encoders["static"], others).search(QUERIES[0], 1)[0].text.startswith("Another")
+def test_the_flags_open_an_index_for_its_documents(encoders, tmp_path, monkeypatch, load_script):
+    """It is made once; one of other documents is refused, and built anew by the command of the message."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"id": name, "text": f"The ship {name}."}) for name in NAMES]
+    Path("docs.jsonl").write_text("\n".join(rows))
+    flags = SearchConfig(corpus="docs.jsonl", encoder=encoders["static"])
+    first = open_index(flags)
+    made = first.path.stat().st_mtime_ns
+    assert open_index(flags).search(QUERIES[0], 3) == first.search(QUERIES[0], 3)
+    assert first.path.stat().st_mtime_ns == made
+    Path("docs.jsonl").write_text("\n".join(rows[1:]))
+    assert open_index(flags).path != first.path
+    flags = replace(flags, index=str(first.path))
+    with pytest.raises(UserError, match="was built from other documents") as error:
+        open_index(flags)
+    script, *arguments = shlex.split(str(error.value).partition("build it anew with python ")[2])
+    load_script(script).main(arguments)
+    assert open_index(flags).num_documents == len(NAMES) - 1
 
 
-def test_a_file_that_is_no_such_index_is_refused(encoders, indexes, tmp_path):
-    path = tmp_path / "index"
+def test_a_file_that_is_no_such_index_is_refused_and_kept(encoders, tmp_path):
+    path, model = tmp_path / "index", load_encoder(encoders["static"])
     make(path, encoders["static"])
     content = path.read_bytes()
     save_file({"vectors": np.zeros((1, 2), np.float32)}, tmp_path / "weights")
@@ -166,11 +169,10 @@ def test_a_file_that_is_no_such_index_is_refused(encoders, indexes, tmp_path):
     for bytes_of in wrong:
         path.write_bytes(bytes_of)
         with pytest.raises(UserError, match=r"--index .* is not an index for --encoder"):
-            make(path, encoders["static"])
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(UserError, match=r"--index .* is not an index for --encoder"):
-        make(path, encoders["static"])
+            DenseIndex(path, model)
+        with pytest.raises(UserError, match=r"--index .* is not an index for --encoder"):
+            build_dense(path, DOCUMENTS, "x", model)
+        assert path.read_bytes() == bytes_of
 
 
 def test_a_failed_build_leaves_nothing(encoders, tmp_path):
@@ -178,62 +180,16 @@ def test_a_failed_build_leaves_nothing(encoders, tmp_path):
     [weights] = broken.rglob("*.safetensors")
     save_file({"embedding.weight": np.full((1024, 16), np.nan, np.float32)}, weights)
     with pytest.raises(UserError, match="not numbers"):
-        make(tmp_path / "new" / "index", str(broken))
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "file").write_text("x")
+        make(tmp_path / "index", str(broken))
+    assert not (tmp_path / "index").exists()
     with pytest.raises(UserError, match="cannot be written"):
-        make(tmp_path / "file" / "index", encoders["static"])
+        make(tmp_path / "no folder" / "index", encoders["static"])
 
 
-@contextmanager
-def slow(index: DenseIndex, begin=lambda: None):
-    """Let the encoder wait until the block ends."""
-    released, given_up = threading.Event(), []
-
-    def wait(*_) -> None:
-        begin()
-        given_up.append(not released.wait(LONG / 2))
-
-    hook = index._model[0].register_forward_pre_hook(wait)
-    try:
-        yield given_up
-        assert given_up == []
-    finally:
-        released.set()
-        hook.remove()
-
-
-def test_nobody_waits_longer_than_the_time_limit(encoders, indexes, tmp_path):
-    index = make(tmp_path / "index", encoders["static"], seconds=0.2)
-    encoded = []
-    with slow(index, lambda: encoded.append(1)):
-        for _ in range(2):
-            for error in index.search_all(["a", "b"], 1):
-                assert isinstance(error, SearchError)
-                assert str(error) == "the search took longer than 0.2 seconds"
-        assert encoded == [1]  # the second call found the encoder busy
-    index._seconds = LONG
-    assert index.search(QUERIES[0], 2) == indexes["static"].search(QUERIES[0], 2)
-
-
-def test_ctrl_c_ends_a_search_at_once(encoders, tmp_path):
-    index = make(tmp_path / "index", encoders["static"])
-    with slow(index, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
-        index.search("a", 1)
-
-
-def test_an_encoder_that_fails_is_an_error_of_the_search(encoders, tmp_path):
-    index = make(tmp_path / "index", encoders["static"])
-
-    def fail(*_) -> None:
-        raise MemoryError("none\nleft")
-
-    hook = index._model[0].register_forward_pre_hook(fail)
-    for error in index.search_all(["a", "b"], 1):
-        assert isinstance(error, SearchError)
-        assert str(error) == "the queries could not be encoded (MemoryError: none left)"
-    hook.remove()
-    assert len(index.search("a", 1)) == 1
+def test_a_missing_package_is_named(monkeypatch, encoders):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(UserError, match="--encoder needs sentence_transformers: pip install -r requirements-search"):
+        load_encoder(encoders["static"])
 
 
 def test_all_queries_of_a_call_are_encoded_together(indexes):
@@ -249,13 +205,6 @@ def test_it_works_in_threads(indexes):
     expected = [index.search(query, 3) for query in QUERIES[:7]]
     with ThreadPoolExecutor(7) as pool:
         assert list(pool.map(lambda query: index.search(query, 3), QUERIES[:7])) == expected
-
-
-@pytest.mark.parametrize("name", ["faiss", "sentence_transformers"])
-def test_a_missing_package_is_named(monkeypatch, tmp_path, encoders, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=rf"--encoder needs {name}: pip install -r requirements-search.txt"):
-        make(tmp_path / "index", encoders["static"])
 
 
 def test_what_is_no_encoder_is_refused(tmp_path, encoders):

@@ -1,4 +1,4 @@
-"""Search by words: what is found, whatever is asked, by many threads and processes, while the file is replaced.
+"""Search by words: what is found, whatever is asked, by several threads, while the file is replaced.
 
 The flags of a search: which index is opened, when it is made, and what is refused.
 """
@@ -10,11 +10,8 @@ import math
 import multiprocessing
 import os
 import random
-import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,17 +22,16 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import UserError
-from common.search import Hit, SearchError
+from common.search import SearchError
 
 from common.plumbing.checks import check_texts
 from common.plumbing.config import RunConfig
 from common.plumbing.parse import with_absolute_paths
-from common.plumbing.retrieval import sqlite_index, words
+from common.plumbing.retrieval import sqlite_index
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.documents import Document, content_hash
-from common.plumbing.retrieval.opening import open_index, search_sources
-from common.plumbing.retrieval.questions import check_questions
-from common.plumbing.retrieval.sqlite_index import SqliteIndex, build_sqlite
+from common.plumbing.retrieval.opening import check_questions, open_index, search_sources
+from common.plumbing.retrieval.sqlite_index import SqliteIndex, build_sqlite, query_phrases
 
 SECONDS = 60  # longer than a search takes on the busiest machine
 TEXTS = {
@@ -97,17 +93,10 @@ def test_scores_are_those_of_bm25(tmp_path):
         assert index.search(query, 5) == hits[:5]
 
 
-def test_hits_hold_the_documents_as_they_were(path):
-    (hit,) = SqliteIndex(path, SECONDS).search("Zoë?", 3)
-    assert hit == Hit("Café", TEXTS["Café"], hit.score)
-    assert hit.score > 0
-
-
 @pytest.mark.parametrize(
     ("query", "names"),
     [
         ("When was the ship Fardil built?", ["Fardil"]),
-        ("FARDIL", ["Fardil"]),
         ("fardil*", ["Fardil"]),
         ("Mabto -Waplem", ["Waplem"]),
         ("text:Jarce", ["Jarce"]),
@@ -117,17 +106,12 @@ def test_hits_hold_the_documents_as_they_were(path):
         ("ёлка", ["Café"]),
         ("東京", ["東京"]),
         ("古い都", ["京都"]),
-        ("มหานคร", ["ไทย"]),
         ("किताब", ["कि"]),
         ("behind", ["a\0b"]),
-        ("far", []),
-        ("AND", ["Café"]),
         ("", []),
-        ('"', []),
         ("* - : ^ ( ) { } + , .", []),
         ("\0", []),
         ("Fardil\0 Jarce\udcff", ["Fardil"]),
-        ("\ud800", []),
         ("nothing of this", ["Jarce"]),
     ],
 )
@@ -152,10 +136,10 @@ def test_ten_thousand_hostile_queries_are_answered(path, hostile_queries):
 
 
 def test_the_number_of_terms_is_bounded():
-    phrases = words.query_phrases(" ".join(map(str, range(1_000_000))))
+    phrases = query_phrases(" ".join(map(str, range(1_000_000))))
     assert list(phrases) == [f'"{number}"' for number in range(64)]
-    assert len(words.query_phrases("東" * 100_000)) == 1
-    assert list(words.query_phrases("x " * 50_000 + "y")) == ['"x"']
+    assert len(query_phrases("東" * 100_000)) == 1
+    assert list(query_phrases("x " * 50_000 + "y")) == ['"x"']
 
 
 def test_common_words_count_only_as_far_as_they_are_affordable(tmp_path, monkeypatch):
@@ -184,24 +168,7 @@ def test_a_search_that_takes_too_long_is_an_error(tmp_path):
     assert answer == []
 
 
-def test_ctrl_c_during_a_search_is_not_lost(tmp_path, monkeypatch):
-    """It arrives in the function that SQLite calls now and then, and SQLite ignores what that raises."""
-    build_sqlite(tmp_path / "x", random_documents(2000))
-    index, calls = SqliteIndex(tmp_path / "x", SECONDS), []
-
-    def interrupted() -> float:
-        calls.append(0)
-        if len(calls) == 2:  # the first one is before the search
-            raise KeyboardInterrupt
-        return 0.0
-
-    monkeypatch.setattr(sqlite_index.time, "monotonic", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        index.search("w1 w2", 2)
-    assert index.search("w1 w2", 2)
-
-
-def test_threads_and_forked_processes_find_the_same(tmp_path):
+def test_threads_find_the_same(tmp_path):
     build_sqlite(tmp_path / "x", random_documents(500))
     index = SqliteIndex(tmp_path / "x", SECONDS)
     queries = [document.text for document in random_documents(40, seed=1)]
@@ -209,15 +176,6 @@ def test_threads_and_forked_processes_find_the_same(tmp_path):
     assert index.search_all(queries, 5) == expected
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda query: index.search(query, 5), queries * 3)) == expected * 3
-    if hasattr(os, "fork"):
-        with multiprocessing.get_context("fork").Pool(
-            2, initializer=globals().__setitem__, initargs=("INDEX", index)
-        ) as pool:
-            assert pool.map(search_in_child, queries) == expected
-
-
-def search_in_child(query: str) -> list[Hit]:
-    return INDEX.search(query, 5)  # noqa: F821
 
 
 def test_an_index_is_one_file_that_needs_no_writing(tmp_path):
@@ -231,52 +189,22 @@ def test_an_index_is_one_file_that_needs_no_writing(tmp_path):
     assert (tmp_path / "x").stat().st_mtime_ns == before
 
 
-def test_what_is_not_a_complete_index_is_refused(tmp_path, path):
+def test_what_is_not_an_index_is_refused(tmp_path, path):
     content, copy = path.read_bytes(), tmp_path / "copy.sqlite"
     with pytest.raises(UserError, match=r"there is no index .*copy\.sqlite: build it with make it"):
         SqliteIndex(copy, SECONDS, "make it")
-    other_version = content[:60] + (99).to_bytes(4, "big") + content[64:]
     for damaged, message in (
         (b"", "is not an index of documents"),
         (b"text", "is not an index of documents"),
         (content[:68] + bytes(4) + content[72:], "is not an index of documents"),  # another program's database
-        (content[:90], "is incomplete: build it with make it"),
-        (content[:5000], "is incomplete: build it with make it"),
-        (content[:-1], "is incomplete: build it with make it"),
-        (content + b"x", "is incomplete"),
-        (other_version, "has version 99 of the format, not 1: build it with make it"),
+        (content[:90], "is damaged .*: build it with make it"),
+        (content[:5000], "is damaged .*: build it with make it"),
         (content[:100] + bytes(len(content) - 100), "is damaged .*: build it with make it"),
     ):
         copy.write_bytes(damaged)
         with pytest.raises(UserError, match=message) as error:
             SqliteIndex(copy, SECONDS, "make it")
         assert "copy.sqlite" in str(error.value)
-    os.mkfifo(tmp_path / "pipe")  # nobody will ever write into it
-    with pytest.raises(UserError, match="pipe is not an index of documents"):
-        SqliteIndex(tmp_path / "pipe", SECONDS)
-
-
-def test_damage_within_the_file_is_an_error_and_no_crash(tmp_path, path):
-    content, rng, copy, num_errors = path.read_bytes(), random.Random(0), tmp_path / "x", 0
-    for _ in range(300):
-        damaged = bytearray(content)
-        begin = rng.randrange(100, len(content))
-        damaged[begin : begin + 64] = rng.randbytes(64)
-        copy.write_bytes(damaged[: len(content)])
-        try:
-            for query in ("Fardil built", "in the", "東京都"):
-                hits = SqliteIndex(copy, SECONDS).search(query, 3)
-                assert all(isinstance(hit.document, str) and isinstance(hit.text, str) for hit in hits)
-        except (UserError, SearchError):
-            num_errors += 1
-    assert num_errors > 10
-    for _ in range(100):  # the tables' definitions, when a second thread opens the file
-        copy.write_bytes(content)
-        index = SqliteIndex(copy, SECONDS)
-        begin = rng.randrange(2000, 4000)
-        copy.write_bytes(content[:begin] + rng.randbytes(64) + content[begin + 64 :])
-        with index._connection(), contextlib.suppress(SearchError):
-            assert index.search("Fardil", 1)[0].document == "Fardil"
 
 
 def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):
@@ -284,41 +212,7 @@ def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):
     index = SqliteIndex(tmp_path / "x", SECONDS)
     build_sqlite(tmp_path / "x", [Document("new", "word")])
     assert [hit.document for hit in index.search("word", 2)] == ["old"]
-    with index._connection(), pytest.raises(SearchError, match="was replaced by one of other documents"):
-        index.search("word", 2)  # a second thread, say, which opens the file now
-    build_sqlite(tmp_path / "x", [Document("old", "word")])
-    with index._connection():
-        assert [hit.document for hit in index.search("word", 2)] == ["old"]
-
-
-def versions_read(path: Path, seconds: float, versions: list[str]) -> set[str]:
-    """Open an index and search, again and again; every answer must be of one version, and complete."""
-    known, end = set(), time.monotonic() + seconds
-    while time.monotonic() < end or len(known) < 2:
-        index = SqliteIndex(path, SECONDS)
-        hits = index.search("word", 1000) + index.search("other", 1000)
-        (version,) = {re.match("[ab]", hit.document)[0] for hit in hits}
-        assert len(hits) == 1000
-        assert index.content_hash == versions["ab".index(version)]
-        known.add(version)
-    return known
-
-
-@pytest.mark.slow
-@needs_fork
-def test_readers_see_the_old_index_or_the_new_one(tmp_path):
-    path = tmp_path / "x"
-    corpora = [[Document(f"{v}{n}", "word" if n % 2 else "other") for n in range(1000)] for v in "ab"]
-    versions = [build_sqlite(path, corpus) for corpus in corpora]
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        readers = [pool.apply_async(versions_read, (path, 1.0, versions)) for _ in range(2)]
-        num_builds, deadline = 0, time.monotonic() + 60
-        while not all(reader.ready() for reader in readers):
-            assert time.monotonic() < deadline, "a reader sees one version only"
-            build_sqlite(path, corpora[num_builds % 2])
-            num_builds += 1
-        assert [reader.get() for reader in readers] == [{"a", "b"}, {"a", "b"}]
-    assert num_builds > 4
+    assert found(tmp_path / "x", "word") == ["new"]
 
 
 @needs_fork
@@ -335,13 +229,10 @@ def test_a_killed_build_leaves_nothing_that_is_an_index(tmp_path):
     builder.start()
     builder.join()
     assert builder.exitcode == -signal.SIGKILL
-    (partial,) = tmp_path.iterdir()
     with pytest.raises(UserError, match="there is no index"):
         SqliteIndex(path, SECONDS)
-    with pytest.raises(UserError):
-        SqliteIndex(partial, SECONDS)
-    build_sqlite(tmp_path / "y", DOCUMENTS)  # another one: the rest of the first is removed
-    assert [file.name for file in tmp_path.iterdir()] == ["y"]
+    build_sqlite(path, DOCUMENTS)  # again: the rest of the first is removed
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError])
@@ -436,7 +327,7 @@ def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
     with pytest.raises(UserError) as error:
         opened(**flags)
     message = str(error.value)
-    assert "my index was built from other documents (2 of my docs.jsonl" in message
+    assert "my index was built from other documents (2, content" in message
     assert "than --corpus my docs.jsonl" in message
     program, script, *arguments = shlex.split(message.partition("build it anew with ")[2])
     assert (program, script) == ("python", SCRIPT)
@@ -445,18 +336,6 @@ def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
     index, output = opened(**flags)
     assert "built" not in output
     assert len(index.search("three", 100)) == 80
-
-
-@pytest.mark.usefixtures("in_directory")
-def test_a_corpus_that_changes_while_it_is_read_is_noticed(monkeypatch):
-    def change_and_build(*arguments) -> str:
-        write_corpus(["one", "two", "three"])
-        return build_sqlite(*arguments)
-
-    write_corpus(["one", "two"])
-    monkeypatch.setattr("common.plumbing.retrieval.opening.build_sqlite", change_and_build)
-    with pytest.raises(UserError, match=r"--corpus my docs\.jsonl changed while it was read: start again"):
-        opened(corpus="my docs.jsonl")
 
 
 @pytest.mark.usefixtures("in_directory")
@@ -478,35 +357,17 @@ def test_documents_that_questions_name_are_looked_for(capsys):
 
 
 @pytest.mark.usefixtures("in_directory")
-def test_without_a_corpus_an_index_is_used_as_it_is():
-    write_corpus(["one", "two"])
-    built, _ = opened(corpus="my docs.jsonl", index="x.sqlite")
-    Path("my docs.jsonl").unlink()
-    index, output = opened(index="x.sqlite")
-    assert index.search("two", 2) == built.search("two", 2) != []
-    assert output == "search: 2 documents in the index x.sqlite\n"
-
-
-@pytest.mark.usefixtures("in_directory")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"corpus": "nowhere"}, "--corpus nowhere: there is no such file or directory"),
         ({"index": "nowhere"}, "there is no index nowhere: build it with python .*--corpus CORPUS --index nowhere"),
-        ({"index": "text"}, "text is not an index of documents"),
         ({"index": "text", "corpus": "my docs.jsonl"}, "text is not an index of documents"),
-        ({"index": "text/x", "corpus": "my docs.jsonl"}, "index text/x cannot be written"),
-        ({"corpus": "~nobody-here/x"}, "--corpus ~nobody-here/x: this path cannot be used"),
-        ({"index": "x" * 300, "corpus": "my docs.jsonl"}, "--index xxx.*: this path cannot be used .*too long"),
         ({"runs_dir": "text", "corpus": "my docs.jsonl"}, "text/search_index/.* cannot be written"),
         ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
-        ({"search_url": "http://a", "index": "b"}, "--search-url .* omit it, or --index"),
-        ({"search_url": "http://a", "encoder": "b"}, "--search-url .* omit it, or --encoder"),
         ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
         ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
         ({"chunk_words": 0}, "--chunk-words must be 1 to"),
-        ({"search_seconds": 0.0}, "--search-seconds must be above 0"),
-        ({"top_k": 0}, "--top-k must be 1 to 1000 documents"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags, message):
@@ -588,23 +449,3 @@ def test_the_script_says_what_it_has_built(load_script, capsys):
     Path("x.sqlite").write_text("mine")
     with pytest.raises(UserError, match=r"x\.sqlite is not an index of documents, and is not replaced"):
         load_script(SCRIPT).main(["--corpus", "my docs.jsonl", "--index", "x.sqlite"])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_directory")
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT for a process")
-def test_ctrl_c_ends_a_build_without_a_trace():
-    write_corpus([f"text {number} " * 20 for number in range(100_000)])
-    program = subprocess.Popen(
-        [sys.executable, str(ROOT / SCRIPT), "--corpus", "my docs.jsonl", "--index", "out/x.sqlite"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    while not list(Path("out").glob(".*.partial_index")) and program.poll() is None:
-        time.sleep(0.01)
-    program.send_signal(signal.SIGINT)
-    output, errors = program.communicate(timeout=60)
-    assert (program.returncode, output, errors.strip()) == (130, "", "interrupted")
-    assert [path.name for path in Path("out").iterdir()] == [".search_index.lock"]

@@ -1,9 +1,16 @@
 """The flags of searching: which documents, and how."""
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from common.plumbing.config import Count, CountOrZero, InputPath, LocalPath, OfSearch, Positive
+from common.errors import UserError
+
+from common.plumbing.checks import check_ranges, flag
+from common.plumbing.config import ROOT, Count, CountOrZero, InputPath, LocalPath, OfSearch, Positive
+
+BUNDLED_CORPUS = ROOT / "data" / "qa_documents.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,4 +40,46 @@ class SearchConfig(IndexConfig):
     # ask a server that speaks Search-R1's protocol, such as http://127.0.0.1:8000, instead of an index on this machine;
     # a password for it is read from ~/.netrc
     search_url: OfSearch[str | None] = None
-    search_seconds: OfSearch[Positive] = 5.0  # time limit of a search; the policy reads an error instead of its result
+    # time limit of a search, but for one by meaning; the policy reads an error instead of its result
+    search_seconds: OfSearch[Positive] = 5.0
+
+
+def corpus_of(config: IndexConfig) -> str:
+    return config.corpus if config.corpus is not None else str(BUNDLED_CORPUS)
+
+
+def build_command(config: IndexConfig, path: Path, corpus: str = "CORPUS") -> str:
+    """What one types to build an index anew."""
+    words = ["python", "experiment_multiturn_qa/build_index.py", "--corpus", corpus, "--index", str(path)]
+    words += ["--encoder", config.encoder] if config.encoder is not None else []
+    for name in ("chunk_words", "chunk_overlap"):
+        if (value := getattr(config, name)) != getattr(IndexConfig, name):
+            words += [flag(name), str(value)]
+    return shlex.join(words)
+
+
+def check_index(config: IndexConfig) -> None:
+    """
+    Raises:
+        UserError: a number is out of range, or the chunks would not end.
+    """
+    check_ranges(config)
+    if config.chunk_overlap >= config.chunk_words:
+        raise UserError(
+            f"--chunk-overlap {config.chunk_overlap} leaves no new words in a chunk: it must be below --chunk-words "
+            f"{config.chunk_words}"
+        )
+
+
+def check_search(config: SearchConfig) -> None:
+    """
+    Raises:
+        UserError: a number is out of range, or flags contradict each other.
+    """
+    check_index(config)
+    if config.search_url is not None:
+        for name in ("corpus", "index", "encoder"):
+            if getattr(config, name) is not None:
+                raise UserError(f"--search-url searches the documents of a server: omit it, or {flag(name)}")
+    if config.encoder is not None and config.index is not None and config.corpus is None:
+        raise UserError("--index with --encoder needs --corpus, too: an index by meaning is opened for its documents")

@@ -1,4 +1,4 @@
-"""Search by meaning: vectors of a sentence-transformers model, compared by FAISS. It needs requirements-search.txt.
+"""Search by meaning: vectors of a sentence-transformers model, compared exactly. It needs requirements-search.txt.
 
 An index is one safetensors file: the vectors (N, D), of length 1, the documents as lines of JSON, and what they were
 made from. It is read through the page cache, which all processes of a machine share. Every query is compared with every
@@ -9,63 +9,25 @@ import hashlib
 import json
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
 
 from common.errors import UserError
-from common.search import Hit, SearchError
+from common.search import Hit
 
 from common.plumbing.config import is_hub_id, shown
 from common.plumbing.hub import must_be_cached
-from common.plumbing.retrieval.documents import Document
-from common.plumbing.retrieval.protocol import whole
+from common.plumbing.retrieval.documents import Document, content_hash, whole
 from common.plumbing.terminal import printable, say
 
 MAX_QUERY = 2000  # characters: what follows is not encoded; models read 512 tokens, or fewer
 BATCH = 128  # texts that are encoded together
 FORMAT = "search by meaning, 1"
-
-
-def open_dense(
-    path: Path,
-    documents: Callable[[], Iterable[Document]],
-    content_hash: str,
-    encoder: str,
-    seconds: float,
-    rebuild: str = "",
-) -> "DenseIndex":
-    """The index in a file, which is made if it does not exist.
-
-    Args:
-        documents: gives the documents; called only if the file has to be made.
-        content_hash: of the documents.
-        encoder: a directory or a hub id.
-        seconds: until when the queries of a call are answered.
-        rebuild: the command that makes the index anew, for error messages.
-
-    Raises:
-        UserError: the file holds other documents, or vectors of another encoder, or is no such index.
-    """
-    model = load_encoder(encoder)
-    rebuild = rebuild or f"python experiment_multiturn_qa/build_index.py --index {shown(path)} --encoder {encoder}"
-    expected = {"format": FORMAT, "content": content_hash, "encoder": checksum(model)}
-    if not path.exists():
-        build_dense(path, list(documents()), expected | {"name": encoder}, model)
-    index = DenseIndex(path, model, seconds)
-    for name, wrong in (
-        ("content", "was made from other documents"),
-        ("encoder", f"was made with another encoder, or other weights ({index.about['name']})"),
-    ):
-        if index.about[name] != expected[name]:
-            raise UserError(f"--index {shown(path)} {wrong}: build it with {rebuild}")
-    return index
 
 
 def load_encoder(encoder: str):
@@ -78,7 +40,6 @@ def load_encoder(encoder: str):
     if not encoder or not (path.is_dir() or is_hub_id(encoder)):
         raise UserError(f"--encoder {encoder} is neither a directory nor a hub id such as intfloat/e5-base-v2")
     try:
-        import faiss  # noqa: F401
         from sentence_transformers import SentenceTransformer
     except ModuleNotFoundError as error:
         raise UserError(f"--encoder needs {error.name}: pip install -r requirements-search.txt") from error
@@ -100,125 +61,108 @@ def checksum(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def build_dense(path: Path, documents: list[Document], about: dict[str, str], model) -> None:
+def build_dense(path: Path, documents: Iterable[Document], encoder: str, model) -> str:
     """Write an index, completely or not at all.
 
+    Args:
+        encoder: the name of the model, for error messages.
+
+    Returns:
+        the content hash of the documents.
+
     Raises:
-        UserError: the encoder gives no finite numbers, or the file cannot be written.
+        UserError: the encoder gives no finite numbers, or the file cannot be written, or would replace another one.
     """
+    if path.exists():
+        _read_about(path)
+    documents = list(documents)
     say(f"encoding {len(documents)} documents for {shown(path)}")
     texts = [whole(document.text) for document in documents]
-    vectors = np.zeros((0, 1), np.float32)
-    if texts:
-        vectors = model.encode_document(texts, batch_size=BATCH, normalize_embeddings=True, convert_to_numpy=True)
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    if not np.isfinite(vectors).all():
+    vectors = model.encode_document(texts, batch_size=BATCH, normalize_embeddings=True, convert_to_tensor=True)
+    vectors = vectors.float().cpu().contiguous()
+    if not vectors.isfinite().all():
         raise UserError("--encoder gives vectors that are not numbers")
     rows = [json.dumps([whole(document.id), text]).encode() for document, text in zip(documents, texts, strict=True)]
     tensors = {
         "vectors": vectors,
-        "ends": np.cumsum([len(row) for row in rows], dtype=np.int64),
-        "documents": np.frombuffer(b"".join(rows), np.uint8),
+        "ends": torch.tensor([len(row) for row in rows]).cumsum(0),
+        "documents": torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8),
     }
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several processes may build the same index
+    about = {"format": FORMAT, "content": content_hash(documents), "encoder": checksum(model), "name": encoder}
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, partial, metadata=about)
         partial.chmod(0o644)  # safetensors makes files that no other user can read
-        partial.replace(path)
+        os.replace(partial, path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"--index {shown(path)} cannot be written ({getattr(error, 'strerror', error)})") from error
+        raise UserError(f"the index {shown(path)} cannot be written ({error})") from error
     finally:
         with suppress(OSError):
-            partial.unlink()
+            partial.unlink(missing_ok=True)
+    return about["content"]
+
+
+def _read_about(path: Path) -> dict[str, str]:
+    """
+    Raises:
+        UserError: there is no such index.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        problem = printable(str(error), 200)
+        raise UserError(f"--index {shown(path)} is not an index for --encoder ({problem})") from error
+    if about.get("format") != FORMAT:
+        raise UserError(f"--index {shown(path)} is not an index for --encoder")
+    return about
 
 
 class DenseIndex:
     """Vectors in a file, and the model that has made them.
 
-    Several threads may search; their queries are encoded one call after the other, so that calls which nobody waits for
-    any more do not pile up in a slow encoder. A forked process must not search: the matrix library can wait forever for
-    a lock that a thread of its parent held. Which queries are encoded together can change a score in its last digits.
+    Several threads may search; one of them does at a time, as tokenizers allow no more. Which queries are encoded
+    together can change a score in its last digits.
     """
 
-    def __init__(self, path: Path, model, seconds: float):
+    def __init__(self, path: Path, model, rebuild: str = ""):
         """
-        Raises:
-            UserError: the file cannot be read.
-        """
-        try:
-            with safe_open(path, framework="pt") as file:  # its tensors are views of the file, unlike numpy's
-                self.about = file.metadata() or {}
-                self._vectors, self._ends, self._documents = (
-                    file.get_tensor(name).numpy() for name in ("vectors", "ends", "documents")
-                )
-        except (OSError, SafetensorError) as error:
-            problem = printable(str(error), 200)
-            raise UserError(f"--index {shown(path)} is not an index for --encoder ({problem})") from error
-        if self.about.get("format") != FORMAT:
-            raise UserError(f"--index {shown(path)} is not an index for --encoder")
-        self._model, self._seconds, self._lock = model, seconds, threading.Lock()
-        self.num_documents, self.content_hash = len(self._ends), self.about["content"]
+        Args:
+            rebuild: the command that makes the index anew, for error messages.
 
-    def __len__(self) -> int:
-        return self.num_documents
+        Raises:
+            UserError: the file cannot be read, or holds vectors of another encoder.
+        """
+        about = _read_about(path)
+        if about["encoder"] != checksum(model):
+            again = f": build it with {rebuild}" if rebuild else ""
+            raise UserError(
+                f"--index {shown(path)} was made with another encoder, or other weights ({about['name']}){again}"
+            )
+        with safe_open(path, framework="pt") as file:  # its tensors are views of the file
+            self._vectors, self._ends, self._documents = map(file.get_tensor, ("vectors", "ends", "documents"))
+        self.path, self._model, self._lock = path, model, threading.Lock()
+        self.num_documents, self.content_hash, self.corpus = len(self._ends), about["content"], about["name"]
 
     def search(self, query: str, k: int) -> list[Hit]:
-        """The `k` hits whose vectors have the largest inner products with that of the query.
+        """The `k` hits whose vectors have the largest inner products with that of the query."""
+        return self.search_all([query], k)[0]
 
-        Raises:
-            SearchError: it took too long, or the encoder failed.
-        """
-        [answer] = self.search_all([query], k)
-        if isinstance(answer, SearchError):
-            raise answer
-        return answer
+    def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """What `search` gives for each query; all are encoded together. Nothing limits their time."""
+        from sentence_transformers.util import dot_score, semantic_search
 
-    def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        """What `search` gives for each query; all are encoded together."""
-        if not queries or not self.num_documents:
-            return [[] for _ in queries]
-        answers: list[list[Hit] | SearchError] = [
-            SearchError(f"the search took longer than {self._seconds:g} seconds") for _ in queries
-        ]
-        deadline, num_threads = time.monotonic() + self._seconds, torch.get_num_threads()
-        # a thread can be left alone when it takes too long, or on Ctrl-C
-        arguments = ([whole(query[:MAX_QUERY]) for query in queries], k, answers, deadline, num_threads)
-        thread = threading.Thread(target=self._run, args=arguments, daemon=True)
-        with suppress(RuntimeError):  # no more threads: no answer
-            thread.start()
-            thread.join(self._seconds)
-        return list(answers)  # a copy: the thread may still write
-
-    def _run(self, texts: list[str], k: int, answers: list, deadline: float, num_threads: int) -> None:
-        import faiss
-
-        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            return
-        try:
-            faiss.omp_set_num_threads(num_threads)  # for this thread; a new one would take all cores
+        if not queries:
+            return []
+        texts = [whole(query[:MAX_QUERY]) for query in queries]
+        with self._lock:
             vectors = self._model.encode_query(
-                texts, batch_size=BATCH, normalize_embeddings=True, convert_to_numpy=True, show_progress_bar=False
+                texts, batch_size=BATCH, normalize_embeddings=True, convert_to_tensor=True, show_progress_bar=False
             )
-            vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-            k = min(k, self.num_documents)
-            # one matrix product for three queries or more; faiss 1.15 counts queries times dimensions
-            faiss.cvar.distance_compute_blas_threshold = 3 * vectors.shape[1]
-            scores, numbers = faiss.knn(vectors, self._vectors, k, metric=faiss.METRIC_INNER_PRODUCT)
-            answers[:] = [
-                self._hits(*found) if np.isfinite(vector).all() else SearchError("the query cannot be encoded")
-                for vector, *found in zip(vectors, scores, numbers, strict=True)
-            ]
-        except Exception as error:  # of the encoder: no memory on the accelerator, say
-            problem = printable(f"{type(error).__name__}: {error}", 100)
-            answers[:] = [SearchError(f"the queries could not be encoded ({problem})") for _ in texts]
-        finally:
-            self._lock.release()
-
-    def _hits(self, scores: np.ndarray, numbers: np.ndarray) -> list[Hit]:
-        return [Hit(*self._document(number), float(score)) for score, number in zip(scores, numbers, strict=True)]
+            found = semantic_search(vectors.float().cpu(), self._vectors, top_k=k, score_function=dot_score)
+        return [[Hit(*self._document(hit["corpus_id"]), hit["score"]) for hit in hits] for hits in found]
 
     def _document(self, number: int) -> tuple[str, str]:
         """Id and text."""
-        begin = self._ends[number - 1] if number else 0
-        return tuple(json.loads(self._documents[begin : self._ends[number]].tobytes()))
+        begin = int(self._ends[number - 1]) if number else 0
+        return tuple(json.loads(self._documents[begin : int(self._ends[number])].numpy().tobytes()))

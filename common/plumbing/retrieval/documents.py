@@ -1,12 +1,15 @@
 """Documents to search: read from a directory of .txt and .md files or from a JSONL file, and cut into chunks.
 
-Whatever a document says, tool calls and control tokens included, is text.
+Whatever a document says, tool calls and control tokens included, is text. Markdown is cut at its headings, too. Time
+and memory are linear in the text.
 """
 
 import hashlib
+import io
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +18,19 @@ from common.errors import UserError
 
 from common.plumbing.checks import is_text, local_path
 from common.plumbing.config import shown
-from common.plumbing.retrieval.chunks import sections, split
 from common.plumbing.terminal import printable
 
-MAX_BYTES = 2**25  # of a text file, or of a row of JSONL: more than any book
 SUFFIXES = (".txt", ".md")
-NOT_JSONL = "a file of another name than *.txt and *.md is read as JSONL, one object a line"
+NOT_JSONL = " (a file of another name than *.txt and *.md is read as JSONL, one object a line)"
+MAX_HEADING = 200  # characters of the headings in front of a chunk
+# The scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, kana and Han characters, for a class of `re`.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
+# What counts as a word, and is never cut: 100 characters without a space are one at the most
+_WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]{{1,100}}")
+_SENTENCE_END = re.compile("[.!?\u2026\u3002\uff01\uff1f][\"'\u201d\u2019)\\]]*$")  # also Chinese and typographic ones
 
 
 class Document(NamedTuple):
@@ -48,14 +58,15 @@ def read_corpus(
     root, skipped = local_path(path, "--corpus"), [] if skipped is None else skipped
     if not root.exists():
         raise UserError(f"--corpus {shown(root)}: there is no such file or directory")
-    if not (root.is_dir() or root.is_file()):
-        raise UserError(f"--corpus {shown(root)} is neither a directory nor a file")
     is_jsonl = root.is_file() and root.suffix.lower() not in SUFFIXES
-    documents = (_read_jsonl if is_jsonl else _read_files)(root, chunk_words, chunk_overlap, skipped)
-    num_documents = 0
-    for num_documents, document in enumerate(documents, start=1):  # noqa: B007
-        yield document
-    if num_documents == 0:
+    is_empty = True
+    try:
+        for document in (_read_jsonl if is_jsonl else _read_files)(root, chunk_words, chunk_overlap, skipped):
+            is_empty = False
+            yield document
+    except OSError as error:
+        raise UserError(f"{shown(error.filename or root)} cannot be read ({error.strerror})") from error
+    if is_empty:
         where = f"--corpus {shown(root)}"
         raise UserError(f"{where} holds no text" if skipped or is_jsonl else f"{where} has no .txt or .md files in it")
 
@@ -72,11 +83,19 @@ def add_to_hash(digest: "hashlib._Hash", document: Document) -> None:
     digest.update(f"{len(document.id)} {len(document.text)} {document.id}{document.text}".encode())
 
 
+def whole(text: str) -> str:
+    """The text as UTF-8 can hold it, without halves of surrogate pairs.
+
+    >>> whole("half \\ud83d")
+    'half ?'
+    """
+    return text.encode(errors="replace").decode()
+
+
 def _read_files(root: Path, num_words: int, overlap: int, skipped: list[str]) -> Iterator[Document]:
     for path in [root] if root.is_file() else _find_files(root):
         name = path.name if path == root else path.relative_to(root).as_posix()
-        if not is_text(name):
-            raise UserError(f"{printable(str(path), 200)}: the name of this file is not UTF-8 text")
+        name = os.fsencode(name).decode(errors="replace")  # a file's name need not be UTF-8
         text = _read_text(path)
         parts = sections(text) if path.suffix.lower() == ".md" else [("", text)]
         chunks = (
@@ -98,16 +117,10 @@ def _find_files(root: Path) -> Iterator[Path]:
     """
 
     def fail(error: OSError) -> None:
-        raise UserError(f"{shown(error.filename)} cannot be read ({error.strerror})") from error
-
-    def walk() -> Iterator[tuple[str, list[str], list[str]]]:
-        try:
-            yield from os.walk(root, onerror=fail, followlinks=True)
-        except RecursionError:  # of Python 3.11
-            raise UserError(f"{shown(root)} holds directories that are nested too deeply to be read") from None
+        raise error
 
     known = set()  # directories; links can lead to one of them again
-    for folder, folders, names in walk():
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
         status = os.stat(folder)
         is_run = {"config.json", "metrics.jsonl"} <= set(names)  # whose adapters, say, have a README.md
         if is_run or (status.st_dev, status.st_ino) in known:
@@ -123,65 +136,46 @@ def _find_files(root: Path) -> Iterator[Path]:
 def _read_text(path: Path) -> str:
     """
     Raises:
-        UserError: the file is too large, or no text.
+        UserError: the file is no text.
     """
-    try:
-        size = path.stat().st_size
-        content = path.read_bytes() if size <= MAX_BYTES else b""
-    except OSError as error:
-        raise UserError(f"{shown(path)} cannot be read ({error.strerror})") from error
-    if size > MAX_BYTES:
-        raise UserError(
-            f"{shown(path)} has {size / 2**20:.0f} MiB, and a file of text may have {MAX_BYTES >> 20}: divide it, or "
-            "write its parts as rows of a JSONL file"
-        )
+    content = path.read_bytes()
     is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # no UTF-8 text begins with these bytes
     if not is_utf16 and b"\0" in content:
         raise UserError(f"{shown(path)} is no text: byte {content.index(0)} is 0; leave the file out")
     try:
         text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
-        where = f"byte {error.start} ({error.object[error.start]:#x})"
-        raise UserError(f"{shown(path)} is not UTF-8 text, as {where} shows: save it as UTF-8") from error
+        raise UserError(
+            f"{shown(path)} is not UTF-8 text, as byte {error.start} ({error.object[error.start]:#x}) shows: save it "
+            "as UTF-8"
+        ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _read_jsonl(path: Path, num_words: int, overlap: int, skipped: list[str]) -> Iterator[Document]:
     lines: dict[str, int] = {}  # by id
-    for number, line in _lines(path):
-        try:
-            name, text = _parse(line)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                name, text = _parse(line)
+            except UserError as error:
+                hint = NOT_JSONL if number == 1 and isinstance(error.__cause__, ValueError) else ""
+                raise UserError(f"{shown(path)}:{number}: {error}{hint}") from error
             texts = list(split(text, num_words, overlap))
             names = [name] if len(texts) == 1 else [f"{name}#{part}" for part in range(1, len(texts) + 1)]
             for document in map(Document, names, texts):
                 if document.id in lines:
-                    other = f"{shown(path)}:{lines[document.id]}"
-                    raise UserError(f"the id {printable(document.id, 80)!r} is that of {other}, too")
+                    raise UserError(
+                        f"{shown(path)}:{number}: the id {printable(document.id, 80)!r} is that of line "
+                        f"{lines[document.id]}, too"
+                    )
                 lines[document.id] = number
                 yield document
-        except UserError as error:
-            hint = f" ({NOT_JSONL})" if isinstance(error.__cause__, ValueError) and not lines else ""
-            raise UserError(f"{shown(path)}:{number}: {error}{hint}") from error
-        if not texts:
-            skipped.append(f"line {number}")
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers."""
-    try:
-        with path.open("rb") as file:
-            for number in itertools.count(1):
-                line = file.readline(MAX_BYTES + 1)
-                if len(line) > MAX_BYTES:
-                    raise UserError(f"{shown(path)}:{number}: a row may have at most {MAX_BYTES >> 20} MiB")
-                if not line:
-                    return
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise UserError(f"{shown(path)} cannot be read ({error.strerror})") from error
+            if not texts:
+                skipped.append(f"line {number}")
 
 
 def _parse(line: bytes) -> tuple[str, str]:
@@ -199,15 +193,87 @@ def _parse(line: bytes) -> tuple[str, str]:
     if not isinstance(row, dict):
         raise UserError(f"a row must be a JSON object, not {type(row).__name__}")
     name, text = row.get("id"), row.get("text", row.get("contents"))
-    if isinstance(name, int) and not isinstance(name, bool):
-        name = str(name)
+    name = str(name) if type(name) is int else name
     for field, value in (("id", name), ("text", text)):
-        if not _is_text(value) or (field == "id" and not value):
+        if not is_text(value) or (field == "id" and not value):
             problem = "is missing" if value is None else f"cannot be {printable(json.dumps(value), 80)}"
             raise UserError(f'the field "{field}" {problem}: a row is {{"id": "...", "text": "..."}}')
     return name, text
 
 
-def _is_text(value: object) -> bool:
-    """Whether a value is text that a file can hold; `is_text` looks at every character, which takes long."""
-    return isinstance(value, str) and (value.isascii() or is_text(value))
+# Chunks ---------------------------------------------------------------------------------------------------------------
+
+
+def split(text: str, num_words: int, overlap: int) -> Iterator[str]:
+    """Chunks of at most `num_words` words, each of which begins with the last `overlap` words of the one before.
+
+    A chunk ends with a sentence or a paragraph, if one ends in the second half of its words that are new.
+
+    >>> list(split("One two. Three four five six seven.", num_words=4, overlap=1))
+    ['One two. Three four', 'four five six seven.']
+    >>> list(split("One two three. Four five six seven.", num_words=4, overlap=0))
+    ['One two three.', 'Four five six seven.']
+    """
+    if len(text) <= num_words:  # characters: most documents are short
+        yield from filter(None, [_tidy(text.strip())])
+        return
+    words, window = _WORD.finditer(text), []
+    while True:
+        window += itertools.islice(words, num_words + 1 - len(window))
+        if len(window) <= num_words:
+            break
+        first = overlap + (num_words - overlap + 1) // 2
+        ends = (end for end in range(num_words, first - 1, -1) if _is_end(text, window[end - 1], window[end]))
+        end = next(ends, num_words)
+        yield _tidy(text[window[0].start() : window[end - 1].end()])
+        window = window[end - overlap :]
+    if window:
+        yield _tidy(text[window[0].start() : window[-1].end()])
+
+
+def _is_end(text: str, word: re.Match, following: re.Match) -> bool:
+    """Whether a sentence or a paragraph ends between two words."""
+    return bool(_SENTENCE_END.search(word[0])) or text.count("\n", word.end(), following.start()) > 1
+
+
+def _tidy(text: str) -> str:
+    """The text with every run of white space as one space, or as one line break if it holds one."""
+    return re.sub(r"\s\s+|[^\S\n ]", lambda space: "\n" if "\n" in space[0] else " ", text)
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """The headings that lead to each part of a Markdown text, as "Guide > Install", and the part's text without them.
+
+    Headings with other headings right below them are no part of their own.
+
+    >>> list(sections("# Guide\\n## Install\\nRun it.\\n## Use\\n"))
+    [('Guide > Install', 'Run it.\\n'), ('Guide > Use', '')]
+    """
+    start, titles = 0, []  # where the present part begins; level and text of the headings that are open
+    for begin, end, level, title in itertools.chain(_headings(text), [(len(text), len(text), 0, "")]):
+        body = text[start:begin]
+        if body.strip() or (titles and level <= titles[-1][0]):
+            yield printable(" > ".join(title for _, title in titles if title), MAX_HEADING), body
+        start, titles = end, [*(entry for entry in titles if entry[0] < level), (level, title)]
+
+
+def _headings(text: str) -> Iterator[tuple[int, int, int, str]]:
+    """Where each heading of a Markdown text begins and ends, its level, and what it says. Code has no headings."""
+    fence, previous, is_paragraph = "", "", False  # paragraph: the previous line is the first one of a paragraph
+    begin = position = 0  # of the previous line, and of this one
+    for line in io.StringIO(text):
+        end, stripped = position + len(line), line.strip()
+        mark = re.match(r" {0,3}(#{1,6}(?=\s)|`{3,}(?=[^`]*$)|~{3,}|=+\s*$|-+\s*$)", line)
+        kind = mark[1].strip() if mark else ""
+        if fence:
+            if kind.startswith(fence) and not kind.strip(fence[0]) and stripped == kind:
+                fence = ""
+        elif kind[:1] in ("`", "~") and kind:
+            fence = kind
+        elif kind[:1] == "#":
+            words, _, closing = stripped.rpartition(" ")
+            yield position, end, len(kind), (words if not closing.strip("#") else stripped).lstrip("#").strip()
+        elif kind and is_paragraph:  # underlined
+            yield begin, end, 1 if kind[0] == "=" else 2, previous
+        is_first = not previous and not fence and not kind and bool(re.match(r" {0,3}[^\s>|*+-]", line))
+        begin, position, previous, is_paragraph = position, end, stripped, is_first

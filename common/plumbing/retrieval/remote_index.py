@@ -1,37 +1,40 @@
-"""Search on a server that speaks Search-R1's protocol (protocol.py), for a corpus beyond one machine.
+"""Search on a server that speaks the protocol of Search-R1's retrieval servers (Jin et al. 2025).
 
-Whatever the server does, or fails to do, becomes a `SearchError` for the queries that it concerns, and within the time
-limit. A call starts a thread with an event loop of its own: nothing outlives it that a fork, another thread or the loop
-of a notebook could be in conflict with, and Ctrl-C has to wait for nothing.
+    POST <url>/retrieve   {"queries": [...], "topk": k, "return_scores": true}
+    answer                {"result": [[{"document": {"id": ..., "contents": ...}, "score": ...}, ...], ...]}
+
+One list for each query. `null` in place of a list is an addition of experiment_multiturn_qa/serve_index.py: this query
+has failed, alone. What other servers do is accepted: they leave out ids (the title is taken), scores (then a hit is the
+document itself), or `contents` (title and text are taken), and give more than k hits (the first k are taken).
+
+Whatever the server does, or fails to do, becomes a `SearchError` for the queries that it concerns, in the time limit.
 """
 
 import asyncio
-import ipaddress
+import json
+import math
 import netrc
 import threading
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 import httpx2
 
 from common.errors import UserError
 from common.search import Hit, SearchError
 
-from common.plumbing.retrieval.protocol import ServerError, read_answer, write_request
+from common.plumbing.retrieval.documents import whole
 from common.plumbing.terminal import printable, say_above_progress
 
 QUERIES_PER_REQUEST = 16  # a request that fails, or is answered too late, takes all of its queries with it
 MAX_BYTES = 2**23  # of the answer to a request
 HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+# seconds that an unused connection is kept: less than servers do, which would close it while a request is on its way
+KEPT = 2.0
 START = "`python experiment_multiturn_qa/serve_index.py` starts one"
 
 
 class RemoteIndex:
-    """The index of a server. It may be searched by several threads, after a fork, and from a running event loop.
-
-    Over https a fork can make the child's searches fail, if a search of another thread has not ended by then.
-    """
+    """The index of a server. Several threads may search; the requests have a thread of their own, with its loop."""
 
     def __init__(self, url: str, seconds: float):
         """
@@ -42,13 +45,17 @@ class RemoteIndex:
         Raises:
             UserError: this is not the URL of a server, or it holds a password.
         """
-        self._url, self._seconds = _read_url(url), seconds
-        # Proxies that the environment names are for other machines than this one.
-        self._trust_env = not _is_this_machine(self._url.host)
-        # Made once, also for plain HTTP: each client would make its own, and OpenSSL can deadlock in that after a fork.
-        self._tls = httpx2.create_ssl_context()
-        self._auth = _read_passwords()
-        self._outage: dict[str, list] = {}  # "now": [when it began, failed searches]
+        self._url, self._seconds, self._is_down = _read_url(url), seconds, False
+        self._client = httpx2.AsyncClient(
+            auth=_read_passwords(),
+            headers=HEADERS,
+            limits=httpx2.Limits(max_connections=100, keepalive_expiry=KEPT),
+            timeout=None,  # of all pieces of an answer together, see `_send`
+            # proxies that the environment names are for other machines than this one
+            trust_env=self._url.host not in ("localhost", "127.0.0.1", "::1"),
+        )
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def __str__(self) -> str:
         return str(self._url)
@@ -59,7 +66,7 @@ class RemoteIndex:
         Raises:
             UserError: there is no server, or it is not one of these.
         """
-        [answer] = self._ask_all(["document"], k=1)
+        [answer] = self._ask(["document"], k=1)
         if isinstance(answer, SearchError):
             raise UserError(f"--search-url {self}: {_explain(answer)}; {START}") from answer
 
@@ -75,89 +82,57 @@ class RemoteIndex:
         return answer
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        """The hits of each query, or why there are none; and tell the user when searches begin to fail, and to work."""
-        answers = self._ask_all(queries, k)
+        """The hits of each query, or why there are none; it tells the user when all begin to fail, and to work."""
+        answers = self._ask(queries, k)
         failures = [answer for answer in answers if isinstance(answer, SearchError)]
-        of_server = [answer for answer in failures if isinstance(answer, ServerError)]
-        if of_server or (failures and len(failures) == len(answers)):
-            beginning = [time.monotonic(), 0]
-            outage = self._outage.setdefault("now", beginning)  # by one of several threads
-            outage[1] += len(failures)
-            if outage is beginning:
-                say_above_progress(f"searches at {self} fail: {_explain((of_server or failures)[0])}; the run goes on")
-        elif answers and not failures and (outage := self._outage.pop("now", None)):
-            since, number = outage
-            say_above_progress(f"searches at {self} work again: {number} failed in {time.monotonic() - since:.0f} s")
+        if len(failures) < len(answers) and self._is_down:
+            self._is_down = False
+            say_above_progress(f"searches at {self} work again")
+        elif failures and len(failures) == len(answers) and not self._is_down:
+            self._is_down = True
+            say_above_progress(f"searches at {self} fail: {_explain(failures[0])}; the run goes on")
         return answers
 
-    def _ask_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        deadline = time.monotonic() + self._seconds
-        answers: list[list[Hit] | SearchError | None] = [None] * len(queries)
-        if queries:
-            thread = threading.Thread(target=self._run, args=(queries, k, answers, deadline), daemon=True)
-            with suppress(RuntimeError):  # no more threads: no answer
-                thread.start()
-                thread.join(self._seconds)  # not longer, even if the name of the server is still being looked up
-        return [
-            ServerError(f"the search server gave no answer within {self._seconds:g} s") if answer is None else answer
-            for answer in list(answers)  # a copy: the thread may still write
-        ]
-
-    def _run(self, queries: Sequence[str], k: int, answers: list, deadline: float) -> None:
-        """Write the answers to `answers`, where they stay None if there are none before the deadline."""
+    def _ask(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
+        """All requests at once, over connections that are kept from turn to turn."""
+        parts = [queries[start : start + QUERIES_PER_REQUEST] for start in range(0, len(queries), QUERIES_PER_REQUEST)]
+        futures = [asyncio.run_coroutine_threadsafe(self._send(part, k), self._loop) for part in parts]
         try:
-            asyncio.run(self._send_all(queries, k, answers, deadline))
-        except Exception as error:  # of this machine, which has no file descriptors left, say
-            answers[:] = [_failure("the search server cannot be asked", error) if a is None else a for a in answers]
+            return [answer for future in futures for answer in future.result()]
+        finally:  # after Ctrl-C
+            for future in futures:
+                future.cancel()
 
-    async def _send_all(self, queries: Sequence[str], k: int, answers: list, deadline: float) -> None:
-        """All requests at once, over at most 100 connections (httpx's limit)."""
-        client = httpx2.AsyncClient(verify=self._tls, trust_env=self._trust_env, timeout=None, headers=HEADERS)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(deadline - time.monotonic()), client, asyncio.TaskGroup() as group:
-                for start in range(0, len(queries), QUERIES_PER_REQUEST):
-                    part = slice(start, start + QUERIES_PER_REQUEST)
-                    group.create_task(self._send(client, queries[part], k, answers, part))
-
-    async def _send(
-        self, client: httpx2.AsyncClient, queries: Sequence[str], k: int, answers: list, part: slice
-    ) -> None:
-        """One request, for a part of the queries."""
+    async def _send(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
+        """One request, and what each of its queries has become."""
         try:
-            answers[part] = read_answer(await self._post(client, write_request(queries, k)), len(queries), k)
+            async with asyncio.timeout(self._seconds):
+                return read_answer(await self._post(write_request(queries, k)), len(queries), k)
         except SearchError as error:
             failure = error
-        except httpx2.ConnectError as error:
-            failure = _failure("the search server cannot be reached", error)
+        except TimeoutError:
+            failure = SearchError(f"the search server gave no answer within {self._seconds:g} s")
         except Exception as error:  # whatever a peer can do to a connection; the libraries have no common class for it
-            failure = _failure("the search server ended the connection", error)
-        else:
-            return
-        answers[part] = [_failure(str(failure), failure.__cause__) for _ in queries]
+            what = "cannot be reached" if isinstance(error, httpx2.ConnectError) else "ended the connection"
+            failure = SearchError(f"the search server {what}")
+            failure.__cause__ = error
+        return [failure for _ in queries]
 
-    async def _post(self, client: httpx2.AsyncClient, content: bytes) -> bytes:
+    async def _post(self, content: bytes) -> bytes:
         """The body of the answer.
 
         Raises:
-            SearchError: it is not a plain answer with status 200, or too long.
+            SearchError: it has another status than 200, or is too long.
         """
-        async with client.stream("POST", self._url, content=content, auth=self._auth) as response:
+        async with self._client.stream("POST", self._url, content=content) as response:
             if response.status_code != 200:
-                raise ServerError(f"the search server answered with status {response.status_code}")
-            if response.headers.get("content-encoding", "identity") != "identity":  # small, and huge when unpacked
-                raise ServerError("the search server's answer is compressed")
+                raise SearchError(f"the search server answered with status {response.status_code}")
             body = bytearray()
-            async for block in response.aiter_raw():
+            async for block in response.aiter_raw():  # what is compressed all the same is not unpacked, and no JSON
                 body += block
                 if len(body) > MAX_BYTES:
-                    raise ServerError(f"the search server's answer is longer than {MAX_BYTES} bytes")
+                    raise SearchError(f"the search server's answer is longer than {MAX_BYTES} bytes")
         return bytes(body)
-
-
-def _failure(text: str, cause: BaseException | None) -> SearchError:
-    failure = ServerError(text)
-    failure.__cause__ = cause
-    return failure
 
 
 def _explain(error: SearchError) -> str:
@@ -169,14 +144,13 @@ def _explain(error: SearchError) -> str:
 def _read_url(text: str) -> httpx2.URL:
     try:
         url = httpx2.URL(text.strip())
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError
-        if not 0 < (url.port or 80) < 2**16:
-            raise ValueError
+        is_server = url.scheme in ("http", "https") and url.host and 0 < (url.port or 80) < 2**16
     except (httpx2.InvalidURL, ValueError):
+        is_server = False
+    if not is_server:
         raise UserError(
             f"--search-url {printable(text, 100)} is not the URL of a server, such as http://127.0.0.1:8000"
-        ) from None
+        )
     if url.userinfo:
         raise UserError(
             "--search-url holds a password, which config.json of the run would keep: omit it, and write it into "
@@ -194,8 +168,62 @@ def _read_passwords() -> httpx2.Auth | None:
         return None
 
 
-def _is_this_machine(host: str) -> bool:
+# The protocol ---------------------------------------------------------------------------------------------------------
+
+
+def write_request(queries: Sequence[str], k: int) -> bytes:
+    return json.dumps({"queries": list(map(whole, queries)), "topk": k, "return_scores": True}).encode()
+
+
+def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | SearchError]:
+    """The hits that a server's answer has for each query, at most `k`, or an error in their place.
+
+    Raises:
+        SearchError: nothing in it can be used.
+    """
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        content = json.loads(body)
+    except (ValueError, RecursionError):  # the latter: too many brackets
+        raise SearchError("the search server's answer is not JSON") from None
+    results = content.get("result") if isinstance(content, dict) else None
+    if not isinstance(results, list):
+        raise SearchError("the search server's answer has no list of results")
+    if len(results) != num_queries:
+        raise SearchError(f"the search server gave {len(results)} results instead of {num_queries}")
+    return [_read_hits(result, k) for result in results]
+
+
+def _read_hits(result: object, k: int) -> list[Hit] | SearchError:
+    if result is None:
+        return SearchError("the search server could not answer this query")
+    try:
+        return [_read_hit(item, rank) for rank, item in enumerate(_checked(result, list)[:k])]
+    except (TypeError, ValueError, OverflowError):  # the latter: an integer that no float can hold
+        return SearchError("the search server's answer has results that cannot be read")
+
+
+def _read_hit(item: object, rank: int) -> Hit:
+    """
+    Raises:
+        TypeError, ValueError, OverflowError: this is not a hit.
+    """
+    document = _checked(_checked(item, dict).get("document", item), dict)
+    title, text, score = document.get("title"), document.get("contents"), item.get("score")
+    if text is None:
+        text = _checked(document.get("text"), str)
+        text = text if title is None else f"{_checked(title, str)}\n{text}"
+    name = document.get("id")
+    name = str(_checked((title or "") if name is None else name, str, int))
+    if score is None or "document" not in item:
+        score = -rank  # the order is the server's
+    if not math.isfinite(_checked(score, int, float)):
+        raise ValueError
+    (name + _checked(text, str)).encode()  # ValueError: half of a surrogate pair
+    return Hit(name, text, float(score))
+
+
+def _checked(value: object, *kinds: type) -> object:
+    """The value, which must be of one of the kinds; True is none of them."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise TypeError
+    return value

@@ -1,32 +1,26 @@
 """The other end of remote_index.py: an index as a web application. It needs requirements-search.txt."""
 
-import asyncio
 import errno
 import json
 import socket
 from typing import Annotated
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
-from fastapi.concurrency import run_in_threadpool
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from fastapi import FastAPI, Response
+from pydantic import BaseModel, Field
 
 from common.errors import UserError
-from common.search import Index
+from common.search import Hit, Index, SearchError
 
-from common.plumbing.retrieval.protocol import whole, write_answer
+from common.plumbing.retrieval.documents import whole
 
 MAX_QUERIES, MAX_TOP_K = 4096, 1000  # of a request
-MAX_BYTES = 2**24  # of a request
 
 
 class Asked(BaseModel):
     """The body of a request."""
 
-    queries: Annotated[
-        list[Annotated[str, BeforeValidator(lambda query: whole(query) if isinstance(query, str) else query)]],
-        Field(max_length=MAX_QUERIES),
-    ]
+    queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
     topk: int | None = Field(None, ge=0, le=MAX_TOP_K)  # None, and 0 as with Search-R1: as many as the server likes
     return_scores: bool = False
 
@@ -46,37 +40,22 @@ def make_app(index: Index, top_k: int, about: dict) -> FastAPI:
         return about
 
     @app.post("/retrieve")
-    async def retrieve(request: Request) -> Response:
-        asked = _read(await _body(request))
-
-        def answer() -> bytes:
-            return write_answer(index.search_all(asked.queries, asked.topk or top_k), asked.return_scores)
-
-        try:
-            return Response(await run_in_threadpool(answer), media_type="application/json")
-        except asyncio.CancelledError:  # uvicorn ends, and would print a traceback
-            raise HTTPException(503, "the server ends") from None
+    def retrieve(asked: Asked) -> Response:
+        answers = index.search_all(asked.queries, asked.topk or top_k)
+        result = [write_hits(answer, asked.return_scores) for answer in answers]
+        return Response(json.dumps({"result": result}), media_type="application/json")
 
     return app
 
 
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for block in request.stream():
-        body += block
-        if len(body) > MAX_BYTES:
-            raise HTTPException(413, f"a request may have {MAX_BYTES} bytes")
-    return bytes(body)
-
-
-def _read(body: bytes) -> Asked:
-    try:
-        return Asked.model_validate(json.loads(body))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise HTTPException(422, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (ValueError, RecursionError):  # the latter: too many brackets
-        raise HTTPException(400, "the request is not JSON") from None
+def write_hits(answer: list[Hit] | SearchError, return_scores: bool) -> list[dict] | None:
+    """What a server says to a query, None if it failed."""
+    if isinstance(answer, SearchError):
+        return None
+    documents = [{"id": whole(hit.document), "contents": whole(hit.text)} for hit in answer]
+    if not return_scores:
+        return documents
+    return [{"document": document, "score": hit.score} for document, hit in zip(documents, answer, strict=True)]
 
 
 def listen(host: str, port: int) -> socket.socket:

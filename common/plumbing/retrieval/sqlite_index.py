@@ -5,12 +5,15 @@ and one that is open stays what it was when another file takes its place.
 """
 
 import hashlib
+import itertools
 import os
+import re
 import sqlite3
+import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+import unicodedata
+from collections.abc import Iterable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 from common.errors import UserError
@@ -18,12 +21,12 @@ from common.search import Hit, SearchError
 
 from common.plumbing.config import shown
 from common.plumbing.files import flush_to_disk
-from common.plumbing.retrieval.documents import Document, add_to_hash
-from common.plumbing.retrieval.sqlite_header import APPLICATION, VERSION, again, check_file, is_index
-from common.plumbing.retrieval.words import MAX_TERMS, fold, query_phrases
+from common.plumbing.retrieval.documents import UNSPACED, Document, add_to_hash
 from common.plumbing.terminal import printable
 
-PARTIAL = ".partial_index"  # ending of a file that is being written
+APPLICATION = 0x524C5458  # in the header of the file; other tables, or other words of a text, need another number
+MAX_QUERY = 100_000  # characters of a query that are read
+MAX_TERMS = 64  # distinct terms of a query that are searched for, the first ones
 # Documents that a query may touch, summed over its terms: the rarest terms are searched for, as far as this reaches.
 # With a million invented documents, no query was measured to take more than 0.1 s.
 BUDGET = 20_000
@@ -33,7 +36,6 @@ _SCHEMA = f"""
     PRAGMA journal_mode = OFF;
     PRAGMA synchronous = OFF;
     PRAGMA application_id = {APPLICATION};
-    PRAGMA user_version = {VERSION};
     CREATE TABLE info (documents INTEGER, hash TEXT, corpus TEXT);
     CREATE TABLE documents (number INTEGER PRIMARY KEY, id TEXT, text TEXT);
     CREATE TABLE common (term TEXT PRIMARY KEY, documents INTEGER) WITHOUT ROWID;
@@ -48,10 +50,15 @@ _SEARCH = """
         SELECT rowid, rank FROM words WHERE words MATCH ? AND rowid <= ? ORDER BY rank, rowid LIMIT ?
     ) AS found JOIN documents ON number = found.rowid ORDER BY found.rank, number
 """
+_UNSPACED = re.compile(f"[{UNSPACED}]")
+_PIECES = re.compile(f"[{UNSPACED}]+|[^ {UNSPACED}]+")
 
 
 class SqliteIndex:
-    """Documents by their words. Equal scores are in the order of the documents, so that every run finds the same."""
+    """Documents by their words. Equal scores are in the order of the documents, so that every run finds the same.
+
+    Several threads may search; one of them does at a time.
+    """
 
     def __init__(self, path: Path, seconds: float, rebuild: str = ""):
         """
@@ -62,28 +69,38 @@ class SqliteIndex:
         Raises:
             UserError: there is no index, or it cannot be used.
         """
-        self.path, self._seconds = Path(path), seconds
-        self._idle: dict[int, list[sqlite3.Connection]] = defaultdict(list)  # by process: none survives a fork
-        check_file(self.path, rebuild)
+        self.path, self._seconds, self._lock = Path(path), seconds, threading.Lock()
+        again = f": build it with {rebuild}" if rebuild else ""
+        if not self.path.exists():
+            raise UserError(f"there is no index {shown(self.path)}{again}")
+        if not is_index(self.path):
+            raise UserError(f"{shown(self.path)} is not an index of documents: give another --index")
         try:
-            self._idle[os.getpid()].append(_connect(self.path))
-            self.num_documents, self.content_hash, self.corpus = _read_info(self._idle[os.getpid()][0])
+            uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
+            self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+            info = self._connection.execute("SELECT documents, hash, corpus FROM info").fetchone()
+            self.num_documents, self.content_hash, self.corpus = info
         except (sqlite3.Error, TypeError, ValueError) as error:  # the others: of no row, and of what is not UTF-8
-            raise UserError(f"the index {shown(self.path)} is damaged ({error}){again(rebuild)}") from error
+            raise UserError(f"the index {shown(self.path)} is damaged ({error}){again}") from error
 
     def search(self, query: str, k: int) -> list[Hit]:
         """At most `k` hits, best first; see `common.search.Index`.
 
         A query is a set of words, of which a document needs one. Nothing in it is an operator.
         """
-        with self._connection() as connection:
-            phrases, last = self._choose(connection, query_phrases(query))
-            if not phrases:
-                return []
-            rows = connection.execute(_SEARCH, (" OR ".join(phrases), last, k)).fetchall()
-            if any([type(value) for value in row] != [str, str, float] for row in rows):
-                raise sqlite3.DatabaseError("damaged rows")
-            return [Hit(*row) for row in rows]
+        end, phrases = time.monotonic() + self._seconds, query_phrases(query)
+        if not phrases:
+            return []
+        try:
+            with self._lock:
+                self._connection.set_progress_handler(lambda: time.monotonic() > end, 1000)
+                chosen, last = self._choose(phrases)
+                rows = self._connection.execute(_SEARCH, (" OR ".join(chosen), last, k)).fetchall()
+        except (sqlite3.Error, ValueError) as error:  # the second: of text that is not UTF-8
+            if time.monotonic() > end:
+                raise SearchError(f"the search took longer than {self._seconds:g} seconds") from error
+            raise SearchError(f"the index cannot be read ({printable(str(error), 100)})") from error
+        return [Hit(*row) for row in rows]
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
         """What `search` returns or raises for each query."""
@@ -95,15 +112,15 @@ class SqliteIndex:
                 answers.append(error)
         return answers
 
-    def _choose(self, connection: sqlite3.Connection, phrases: dict[str, tuple[str, ...]]) -> tuple[list[str], int]:
+    def _choose(self, phrases: dict[str, tuple[str, ...]]) -> tuple[list[str], int]:
         """The phrases to search for, and the number of the last document to look at.
 
         Rare words say most about what is wanted, and common ones cost most: a word that half of a million documents
         hold would take a second. If even the rarest one exceeds the budget, only the first documents are looked at.
         """
         words = {word for words in phrases.values() for word in words}
-        marks = ",".join("?" * len(words))
-        counts = dict(connection.execute(f"SELECT term, documents FROM common WHERE term IN ({marks})", tuple(words)))
+        select = f"SELECT term, documents FROM common WHERE term IN ({','.join('?' * len(words))})"
+        counts = dict(self._connection.execute(select, tuple(words)))
         costs = {phrase: min(counts.get(word, COMMON) for word in words) for phrase, words in phrases.items()}
         chosen, total = [], 0
         for phrase in sorted(phrases, key=costs.__getitem__):  # those that are equally rare in the order of the query
@@ -111,47 +128,20 @@ class SqliteIndex:
             if chosen and total > BUDGET:
                 break
             chosen.append(phrase)
-        is_too_common = bool(chosen) and costs[chosen[0]] > BUDGET
-        return chosen, self.num_documents * BUDGET // costs[chosen[0]] if is_too_common else self.num_documents
+        rarest = costs[chosen[0]]
+        return chosen, self.num_documents * BUDGET // rarest if rarest > BUDGET else self.num_documents
 
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection that no other thread or process uses, and that gives up when the time is over.
 
-        Raises:
-            SearchError: the time is over, or the file cannot be read.
-        """
-        idle, end, raised = self._idle[os.getpid()], time.monotonic() + self._seconds, []
-
-        def is_over() -> bool:
-            try:
-                return time.monotonic() > end
-            except BaseException as error:  # Ctrl-C: what leaves this function is lost
-                raised.append(error)
-                return True
-
-        try:
-            connection = idle.pop() if idle else self._reconnect()
-            connection.set_progress_handler(is_over, 1000)
-            yield connection
-            idle.append(connection)
-        except (sqlite3.Error, ValueError) as error:  # the second: of text that is not UTF-8
-            if raised:
-                raise raised[0] from None
-            if time.monotonic() > end:
-                raise SearchError(f"the search took longer than {self._seconds:g} seconds") from error
-            raise SearchError(f"the index cannot be read ({printable(str(error), 100)})") from error
-
-    def _reconnect(self) -> sqlite3.Connection:
-        """
-        Raises:
-            SearchError: there is another index now, whose answers do not go together with those before.
-        """
-        connection = _connect(self.path)
-        if _read_info(connection)[1] != self.content_hash:
-            connection.close()
-            raise SearchError("the index was replaced by one of other documents")
-        return connection
+def is_index(path: Path) -> bool:
+    """Whether the header of a file says that it is an index by words."""
+    if not path.is_file():  # opening a pipe would wait for a writer
+        return False
+    try:
+        with path.open("rb") as file:
+            header = file.read(72)
+    except OSError as error:
+        raise UserError(f"the index {shown(path)} cannot be read ({error.strerror})") from error
+    return header.startswith(b"SQLite format 3\0") and header[68:] == APPLICATION.to_bytes(4, "big")
 
 
 def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") -> str:
@@ -168,10 +158,9 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
     """
     if path.exists() and not is_index(path):
         raise UserError(f"{shown(path)} is not an index of documents, and is not replaced: give another --index")
-    partial, digest = path.with_name(f".{path.name}{PARTIAL}"), hashlib.sha256()
-    for stale in path.parent.glob(f".*{PARTIAL}"):  # of builds that were killed
-        stale.unlink(missing_ok=True)
+    partial, digest = path.with_name(f".{path.name}.partial"), hashlib.sha256()
     try:
+        partial.unlink(missing_ok=True)  # of a build that was killed
         with closing(sqlite3.connect(partial, isolation_level=None)) as connection:
             connection.executescript(_SCHEMA)
             number = 0
@@ -186,7 +175,6 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
             connection.execute("COMMIT")
         flush_to_disk(partial)
         os.replace(partial, path)
-        flush_to_disk(path.parent)
     except (sqlite3.Error, OSError) as error:
         raise UserError(f"the index {shown(path)} cannot be written ({error})") from error
     finally:
@@ -195,12 +183,33 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
     return digest.hexdigest()
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-    return sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+def query_phrases(query: str) -> dict[str, tuple[str, ...]]:
+    """What a query searches for, in the syntax of FTS5, and the words of each: single words, quoted.
+
+    Where there are no spaces, every two neighbouring characters are a phrase.
+
+    >>> query_phrases('Who built "Fardil" AND -Jarce*?')
+    {'"who"': ('who',), '"built"': ('built',), '"fardil"': ('fardil',), '"and"': ('and',), '"jarce"': ('jarce',)}
+    >>> list(query_phrases("東京都"))
+    ['"東 京"', '"京 都"']
+    """
+    # cut again: NFKC makes up to 18 characters of one
+    text = unicodedata.normalize("NFKC", query[:MAX_QUERY])[:MAX_QUERY].lower()
+    if text.isascii():
+        text = re.sub("[^a-z0-9]", " ", text)
+    else:  # letters, digits and marks
+        text = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in text)
+    phrases: dict[str, tuple[str, ...]] = {}
+    for piece in _PIECES.finditer(text):
+        characters = piece[0]
+        is_pairs = len(characters) > 1 and _UNSPACED.match(characters)
+        for words in itertools.pairwise(characters) if is_pairs else [(characters,)]:
+            phrases[f'"{" ".join(words)}"'] = words
+            if len(phrases) == MAX_TERMS:
+                return phrases
+    return phrases
 
 
-def _read_info(connection: sqlite3.Connection) -> tuple[int, str, str]:
-    """Number of documents, content hash, and corpus."""
-    number, content, corpus = connection.execute("SELECT documents, hash, corpus FROM info").fetchone()
-    return number, content, corpus
+def fold(text: str) -> str:
+    """A text as it is indexed: in one of Unicode's forms of writing it, and with spaces where its script has none."""
+    return text if text.isascii() else _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", text))
