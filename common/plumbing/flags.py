@@ -106,7 +106,7 @@ GROUPS = {
         *("corpus", "chunk_words", "chunk_overlap", "index", "encoder"),
         *("search_url", "search_seconds", "top_k"),
     ),
-    "engine": ("engine", "engine_url", "engine_start", "engine_dtype"),
+    "engine": ("engine_url", "engine_start", "engine_dtype"),
     "evaluation": ("eval_data", "eval_prompts", "eval_every", "suite", "limit", "compare"),
     "run": (
         *("name", "runs_dir", "resume", "seed", "threads", "checkpoint_every", "keep_checkpoints", "samples_every"),

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import distributed
 
-from common.engines.http import EngineError
-from common.errors import UserError
+from common.errors import EngineError, UserError
 from common.fast.auto_size import is_out_of_memory
 from common.parallel import is_main, rank, world_size
 

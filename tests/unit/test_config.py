@@ -42,7 +42,7 @@ def parse(load_script, *argv: str) -> RunConfig:
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {"device", "dtype", "attn_implementation", "load_in", "name", "reward_weight", "at_most", "system_prompt"}
-TEXTS |= {"completion_prefix", "progress", "critic_type", "engine", "engine_url", "engine_start", "engine_dtype"}
+TEXTS |= {"completion_prefix", "progress", "critic_type", "engine_url", "engine_start", "engine_dtype"}
 TEXTS |= {"search_url", "lessons", "embeddings", "save_dtype", "threads", "micro_batch_size", "generation_batch_size"}
 
 
