@@ -50,7 +50,8 @@ class Client:
             headers=self._key(),
             timeout=httpx2.Timeout(ALIVE, read=None),
             limits=httpx2.Limits(max_connections=None, keepalive_expiry=UNUSED),
-            trust_env=False,  # no proxy
+            verify=httpx2.create_ssl_context(),  # with the certificates that the environment names
+            trust_env=False,  # but not through its proxy
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
