@@ -19,7 +19,7 @@ def sampling_limit(config: PolicyConfig) -> float:
         return MAX_STALE_DIFFERENCE
     is_rounded = "bfloat16" in (config.dtype, getattr(config, "engine_dtype", None))
     is_older = getattr(config, "steps_ahead", 0) > 0  # a step changes log-probs by some 1e-2
-    is_cut = hasattr(config, "engine") and config.top_p < 1  # an engine's log-probs are those within the nucleus
+    is_cut = hasattr(config, "engine_url") and config.top_p < 1  # an engine's log-probs are those within the nucleus
     return MAX_SAMPLING_DIFFERENCE["bfloat16" if is_rounded or is_older or is_cut else "float32"]
 
 

@@ -11,8 +11,7 @@ from typing import NoReturn
 import torch
 from torch import distributed
 
-from common.engines.http import EngineError
-from common.errors import UserError
+from common.errors import EngineError, UserError
 from common.parallel import is_main, rank, world_size
 
 from common.plumbing.checks import flag

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from common.engines.http import EngineError
+from common.errors import EngineError
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.sampling import sample
@@ -157,9 +157,6 @@ def test_the_comparison_with_the_engine_equals_a_slow_loop(policy, train):
     experience.importance_weights = train.importance_weights(config, experience)
     capped = [weight >= 1.3 for weight in weights]
     assert compare_with_engine(config, experience)["policy/importance_capped"] == sum(capped) / len(capped) > 0
-    config = train.Config(importance_cap=0.0, push_every=2, **SETTINGS)
-    experience.importance_weights = train.importance_weights(config, experience)
-    assert compare_with_engine(config, experience) == found | {"policy/importance_capped": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -184,21 +181,3 @@ def test_an_engine_that_is_far_off_ends_the_run(policy, train, settings, limit):
             EngineError, match=rf"by (nan|inf|{difference:.2g}) nats on average, with {limit:g} as the "
         ):
             compare_with_engine(config, experience)
-
-
-def test_a_push_that_does_nothing_ends_the_run(stand_in, connect, policy, train):
-    """The server says that it has loaded the weights, and goes on with those that it had."""
-    server = stand_in()
-    engine, config = connect(server.url), train.Config(**SETTINGS)
-    for is_ignored in (False, True):
-        server.fault("ignored_reload", None if is_ignored else 0, "/collective_rpc")
-        with torch.no_grad():
-            policy.model.get_decoder().norm.weight.mul_(1.02)
-        experience = collate(engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0,)), policy.pad_id)
-        experience.old_log_probs = token_log_probs(policy, experience, 4)
-        experience.importance_weights = train.importance_weights(config, experience)
-        if is_ignored:
-            with pytest.raises(EngineError, match="it does not have the policy's weights"):
-                compare_with_engine(config, experience)
-        else:
-            assert compare_with_engine(config, experience)["policy/sampling_log_prob_difference_max"] < 1e-4
