@@ -53,8 +53,8 @@ math-verify does not tell capital from small letters; where a gold answer has a 
 
 import re
 
+from common.tasks.verdicts.answers import normalize
 from common.tasks.verdicts.judge import NOTE, Judge, has_library
-from common.tasks.verdicts.text import normalize
 
 FIELDS = {"problem": str}  # what every row must have, besides `answer` or `solution`
 KIND_FIELDS = ("level",)  # of MATH; other files have none
@@ -169,13 +169,14 @@ def given_answer(text: str) -> str | None:
     if len(tagged) > 1:
         return None
     boxed = boxes(tagged[0] if tagged else outside)
-    return boxed[-1].strip() if boxed else tagged[0].strip() if tagged else None
+    answer = boxed[-1].strip() if boxed else tagged[0].strip() if tagged else None
+    return None if answer is not None and "<think>" in answer else answer  # a thought in it: not one answer
 
 
 def outside_thought(text: str) -> str:
-    """A completion without its thoughts, one line for each part; an unclosed one never ends."""
+    """A completion with `<think>` in the place of each thought; an unclosed one never ends."""
     head, *thoughts = text.split("<think>")
-    return "\n".join([head.rpartition("</think>")[2], *(thought.partition("</think>")[2] for thought in thoughts)])
+    return "<think>".join([head.rpartition("</think>")[2], *(thought.partition("</think>")[2] for thought in thoughts)])
 
 
 def boxes(text: str) -> list[str]:

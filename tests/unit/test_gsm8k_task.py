@@ -14,7 +14,7 @@ from common.tasks import arithmetic, gsm8k, qa
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
-from common.plumbing.solutions import try_solutions
+from common.plumbing.row_checks import try_solutions
 from common.plumbing.task import Row, Task
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"  # beside the repository
