@@ -39,7 +39,7 @@ SPLIT_GROUPS = (
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "24"),
     *("--micro-batch-size", "3", "--lr", "1e-5", "--name", "x"),
 )
-TURNS = "experiment_multiturn_tool_calling"  # two processes run it with the lines of processes.patch
+TURNS = "experiment_multiturn_tool_calling"
 SEVERAL_TURNS = (
     *("--steps", "2", "--prompts-per-step", "3", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "64"),
     *("--micro-batch-size", "4", "--lr", "1e-5", "--name", "x", "--seed", "1"),
@@ -303,7 +303,6 @@ def runs_of(tmp_path_factory) -> Callable[[int], Path]:
         place = tmp_path_factory.mktemp("runs")
         (place / TURNS).mkdir()
         shutil.copy(ROOT / TURNS / "train.py", place / TURNS)
-        subprocess.run(["git", "apply", ROOT / TURNS / "processes.patch"], cwd=place, check=True)
         launch(num_processes, __file__, "train", str(place / "runs"))
         return place
 

@@ -137,6 +137,7 @@ def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
         ("58", "<think>20+38=58 <answer>58</answer>", 0, 0),  # the thought never ends
         ("58", "<think><answer>58</think></answer>", 0, 0),
         ("58", "<think>20+38=58</think>", 0, 0),
+        ("58", "<answer>58<think>59</answer></think></answer>", 0, 0),
         # broken tags
         ("58", "58", 0, 0),
         ("58", "", 0, 0),
@@ -169,8 +170,11 @@ def test_the_question_does_not_affect_the_reward():
 
 
 def test_only_the_gold_answer_of_a_bundled_row_is_rewarded(rows):
-    """With a thousands comma and a trailing .0; the next integer is not rewarded."""
-    for row in [row for file in rows.values() for row in file]:
+    """With a thousands comma and a trailing .0, or as its own solution; the next integer is not rewarded."""
+    bundled = [row for file in rows.values() for row in file]
+    assert len(bundled) == 4608
+    for row in bundled:
+        assert task.reward(row, task.solution(row)) == {"correct": 1, "format": 1}
         answer = int(row["answer"])
         assert task.reward(row, f"<think>so</think><answer>{answer:,}.0</answer>") == {"correct": 1, "format": 1}
         assert task.reward(row, f"<answer>{answer + 1}</answer>") == {"correct": 0, "format": 1}
@@ -194,7 +198,12 @@ def pairs(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
 def slow_reward(wanted: str, text: str) -> dict[str, float]:
     """The reward as its docstring defines it, in quadratic time."""
     thoughts = pairs(text + "</think>", "<think>", "</think>")  # an unclosed thought extends to the end
-    outside = "".join(letter for index, letter in enumerate(text) if not any(a <= index < b for a, b in thoughts))
+    starts = {start for start, _ in thoughts}
+    outside = "".join(
+        "<think>" if index in starts else letter
+        for index, letter in enumerate(text)
+        if index in starts or not any(a <= index < b for a, b in thoughts)
+    )
     answers, answers_outside = (
         [x[a + 8 : b - 9] for a, b in pairs(x, "<answer>", "</answer>")] for x in (text, outside)
     )
@@ -298,34 +307,12 @@ def test_only_an_answer_can_be_earned(answer, can_be_earned):
     assert can_be_earned or task.reward(row, f"<answer>{str(answer).strip()}</answer>")["correct"] == 0
 
 
-def test_the_solution_of_every_bundled_row_earns_it(rows):
-    bundled = [row for file in rows.values() for row in file]
-    assert len(bundled) == 4608
-    assert all(task.reward(row, task.solution(row)) == {"correct": 1, "format": 1} for row in bundled)
-
-
 def test_the_solution_of_the_template_earns_it(load_script):
     template = load_script("docs/task_template.py")
     for answer, earned in (("58", 1), (" 58\n", 1), ("", 0), ("</answer>", 0)):
         row = {"question": "", "answer": answer}
         assert template.reward(row, template.solution(row))["correct"] == earned
     assert template.reward({"answer": "58"}, "<answer>" * 400_000)["correct"] == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "is_reasoned"),
-    [
-        ("<think>20+38=58</think><answer>58</answer>", True),
-        ("<answer>58</answer>", False),
-        ("<think></think><answer>58</answer>", False),
-        ("<think> \n </think><answer>58</answer>", False),
-        ("<think>20+38=58 <answer>58</answer>", False),  # never closed
-        ("", False),
-    ],
-)
-def test_an_answer_is_reasoned_after_a_closed_thought(text, is_reasoned):
-    """If the thought is not empty; every other answer is direct."""
-    assert task.describe({}, text) == {"reasoned": float(is_reasoned), "direct": float(not is_reasoned)}
 
 
 def test_messages_are_the_question_and_any_system_prompt():

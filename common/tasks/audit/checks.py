@@ -245,16 +245,18 @@ def _first(rows: list[Row]) -> list[Row]:
 
 
 def _shared_findings(train_rows: list[Row], eval_rows: list[Row], of_one_file: bool) -> list[dict]:
-    """Evaluation questions that training asks as well; runs of words only if they are not in one file anyway."""
+    """Evaluation questions that training asks as well; of one file, the runs of words are among its other findings."""
     exactly, nearly = shared_questions(train_rows, eval_rows)
     shared = {id(row) for row, _ in (*exactly, *nearly)}
-    others = [] if of_one_file else [row for row in eval_rows if id(row) not in shared]
+    others = [row for row in eval_rows if id(row) not in shared]
     found = {
         "exactly": [(row.place, f"as {other.place}: {row.question}") for row, other in exactly],
         "normalised": [(row.place, f"as {other.place}: {row.question}") for row, other in nearly],
-        "13_words": [(row.place, f"as {other.place}: {run}") for row, other, run in _share_a_run(others, train_rows)],
     }
-    return [_finding(f"shared_{kind}", *SHARED_FINDINGS[kind], found[kind], len(eval_rows)) for kind in SHARED_FINDINGS]
+    if not of_one_file:
+        shared = _share_a_run(others, train_rows)
+        found["13_words"] = [(row.place, f"as {other.place}: {run}") for row, other, run in shared]
+    return [_finding(f"shared_{kind}", *SHARED_FINDINGS[kind], found[kind], len(eval_rows)) for kind in found]
 
 
 def _share_a_run(rows: list[Row], earlier: list[Row] | None = None) -> Iterator[tuple[Row, Row, str]]:

@@ -200,26 +200,25 @@ def without_units(text: str) -> tuple[str, int]:
     [('3', 1000000), ('\\pi', 1), ('3\\text{ dozen or 4}', 1)]
     """
     factor = 1
-    while (found := _UNIT.search(text)) and found.start() > 0 and is_unit(found[0]):
-        factor *= math.prod(_FACTORS.get(word, 1) for word in _words(found[0]))
+    while (found := _UNIT.search(text)) and found.start() > 0:
+        words = _TEXT.sub(r" \1", re.sub(r"\^-?\d$|\^\{-?\d\}$", "", found[0])).split()
+        unit = list(itertools.dropwhile(_FACTORS.__contains__, words))
+        if not is_unit(" ".join(unit)):
+            break
+        factor *= math.prod(_FACTORS[word] for word in words[: len(words) - len(unit)])
         text = text[: found.start()].rstrip()
     return text, factor
 
 
-def is_unit(text: str) -> bool:
-    r"""Whether cleaned words, in `\text` or not, are a unit, maybe with a factor that is known in front of it.
+def is_unit(words: str) -> bool:
+    """Whether words are a unit, and leave the number in front of them as it is.
 
-    >>> [is_unit(text) for text in (r"\text{ million km}^2", "sq feet", r"\text{m}", r"\text{i}", r"\text{or more}")]
-    [True, True, True, False, False]
+    >>> [is_unit(words) for words in ("square feet", "m", "i", "or more", "million")]
+    [True, True, False, False, False]
     """
-    words = _words(text)
-    unit = " ".join(itertools.dropwhile(_FACTORS.__contains__, words))
-    is_letter = len(unit) == 1 and unit not in _LETTERS_OF_UNITS
-    return not (is_letter or len(words) > MOST_UNIT_WORDS or re.search(r"[\d,;:=+*<>\\]", unit) or changes_number(unit))
-
-
-def _words(unit: str) -> list[str]:
-    return _TEXT.sub(r" \1", re.sub(r"\^-?\d$|\^\{-?\d\}$", "", unit)).split()
+    is_letter = len(words) == 1 and words not in _LETTERS_OF_UNITS
+    is_long = len(words.split()) > MOST_UNIT_WORDS
+    return not (is_letter or is_long or re.search(r"[\d,;:=+*<>\\]", words) or changes_number(words))
 
 
 def _value(text: str, has_list: bool) -> Fraction | None:

@@ -31,7 +31,7 @@ _TEXT = rf"\\(?:{'|'.join(answers.TEXTS)})\s*\{{"
 _AND = re.compile(rf",?\s*+{_TEXT}\s*+(?:and|or)\s*+\}}")
 _LETTER = re.compile(rf"{_TEXT}\s*+([A-Za-z])\s*+\}}")
 _LEFT_OUT = re.compile(rf"{_TEXT}|\\[lcv]?dots(?![a-z])|\.\.\.|\u2026")
-_LAST_TEXT = re.compile(rf"(?<=.){_TEXT}[^{{}}]*+\}}(?:\^-?\d|\^\{{-?\d\}})?\s*+$")
+_LAST_TEXT = re.compile(rf"(?<=.){_TEXT}([^{{}}]*+)\}}(?:\^-?\d|\^\{{-?\d\}})?\s*+$")
 Pair = tuple[str, str]  # gold, answer
 
 
@@ -70,7 +70,7 @@ def expression(text: str) -> str | None:
     """
     text = answers.bare(text.replace("\\$", "").replace("$", ""))
     text = _AND.sub(",", text)
-    while (found := _LAST_TEXT.search(text)) and answers.is_unit(answers.clean(found[0], keeps_words=True)):
+    while (found := _LAST_TEXT.search(text)) and answers.is_unit(found[1].strip()):
         text = text[: found.start()].rstrip()
     text = _LETTER.sub(r" \1 ", text)  # of a symbol
     return None if _LEFT_OUT.search(text) or not is_balanced(text) or len(text) > LONGEST else text
