@@ -17,11 +17,14 @@ What a completion answers:
 
 When an answer equals the gold answer, decided by the first of these that can tell:
 
-1. They are equal as text in one spelling (`verdicts/text.py`): no spacing, sizes, dollar signs or final full stop;
-   `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters.
+1. They are equal as text in one spelling (`verdicts/answers.py`): no spacing, sizes, dollar signs or final full stop;
+   `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without bold,
+   colour, underlining, and "The answer is", `=` or `\approx` in front of it.
 2. Both are exact numbers: integers, decimals, fractions, mixed numbers, `8.7 \times 10^{8}` and `8.7e8`, with thousands
-   commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly.
-3. math-verify says so (`verdicts/worker.py`), within limits of time. Without math-verify, the answer is wrong.
+   commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly. Words that
+   change the number are no unit: it is multiplied by a thousand, million or dozen, and any others make it no number.
+3. math-verify says so (`verdicts/compare.py`), within a limit of time. Without math-verify, the answer is wrong. It is
+   not asked where an answer holds dots, or words that are no unit: it would leave them out.
 
 | gold answer | right | wrong |
 |---|---|---|
@@ -33,6 +36,9 @@ When an answer equals the gold answer, decided by the first of these that can te
 | `10,\!080` | `10,080`, `10080` | `10.08` |
 | `\$18.90` | `18.9`, `18.90 \text{ dollars}` | `1890` |
 | `5.4 \text{ cents}` | `5.4`, `5.4 \text{ euros}`: a unit is not compared | `54` |
+| `2000000` | `2\text{ million}`, `2 \times 10^6` | `2` |
+| `3` | `3\text{ cm}`, `\mathbf{3}` | `3\text{ million}`, `3\mathrm{i}`, `3\text{ or more}`, `3\text{.5}`, `3\ldots` |
+| `932` | `= 932`, `\approx 932`, `**932**`, `\textcolor{blue}{932}`, `The answer is 932.` | `\approx 931` |
 | `90^\circ` | `90`, `90 degrees` | `\frac{\pi}{2}` |
 | `x=5` | `5`, `x = 5.0` | `y=5` |
 | `5` | `x=5`, `2+3=5`: the last value counts | `5 \text{ or } 6`, `5, 6` |

@@ -7,6 +7,7 @@ runs while other programs do. Here processor time counts, so that a verdict does
 import functools
 import logging
 import signal
+import warnings
 from collections.abc import Callable
 
 SECONDS = 0.5  # of processor time, for one verdict
@@ -39,14 +40,19 @@ def equal(gold: str, answer: str) -> bool | None:
             signal.setitimer(signal.ITIMER_VIRTUAL, 2 * SECONDS)
             return _compare(gold, answer)
         finally:
-            signal.signal(signal.SIGPROF, signal.SIG_IGN)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            _stop_timers()
     except (OutOfTimeError, MemoryError):
+        _stop_timers()  # it may have come while they were being stopped
         _clear()  # a computation that was cut off may have left half a result
         return None
     except Exception:  # of the library, on texts of any kind
         return False
+
+
+def _stop_timers() -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _interrupt(*_) -> None:
@@ -69,6 +75,7 @@ def _clear() -> None:
 def _library() -> tuple[Callable, Callable]:
     """What reads an expression, and what compares two. What is read is kept: reading takes longer than comparing."""
     logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
     import math_verify
     from latex2sympy2_extended import NormalizationConfig
 
