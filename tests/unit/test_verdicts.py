@@ -250,7 +250,7 @@ def test_a_verdict_is_kept_and_shared_by_spellings(judge):
 def test_slow_answers_take_nothing_from_others(tmp_path, monkeypatch):
     """64 right and 64 slow answers in one rollout, and one process, whose time for each is its own."""
     compare = tmp_path / "compare.py"
-    compare.write_text(judge_module.COMPARE.read_text("utf-8").replace("SECONDS = 0.5", "SECONDS = 0.2"), "utf-8")
+    compare.write_text(judge_module.COMPARE.read_text("utf-8").replace("SECONDS = 1.0", "SECONDS = 0.2"), "utf-8")
     monkeypatch.setattr(judge_module, "COMPARE", compare)
     judge = Judge(number_of_workers=1)
     right = [([f"{number}y+y"], f"{number + 1}y") for number in range(2, 66)]

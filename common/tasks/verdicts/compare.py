@@ -10,7 +10,7 @@ import signal
 import warnings
 from collections.abc import Callable
 
-SECONDS = 0.5  # of processor time, for one verdict
+SECONDS = 1.0  # of processor time, for one verdict
 WARM_UP = (  # the parser reads what is like something that it has read several times as fast
     "(1,2)", r"\left(x+1\right)^{2}-\frac{\pi}{3}", r"\frac{1}{2}+\sqrt{3}x", r"\left(\frac{1}{2}, -\sqrt{3}\right)",
     "1,-2,3", r"\frac{x^{2}+1}{2(x-1)}", r"3 \cdot 2^{n-1}", "x=2y+3", r"f(x)=\frac{x}{2}", r"x \in [1,2]",
