@@ -20,8 +20,8 @@ from common.errors import UserError
 from common.plumbing.checks import is_finite, is_text, local_path, parse_numbers
 from common.plumbing.config import RunConfig, shown
 from common.plumbing.hub import find_source
-from common.plumbing.rows import Row, find_problem, is_empty
-from common.plumbing.terminal import describe_error, printable, say, short
+from common.plumbing.rows import Row, find_problem
+from common.plumbing.terminal import describe_error, say, short
 
 BUNDLED = Path(__file__).resolve().parents[1] / "tasks"
 # Names of other metrics, and beginnings of such names, which a description cannot have.
@@ -297,42 +297,6 @@ def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise UserError(f"--{flag} {name}: the file cannot be imported: {describe_error(error, module)}") from error
     return module, source
-
-
-def try_solutions(task: Task, rows: list[Row], name: str) -> None:
-    """Reward the solution of every row, for `TRIAL` seconds; does nothing for a task without `solution`.
-
-    Args:
-        name: what `--task` calls it.
-
-    Raises:
-        UserError: the solution of a row does not earn `correct` = 1, or, in a task without `correct`, no reward.
-    """
-    began = time.monotonic()
-    for number, row in enumerate(rows):
-        if time.monotonic() - began > TRIAL:
-            say(f"{task}: the solutions of {number} of {len(rows)} rows were tried in {TRIAL} s, and are rewarded")
-            return
-        text = task.solution(row)
-        if text is None:
-            return
-        rewards = task.reward(row, text)
-        measure = "correct =" if "correct" in rewards else "a total reward of"
-        earned = rewards["correct"] if "correct" in rewards else task.total_reward(rewards)
-        is_earned = earned == 1 if "correct" in rewards else earned > 0
-        if math.isfinite(earned) and not is_earned:  # others are a fault of the reward, which the run reports
-            raise UserError(f"{row.place}: {_why_unsolved(task, row, text, f'{measure} {earned:g}', name)}")
-
-
-def _why_unsolved(task: Task, row: Row, text: str, earned: str, name: str) -> str:
-    if empty := [repr(field) for field in sorted({*task.fields, "answer"} & row.keys()) if is_empty(row[field])]:
-        return f"the field {' and '.join(empty)} is empty, so that no completion can be right: remove the row"
-    reason = f"no completion can be right, because the row's own solution {printable(repr(text), 80)} earns {earned}"
-    if suggestion := suggest_task(row, name):
-        return reason + suggestion
-    hashes = " (of GSM8K's answers keep what follows ####)" if "####" in str(row.get("answer")) else ""
-    form = f"the form that reward(row, text) of {task} compares with{hashes}"
-    return f"{reason}: bring the row to {form}, or correct its solution(row)"
 
 
 def suggest_task(row: Row, name: str) -> str:

@@ -1,11 +1,19 @@
-"""What can be said of two answers without a library: equal as text in one spelling, or equal as exact numbers."""
+r"""What can be said of two answers without a library: equal as text in one spelling, or equal as exact numbers.
 
+Words behind a number are a unit, which is left out, unless they change the number. Then they are a factor that is known
+(`2\text{ million}`), or the answer is not read as a number at all.
+"""
+
+import itertools
+import math
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
 LONGEST = 2000  # characters; a longer text is compared as it is
 LARGEST_EXPONENT = 400  # of 10, in scientific notation
+MOST_UNIT_WORDS = 4
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+|\s+|.", re.DOTALL)
 _UNICODE = {  # by code point: some of them look like others
@@ -17,12 +25,12 @@ _UNICODE = {  # by code point: some of them look like others
 _SPACES = {r"\ ", r"\,", r"\:", r"\;", r"\!", "\\\n", r"\quad", r"\qquad", "~"}
 _NOTHING = {"$", r"\$", r"\(", r"\)", r"\[", r"\]", r"\left", r"\right", r"\displaystyle", r"\textstyle", r"\limits"}
 _NOTHING |= {rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")}
+TEXTS = ("text", "textrm", "mbox", "textbf", "textit", "mathrm", "mathbf")
 _SAME = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\leq": r"\le", r"\leqslant": r"\le",
     r"\geq": r"\ge", r"\geqslant": r"\ge", r"\neq": r"\ne", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%",
-    r"\degree": r"^\circ", r"\textrm": r"\text", r"\mbox": r"\text", r"\textbf": r"\text", r"\textit": r"\text",
-    r"\mathrm": r"\text", r"\mathbf": r"\text", r"\operatorname": r"\text", r"\boxed": "", r"\fbox": "",
-}  # fmt: skip
+    r"\degree": r"^\circ", r"\operatorname": r"\text", r"\boxed": "", r"\fbox": "",
+} | {rf"\{name}": r"\text" for name in TEXTS}  # fmt: skip
 _BRACED = (  # what LaTeX reads alike with and without braces
     (re.compile(r"\\frac([0-9A-Za-z])(?=[0-9A-Za-z{\\])"), r"\\frac{\1}"),
     (re.compile(r"(\\frac\{[^{}]*+\})([0-9A-Za-z])"), r"\1{\2}"),
@@ -30,23 +38,35 @@ _BRACED = (  # what LaTeX reads alike with and without braces
     (re.compile(r"([_^])\{([0-9A-Za-z]|\\circ)\}"), r"\1\2"),
 )
 _TEXT = re.compile(r"\\text\{([^{}]*+)\}")
+_PRESENTED = re.compile(  # the whole answer in bold, coloured, underlined; "The answer is", = or \approx in front of it
+    rf"\*\*((?:(?!\*\*).)++)\*\*|\\(?:underline|boldsymbol|(?:text)?color\s*\{{[^{{}}]*+\}}|{'|'.join(TEXTS)})\s*\{{(.++)"
+    r"(?<=\})|(?:(?:so |the |final )*+answer(?: is\b|:)|=|\\approx(?![a-zA-Z])|\u2248)(.++)",
+    re.DOTALL | re.IGNORECASE,
+)
 
+_FACTORS = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NAME = re.compile(r"([A-Za-z](?:_\w|_\{\w+\}|\([a-z]\))?)=(?!=)")
 _UNITS = (
     "degrees? cents? dollars? units? inch(?:es)? in ft feet foot yards? miles? mph mm cm m km meters? seconds? "
     "minutes? hours? days? weeks? months? years? grams? g kg pounds? ounces? liters? square sq cubic"
 ).replace(" ", "|")
-_UNIT = re.compile(rf"(?:\\text\{{[^{{}}]*+\}}(?:\^-?\d|\^\{{-?\d\}})?)+$|(?:(?<=\d) (?:(?:{_UNITS}) ?)+(?:\^[23])?)$")
-_DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
-_NUMBER = re.compile(rf"([+-]?)({_DECIMAL})")
-_THOUSANDS = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+)(\.\d+)?")
-_SCIENTIFIC = re.compile(
-    rf"([+-]?)(?:({_DECIMAL})(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)10\^(?:\{{([+-]?\d+)\}}|([+-]?\d+)))"
-    r"|10\^(?:\{([+-]?\d+)\}|([+-]?\d+)))"
+_UNIT = re.compile(
+    r"(?:\\text\{[^{}]*+\}(?:\^-?\d|\^\{-?\d\})?"
+    rf"|(?<=\d) (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?)$"
 )
-_MIXED = r"(?:(\d++)(?: (?=\d+/)| ?(?=\\frac)))?"
-_FRACTION = re.compile(
-    rf"([+-]?){_MIXED}(?:\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}|({_DECIMAL})/({_DECIMAL}))"
+_LETTERS_OF_UNITS = set("mgshlLNJWVAKCF")  # i and x, for example, are none
+# Words that say another number: numerals, multiples, fractions, constants, operations, comparisons, alternatives
+_NUMERALS = (
+    "zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty "
+    "ninety dozen hundred thousand lakh crore k mil mn bn tn gross pi i e"
+).replace(" ", "|")
+_ORDINALS = (
+    r"(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|\w+(?:teen|tie|dred|sand|llion)th)"
+)
+_CHANGING = re.compile(
+    rf"\b(?:(?:{_NUMERALS})s?|\w+teen|(?:m|b|tr|quadr)ill?i(?:on|ard)\w*|hal(?:f|ves)|quarters?|{_ORDINALS}s"
+    rf"|{_ORDINALS}(?=\W*$| of\b)|squared|cubed|doubled?|tripled?|halved|twice|thrice|multiplied|divided|plus|minus"
+    r"|negative|factorial|mod|and|or|to|not|than|least|most|point|x)\b"
 )
 
 
@@ -58,6 +78,22 @@ class Number:
     is_percent: bool = False
     is_decimal: bool = False
     name: str = ""
+
+
+def changes_number(text: str) -> bool:
+    """Whether what stands behind a number makes another one of it, so that it is no unit.
+
+    It does if it holds a numeral of any script, a fraction or multiple, an operation, a comparison, or an alternative.
+
+    >>> [text for text in ("miles per hour", "km/h", "個", "more eggs", "fifth graders") if changes_number(text)]
+    []
+    >>> texts = ("thousands", "bn", "\u00bd", "\u767e", "quarters", "squared", "times two", "or more", "than twelve")
+    >>> [text for text in texts if not changes_number(text)]
+    []
+    """
+    if any(unicodedata.numeric(letter, None) is not None for letter in text):
+        return True
+    return _CHANGING.search(text.lower()) is not None
 
 
 def normalize(text: str) -> str:
@@ -74,10 +110,15 @@ def normalize(text: str) -> str:
     return text.lower() if re.fullmatch(r"[A-Za-z]{3,}", text) else text
 
 
-def clean(text: str) -> str:
-    """The same, but with `\\text` and, after a number, the space before a word or another number."""
-    tokens = _TOKEN.findall(text.translate(_UNICODE))
+def clean(text: str, keeps_words: bool = False) -> str:
+    """The same, but with `\\text` and, after a number, the space before a word or another number.
+
+    Args:
+        keeps_words: keep the spaces between words, too.
+    """
+    tokens = _TOKEN.findall(bare(text).translate(_UNICODE))
     cleaned, has_space = [""], False
+    follows = str.isalnum if keeps_words else str.isdigit
     for token in tokens:
         if token.isspace() or token in _SPACES:
             has_space = True
@@ -87,7 +128,7 @@ def clean(text: str) -> str:
         token = _SAME.get(token, token)
         last = cleaned[-1]
         if token[:1].isalpha():
-            needs_space = (last[:1] == "\\" and last[1:].isalpha()) or (has_space and last[-1:].isdigit())
+            needs_space = (last[:1] == "\\" and last[1:].isalpha()) or (has_space and follows(last[-1:]))
         else:
             needs_space = has_space and token[:1].isdigit() and last[-1:].isdigit()
         cleaned.append(" " + token if needs_space else token)
@@ -96,6 +137,30 @@ def clean(text: str) -> str:
     for pattern, replacement in _BRACED:
         text = pattern.sub(replacement, text)
     return _without_outer_braces(text)
+
+
+def bare(text: str) -> str:
+    r"""An answer without what only presents it.
+
+    >>> [bare(text) for text in ("**33**", r"\textcolor{blue}{5}", "= 932", "The answer is 5", r"\underline{\text{5}}")]
+    ['33', '5', '932', '5', '5']
+    """
+    text = text.strip()
+    while found := _PRESENTED.fullmatch(text):
+        inner = found[1] or (found[2] or "}")[:-1] or found[3] or ""
+        if not inner.strip() or not is_balanced(inner):
+            break
+        text = inner.strip()
+    return text
+
+
+def is_balanced(text: str) -> bool:
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", text, re.DOTALL):
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def _without_outer_braces(text: str) -> str:
@@ -109,22 +174,51 @@ def as_number(text: str) -> Number | None:
 
     >>> [str(as_number(text).value) for text in (r"\$32,\!348", r"1\frac{4}{5}", r"8.7 \times 10^{2}", "-.50", "x=3/6")]
     ['32348', '9/5', '870', '-1/2', '1/2']
-    >>> as_number("3, 500"), as_number("2\\pi"), as_number(r"5\text{ or }6")
-    (None, None, None)
+    >>> [str(as_number(text).value) for text in (r"2\text{ million}", "5 thousand dollars", r"5.4 \text{ cents}")]
+    ['2000000', '5000', '27/5']
+    >>> [as_number(text) for text in ("3, 500", "2\\pi", r"5\text{ or }6", r"3\mathrm{i}", r"5\text{ or more}")]
+    [None, None, None, None, None]
     """
     if len(text) > LONGEST:
         return None
     has_list = re.search(r"\d,\s+\d", text) is not None
-    text = clean(text).lstrip("€£¥")
+    text = clean(text, keeps_words=True).lstrip("€£¥")
     named = _NAME.match(text)
     name, text = (named[1], text[named.end() :]) if named else ("", text)
     text = re.sub(r"\^\\circ ?[CFK]?$|\^\{\\circ\}[CFK]?$", "", text)
-    text = _UNIT.sub("", text) if not text.startswith("\\text") else text
+    text, factor = without_units(text)
     is_percent = text.endswith("%") or text.endswith(" percent")
     text = text.removesuffix("%").removesuffix(" percent") if is_percent else text
     value = _value(text.replace("{,}", ","), has_list)
-    is_decimal = "." in text
-    return None if value is None else Number(value, is_percent, is_decimal, name)
+    return None if value is None else Number(value * factor, is_percent, "." in text, name)
+
+
+def without_units(text: str) -> tuple[str, int]:
+    r"""A cleaned answer without the units behind it, and the factor that words like million behind it are.
+
+    >>> [without_units(x) for x in (r"3\text{ million dollars}", r"\pi\text{ cm}^2", r"3\text{ dozen or 4}")]
+    [('3', 1000000), ('\\pi', 1), ('3\\text{ dozen or 4}', 1)]
+    """
+    factor = 1
+    while (found := _UNIT.search(text)) and found.start() > 0:
+        words = _TEXT.sub(r" \1", re.sub(r"\^-?\d$|\^\{-?\d\}$", "", found[0])).split()
+        unit = list(itertools.dropwhile(_FACTORS.__contains__, words))
+        if not is_unit(" ".join(unit)):
+            break
+        factor *= math.prod(_FACTORS[word] for word in words[: len(words) - len(unit)])
+        text = text[: found.start()].rstrip()
+    return text, factor
+
+
+def is_unit(words: str) -> bool:
+    """Whether words are a unit, and leave the number in front of them as it is.
+
+    >>> [is_unit(words) for words in ("square feet", "m", "i", "or more", "million")]
+    [True, True, False, False, False]
+    """
+    is_letter = len(words) == 1 and words not in _LETTERS_OF_UNITS
+    is_long = len(words.split()) > MOST_UNIT_WORDS
+    return not (is_letter or is_long or re.search(r"[\d,;:=+*<>\\]", words) or changes_number(words))
 
 
 def _value(text: str, has_list: bool) -> Fraction | None:
@@ -145,6 +239,19 @@ def _value(text: str, has_list: bool) -> Fraction | None:
     else:
         return None
     return -value if match[1] == "-" else value
+
+
+_DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_NUMBER = re.compile(rf"([+-]?)({_DECIMAL})")
+_THOUSANDS = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+)(\.\d+)?")
+_SCIENTIFIC = re.compile(
+    rf"([+-]?)(?:({_DECIMAL})(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*|x)10\^(?:\{{([+-]?\d+)\}}|([+-]?\d+)))"
+    r"|10\^(?:\{([+-]?\d+)\}|([+-]?\d+)))"
+)
+_MIXED = r"(?:(\d++)(?: (?=\d+/)| ?(?=\\frac)))?"
+_FRACTION = re.compile(
+    rf"([+-]?){_MIXED}(?:\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}|({_DECIMAL})/({_DECIMAL}))"
+)
 
 
 def same_number(gold: Number, answer: Number) -> bool | None:
