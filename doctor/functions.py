@@ -9,8 +9,6 @@ from torch import nn
 from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, UnusableError, compare, either, farthest, number
 from doctor.user_file import UserFile, parameters_of
 
-# advantages ---------------------------------------------------------------------------------------------------------
-
 SMALL = 0.01  # beside advantages of about 1; a standard deviation plus 1e-4 leaves 0.001
 RETURNS = torch.tensor([[1.0, 0.0, 0.0, 0.5], [0.1, 1.0, 0.7, 1.0], [2.0, 5.0, 3.0, 4.0]])  # Q = 3 groups, G = 4
 OTHER_RETURNS = torch.cat([RETURNS[:2], torch.tensor([[20.0, -50.0, 3.0, 7.0]])])  # of the last group
@@ -77,8 +75,6 @@ def _equal_rewards(file: UserFile) -> Finding:
     return Finding("equal_rewards_noise", OK, f"Equal returns have advantages of 0{more}.")
 
 
-# log_probs ----------------------------------------------------------------------------------------------------------
-
 TEMPERATURE = 0.7
 
 
@@ -144,9 +140,6 @@ def _equal(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(got.float(), expected, atol=1e-3, rtol=1e-3)
 
 
-# reference_log_probs ------------------------------------------------------------------------------------------------
-
-
 class TinyModel(nn.Module):
     """A causal model with dropout, called as those of transformers are."""
 
@@ -177,8 +170,6 @@ def check_reference_log_probs(file: UserFile) -> Iterator[Finding]:
         sentence = "The reference's log-probs have a gradient, which costs memory and is needed for nothing."
         yield Finding("reference_gradient", NOTE, sentence)
 
-
-# action_mask and generate_inputs ------------------------------------------------------------------------------------
 
 PAD, END, TOOL = 0, 2, 9  # ids; what a tool wrote is TOOL
 # (prompt, what was sampled and what tools wrote, whether each of these was sampled), without padding

@@ -75,10 +75,6 @@ class Loss:
         self.settings = {meaning(name): value for name, value in file.settings.items()}  # by our names
         self.meanings = {name: meaning(name) for name in self.parameters} | self._in_order()
         self.knows = {*self.meanings.values()}  # the tensors and settings that it is given
-        every = inspect.signature(function).parameters.values()
-        self.takes_any_name = any(each.kind == each.VAR_KEYWORD for each in every)
-        if self.takes_any_name:
-            self.knows |= {*SETTINGS} - {"clip_low", "clip_high"}
         self.changed: set[str] = set()  # inputs that a call has written to
         self.leaks = False  # whether tokens outside the mask are known to have a gradient
         self.terms: torch.Tensor | None = None  # those of the last call; None: the function returns none
@@ -103,10 +99,7 @@ class Loss:
         values = self._values(batch, leaf * 1)  # as in training no leaf, so that it can be changed
         before = {name: x.detach().clone() for name, x in values.items() if isinstance(x, torch.Tensor)}
         arguments = {name: values[each] for name, each in self.meanings.items() if each in values}
-        if self.takes_any_name:
-            arguments |= {name: values[name] for name in SETTINGS} | self.file.settings
-        arguments |= {name: value for name, value in self.file.settings.items() if name in self.meanings}
-        result = self.file.call(what, self.function, **arguments)
+        result = self.file.call(what, self.function, **(arguments | self.file.settings))
         self.changed |= {name for name, x in before.items() if not torch.equal(x, values[name].detach().to(x.dtype))}
         result = result[0] if isinstance(result, tuple) and result else result
         if not isinstance(result, dict):  # a number is the loss, a matrix its terms
