@@ -61,7 +61,7 @@ def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
         return
     batch = make_batch().on_policy()
     old = batch.old_log_probs.clone()
-    old[0, PROMPT_COLUMNS] -= 0.05  # changes the ratio of the next token, too, if it is the row's
+    old[0, PROMPT_COLUMNS] -= 0.05  # the next token keeps its ratio, unless that is the row's
     before, after = (float(loss(each)[1][0, PROMPT_COLUMNS + 1]) for each in (batch, replace(batch, old_log_probs=old)))
     if not agree(before, after):
         yield Finding("clip", NOT_EXAMINED, "The ratio is that of a sequence (as in GSPO), not of a token.")

@@ -64,11 +64,7 @@ class UserFile:
             raise UnusableError(f"{path}: {problems[0]}")
 
     def call(self, what: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the user's; `what` names it and what for.
-
-        Raises:
-            UnusableError: it raised or exited.
-        """
+        """Call a function of the user's; `what` names it and what for."""
         self.announce(what)
         try:
             return function(*args, **kwargs)
@@ -76,13 +72,7 @@ class UserFile:
             raise UnusableError(f"{what} raised {self._describe(error)}") from error
 
     def call_by_name(self, name: str, values: dict[str, Any], num_in_order: int) -> Any:
-        """Call a function other than `policy_loss` with values in their documented order.
-
-        The first ones are handed over in order, whatever the function calls them; the others by name.
-
-        Raises:
-            UnusableError: it has another parameter without a default, or raised.
-        """
+        """Call a function other than `policy_loss`, whatever it calls the first `num_in_order` of the values."""
         parameters = parameters_of(getattr(self.module, name))
         rest = list(parameters)[num_in_order:]
         unknown = [each for each in rest if each not in values and parameters[each].default is inspect.Parameter.empty]
