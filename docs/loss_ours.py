@@ -1,6 +1,6 @@
 """What this repository trains with, for the doctor: all checks pass.
 
-python -m doctor doctor/examples/ours.py
+python -m doctor docs/loss_ours.py
 python -m doctor experiment_base/train.py     # its loss alone
 """
 
