@@ -126,7 +126,7 @@ def test_tokens_are_coloured_by_what_the_loss_says(runs, open_page):
 
 @pytest.mark.slow
 def test_what_an_engine_adds_is_shown(runs, open_page, tmp_path):
-    """Of a run whose log-probs are not the sampler's; a row whose terms are damaged has no sum."""
+    """Of a run whose log-probs are not the sampler's; terms that are not finite have no sum; a finding is a link."""
     directory = tmp_path / "x"
     shutil.copytree(runs["base"], directory)
     rows = read(directory, "samples.jsonl")
@@ -156,9 +156,13 @@ def test_what_an_engine_adds_is_shown(runs, open_page, tmp_path):
     labels = page.inner_text("[data-panel='Seconds by phase'] .legend")
     assert "weights into the engine" in labels
     assert "answers of the engine" in labels
-    rows[0]["updates"][0]["terms"] = [None, "<img src=x onerror=alert(1)>"]
+    rows[-1]["updates"][0]["terms"] = [None] * len(rows[-1]["ids"])
     write("samples.jsonl", rows)
-    assert open_page(write_report(directory)).locator("#loss-check").get_attribute("data-state") == "missing"
+    write("diagnosis.jsonl", [{"step": 2, "finding": "flat", "sentence": "All rewards are equal."}])
+    page = open_page(write_report(directory))
+    page.click("#diagnosis a >> nth=0")
+    page.wait_for_function("() => document.getElementById('loss-check').dataset.state === 'missing'")
+    assert page.evaluate("report.chosen().step") == 2
 
 
 def test_a_run_of_an_older_version_has_no_terms(runs, open_page, tmp_path):
@@ -279,16 +283,6 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     assert "step" in page.inner_text("[data-panel='Entropy'] .at")
 
 
-@pytest.mark.slow
-def test_two_runs_are_laid_over_each_other(runs, open_page, tmp_path):
-    path = write_report(runs["base"], runs["drgrpo"], tmp_path / "both.html")
-    page = open_page(path)
-    for number, name in enumerate(("base", "drgrpo")):
-        text = page.inner_text(f"[data-panel='Loss'] output[data-run='{number}']")
-        assert float(text) == pytest.approx(logged(runs[name], "loss/total")[2], rel=1e-2)
-    assert "experiment_drgrpo/x" in page.inner_text("#runs")
-
-
 # Whose text it is, and where it is shown
 
 
@@ -317,7 +311,7 @@ def test_a_script_in_a_text_is_shown_and_does_not_run(planted, open_page, bypass
     page.wait_for_selector(".completion")
     page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
     page.locator(".completion .token").first.click()
-    for place in ("#findings", "#runs", ".question", ".completion .token >> nth=0", ".prompt", "#readout"):
+    for place in ("#diagnosis", "header", ".question", ".completion .token >> nth=0", ".prompt", "#readout"):
         assert SHOWN[:60] in page.inner_text(place), place
     page.check("input[name=view][value=turns]")
     assert SHOWN in page.inner_text(".turn.tool >> nth=0")
@@ -388,36 +382,36 @@ def test_axe_finds_nothing_serious(runs, open_page, name, scheme):
 
 
 @pytest.mark.slow
-def test_the_live_page_follows_a_run(runs, open_page, tmp_path):
+def test_the_live_page_follows_a_run_until_something_is_chosen(runs, open_page, tmp_path):
     directory = tmp_path / "x"
     shutil.copytree(runs["base"], directory, ignore=shutil.ignore_patterns("summary.json", "final", "*.html"))
-    later = {}
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        rows = read(directory, name)
-        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] < 2))
-        later[name] = "".join(json.dumps(row) + "\n" for row in rows if row["step"] == 2)
-    with Server([directory], 0) as server:
+    rows = read(directory, "samples.jsonl")
+
+    def write(steps: set[int]) -> None:
+        kept = [row for row in rows if row["step"] in steps]
+        (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    write({1})
+    with Server(directory, 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
             page = open_page(f"http://127.0.0.1:{server.server_port}/")
             page.wait_for_selector(".completion")
-            page.check("#follow")
             assert page.locator("#step option").all_inner_texts() == ["1 (all rows)"]
-            assert "not finished" in page.inner_text("#runs")
+            assert "not finished" in page.inner_text("header")
+            write({1, 2})
+            page.wait_for_function("() => window.report?.chosen().step === 2")
+            page.wait_for_function("() => document.getElementById('loss-check').dataset.state === 'equal'")
+            page.locator(".completion .token").first.click()
+            assert not page.is_checked("#follow")
             shutil.copy(runs["base"] / "summary.json", directory)
-            for name, text in later.items():
-                with (directory / name).open("a") as file:
-                    file.write(text)
-            page.wait_for_function(
-                "() => report.chosen().step === 2 && document.querySelectorAll('#step option').length === 2"
-            )
-            is_there = "loss => { const { state, logged } = document.getElementById('loss-check').dataset;"
-            is_there += " return state === 'equal' && Math.abs(logged - loss) < 1e-7 }"
-            page.wait_for_function(is_there, arg=logged(directory, "loss/total")[2])
-            assert page.locator("[data-state=finished]").count() == 1
+            page.wait_for_function("() => document.getElementById('news').textContent === 'The run has gone on.'")
+            assert page.locator(".token[aria-selected=true]").count() == 1
+            page.check("#follow")
+            page.wait_for_function("() => document.getElementById('news').textContent === 'The run is finished.'")
             directory.rename(tmp_path / "y")
-            page.wait_for_function("() => document.getElementById('live').textContent.includes('is gone')")
+            page.wait_for_function("() => document.getElementById('news').textContent.includes('is gone')")
             page.faults.clear()  # the browser reports the answer 503 as an error
         finally:
             server.shutdown()
