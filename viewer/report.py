@@ -11,16 +11,14 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote as quote_for_shell
-from urllib.parse import quote
+from shlex import quote
 
 from viewer.results import open_run
 from viewer.runs import Run, RunError, number, ranges, step_of
-from viewer.samples import describe, in_words, keep_steps, list_steps
+from viewer.samples import Kept, describe, keep_steps
 
 HERE = Path(__file__).resolve().parent
 METRICS_PAGE = HERE.parent / "docs" / "metrics.md"
-ANCHOR = "#why-is-my-loss-0-and-why-is-my-reward-flat"  # of the table of findings
 MOST_POINTS = 2000  # lines of metrics.jsonl in a page, which is more than a screen has columns
 SHOWN_FLAGS = (
     *("model", "task", "steps", "prompts_per_step", "group_size", "max_new_tokens", "lr", "kl_weight"),
@@ -45,51 +43,24 @@ def write_report(directory: Path, output: Path | None = None) -> Path:
         raise RunError(f"{path} cannot be the page: give the name of a file that ends in .html")
     if output is None:
         run.directory.mkdir(exist_ok=True)  # that of a kept run is only a name
-    rows_per_step = count_rows_per_step(run.config)
-    kept = keep_steps(run.samples, rows_per_step)
-    note = describe(run.samples, kept, f"python -m viewer {quote_for_shell(str(directory))} --serve")
-    data = page_data(run, list_steps(run.samples, rows_per_step, kept), kept.token_ids)
-    chunks = [(f"samples-{step}", kept.chunks[step]) for step in sorted(kept.chunks)]
-    _replace(path, render(run, data, note, chunks, metrics_page=_relative(METRICS_PAGE, path.parent)))
+    kept = keep_steps(run.samples, count_rows_per_step(run.config))
+    metrics_page = os.path.relpath(METRICS_PAGE, path.parent.resolve()) if METRICS_PAGE.exists() else None
+    page = render(run, kept, f"python -m viewer {quote(str(directory))} --serve", metrics_page=metrics_page)
+    path.write_text(page, encoding="utf-8", errors="replace", newline="\n")
     return path
 
 
 def live_page(run: Run, version: str) -> str:
     """The page for a server: it asks for the samples of each step, and for the version of the run's files."""
-    data = page_data(run, list_steps(run.samples, count_rows_per_step(run.config)))
-    return render(run, data, describe(run.samples), version=version)
+    return render(run, Kept({step: run.samples.num_rows(step) for step in run.samples.steps}), version=version)
 
 
-def page_data(run: Run, steps: list[dict], token_ids: set[int] | None = None) -> str:
-    """What the scripts of the page read, as JSON without any `<`, `>` or `&`.
-
-    Args:
-        steps: those with samples.
-        token_ids: whose texts are needed; None: all.
-    """
-    data = {
-        "finished": run.is_finished,
-        "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
-        "tokens": _token_texts(run.tokens.rows, token_ids),
-        "steps": steps,
-    }
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
-
-
-def render(
-    run: Run,
-    data: str,
-    note: str,
-    chunks: list[tuple[str, str]] = (),
-    metrics_page: str | None = None,
-    version: str | None = None,
-) -> str:
+def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = None, version: str | None = None) -> str:
     """The page, from viewer/page/ and viewer/vendor/.
 
     Args:
-        data: of `page_data`.
-        note: on the samples.
-        chunks: the samples themselves, by the ids of their elements.
+        kept: the samples that the page shows.
+        command: that shows all.
         metrics_page: relative address of docs/metrics.md; None: the page names it only.
         version: of the run's files, for a page that is served.
     """
@@ -102,21 +73,37 @@ def render(
     rules += [f"style-src {_hash(css)} {_hash(uplot_css)}", "img-src data:"]
     rules += ["connect-src 'self'"] if version is not None else []
     rules += ["base-uri 'none'", "form-action 'none'"]
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"visible": visible, "in_words": in_words}
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["visible"] = visible
     return environment.from_string(_own_text(HERE / "page" / "report.html.jinja")).render(
         **{"css": css, "script": script, "uplot_css": uplot_css, "uplot_js": uplot_js, "csp": "; ".join(rules)},
-        **{"data": data, "chunks": chunks, "note": note, "version": version, "metrics_page": metrics_page},
-        title=visible(f"{_experiment(run)}/{run.directory.name}"),
-        loss=run.config.get("loss"),
+        **{"version": version, "metrics_page": metrics_page, "experiment": _experiment(run), "run": run},
+        **{"tiles": _tiles(run), "flags": {name: _setting(value) for name, value in run.config.items()}},
+        shown_flags=[name for name in SHOWN_FLAGS if name in run.config],
         findings=_findings(run.diagnosis.rows),
-        explained=None if metrics_page is None else metrics_page + ANCHOR,
-        has_steps=any(step_of(row) is not None for row in run.metrics.rows),
-        has_samples=bool(run.samples.steps),
-        **_overview(run),
+        note=describe(run.samples, kept, command),
+        data=_page_data(run, kept),
+        chunks=sorted(kept.chunks.items()),
+        has_samples=bool(kept.num_rows),
     )
+
+
+def _page_data(run: Run, kept: Kept) -> str:
+    """What the scripts of the page read, as JSON without any `<`, `>` or `&`."""
+    of = count_rows_per_step(run.config)
+    data = {
+        "finished": run.is_finished,
+        "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
+        "tokens": _token_texts(run.tokens.rows, kept.token_ids),
+        "steps": [{"step": step, "rows": kept.num_rows[step], "of": of} for step in sorted(kept.num_rows)],
+    }
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
+
+
+def count_rows_per_step(config: dict) -> int | None:
+    """Completions per step, of all processes; None if the run's flags do not say it."""
+    prompts, group_size = config.get("prompts_per_step"), config.get("group_size")
+    return prompts * group_size if type(prompts) is type(group_size) is int else None
 
 
 def visible(text: object) -> str:
@@ -129,43 +116,29 @@ def visible(text: object) -> str:
     return "".join(shown)
 
 
-def count_rows_per_step(config: dict) -> int | None:
-    """Completions per step, of all processes; None if the run's flags do not say it."""
-    prompts, group_size = config.get("prompts_per_step"), config.get("group_size")
-    return prompts * group_size if type(prompts) is type(group_size) is int else None
-
-
-def _overview(run: Run) -> dict:
-    """What the page says of the run as a whole: how far it is, what it has reached, and its flags."""
-    summary, config = run.summary or {}, run.config
-    done, planned = max((step_of(row) or 0 for row in run.metrics.rows), default=0), config.get("steps")
-    tiles = [("state", "finished" if run.is_finished else "not finished")]
-    tiles += [("steps", f"{done} of {planned}" if planned else str(done))]
-    before, after = summary.get("before") or {}, summary.get("after") or {}
-    for kind in ("greedy", "sampled"):
-        pair = [number(evaluation.get(f"{kind}/accuracy")) for evaluation in (before, after)]
-        if pair != [None, None]:
-            tiles.append((f"{kind} accuracy", " → ".join("-" if value is None else f"{value:.4g}" for value in pair)))
-    if seconds := number(summary.get("seconds")):
-        tiles.append(("training", f"{seconds:.4g} s" if seconds < 90 else f"{seconds / 60:.1f} min"))
-    if peak := number(summary.get("peak_memory_bytes")):
-        tiles.append(("memory", f"{peak / 1e9:.4g} GB"))
-    flags = {name: _setting(value) for name, value in config.items()}
-    machine = [config.get("commit") and f"commit {config['commit']}", config.get("machine"), config.get("gpu")]
-    return {
-        "tiles": tiles,
-        "facts": [(f"--{name.replace('_', '-')}", flags[name]) for name in SHOWN_FLAGS if name in flags],
-        "machine": visible(" · ".join(filter(None, machine))),
-        "flags": [(visible(name), value) for name, value in flags.items()],
-    }
+def _experiment(run: Run) -> str:
+    return str(run.config.get("experiment", run.directory.parent.name))
 
 
 def _setting(value: object) -> str:
-    return visible("none" if value is None else value if isinstance(value, str) else json.dumps(value))
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _experiment(run: Run) -> str:
-    return str(run.config.get("experiment", run.directory.parent.name))
+def _tiles(run: Run) -> dict[str, str]:
+    """How far the run is, and what it has reached."""
+    summary, planned = run.summary or {}, run.config.get("steps")
+    done = str(max((step_of(row) or 0 for row in run.metrics.rows), default=0))
+    tiles = {"state": "finished" if run.is_finished else "not finished"}
+    tiles["steps"] = f"{done} of {planned}" if planned else done
+    for kind in ("greedy", "sampled"):
+        pair = [number((summary.get(time) or {}).get(f"{kind}/accuracy")) for time in ("before", "after")]
+        if pair != [None, None]:
+            tiles[f"{kind} accuracy"] = " → ".join("-" if value is None else f"{value:.4g}" for value in pair)
+    if seconds := number(summary.get("seconds")):
+        tiles["training"] = f"{seconds:.4g} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+    if peak := number(summary.get("peak_memory_bytes")):
+        tiles["memory"] = f"{peak / 1e9:.4g} GB"
+    return tiles
 
 
 def _series(rows: list[dict]) -> dict:
@@ -192,19 +165,18 @@ def _findings(rows: list[dict]) -> list[dict]:
     """The findings in the order in which they first held, each with its last sentence and its ranges of steps."""
     found: dict[str, dict] = {}
     for row in rows:
-        if step_of(row) is not None and "finding" in row:
-            entry = found.setdefault(row["finding"], {"finding": visible(row["finding"]), "steps": []})
-            entry["sentence"] = visible(row.get("sentence"))
-            entry["steps"].append(row["step"])
-    return [entry | {"steps": ranges(entry["steps"])} for entry in found.values()]
+        entry = found.setdefault(row["finding"], {"finding": row["finding"], "steps": []})
+        entry["sentence"] = row["sentence"]
+        entry["steps"].append(row["step"])
+    return [entry | {"ranges": ranges(entry["steps"])} for entry in found.values()]
 
 
-def _token_texts(rows: list[dict], token_ids: set[int] | None) -> dict[str, list]:
+def _token_texts(rows: list[dict], token_ids: set[int]) -> dict[str, list]:
     """[text, flags] by id; the flags are 1 for a special token plus 2 for one that ends a turn."""
     return {
-        str(row["id"]): [row["text"], (row.get("special") is True) + 2 * (row.get("end_of_turn") is True)]
+        str(row["id"]): [row["text"], row.get("special", False) + 2 * row.get("end_of_turn", False)]
         for row in rows
-        if token_ids is None or row["id"] in token_ids
+        if not token_ids or row["id"] in token_ids  # a server's page needs all
     }
 
 
@@ -214,24 +186,3 @@ def _own_text(path: Path) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _relative(path: Path, start: Path) -> str | None:
-    """The address of `path` in a page in `start`, if there is such a file."""
-    try:
-        return quote(Path(os.path.relpath(path, start.resolve())).as_posix()) if path.exists() else None
-    except ValueError:  # on another drive
-        return None
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file beside the old one, then take its place: nobody sees half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            beside.write_text(text, encoding="utf-8", errors="replace", newline="\n")
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # not the one beside it

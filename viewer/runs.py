@@ -6,6 +6,7 @@ Whatever can be missing is missing here, too; a line that cannot be read is coun
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')  # how a line begins; 15 digits are exact in JavaScript, too
@@ -29,24 +30,18 @@ def number(value: object) -> int | float | None:
     return value if type(value) in (int, float) and -1e300 < value < 1e300 else None
 
 
-def ranges(steps: Iterable[int], among: Iterable[int] | None = None) -> list[list[int]]:
-    """Steps as ranges, from first to last; steps that are neighbours `among` those given are in one range.
+def ranges(steps: Iterable[int]) -> list[list[int]]:
+    """Steps as ranges, from first to last.
 
     >>> ranges([1, 2, 3, 7])
     [[1, 3], [7, 7]]
-    >>> ranges([2, 4, 8], among=[2, 4, 6, 8])
-    [[2, 4], [8, 8]]
     """
-    place = {step: number for number, step in enumerate(sorted(among))} if among is not None else {}
     found: list[list[int]] = []
-    before = None
     for step in sorted(set(steps)):
-        here = place.get(step, step)
-        if found and here == before + 1:
+        if found and step == found[-1][1] + 1:
             found[-1][1] = step
         else:
             found.append([step, step])
-        before = here
     return found
 
 
@@ -81,11 +76,10 @@ class StepIndex:
         self._places: dict[int, list[tuple[int, int]]] = {}  # by step: where each line begins, and its length
         self.size = self.damaged = 0  # bytes; lines that cannot be read
         self.is_cut_off = False  # whether the last line is not complete: it is being written, or a kill has left it
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            for line in file:
-                self._add(line)
+        if path.exists():
+            with path.open("rb") as file:
+                for line in file:
+                    self._add(line)
 
     def _add(self, line: bytes) -> None:
         self.is_cut_off = not line.endswith(b"\n") and parse(line) is None
@@ -111,11 +105,9 @@ class StepIndex:
 
     def read(self, step: int) -> list[dict]:
         """The rows of a step that can be read; none if there is no such step."""
-        if step not in self._places:
-            return []
         rows = []
-        with self._path.open("rb") as file:
-            for start, length in self._places[step]:
+        for start, length in self._places.get(step, ()):
+            with self._path.open("rb") as file:
                 file.seek(start)
                 rows.append(parse(file.read(length)))
         return [row for row in rows if row is not None and step_of(row) == step]
@@ -151,7 +143,9 @@ class Run:
         return parse(path.read_bytes()) if path.exists() else None
 
     def _read_lines(self) -> None:
-        """What is written last is read first: the metrics of every step that has samples are then there."""
-        self.samples = StepIndex(self.directory / "samples.jsonl")
         self.tokens, self.metrics = Rows(self.directory / "tokens.jsonl"), Rows(self.directory / "metrics.jsonl")
         self.diagnosis = Rows(self.directory / "diagnosis.jsonl")
+
+    @cached_property
+    def samples(self) -> StepIndex:
+        return StepIndex(self.directory / "samples.jsonl")

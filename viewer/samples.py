@@ -10,13 +10,12 @@ import gzip
 import json
 from dataclasses import dataclass, field
 
-from viewer.runs import StepIndex, number, ranges
+from viewer.runs import StepIndex, number
 
 # Of all steps together, in the page: with the curves, the library that draws them, and the rest it stays below 2 MB.
 PAGE_BUDGET = 1_200_000  # characters
 STEP_BUDGET = 400_000  # of one step, so that the first, the last and one more have room
 NOT_BY_TOKEN = ("epoch", "minibatch", "log_probs")  # of an update; everything else has a number for each token
-MOST_RANGES = 12  # of missing steps that are named; of more the list of steps says enough
 
 
 # ---- one step
@@ -115,10 +114,10 @@ def _text(value: object) -> str | None:
 
 @dataclass
 class Kept:
-    """The steps that a page holds."""
+    """The steps that a page shows."""
 
-    chunks: dict[int, str] = field(default_factory=dict)  # base64 of gzip of JSON, by step
-    num_rows: dict[int, int] = field(default_factory=dict)
+    num_rows: dict[int, int] = field(default_factory=dict)  # by step
+    chunks: dict[int, str] = field(default_factory=dict)  # base64 of gzip of JSON, of steps that are inside the page
     shortened: list[int] = field(default_factory=list)  # steps of which only some groups are there
     token_ids: set[int] = field(default_factory=set)
     damaged: int = 0  # rows
@@ -148,8 +147,8 @@ def keep_steps(
         kept.chunks[step], kept.num_rows[step] = packed, count_rows(chunk)
         kept.shortened += [step] if count_rows(chunk) < num_all else []
         kept.damaged += index.num_rows(step) - num_all
-        kept.token_ids.update(*(group["prompt"] for group in chunk["groups"]))
-        kept.token_ids.update(*(row["ids"] for group in chunk["groups"] for row in group["rows"]))
+        for group in chunk["groups"]:
+            kept.token_ids.update(group["prompt"], *(row["ids"] for row in group["rows"]))
     return kept
 
 
@@ -184,56 +183,30 @@ def _shorten(chunk: dict, budget: int) -> dict:
 # ---- what the page says about its samples
 
 
-def list_steps(index: StepIndex, rows_per_step: int | None, kept: Kept | None = None) -> list[dict]:
-    """The steps that a page shows, with their rows; without `kept` all of them."""
-    num_rows = kept.num_rows if kept else {step: index.num_rows(step) for step in index.steps}
-    return [
-        {"step": step, "rows": num_rows[step], "of": rows_per_step, "complete": num_rows[step] == rows_per_step}
-        for step in sorted(num_rows)
-    ]
-
-
-def describe(index: StepIndex, kept: Kept | None = None, command: str = "") -> str:
+def describe(index: StepIndex, kept: Kept, command: str) -> str:
     """In sentences: which samples there are, and which of them the page leaves out; `command` shows all."""
-    num_all = len(index.steps)
-    if not num_all:
+    if not index.steps:
         return "There are no samples."
-    sentences = [f"samples.jsonl has {in_bytes(index.size)}"]
-    if kept is None:
-        sentences[0] += f", in {num_all} step{'s' if num_all > 1 else ''}"
-    else:
-        missing = [step for step in index.steps if step not in kept.chunks]
-        size = in_bytes(sum(map(len, kept.chunks.values())))
-        which = f"all of its {num_all} steps are" if num_all > 1 else "its only step is"
-        which = f"{len(kept.chunks)} of its {num_all} steps are" if missing else which
-        sentences[0] += f"; {which} in this page, in {size}"
-        if missing:
-            sentences.append(f"The others are left out to keep it small: {command} shows all")
-        if missing and len(left_out := ranges(missing, among=index.steps)) <= MOST_RANGES:
-            sentences.append(f"Not in the page: step {in_words(left_out)}")
-        if kept.shortened:
-            numbers = ", ".join(map(str, sorted(kept.shortened)))
-            sentences.append(f"Only the first groups are here of what is very long: step {numbers}")
-    if damaged := index.damaged + (kept.damaged if kept else 0):
+    num_all, num_kept = len(index.steps), len(kept.num_rows)
+    which = f"all of its {num_all} steps are" if num_all > 1 else "its only step is"
+    which = f"{num_kept} of its {num_all} steps are" if num_kept < num_all else which
+    where = f"in this page, in {in_bytes(sum(map(len, kept.chunks.values())))}" if kept.chunks else "to be chosen here"
+    sentences = [f"samples.jsonl has {in_bytes(index.size)}; {which} {where}"]
+    if num_kept < num_all:
+        sentences.append(f"The others are left out to keep it small: {command} shows all")
+    if kept.shortened:
+        numbers = ", ".join(map(str, sorted(kept.shortened)))
+        sentences.append(f"Only the first groups are here of what is very long: step {numbers}")
+    if damaged := index.damaged + kept.damaged:
         sentences.append(f"{damaged} damaged line{'s are' if damaged > 1 else ' is'} left out")
     if index.is_cut_off:
         sentences.append("The last line is not complete")
     return ". ".join(sentences) + "."
 
 
-def in_words(found: list[list[int]]) -> str:
-    """
-    >>> in_words([[3, 6], [9, 9]])
-    '3 to 6, 9'
-    """
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in found)
-
-
 def in_bytes(number: int) -> str:
     """
-    >>> in_bytes(999), in_bytes(20_480), in_bytes(1_234_567)
-    ('999 bytes', '20 KB', '1.2 MB')
+    >>> in_bytes(20_480), in_bytes(1_234_567)
+    ('20 KB', '1.2 MB')
     """
-    if number < 1000:
-        return f"{number} bytes"
     return f"{number / 1000:.0f} KB" if number < 1_000_000 else f"{number / 1_000_000:.1f} MB"

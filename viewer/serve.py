@@ -12,7 +12,6 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import TCPServer
 
 from viewer.report import live_page
 from viewer.results import open_run
@@ -42,13 +41,10 @@ class LiveRun:
         Raises:
             RunError: no file is there any more.
         """
-        seen = []
-        for name in FILES:
-            path = self._directory / name
-            status = path.stat() if path.exists() else None
-            seen.append(status and (status.st_size, status.st_mtime_ns, status.st_ino))
-        if not any(seen):
+        found = [self._directory / name for name in FILES if (self._directory / name).exists()]
+        if not found:
             raise RunError(f"the run's directory {self._directory} is gone")
+        seen = [(path.name, path.stat().st_size, path.stat().st_mtime_ns, path.stat().st_ino) for path in found]
         return hashlib.sha256(repr(seen).encode()).hexdigest()
 
     def page(self) -> str:
@@ -74,36 +70,34 @@ class Handler(BaseHTTPRequestHandler):
 
     server: "Server"
     timeout = 20  # seconds without a byte, after which a connection is closed
-    server_version, sys_version = "viewer", ""
 
     def do_GET(self) -> None:
+        try:
+            self._answer(*self._find())
+        except (RunError, OSError) as error:
+            if not isinstance(error, ConnectionError | TimeoutError):  # a browser that has gone away is no error
+                self._answer(503, printable(error))
+
+    def _find(self) -> tuple[int, str, str]:
+        """The status, the text, and of what kind it is."""
         hosts = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
         if self.headers.get_all("Host") not in ([host] for host in hosts):
-            self._answer(403, f"this page is at http://{hosts[0]}/ only")
-            return
-        run = self.server.run
-        try:
-            if self.path == "/":
-                self._answer(200, run.page(), "text/html")
-            elif self.path == "/version":
-                self._answer(200, run.version())
-            elif match := re.fullmatch(r"/samples/([0-9]{1,15})\.json", self.path):
-                samples = run.samples(int(match[1]))
-                found = (200, samples, "application/json") if samples else (404, "there are no samples of this step")
-                self._answer(*found)
-            else:
-                self._answer(404, "there is no such page")
-        except (RunError, OSError) as error:
-            if not isinstance(error, ConnectionError | TimeoutError):
-                self._answer(503, printable(error))
+            return 403, f"this page is at http://{hosts[0]}/ only", "text/plain"
+        if self.path == "/":
+            return 200, self.server.run.page(), "text/html"
+        if self.path == "/version":
+            return 200, self.server.run.version(), "text/plain"
+        match = re.fullmatch(r"/samples/([0-9]{1,15})\.json", self.path)
+        if match and (samples := self.server.run.samples(int(match[1]))):
+            return 200, samples, "application/json"
+        return 404, "there is no such page", "text/plain"
 
     def _answer(self, status: int, text: str, kind: str = "text/plain") -> None:
         body = text.encode("utf-8", errors="replace")
         self.send_response(status)
-        for name, value in HEADERS.items():
+        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for name, value in (HEADERS | own).items():
             self.send_header(name, value)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
@@ -121,16 +115,6 @@ class Server(ThreadingHTTPServer):
             super().__init__((ADDRESS, port), Handler)
         except OSError as error:
             raise RunError(f"port {port} of {ADDRESS} cannot be used ({error.strerror}): try --port 0") from None
-
-    def server_bind(self) -> None:
-        """Without the lookup of this machine's name that http.server makes."""
-        TCPServer.server_bind(self)
-        self.server_port = self.server_address[1]
-
-    def handle_error(self, request, client_address) -> None:
-        """A browser that has gone away is no error of ours."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
 
 
 def serve(directory: Path, port: int) -> None:

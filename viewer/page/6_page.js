@@ -7,7 +7,8 @@ let shownStep = null;
 
 // ---- steps
 
-const steps = data.steps; // with samples: [{step, rows, of, complete}]
+const steps = data.steps; // with samples: [{step, rows, of}]; of: the rows that a complete one has, or null
+const isComplete = ({ rows, of }) => rows === of;
 
 /** The step with samples that is nearest to `step`. */
 const nearest = (step) =>
@@ -26,7 +27,7 @@ function goToStep(step) {
 
 /** The step that is shown at first: the first of which all rows are there; of a run that goes on the newest. */
 function firstStep() {
-  const first = steps.find((entry) => entry.complete) ?? steps[0];
+  const first = steps.find(isComplete) ?? steps[0];
   return (VERSION ? steps.at(-1) : first).step;
 }
 
@@ -116,7 +117,7 @@ function showGroup() {
 // ---- the terms of a step against the loss that was logged
 
 function showCheck(entry) {
-  const check = checkLoss(groups, valuesOf("loss/total").get(entry.step) ?? NaN, entry.complete);
+  const check = checkLoss(groups, valuesOf("loss/total").get(entry.step) ?? NaN, isComplete(entry));
   const precise = (value) => (Math.abs(value) < 1e-4 ? short(value) : exact(value));
   const [added, said] = [check.sum, check.logged].map(precise);
   const of = check.updates.length > 1 ? `, as a mean over its ${check.updates.length} updates,` : "";
@@ -185,7 +186,7 @@ async function listen() {
 const markStep = drawCurves(goToStep);
 
 if (steps.length) {
-  const rows = (entry) => (entry.complete ? "all rows" : count(entry.rows, "row"));
+  const rows = (entry) => (isComplete(entry) ? "all rows" : count(entry.rows, "row"));
   const option = (entry) => element("option", { value: entry.step }, `${entry.step} (${rows(entry)})`);
   fill(byId("step"), steps.map(option));
   const goTo = (step) => choose({ step, row: null, token: null });
