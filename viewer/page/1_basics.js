@@ -30,6 +30,8 @@ const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number 
 
 // ---- elements
 
+const isThere = (value) => value !== false && value !== null && value !== undefined;
+
 /**
  * An element. Properties are attributes, except `on` (event listeners) and `css` (custom properties); false, null and
  * undefined leave an attribute out. Children are nodes, or strings, which become text.
@@ -40,7 +42,7 @@ function element(name, properties = {}, ...children) {
   for (const [event, listener] of Object.entries(on)) made.addEventListener(event, listener);
   for (const [variable, setting] of Object.entries(css)) made.style.setProperty(variable, setting);
   for (const [key, value] of Object.entries(attributes)) {
-    if (value !== false && value !== null && value !== undefined) made.setAttribute(key, value === true ? "" : visible(value));
+    if (isThere(value)) made.setAttribute(key, value === true ? "" : visible(value));
   }
   fill(made, ...children);
   return made;
@@ -48,8 +50,8 @@ function element(name, properties = {}, ...children) {
 
 /** Put nodes and strings, in lists of any depth, in the place of all that `parent` holds; what is empty is left out. */
 function fill(parent, ...children) {
-  const some = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
-  parent.replaceChildren(...some.map((child) => (child instanceof Node ? child : visible(child))));
+  const nodes = children.flat(Infinity).filter(isThere);
+  parent.replaceChildren(...nodes.map((child) => (child instanceof Node ? child : visible(child))));
 }
 
 /** A table: `head` is a list of texts, `rows` a list of lists; the first cell of a row is its heading. */

@@ -4,7 +4,10 @@ const PLOT = { width: 300, height: 150 }; // pixels, before a panel knows its wi
 const STEP_SIZES = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]; // between the ticks of an axis
 
 /** A colour of report.css: canvases do not follow the style sheet by themselves. */
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+function color(name) {
+  byId("probe").style.color = `var(${name})`;
+  return getComputedStyle(byId("probe")).color;
+}
 
 /** Pixels that an axis needs for its numbers, which are large where a run has gone wrong. */
 const axisWidth = (_, texts) => Math.max(46, 12 + 7 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
@@ -23,8 +26,9 @@ class Panel {
     });
     this.outputs = curves.map(() => element("output"));
     const entries = curves.map((curve, i) => {
-      const looks = { class: `swatch${isEvaluation(curve.key) ? " dotted" : ""}`, css: { "--swatch": `var(${this.colorOf(i)})` } };
-      return element("li", {}, element("span", looks), element("span", {}, curve.label), this.outputs[i]);
+      const css = { "--swatch": `var(${this.colorOf(i)})` };
+      const swatch = element("span", { class: `swatch${isEvaluation(curve.key) ? " dotted" : ""}`, css });
+      return element("li", {}, swatch, element("span", {}, curve.label), this.outputs[i]);
     });
     const heading = element("h3", {}, title, element("span", { class: "unit" }, ` ${unit}`));
     const parts = [heading, this.at, this.plotPlace, element("ul", { class: "legend" }, entries), this.values()];

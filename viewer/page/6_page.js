@@ -84,7 +84,8 @@ function currentGroup() {
 function showPrompts() {
   const most = largest(groups.flatMap(returnsOf).map(Math.abs), 1e-9);
   const rounded = (value) => short(Number(value.toFixed(3)));
-  const bar = (value) => element("i", { class: value < 0 ? "below" : "", css: { "--height": Math.abs(value) / most } });
+  const bar = (value) =>
+    element("i", { class: value < 0 ? "below" : "", css: { "--height": Math.abs(value) / most } });
   const item = (group) => {
     const returns = returnsOf(group);
     const isFlat = returns.length > 1 && Math.max(...returns) === Math.min(...returns);
