@@ -211,4 +211,4 @@ if (VERSION) {
 }
 
 // For tests, and for readers with a console.
-window.report = { data, chosen: () => chosen, readSamples, checkLoss, visible, short };
+window.report = { data, chosen: () => chosen, checkLoss };
