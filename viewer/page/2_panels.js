@@ -68,22 +68,17 @@ function labelOf(key, panel) {
 
 // ---- data of the curves
 
-/** The steps of all runs, in order, each once. */
-function allSteps(runs) {
-  return [...new Set(runs.flatMap((run) => run.metrics?.steps ?? []))].sort((a, b) => a - b);
-}
+const { series } = data.metrics; // by key, a value or null for each line of metrics.jsonl
+const allSteps = [...new Set(data.metrics.steps)].sort((a, b) => a - b);
 
-/** A run's values of a key at `steps`; a step that has several lines (training, evaluation) shows the last of them. */
-function valuesAt(run, key, steps, scale = 1) {
+/** The values of a key by step; a step that has several lines (training, evaluation) shows the last of them. */
+function valuesOf(key, scale = 1) {
   const known = new Map();
-  (run.metrics?.series?.[key] ?? []).forEach((value, i) => {
-    if (isNumber(value)) known.set(run.metrics.steps[i], value * scale);
+  (series[key] ?? []).forEach((value, i) => {
+    if (value !== null) known.set(data.metrics.steps[i], value * scale);
   });
-  return steps.map((step) => known.get(step) ?? null);
+  return known;
 }
-
-/** What the run logged at a step, or NaN. */
-const loggedAt = (run, key, step) => valuesAt(run, key, [step])[0] ?? NaN;
 
 /** A panel of its own for each key that no panel takes. */
 function ownPanels(keys) {
@@ -91,38 +86,21 @@ function ownPanels(keys) {
   return others.map((name) => ({ title: name, unit: "", takes: (key) => key === name, more: true }));
 }
 
-/** The panels that have something to show: [{...panel, steps, names, curves: [{key, label, run, values}]}]. */
-function panelsOf(runs) {
-  const steps = allSteps(runs);
-  const logged = new Set(runs.flatMap((run) => Object.keys(run.metrics?.series ?? {})));
-  const keys = [...logged].sort((a, b) => isEvaluation(a) - isEvaluation(b)); // training first, else as logged
-  const sizes = (key) =>
-    runs
-      .flatMap((run) => run.metrics?.series?.[key] ?? [])
-      .filter(isNumber)
-      .map(Math.abs);
-  const peaks = new Map(keys.map((key) => [key, largest(sizes(key), -1)])); // -1: no number at all
+/** The panels that have something to show: [{...panel, curves: [{key, label, values}]}], a value or null by step. */
+function listPanels() {
+  const keys = Object.keys(series).sort((a, b) => isEvaluation(a) - isEvaluation(b)); // training first, else as logged
+  const peaks = new Map(keys.map((key) => [key, largest(series[key].map((value) => Math.abs(value ?? 0)), 0)]));
   const taken = new Set();
   const panels = [...PANELS, ...ownPanels(keys)].map((panel) => {
     const free = (key) => panel.takes(key) && (!taken.has(key) || panel.reuse?.test(key));
-    const own = keys.filter((key) => free(key) && peaks.get(key) >= 0 && peaks.get(key) <= (panel.upTo ?? Infinity));
+    const own = keys.filter((key) => free(key) && peaks.get(key) <= (panel.upTo ?? Infinity));
     own.forEach((key) => taken.add(key));
-    const names = own.filter((key) => peaks.get(key) > 0 || TELLING_ZERO.test(key));
-    const curve = (key, run, number) => {
-      return { key, label: labelOf(key, panel), run: number, values: valuesAt(run, key, steps, panel.scale) };
-    };
-    const curves = names.flatMap((key) => runs.map((run, number) => curve(key, run, number)));
-    return { ...panel, steps, names, curves: curves.filter(({ values }) => values.some(isNumber)) };
+    const telling = own.filter((key) => peaks.get(key) > 0 || TELLING_ZERO.test(key));
+    const curves = telling.map((key) => {
+      const values = valuesOf(key, panel.scale);
+      return { key, label: labelOf(key, panel), values: allSteps.map((step) => values.get(step) ?? null) };
+    });
+    return { ...panel, curves };
   });
-  return panels.filter((panel) => panel.curves.length > 0);
-}
-
-/** A curve in a sentence, for those who do not see it. */
-function describeCurve({ label, values }, steps) {
-  const known = values.map((value, i) => [steps[i], value]).filter(([, value]) => isNumber(value));
-  const [first, last] = [known[0], known.at(-1)];
-  const sorted = [...known].sort((a, b) => a[1] - b[1]);
-  const at = ([step, value]) => `${short(value)} at step ${step}`;
-  if (known.length === 1) return `${label}: ${at(first)}.`;
-  return `${label}: from ${at(first)} to ${at(last)}; lowest ${at(sorted[0])}, highest ${at(sorted.at(-1))}.`;
+  return panels.filter(({ curves }) => curves.length > 0);
 }

@@ -1,7 +1,6 @@
-// What a token looks like, and what it can be coloured by.
+// What a token looks like, what it can be coloured by, and its numbers.
 
-const SPECIAL = 1; // flags of a token
-const END_OF_TURN = 2;
+const END_OF_TURN = 2; // a flag of a token, beside 1 for a special one
 const LONGEST_TOKEN = 200; // characters of a token that are shown
 
 /** A token's [text, flags]; of a token whose text the run did not write there is only the id. */
@@ -12,12 +11,9 @@ const spoken = (text) => shortened(text, 40).replaceAll(" ", "␣").replaceAll("
 
 /** Text with marks on its blanks; the marks are drawn by the style sheet, so that the text stays what it is. */
 function markedText(text) {
-  return shortened(text, LONGEST_TOKEN)
-    .split(/([ \n\t])/)
-    .map((part) => {
-      const name = { " ": "space", "\n": "newline", "\t": "tab" }[part];
-      return name ? element("span", { class: name }, part) : part;
-    });
+  const names = { " ": "space", "\n": "newline", "\t": "tab" };
+  const parts = shortened(text, LONGEST_TOKEN).split(/([ \n\t])/);
+  return parts.map((part) => (part in names ? element("span", { class: names[part] }, part) : part));
 }
 
 /** A token in a list: only the first one is reached by the tab key, until another one is chosen. */
@@ -29,18 +25,15 @@ function tokenSpan(id, index, outside) {
     outside, // of the loss
     flows: text.length > 24 || text.includes("\n"), // others stay in one piece
   };
-  return element(
-    "span",
-    {
-      class: ["token", ...Object.keys(looks).filter((look) => looks[look])].join(" "),
-      role: "option",
-      "aria-selected": "false",
-      "aria-label": text.trim() ? null : spoken(text) || "empty",
-      tabindex: index ? -1 : 0,
-      "data-index": index,
-    },
-    markedText(text),
-  );
+  const properties = {
+    class: ["token", ...Object.keys(looks).filter((look) => looks[look])].join(" "),
+    role: "option",
+    "aria-selected": "false",
+    "aria-label": text.trim() ? null : spoken(text) || "empty",
+    tabindex: index ? -1 : 0,
+    "data-index": index,
+  };
+  return element("span", properties, markedText(text));
 }
 
 // ---- the numbers of a row
@@ -54,17 +47,13 @@ const numberIn = (update, name, i) => update.tokens[name]?.[i] ?? NaN;
 /** The names of what the run wrote for each token in each update, in its order: terms, push, and others. */
 const namesIn = (rows) => [...new Set(rows.flatMap((row) => row.updates.flatMap(({ tokens }) => Object.keys(tokens))))];
 
-/** Terms or pushes of a row's action tokens, added up over its updates; NaN if they were not written. */
-function totalOf(row, name) {
-  return row.sampler.map((_, i) => sum(row.updates.map((update) => numberIn(update, name, i))));
-}
-
 /** The numbers of a row that do not depend on what is chosen. */
 function numbersOf(row) {
+  const total = (name) => row.sampler.map((_, i) => sum(row.updates.map((update) => numberIn(update, name, i))));
   let action = 0; // the numbers are lists over action tokens only
   return {
     row,
-    totals: { terms: totalOf(row, "terms"), push: totalOf(row, "push") },
+    totals: { terms: total("terms"), push: total("push") }, // over the updates
     action: row.mask.map((bit) => (bit ? action++ : null)),
   };
 }
@@ -114,7 +103,7 @@ const COLORS = {
   },
   entropy: {
     label: "entropy",
-    value: ({ row }, i) => (row.entropy ? difference(row.entropy[i], 0) : NaN),
+    value: ({ row }, i) => difference(row.entropy?.[i], 0),
     scale: (values) => largest(values, 0.1),
     ends: (most) => ["0 (decided)", `${short(most)} nats (open)`],
   },
@@ -123,8 +112,8 @@ const COLORS = {
 
 // The same for what updates write, where a name is known: `least` is the least scale, `by` is applied to the numbers.
 const UPDATE_COLORS = {
-  push: { label: "push: what the update does", total: true, words: ["less probable", "more probable"] },
-  terms: { label: "term in the loss", total: true, flipped: true, words: ["lowers the loss", "raises it"] },
+  push: { label: "push: what the update does", total: true, words: [" (less probable)", " (more probable)"] },
+  terms: { label: "term in the loss", total: true, flipped: true, words: [" (lowers the loss)", " (raises it)"] },
   ratio: {
     label: "probability ratio",
     diverging: true,
@@ -137,13 +126,12 @@ const UPDATE_COLORS = {
 
 /** All that the tokens of these rows can be coloured by, the push first. */
 function colorsOf(rows) {
-  const written = namesIn(rows);
-  const names = ["push", "terms", ...written.filter((name) => name !== "push" && name !== "terms")];
+  const names = [...new Set(["push", "terms", ...namesIn(rows)])];
   const updates = rows.flatMap((row) => row.updates);
   const kindOf = (name) => {
-    const { by = (x) => x, least = 1e-9, words, total, ...more } = UPDATE_COLORS[name] ?? {};
-    const said = (word) => (words ? ` (${words[word]})` : "");
+    const { by = (x) => x, least = 1e-9, words = ["", ""], total, ...more } = UPDATE_COLORS[name] ?? {};
     const diverging = total || updates.some(({ tokens }) => tokens[name]?.some((value) => value < 0));
+    const ends = (most) => [`${short(-most)}${words[0]}`, "0", `${short(most)}${words[1]}`];
     return {
       label: name.replaceAll("_", " "),
       passes: true,
@@ -151,9 +139,51 @@ function colorsOf(rows) {
       diverging,
       value: ({ update, totals }, i) => (update ? by(numberIn(update, name, i)) : (totals[name]?.[i] ?? NaN)),
       scale: (values) => largest(values.map(Math.abs), least),
-      ends: (most) => (diverging ? [`${short(-most)}${said(0)}`, "0", `${short(most)}${said(1)}`] : ["0", short(most)]),
+      ends: (most) => (diverging ? ends(most) : ["0", short(most)]),
       ...more,
     };
   };
   return { ...Object.fromEntries(names.map((name) => [name, kindOf(name)])), ...COLORS };
+}
+
+// ---- the numbers of a token
+
+/** All numbers of an action token, and those of each update. */
+function numberTable({ numbers, i }) {
+  const { row, totals } = numbers;
+  const { updates } = row;
+  const names = namesIn([row]);
+  const number = (name, key, value, more) => {
+    const written = [element("span", { "data-key": key }, value), more && element("small", {}, ` ${more}`)];
+    return element("div", {}, element("dt", {}, name), element("dd", {}, written));
+  };
+  const sampled = difference(row.sampler[i], 0);
+  const relative = (list) => (list ? sampled + difference(list[i], 0) : NaN); // written as a difference
+  const old = row.old ? relative(row.old) : sampled;
+  const title = (text) => (updates.length === 1 ? text : `${text}, all updates`);
+  const facts = [
+    number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
+    number("old", "old", exact(old)),
+    row.old && number("old − when sampled", "difference", signed(old - sampled)),
+    number("reference", "ref", exact(relative(row.ref))),
+    number("entropy", "entropy", exact(difference(row.entropy?.[i], 0))),
+    number("advantage", "advantage", signed(row.advantage)),
+    names.includes("terms") && number(title("term in the loss"), "total", signed(totals.terms[i], 9)),
+    names.includes("push") && number(title("push"), "push-total", signed(totals.push[i], 9)),
+  ];
+  const numeral = (name, value) => {
+    if (name === "terms" || name === "push") return signed(value, 9);
+    return Number.isInteger(value) ? String(value) : exact(value);
+  };
+  const passes = updates.map((update) => [
+    `epoch ${update.epoch}, minibatch ${update.minibatch}`,
+    element("span", { "data-key": "log_prob" }, exact(relative(update.log_probs))),
+    ...names.map((name) => element("span", { "data-key": name }, numeral(name, numberIn(update, name, i)))),
+  ]);
+  const unused = "No update used this completion, because its advantage is 0 and there is no KL term.";
+  const head = ["update", "log-prob", ...names.map((name) => name.replaceAll("_", " "))];
+  return [
+    element("dl", { class: "numbers" }, facts),
+    updates.length ? table("The token in each update", head, passes) : element("p", { class: "note" }, unused),
+  ];
 }
