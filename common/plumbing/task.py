@@ -29,7 +29,6 @@ TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncate
 TAKEN |= {"failed_searches"} | {f"{outcome}_calls" for outcome in OUTCOMES}
 TAKEN_PREFIXES = ("accuracy", "reward_", "pass@")
 PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
-TRIAL = 10  # seconds for the solutions of all rows together
 
 
 class TaskError(UserError):

@@ -15,6 +15,7 @@ from common.tasks import arithmetic, calculator, qa
 from common.trajectory import Trajectory
 from viewer.results import read_runs
 
+from common.plumbing import row_checks
 from common.plumbing import task as task_module
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
@@ -288,7 +289,7 @@ def test_a_reward_that_is_not_finite_is_no_fault_of_the_gold(load, capsys):
 
 def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys):
     """The user is told how many rows there was time for."""
-    monkeypatch.setattr(task_module, "TRIAL", -1)
+    monkeypatch.setattr(row_checks, "PATIENCE", -1)
     load(SOLVED)
     assert "the solutions of 0 of 7 rows were tried in -1 s" in capsys.readouterr().out
 
