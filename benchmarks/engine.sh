@@ -16,11 +16,16 @@ python=${PYTHON:-python}
 results=$PWD/benchmarks/results/engine.txt
 work=$(mktemp -d "${TMPDIR:-/tmp}/engine.XXXXXX")
 report=$work/engine.txt
+child=''  # the command that runs
 guard=''  # the process that ends the server, also when this one is killed
 export OMP_NUM_THREADS=1
 
 clean_up() {
-    trap - EXIT
+    trap - EXIT INT TERM
+    if [[ -n $child ]]; then
+        kill "$child" 2>/dev/null || true
+        wait "$child" || true
+    fi
     stop_server
     rm -rf "$work"
 }
@@ -36,7 +41,10 @@ stop_server() {
 # Run a command, and put into the report what it prints, without progress bars and the paths of this machine.
 run() {
     local status=0
-    "$@" >"$work/output" 2>&1 || status=$?
+    "$@" >"$work/output" 2>&1 &  # not in the foreground, where the traps would wait for it
+    child=$!
+    wait "$child" || status=$?
+    child=''
     sed -e 's/.*\r//' -e 's/[[:space:]]*$//' -e "s|$work|WORK|g" -e "s|$ENGINE_PYTHON|ENGINE_PYTHON|g" -e "s|$PWD/||g" \
         -e "s|${url:-URL}|URL|g" "$work/output" | tee -a "$report"
     if ((status)); then
@@ -152,6 +160,8 @@ train() {
 }
 
 trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
 : >"$report"
 say '# Written by benchmarks/engine.sh'
 run describe
