@@ -274,7 +274,7 @@ def planted(runs, tmp_path_factory) -> Path:
     finding = {"step": 1, "finding": HOSTILE, "sentence": HOSTILE}
     (directory / "diagnosis.jsonl").write_text(json.dumps(finding) + "\n")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"task": HOSTILE, HOSTILE: HOSTILE}))
+    (directory / "config.json").write_text(json.dumps(config | {"task": HOSTILE, "loss": HOSTILE, HOSTILE: HOSTILE}))
     return write_report(directory)
 
 
@@ -285,7 +285,15 @@ def test_a_script_in_a_text_is_shown_and_does_not_run(planted, open_page, bypass
     page.wait_for_selector(".completion")
     page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
     page.locator(".completion .token").first.click()
-    for place in ("#diagnosis", "header", ".question", ".completion .token >> nth=0", ".prompt", "#readout"):
+    for place in (
+        "#diagnosis",
+        "header",
+        ".formula",
+        ".question",
+        ".completion .token >> nth=0",
+        ".prompt",
+        "#readout",
+    ):
         assert SHOWN[:60] in page.inner_text(place), place
     page.check("input[name=view][value=turns]")
     assert SHOWN in page.inner_text(".turn.tool >> nth=0")
@@ -321,15 +329,14 @@ def test_runs_without_samples_or_flags_have_a_page(runs, open_page, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_phone_needs_no_sideways_scrolling(runs, open_page):
-    for name in ("base", "turns"):
-        page = open_page(runs[name] / "report.html", viewport={"width": 400, "height": 800}, has_touch=True)
-        page.locator(".completion .token").first.tap()
-        page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
-        assert page.evaluate("document.documentElement.scrollWidth") == 400
-        if name == "turns":
-            page.check("input[name=view][value=turns]")
-            assert page.evaluate("document.documentElement.scrollWidth") == 400
+@pytest.mark.parametrize("name", ["base", "turns"])
+def test_a_phone_needs_no_sideways_scrolling(runs, open_page, name):
+    page = open_page(runs[name] / "report.html", viewport={"width": 400, "height": 800}, has_touch=True)
+    page.locator(".completion .token").first.tap()
+    page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    page.evaluate("document.getElementById('group').dataset.view = 'turns'")
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
 def serious(found) -> list[tuple[str, str]]:
