@@ -33,9 +33,23 @@ from evaluation.session import evaluate
 from evaluation.suite import SUITES, parts, print_suite, summary
 from evaluation.table import print_table
 
-from common.plumbing.config import RESOLVED, BatchSize, ModelConfig, shown
+from common.plumbing.config import (
+    RESOLVED,
+    Count,
+    CountOrZero,
+    InputPath,
+    LocalPath,
+    ModelConfig,
+    OfData,
+    OfEvaluation,
+    OfRun,
+    Positive,
+    Share,
+    shown,
+)
 from common.plumbing.files import replace_file
 from common.plumbing.loading import load_policy
+from common.plumbing.machine import is_out_of_memory, out_of_memory
 from common.plumbing.parse import parse_config
 from common.plumbing.ranks import num_launched
 from common.plumbing.signals import signals_to
@@ -47,27 +61,29 @@ from common.plumbing.terminal import say
 class Config(ModelConfig):
     FIRST_GROUP: ClassVar[str] = "sampling"
 
-    num_samples: int = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
-    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
-    temperature: float = 1.0  # of the sampled answers: logits are divided by it
+    num_samples: CountOrZero = 8  # n: sampled answers per question, beside the greedy one; 0: the greedy one only
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # of the sampled answers: logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
-    top_p: float = 1.0
-    task: str = "arithmetic"  # what is asked and what is right: a file of common/tasks, or the path of your own
+    top_p: Share = 1.0
+    # what is asked and what is right: a file of common/tasks, or the path of your own
+    task: OfData[LocalPath] = "arithmetic"
     # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
-    data: str | None = None
-    at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
-    max_question_length: int | None = None  # keep questions of at most this many characters; None: any
+    data: OfData[InputPath | None] = None
+    at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
+    max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
-    system_prompt: str | None = None
-    completion_prefix: str | None = None  # what every completion is made to begin with, e.g. "<think>"
-    limit: int | None = None  # ask the first questions only, this many; None: all
+    system_prompt: OfData[str | None] = None
+    completion_prefix: OfData[str | None] = None  # what every completion is made to begin with, e.g. "<think>"
+    limit: OfEvaluation[Count | None] = None  # ask the first questions only, this many; None: all
     # several benchmarks, of --task math: a file for each in the directory --data, without it from the hub
-    suite: Literal["math"] | None = None
-    compare: str | None = None  # results.json of another evaluation, or its directory: print the difference to it
-    # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
-    generation_batch_size: BatchSize = 128
+    suite: OfEvaluation[Literal["math"] | None] = None
+    # results.json of another evaluation, or its directory: print the difference to it
+    compare: OfEvaluation[LocalPath | None] = None
+    # completions sampled at the same time, which bounds the memory of the KV cache
+    generation_batch_size: OfRun[Count] = 128
     # directory of the results, new or that of an evaluation to continue; None: runs/evaluate/ and date, time and seed
-    output: str | None = None
+    output: OfRun[LocalPath | None] = None
 
     def __post_init__(self) -> None:
         if self.suite is not None and self.task == Config.task:
@@ -83,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     config = dataclasses.replace(config, output=str(directory))
     torch.set_num_threads(config.threads)
     load = functools.cache(lambda: load_policy(config, config.temperature))
-    with interruptible(directory):
+    with told_how_to_go_on(config, directory):
         (evaluate_one if config.suite is None else evaluate_suite)(config, directory, load)
 
 
@@ -114,8 +130,8 @@ def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) 
 
 
 @contextmanager
-def interruptible(directory: Path) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM within the block, end with a sentence that says how to continue."""
+def told_how_to_go_on(config: Config, directory: Path) -> Iterator[None]:
+    """On Ctrl-C, SIGTERM or where memory runs out within the block, end with a sentence that says what to do."""
     output = [] if any(word.partition("=")[0] == "--output" for word in sys.argv) else ["--output", str(directory)]
     try:
         with signals_to(signal.default_int_handler):
@@ -123,6 +139,10 @@ def interruptible(directory: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         command = shlex.join(["python", *sys.argv, *output])
         raise KeyboardInterrupt(f"interrupted; continue with: {command}") from None
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(config, error, None) from error
+        raise
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ is checked before anything is uploaded. docs/export.md explains what is written 
 
 import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
 import importlib.util
+import os
 import re
 import shutil
 import signal
@@ -24,17 +25,8 @@ import torch
 
 from common.chat import decode
 from common.errors import UserError
-from exporting.answers import (
-    Questions,
-    gguf_answers,
-    num_equal,
-    num_prompts_equal,
-    read_questions,
-    trained_answers,
-    written_answers,
-)
+from exporting.answers import num_equal, num_prompts_equal, read_questions, trained_answers, written_answers
 from exporting.card import Card
-from exporting.gguf import convert, find_converter
 from exporting.source import Source, find_source
 from exporting.upload import check_push, list_files, push
 from exporting.weights import (
@@ -47,8 +39,7 @@ from exporting.weights import (
 )
 
 from common.plumbing.checks import check_device, local_path
-from common.plumbing.config import ModelConfig, resolve, shown
-from common.plumbing.directory import LOCK, lock_directory
+from common.plumbing.config import Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
 from common.plumbing.parse import parse_plain
 from common.plumbing.ranks import num_launched
 from common.plumbing.signals import signals_to
@@ -63,19 +54,18 @@ class Config:
 
     run: str = ""  # directory of a run, its final/, or one of its checkpoints
     merge: bool = False  # of a run with an adapter: write the model with the adapter merged in, not the adapter alone
-    # 4bit and 8bit: a checkpoint of bitsandbytes; gguf: a file for llama.cpp, whose converter is needed
-    quantize: Literal["none", "4bit", "8bit", "gguf"] = "none"
+    quantize: Literal["none", "4bit", "8bit"] = "none"  # 4bit and 8bit: a checkpoint of bitsandbytes
     # of the weights; None: as the run's final policy is saved: float32, or with an adapter the dtype of its base
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    output: str | None = None  # directory to write, which must not exist; None: exports/ and the run's name
-    questions: int = 16  # held-out questions that both, the trained policy and what was written, must answer
-    # directory of llama.cpp, for --quantize gguf; None: look for its converter on the PATH
-    llama_cpp: str | None = None
+    dtype: OfPolicy[Literal["float32", "bfloat16", "float16"] | None] = None
+    # directory to write, which must not exist; None: exports/ and the run's name
+    output: OfRun[LocalPath | None] = None
+    questions: Count = 16  # held-out questions that both, the trained policy and what was written, must answer
     push: str | None = None  # owner/name: upload it to this repository of the Hugging Face hub; None: do not
     private: bool = False  # make that repository private
     dry_run: bool = False  # with --push: only print what would be uploaded
     license: str | None = None  # for the model card, as the hub writes it, e.g. apache-2.0; None: not stated
-    device: str = "auto"  # where answers are computed: cpu, cuda, ...; auto: an accelerator, cuda first, else cpu
+    # where answers are computed: cpu, cuda, ...; auto: an accelerator, cuda first, else cpu
+    device: OfPolicy[str] = "auto"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,15 +103,11 @@ def check(config: Config) -> None:
     if not config.run:
         raise UserError("RUN is missing: give the directory of a run, runs/experiment_base/<name> for example")
     check_device(config.device)
-    if config.quantize in ("4bit", "8bit"):
+    if config.quantize != "none":
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError(f"--quantize {config.quantize} needs the package bitsandbytes: pip install bitsandbytes")
         if config.dtype is not None:
             raise UserError(f"--dtype {config.dtype} contradicts --quantize {config.quantize}: omit one of them")
-    if config.quantize == "gguf":
-        find_converter(config.llama_cpp)
-    elif config.llama_cpp is not None:
-        raise UserError("--llama-cpp is for --quantize gguf")
     for name in ("private", "dry_run"):
         if getattr(config, name) and config.push is None:
             raise UserError(f"--{name.replace('_', '-')} is for --push owner/name")
@@ -147,28 +133,23 @@ def find_output(config: Config, source: Source) -> Path:
 @contextmanager
 def writing(output: Path) -> Iterator[Path]:
     """A directory beside `output`, which becomes it at the end of the block, and is removed if the block fails."""
-    partial = output.with_name(output.name + ".partial")
+    partial = output.with_name(f"{output.name}.{os.getpid()}.partial")  # of this process alone: it may be removed
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"--output {shown(output)} cannot be made ({error.strerror})") from error
-    lock = lock_directory(partial, "exporting to it")
     try:
-        for path in partial.iterdir():  # left by a process that was killed
-            if path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield partial
         partial.rename(output)
-        (output / LOCK).unlink(missing_ok=True)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt("interrupted; nothing was exported") from None
+        if output.exists():  # since `find_output` has looked
+            raise UserError(f"{shown(output)} exists already; nothing was exported") from error
         if _is_full(error):
             raise UserError(f"{shown(output)} could not be written ({error}); nothing was exported") from error
         raise
-    finally:
-        lock.release()
 
 
 def _is_full(error: BaseException) -> bool:
@@ -189,7 +170,7 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     dtype = config.dtype or source.policy.dtype
     policy = load_trained(source, device)
     questions = read_questions(source, config.questions, policy)
-    trained, ends = trained_answers(policy, questions), policy.end_of_turn_ids
+    trained = trained_answers(policy, questions)
     answer = decode(policy.tokenizer, trained[0])
     del policy  # two models need not be in memory at once
 
@@ -198,31 +179,22 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     if source.is_adapter and not merge:
         write_adapter(source, model)
     else:
-        write_model(source, model, "bfloat16" if config.quantize in ("4bit", "8bit") else dtype)
+        write_model(source, model, "bfloat16" if config.quantize != "none" else dtype)
         write_generation_config(model)
-    if config.quantize in ("4bit", "8bit"):
+    if config.quantize != "none":
         write_quantised(model, partial, config.quantize, device)
         shutil.rmtree(model)
-    prompts_equal = num_prompts_equal(model if model.exists() else partial, questions)
-    equal = num_equal(trained, written_answers(model if model.exists() else partial, questions, device))
-    _report(equal, questions, "transformers' generate")
-    is_rounded = config.quantize in ("4bit", "8bit") or source.load_in is not None
+    prompts_equal = num_prompts_equal(partial, questions)
+    equal = num_equal(trained, written_answers(partial, questions, device))
+    share = f"{equal} of {len(trained)} greedy answers"
+    say(f"{share} of what was written, by transformers' generate, are those of the trained policy")
+    is_rounded = config.quantize != "none" or source.load_in is not None
     is_rounded = is_rounded or dtype != "float32" or source.policy.dtype != "float32"
     if equal < len(trained) and not is_rounded:
         raise UserError(
             f"{len(trained) - equal} of {len(trained)} greedy answers differ from those of the trained policy, "
             "although no weight was rounded: nothing was exported"
         )
-    gguf_equal = None
-    if config.quantize == "gguf":
-        convert(find_converter(config.llama_cpp), model, partial / "model.gguf", dtype, output.name)
-        shutil.rmtree(model)
-        answers = gguf_answers(partial / "model.gguf", questions, ends)
-        if answers is None:
-            say("the GGUF file was not run: that needs the package llama-cpp-python")
-        else:
-            gguf_equal = num_equal(trained, answers)
-            _report(gguf_equal, questions, "llama.cpp")
     curve = source.run / "curve.png"
     if has_curve := source.step is None and curve.is_file():
         shutil.copyfile(curve, partial / "curve.png")
@@ -237,15 +209,9 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
         questions=questions,
         answer=answer,
         equal=equal,
-        gguf_equal=gguf_equal,
         prompts_equal=prompts_equal,
         has_curve=has_curve,
     )
-
-
-def _report(equal: int, questions: Questions, by: str) -> None:
-    total = len(questions.prompts)
-    say(f"{equal} of {total} greedy answers of what was written, by {by}, are those of the trained policy")
 
 
 def _num_threads(source: Source) -> int:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from common.tasks.audit.examine import examine
-from common.tasks.audit.report import as_json
+from common.tasks.audit.checks import examine
 from viewer.results import write_json
 
 from common.plumbing.config import RESOLVED, RunConfig
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def audit(task: str, data: str, eval_data: str | None = None) -> dict:
     settings = RunConfig(task=task, data=data, eval_data=eval_data)
-    return as_json(examine(settings, RESOLVED[settings.kind]["max_new_tokens"]))
+    return examine(settings, RESOLVED[settings.kind]["max_new_tokens"])
 
 
 if __name__ == "__main__":

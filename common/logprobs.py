@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.experience import Experience
-from common.fast.auto_size import run_all
 from common.fast.sharded_weights import gathered_weights
 
 if TYPE_CHECKING:
@@ -26,13 +25,10 @@ MAX_LOGITS = 2**25
 def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: int) -> torch.Tensor:
     """The log-probs of all action tokens of `experience` without gradient, a few rows at a time: (B, T-1), in nats."""
     log_probs = torch.zeros_like(experience.sampler_log_probs)
-
-    def score(rows: torch.Tensor) -> None:
-        part = experience.select(rows)
-        log_probs[rows, : part.action_mask.shape[1]] = policy(part.sequences, part.action_mask).log_probs
-
     with gathered_weights(policy.trained):  # ranks have different numbers of rows
-        run_all(experience.micro_batch_rows, micro_batch_size, score)
+        for rows in experience.micro_batch_rows(micro_batch_size):
+            part = experience.select(rows)
+            log_probs[rows, : part.action_mask.shape[1]] = policy(part.sequences, part.action_mask).log_probs
     return log_probs
 
 

@@ -6,16 +6,13 @@ in the logits moves a token across a boundary.
 """
 
 import math
-from collections.abc import Callable
-from itertools import count
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from common.fast.auto_size import fits
-from common.fast.batches import divided, in_groups
 from common.fast.kept_rows import KeptRows
-from common.fast.sharded_weights import gathered_weights, gathered_when_called
+from common.fast.sharded_weights import gathered_weights
 from common.fast.shared_prompts import left_pad
 from common.keyed import keyed_generator
 from common.policy import Policy
@@ -23,6 +20,8 @@ from common.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from common.fast.cache import RowCache
+
+T = TypeVar("T")
 
 
 def sample(
@@ -37,7 +36,6 @@ def sample(
     top_p: float = 1.0,
     greedy: bool = False,
     generation_batch_size: int | None = None,
-    everyone_done: Callable[[bool], bool] | None = None,
 ) -> list[Trajectory]:
     """Sample `group_size` completions of every prompt.
 
@@ -52,11 +50,8 @@ def sample(
         top_p: draw from the smallest set of tokens with at least this probability. The recorded log-probs remain those
             of the full distribution.
         greedy: take the most probable token instead of drawing one.
-        generation_batch_size: completions sampled at the same time, in complete groups. It bounds the memory of the
-            cache and changes no sample. None: all. An `AutoSize` is halved where memory runs out.
-        everyone_done: for sharded weights that are too many to be gathered for the rollout, which is what None does:
-            every decode step gathers them, one layer after the other, so all ranks must make the same steps. Called
-            after each with whether this rank is done; returns whether all are: `lambda done: all(gather(done))`.
+        generation_batch_size: completions sampled at the same time, in complete groups if it is that large. It bounds
+            the memory of the cache and changes no sample. None: all.
 
     Returns:
         B trajectories, those of `rows` in their order: that of `prompts`, a group's rows adjacent.
@@ -65,11 +60,20 @@ def sample(
         ValueError: a prompt is empty, or `prompt_index` does not have one index per prompt.
     """
     trajectories = begin_rows(prompts, group_size, prompt_index, rows)
-    prompts_per_batch = max(1, len(prompts) if generation_batch_size is None else generation_batch_size // group_size)
-    batches = in_groups(trajectories, prompts_per_batch * group_size, rows)
-    size, length = generation_batch_size, math.inf
-    _continue_batches(policy, batches, size, max_new_tokens, length, key, top_p, greedy, everyone_done)
+    size = generation_batch_size or len(prompts) * group_size or 1
+    batches = in_groups(trajectories, size - size % group_size if size >= group_size else size, rows)
+    _continue_batches(policy, batches, max_new_tokens, math.inf, key, top_p, greedy)
     return trajectories
+
+
+def in_groups(items: list[T], size: int, numbers: range | None = None) -> list[list[T]]:
+    """Items with consecutive numbers, by group of `size` numbers; the first and the last one can be parts of groups.
+
+    >>> in_groups(list("abcde"), 2, range(3, 8))
+    [['a'], ['b', 'c'], ['d', 'e']]
+    """
+    paired = groupby(zip(numbers or range(len(items)), items, strict=True), lambda pair: pair[0] // size)
+    return [[item for _, item in group] for _, group in paired]
 
 
 def begin_rows(
@@ -99,7 +103,6 @@ def continue_rows(
     top_p: float = 1.0,
     greedy: bool = False,
     generation_batch_size: int | None = None,
-    everyone_done: Callable[[bool], bool] | None = None,
     kept: KeptRows | None = None,
 ) -> list[list[int]]:
     """Sample one more turn of every row, behind the ids that it has. Arguments as in `sample`, and:
@@ -119,45 +122,37 @@ def continue_rows(
     lengths = [len(row.ids) for row in rows]
     size = generation_batch_size or len(rows) or 1
     batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-    _continue_batches(policy, batches, size, max_new_tokens, max_length, key, top_p, greedy, everyone_done, kept)
+    _continue_batches(policy, batches, max_new_tokens, max_length, key, top_p, greedy, kept)
     return [row.ids[length:] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _continue_batches(
     policy: Policy,
     batches: list[list[Trajectory]],
-    size: int | None,
     max_new_tokens: int,
     max_length: float,
     key: tuple[int, ...],
     top_p: float,
     greedy: bool,
-    everyone_done: Callable[[bool], bool] | None,
     kept: KeptRows | None = None,
 ) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
-    is_gathered = everyone_done is None
-    everyone_done = everyone_done or bool  # with whole weights each rank ends by itself
-    weights = gathered_weights(policy) if is_gathered else gathered_when_called(policy, "next_logits")
     exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-    waiting = divided(batches, size)
     # Weights that are gathered in inference mode could not be trained any more, so these are gathered before it.
-    with weights, torch.inference_mode(is_gathered), torch.no_grad():
-        while not everyone_done(not waiting):
-            rows = waiting.pop(0) if waiting else []
-            budgets = [int(min(max_new_tokens - row.num_action_tokens, max_length - len(row.ids))) for row in rows]
-            for row in rows:
+    with gathered_weights(policy), torch.inference_mode():
+        for batch in batches:
+            rows, budgets = [], []
+            for row in batch:
                 row.finish_reason = "length"  # until it has ended its turn
-            rows = [row for row, budget in zip(rows, budgets, strict=True) if budget > 0]
-            budgets = [budget for budget in budgets if budget > 0]
-            if not rows and is_gathered:
+                budget = int(min(max_new_tokens - row.num_action_tokens, max_length - len(row.ids)))
+                if budget > 0:
+                    rows.append(row)
+                    budgets.append(budget)
+            if not rows:
                 continue
-            draws = None if greedy or not rows else _uniforms(rows, max(budgets), key).to(policy.device, exact)
+            draws = None if greedy else _uniforms(rows, max(budgets), key).to(policy.device, exact)
             with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
-                arguments = (policy, rows, budgets, top_p, draws, everyone_done, kept)
-                # Where memory ran out nothing is recorded. Ranks in step with one another cannot divide their batches.
-                if not fits(size if is_gathered else None, len(rows), _complete, *arguments):
-                    waiting = divided([rows, *waiting], size)
+                _complete(policy, rows, budgets, top_p, draws, kept)
 
 
 def _complete(
@@ -166,46 +161,41 @@ def _complete(
     budgets: list[int],
     top_p: float,
     uniforms: torch.Tensor | None,
-    everyone_done: Callable[[bool], bool],
     kept: KeptRows | None = None,
 ) -> None:
     """Append sampled tokens to every row of one batch, at most `budgets[b]` to row b."""
     from common.fast.cache import RowCache  # not at the top: it imports transformers, which `--help` need not wait for
 
-    done = not rows  # a rank that has no rows left makes the steps of the others, with a row of padding
-    beginnings = [tuple(row.ids) for row in rows] or [(policy.pad_id,)]
+    beginnings = [tuple(row.ids) for row in rows]
     index_of = {ids: index for index, ids in enumerate(dict.fromkeys(beginnings))}
     owner = torch.tensor([index_of[ids] for ids in beginnings], device=policy.device)  # (B,)
     cache = RowCache()
     sequences, attention_mask = left_pad(list(index_of), policy.pad_id, policy.device)  # (U, P), (U, P)
-    known = 0 if kept is None else kept.fill(cache, list(dict(zip(beginnings, rows, strict=False)).values()))
+    known = 0 if kept is None else kept.fill(cache, list(dict(zip(beginnings, rows, strict=True)).values()))
     logits = next_logits(policy, sequences[:, known:], attention_mask, cache)[owner]  # (B, V)
     cache.batch_select_indices(owner)  # a prompt was run once; its keys and values serve the group
     attention_mask = attention_mask[owner]  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
-    active = torch.arange(len(owner), device=policy.device)  # the rows that are still in the batch
-    last = torch.tensor(budgets or [1], device=policy.device) - 1  # (B,) the position of a row's last token
-    width = int(last.max()) + 1
-    drawn = torch.zeros(len(owner), width + 1, dtype=torch.long, device=policy.device)
+    active = torch.arange(len(rows), device=policy.device)  # the rows that are still in the batch
+    last = torch.tensor(budgets, device=policy.device) - 1  # (B,) the position of a row's last token
+    drawn = torch.zeros(len(rows), max(budgets), dtype=torch.long, device=policy.device)
     drawn_log_probs = torch.zeros(drawn.shape, device=policy.device)
 
-    for position in count():
-        column = min(position, width)  # the last column is for what is drawn only because other ranks go on
-        u = None if uniforms is None else uniforms[active, min(position, width - 1)]
+    for position in range(max(budgets)):
+        u = None if uniforms is None else uniforms[active, position]
         tokens, log_probs = _draw(logits, policy.temperature, top_p, u)  # (active,), (active,)
-        drawn[active, column], drawn_log_probs[active, column] = tokens, log_probs
+        drawn[active, position], drawn_log_probs[active, position] = tokens, log_probs
         ended = torch.isin(tokens, end_of_turn) | (position >= last[active])
-        if kept is not None and not done:
+        if kept is not None:
             kept.put([rows[row] for row in active[ended].tolist()], cache, ended, attention_mask)
-        done = done or bool(ended.all())
-        if everyone_done(done):
+        if ended.all():
             break
-        if ended.any() and not done:  # the last rows stay, if other ranks go on; what they draw now is not recorded
+        if ended.any():
             order = cache.drop_rows(ended)
             active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
         logits = next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
-    _record(rows, budgets, drawn[: len(rows)], drawn_log_probs[: len(rows)], policy.end_of_turn_ids)
+    _record(rows, budgets, drawn, drawn_log_probs, policy.end_of_turn_ids)
 
 
 def next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:

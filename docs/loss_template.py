@@ -9,8 +9,7 @@ that the policy sampled. Q prompts have G completions each.
 
 import torch
 
-# ADAPTER = "trl"  # or "verl": names and shapes of policy_loss; found by the names of its parameters otherwise
-# SETTINGS = {"loss_type": "dapo"}  # further arguments of policy_loss, by name
+# SETTINGS = {"delta": 4.0}  # further arguments of policy_loss, by name
 # SKIP = ["clip"]  # checks that are not for you
 LOSS = "grpo"  # optional: what the loss should be: "grpo", "drgrpo", "dapo" or "sequence-sum"
 

@@ -2,78 +2,87 @@
 
     python -m doctor my_loss.py                 # docs/loss_template.py shows what the file may define
     python -m doctor experiment_base/train.py
-    python -m doctor my_trainer.py --adapter trl
 
 The file is run, as `python my_loss.py` would: give it only code that you trust. Exit status: 0 without a trap, 1 with
 one, 2 if the file or one of its functions cannot be examined.
 """
 
-import io
 import os
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
-try:
-    import tyro
-except KeyboardInterrupt:
-    sys.exit(130)
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from doctor.apart import examine_apart
+from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Report, number
+
+STYLES = {OK: "green", TRAP: "bold red", NOTE: "yellow", NOT_EXAMINED: "dim"}
 
 
 @dataclass(frozen=True)
 class Config:
     file: tyro.conf.Positional[Path]  # Python file that defines policy_loss, advantages, ...
-    # names and shapes of the file's policy_loss; None: the file's ADAPTER, or by the names of its parameters
-    adapter: Literal["native", "trl", "verl", "textbook"] | None = None
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False  # print one JSON object
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status."""
-    if sys.stdout is None:  # closed by the shell
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    elif isinstance(sys.stdout, io.TextIOWrapper):  # not every encoding has every character
-        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")  # not every encoding has every character
+    config = tyro.cli(Config, args=arguments, description=__doc__, prog="python -m doctor")
     try:
-        config = tyro.cli(Config, args=arguments, description=__doc__, prog="python -m doctor")
-        return run(config)
+        report = examine_apart(config.file)
+        if report.functions:
+            console = Console(highlight=False)
+            print_report(report, console if console.is_terminal else Console(highlight=False, width=120))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # nobody reads any more, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def run(config: Config) -> int:
-    """Examine the file and print the report; the exit status."""
-    from rich.console import Console  # only now: imports of torch take seconds, and --help needs none
-
-    from doctor.examine import examine
-    from doctor.findings import UnusableError
-    from doctor.report import as_json, print_report
-
-    try:
-        report = examine(config.file, config.adapter)
-    except UnusableError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        if config.json:
-            print(as_json(report), flush=True)
-        else:
-            console = Console(highlight=False)
-            print_report(report, console if console.is_terminal else Console(highlight=False, width=120))
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try once more at its end
-        print(f"error: the report cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
     for error in report.errors:
         print(f"error: {error}", file=sys.stderr)
     return report.status
+
+
+def print_report(report: Report, console: Console) -> None:
+    """A line per check, by function; a trap has the two numbers, and where it is explained."""
+    console.print(Text(str(report.path), style="bold"))
+    longest = max((len(finding.check) for finding in report.findings), default=0)
+    for function, findings in report.functions.items():
+        if findings:
+            console.print(f"\n{function}")
+        for finding in findings:
+            status = "-" if finding.status == NOT_EXAMINED else finding.status
+            head, lines = f"  {status:<4}  {finding.check:<{longest}}  ", [finding.sentence]
+            if finding.status == TRAP and finding.expected is not None and finding.got is not None:
+                lines.append(f"expected {number(finding.expected)}, got {number(finding.got)}")
+            lines += [finding.link] if finding.status == TRAP else []
+            text = Text(_hanging(head, lines, console.width))
+            text.stylize(STYLES[finding.status], 0, 6)
+            console.print(text)
+    num_not_examined = report.count(NOT_EXAMINED)
+    reasons = {"as the file does not define them": report.missing, "because of an error": report.unfinished}
+    for why, functions in reasons.items():
+        if functions:
+            console.print(f"\nnot examined, {why}")
+        for function in functions:
+            left_out = report.left_out(function)
+            num_not_examined += len(left_out)
+            console.print(Text(_hanging(f"  {function}: ", [", ".join(left_out)], console.width), style="dim"))
+    traps, notes, ok = (report.count(status) for status in (TRAP, NOTE, OK))
+    counts = f"{traps} trap{'s' * (traps != 1)}, {notes} note{'s' * (notes != 1)}, {ok} ok"
+    console.print(f"\n{counts}, {num_not_examined} not examined", style=STYLES[TRAP if traps else OK])
+
+
+def _hanging(head: str, lines: list[str], width: int) -> str:
+    """Lines wrapped beside a head."""
+    space = max(width - len(head), 20)
+    wrapped = [part for line in lines for part in textwrap.wrap(line, space, break_on_hyphens=False)]
+    return head + ("\n" + " " * len(head)).join(wrapped)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,12 @@ class Batch:
     num_rows: int  # of the minibatch
     num_tokens: int  # of the minibatch: those that the policy sampled
     num_parts: int = 1  # micro-batches of the minibatch
+    clip_eps: float = 0.2  # of functions that take one range
     clip_low: float = 0.2
-    clip_high: float = 0.28  # not the same, so that a mix-up shows; functions that take one range get `clip_low`
+    clip_high: float = 0.28  # another one, so that a mix-up shows
     kl_weight: float = 0.3
     max_new_tokens: int = MAX_NEW_TOKENS
+    prompt_length: int = PROMPT_COLUMNS
 
     @property
     def mask(self) -> torch.Tensor:
@@ -52,26 +54,18 @@ class Batch:
         """The same rows with more padding, which has log-probs of its own."""
         generator = torch.Generator().manual_seed(columns)
         shape = (len(self.kinds), columns)
-
-        def pad(x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x, _log_probs(shape, generator)], dim=1)
-
-        return replace(
-            self,
-            kinds=torch.cat([self.kinds, torch.full(shape, PADDING)], dim=1),
-            log_probs=pad(self.log_probs),
-            old_log_probs=pad(self.old_log_probs),
-            log_probs_ref=pad(self.log_probs_ref),
-        )
+        kinds = torch.cat([self.kinds, torch.full(shape, PADDING)], dim=1)
+        names = ("log_probs", "old_log_probs", "log_probs_ref")
+        wider = {name: torch.cat([getattr(self, name), _log_probs(shape, generator)], dim=1) for name in names}
+        return replace(self, kinds=kinds, **wider)
 
 
 def make_batch(rows: tuple[tuple[int, int, int], ...] = ROWS, seed: int = 0, extra_padding: int = 2) -> Batch:
     """A batch with old and reference log-probs that differ from the policy's, and advantages of both signs."""
     width = PROMPT_COLUMNS + max(map(sum, rows)) + extra_padding
     kinds = torch.full((len(rows), width), PADDING)
-    for row, lengths in zip(kinds, rows, strict=True):
-        runs = zip((PROMPT, ACTION, TOOL, ACTION), (PROMPT_COLUMNS, *lengths), strict=True)
-        line = [kind for kind, length in runs for _ in range(length)]
+    for row, (first, tool, second) in zip(kinds, rows, strict=True):
+        line = PROMPT_COLUMNS * [PROMPT] + first * [ACTION] + tool * [TOOL] + second * [ACTION]
         row[: len(line)] = torch.tensor(line)
     generator = torch.Generator().manual_seed(seed)
     log_probs = _log_probs(kinds.shape, generator)

@@ -1,24 +1,29 @@
-"""What the doctor says: one finding per check, with the two numbers that differ."""
+"""What the doctor says: one finding per check, with the two numbers that differ, and the report of them all."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 OK, TRAP, NOTE, NOT_EXAMINED = "ok", "TRAP", "note", "not examined"
 
+# The checks of each function that a file may define, in the order of the report. Not every function has all of them:
+# `terms` is for losses that return them, `declared` for files with a LOSS.
+CHECKS = {
+    "policy_loss": "zero_gradient terms off_by_one end_of_turn_masked tokens_left_out prompt_trained "
+    "tool_output_in_loss padding_trained advantages_rescaled sign normalisation declared micro_batch_mean padded_width "
+    "empty_row clip kl_over_padding kl_gradient whole_loss ignored_values inputs_changed",
+    "advantages": "std_wrong_axis baseline advantage_sign divisor equal_rewards_noise",
+    "log_probs": "log_probs off_by_one no_temperature gradient_of_log_probs log_probs_in_bfloat16 log_of_softmax",
+    "action_mask": "off_by_one end_of_turn_masked prompt_trained padding_trained tokens_left_out mask_from_pad "
+    "tool_output_in_loss",
+    "generate_inputs": "right_padding_generation prompt_attention",
+    "reference_log_probs": "reference_dropout reference_gradient",
+}
 # The traps that have a section of docs/traps.md, which is named like them
 GALLERY = (
-    "end_of_turn_masked",
-    "mask_from_pad",
-    "no_temperature",
-    "equal_rewards_noise",
-    "micro_batch_mean",
-    "tool_output_in_loss",
-    "reference_dropout",
-    "kl_over_padding",
-    "std_wrong_axis",
-    "prompt_trained",
-    "off_by_one",
-    "right_padding_generation",
+    "end_of_turn_masked mask_from_pad no_temperature equal_rewards_noise micro_batch_mean tool_output_in_loss "
+    "reference_dropout kl_over_padding std_wrong_axis prompt_trained off_by_one right_padding_generation"
 )
 
 
@@ -31,7 +36,6 @@ class Finding:
     """What one check found: `expected` is what the slow loop gives, `got` what the user's function gave."""
 
     check: str  # its name, for a trap of the gallery that of its section
-    function: str  # the user's function that was called
     status: str
     sentence: str
     expected: float | None = None
@@ -39,16 +43,54 @@ class Finding:
 
     @property
     def link(self) -> str:
-        return f"docs/traps.md#{self.check}" if self.check in GALLERY else "docs/doctor.md#what-it-tests"
+        return f"docs/traps.md#{self.check}" if self.check in GALLERY.split() else "docs/doctor.md#what-it-tests"
 
 
-def compare(
-    check: str, function: str, expected: float, got: float, trap: str, ok: str, tolerance: float = 1e-4
-) -> Finding:
-    """The finding of a check that compares two numbers; `trap` and `ok` are its two sentences."""
-    if agree(expected, got, tolerance):
-        return Finding(check, function, OK, ok, expected, got)
-    return Finding(check, function, TRAP, trap, expected, got)
+@dataclass
+class Report:
+    """What the doctor found in a file."""
+
+    path: Path
+    functions: dict[str, list[Finding]] = field(default_factory=dict)  # those that the file defines
+    missing: list[str] = field(default_factory=list)  # functions that the file does not define
+    unfinished: list[str] = field(default_factory=list)  # functions that are not examined to the end
+    errors: list[str] = field(default_factory=list)  # why something could not be examined, a sentence each
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for findings in self.functions.values() for finding in findings]
+
+    @property
+    def status(self) -> int:
+        """The exit status: 2 if something could not be examined, 1 for a trap."""
+        return 2 if self.errors else int(self.count(TRAP) > 0)
+
+    def count(self, status: str) -> int:
+        return sum(finding.status == status for finding in self.findings)
+
+    def left_out(self, function: str) -> list[str]:
+        """The checks of a function that is missing or failed for which there is no finding."""
+        found = {finding.check for finding in self.functions.get(function, ())}
+        return [check for check in CHECKS[function].split() if check not in found]
+
+
+def compare(check: str, expected: Any, got: Any, trap: str, ok: str, tolerance: float = 1e-4) -> Finding:
+    """The finding of a check that compares two numbers, or two tensors where they differ most."""
+    expected, got = farthest(expected, got)
+    return either(check, agree(expected, got, tolerance), trap, ok, expected, got)
+
+
+def farthest(expected: Any, got: Any) -> tuple[float, float]:
+    """The two numbers where two tensors differ most; two numbers as they are."""
+    if isinstance(got, (int, float)):
+        return expected, got
+    at = (expected - got).abs().argmax()
+    return float(expected.flatten()[at]), float(got.flatten()[at])
+
+
+def either(check: str, is_ok: bool, trap: str, ok: str, expected: Any = None, got: Any = None) -> Finding:
+    """The finding of a check with these two sentences."""
+    return Finding(check, OK if is_ok else TRAP, ok if is_ok else trap, expected, got)
 
 
 def agree(expected: float, got: float, tolerance: float = 1e-4) -> bool:

@@ -1,61 +1,122 @@
-"""The user's file as a module."""
+"""The user's file as a module, and calls of its functions: their errors become one sentence."""
 
-import contextlib
-import io
+import inspect
 import re
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from doctor.findings import UnusableError
-from doctor.guard import describe_error, printable
+import torch
 
-FUNCTIONS = (
-    "policy_loss",
-    "advantages",
-    "log_probs",
-    "action_mask",
-    "generate_inputs",
-    "reference_log_probs",
-)
-LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LOSS may be; the kinds of denominators.py
+from doctor.findings import CHECKS, UnusableError
+
+LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LOSS may be
 
 
-def load(path: Path) -> ModuleType:
-    """Run the file. Modules are imported from where Python finds them, as those of a task file are.
+class UserFile:
+    """Runs the file. Modules are imported from where Python finds them, as those of a task file are.
+
+    Args:
+        announce: is told what is called before every call of the user's code.
 
     Raises:
         UnusableError: there is no such file, it cannot be run, or it defines none of the known functions.
     """
-    name = printable(str(path))
-    if not path.is_file():
-        raise UnusableError(f"{name} {'is no file' if path.exists() else 'does not exist'}: name a Python file")
-    if path.suffix == ".ipynb":
-        raise UnusableError(f"{name} is a notebook: copy the cells that define the functions into a .py file")
-    path = path.resolve()
-    module = ModuleType(f"doctor_{path.stem}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look their module up there
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        neighbour = path.parent / f"{getattr(error, 'name', None)}.py"
-        hint = f"; it is found with PYTHONPATH={printable(str(path.parent))}" if neighbour.exists() else ""
-        raise UnusableError(f"{name} cannot be run: {describe_error(error, path)}{hint}") from error
-    if not any(hasattr(module, function) for function in FUNCTIONS):
-        own = next((each for each in vars(module) if re.search(r"loss|objective", each, re.IGNORECASE)), None)
-        raise UnusableError(
-            f"{name} defines none of the functions that the doctor knows ({', '.join(FUNCTIONS)}); "
-            + (f"is it {own}? Then add: policy_loss = {own}" if own else "docs/loss_template.py shows them")
+
+    def __init__(self, path: Path, announce: Callable[[str], None]):
+        if not path.is_file() or path.suffix == ".ipynb":
+            why = "is a notebook" if path.is_file() else "is no file" if path.exists() else "does not exist"
+            raise UnusableError(f"{path} {why}: name a Python file")
+        self.path, self.announce = path.resolve(), announce
+        self.module = module = ModuleType(f"doctor_{path.stem}")
+        module.__file__ = str(self.path)
+        sys.modules[module.__name__] = module  # dataclasses look their module up there
+        announce(str(path))
+        try:
+            exec(compile(self.path.read_bytes(), self.path, "exec"), module.__dict__)
+        except BaseException as error:  # whatever the user's code raises
+            neighbour = self.path.parent / f"{getattr(error, 'name', None)}.py"
+            hint = f"; it is found with PYTHONPATH={neighbour.parent}" if neighbour.exists() else ""
+            raise UnusableError(f"{path} cannot be run: {self._describe(error)}{hint}") from error
+        if not any(hasattr(module, function) for function in CHECKS):
+            own = next((each for each in vars(module) if re.search(r"loss|objective", each, re.IGNORECASE)), None)
+            raise UnusableError(
+                f"{path} defines none of the functions that the doctor knows ({', '.join(CHECKS)}); "
+                + (f"is it {own}? Then add: policy_loss = {own}" if own else "docs/loss_template.py shows them")
+            )
+        self.declared = getattr(module, "LOSS", "")
+        self.settings = getattr(module, "SETTINGS", {})
+        self.skipped = getattr(module, "SKIP", [])
+        problems = [f"{each} is not a function" for each in CHECKS if not callable(getattr(module, each, print))]
+        if self.declared not in ("", *LOSSES):
+            problems.append(f"LOSS must be one of {', '.join(LOSSES)}")
+        if not isinstance(self.settings, dict):
+            problems.append("SETTINGS must be a dict")
+        checks = {check for checks in CHECKS.values() for check in checks.split()}
+        if not isinstance(self.skipped, (list, tuple)):
+            problems.append("SKIP must be a list")
+        elif unknown := [str(check) for check in self.skipped if check not in checks]:
+            problems.append(f"SKIP names {unknown[0]}, which is no check; they are: {', '.join(sorted(checks))}")
+        if problems:
+            raise UnusableError(f"{path}: {problems[0]}")
+
+    def call(self, what: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the user's; `what` names it and what for."""
+        self.announce(what)
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:  # whatever the user's code raises
+            raise UnusableError(f"{what} raised {self._describe(error)}") from error
+
+    def call_by_name(self, name: str, values: dict[str, Any], num_in_order: int) -> Any:
+        """Call a function other than `policy_loss`, whatever it calls the first `num_in_order` of the values."""
+        parameters = parameters_of(getattr(self.module, name))
+        rest = list(parameters)[num_in_order:]
+        unknown = [each for each in rest if each not in values and parameters[each].default is inspect.Parameter.empty]
+        if len(parameters) < num_in_order or unknown:
+            names = f"({', '.join(values)}), not ({', '.join(parameters)})"
+            raise UnusableError(f"{name} must take {names}; see docs/loss_template.py")
+        in_order, by_name = (
+            list(values.values())[:num_in_order],
+            {each: values[each] for each in rest if each in values},
         )
-    for function in FUNCTIONS:
-        if not callable(getattr(module, function, print)):
-            raise UnusableError(f"{name}: {function} is not a function")
-    for constant, kind in (("ADAPTER", str), ("LOSS", str), ("SETTINGS", dict), ("SKIP", (list, tuple))):
-        if not isinstance(getattr(module, constant, kind() if isinstance(kind, type) else ()), kind):
-            names = kind.__name__ if isinstance(kind, type) else "list"
-            raise UnusableError(f"{name}: {constant} must be a {names}")
-    if getattr(module, "LOSS", "grpo") not in LOSSES:
-        raise UnusableError(f"{name}: LOSS must be one of {', '.join(LOSSES)}")
-    return module
+        return self.call(name, getattr(self.module, name), *in_order, **by_name)
+
+    def tensor(self, name: str, values: dict[str, Any], num_in_order: int, shape: tuple, about: str = "") -> Any:
+        """As `call_by_name`, for a function that has to return a tensor of this shape."""
+        result = self.call_by_name(name, values, num_in_order)
+        result = result[0] if isinstance(result, tuple) and result else result
+        result = torch.from_numpy(result) if type(result).__module__ == "numpy" else result
+        if not isinstance(result, torch.Tensor) or tuple(result.shape) != shape:
+            shown = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+            raise UnusableError(f"{name} must return a tensor of shape {shape}{about}, not {shown}")
+        return result
+
+    def _describe(self, error: BaseException) -> str:
+        """An error in one line, with the line of the user's file that it comes from."""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(self.path)]
+        text = str(error)
+        if isinstance(error, SyntaxError):
+            lines, text = [error.lineno], error.msg
+        place = f" (line {lines[-1]} of {self.path.name})" if lines else ""
+        text = "".join(each if each.isprintable() else "\ufffd" for each in " ".join(text.split()))
+        text = text if len(text) <= 200 else f"{text[:196].rstrip()} ..."
+        return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
+def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
+    """What a function can be given by name.
+
+    Raises:
+        UnusableError: it is a function of C that does not say.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UnusableError(f"the parameters of {name} are not known: wrap it in a function") from error
+    return {name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}

@@ -12,15 +12,12 @@ from datetime import datetime
 from pathlib import Path
 
 from common.errors import UserError
-from common.fast.auto_size import AutoSize
 
 from common.plumbing.checks import flag
 from common.plumbing.config import ModelConfig
 from common.plumbing.directory import BEFORE_SETTINGS, lock_directory
-from common.plumbing.flags import RANGES
 from common.plumbing.machine import describe_machine
-from common.plumbing.settings import write_settings
-from common.plumbing.sources import check_sources, describe_sources
+from common.plumbing.settings import check_sources, describe_sources, write_settings
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable, say
 
@@ -58,26 +55,6 @@ def locked(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def with_its_size(config: ModelConfig, directory: Path) -> ModelConfig:
-    """The settings with the batch size of the evaluation that is continued, if the size is automatic.
-
-    completions.jsonl is written in such batches; where memory runs out, one is sampled in parts.
-    """
-    size = config.generation_batch_size
-    if not isinstance(size, AutoSize):
-        return config
-    number = (_stored(directory) or {}).get("generation_batch_size")
-    own = AutoSize(number if isinstance(number, int) and number in RANGES["generation_batch_size"] else size.now)
-    own.now = min(own.now, size.now)
-    own.on_change = lambda before: _tell_smaller(size, before, own.now)
-    return dataclasses.replace(config, generation_batch_size=own)
-
-
-def _tell_smaller(size: AutoSize, before: int, now: int) -> None:
-    size.now = now  # for the next benchmark of a suite
-    say(f"memory ran out with batches of up to {before} completions: from here on {now}")
-
-
 def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
     """Write the settings of a new evaluation, or compare those of the one that is continued; returns them.
 
@@ -86,7 +63,6 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
     """
     machine, sources = describe_machine(), describe_sources(config, task)
     settings = dataclasses.asdict(config) | machine
-    settings |= {"generation_batch_size": int(config.generation_batch_size)}
     settings |= {"sources": sources, "command": sys.argv}
     settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
     stored = _stored(directory)

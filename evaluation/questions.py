@@ -11,8 +11,7 @@ from common.plumbing.config import ModelConfig
 from common.plumbing.data import filter_rows, load_rows, read_rows
 from common.plumbing.hub import find_test_split, is_hub_source
 from common.plumbing.rows import FieldsError, find_problem
-from common.plumbing.task import Row, Task
-from common.plumbing.task_file import task_of
+from common.plumbing.task import Row, Task, task_of
 from common.plumbing.terminal import say
 
 

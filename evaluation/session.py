@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError
-from common.fast.auto_size import AutoSize
 from common.policy import Policy
 from evaluation.answers import Completions, ask, make_batches
 from evaluation.comparison import check_shared, compare, read_results
-from evaluation.directory import begin, locked, tell_changes, with_its_size
+from evaluation.directory import begin, locked, tell_changes
 from evaluation.failures import failures
 from evaluation.figures import Answers, figures, read_answers
 from evaluation.progress import progress
@@ -44,7 +43,6 @@ def evaluate(
         check_shared(other, list(map(content_of, task.eval_rows)))
     with locked(directory):
         try:
-            config = with_its_size(config, directory)
             settings = begin(directory, config, task)
             batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
             completions = Completions(directory / "completions.jsonl", batches, config.num_samples)
@@ -81,8 +79,6 @@ def _ask(config: ModelConfig, task: Task, completions: Completions, load: Callab
         "max_new_tokens": config.max_new_tokens,
         "top_p": config.top_p,
     }
-    if isinstance(config.generation_batch_size, AutoSize):  # else a batch is sampled as it is
-        settings["generation_batch_size"] = config.generation_batch_size
     with progress(total, done, "completions") as update:
         for batch in completions.left:
             completions.add(ask(policy, task.eval_rows, task, batch, config.num_samples, **settings))

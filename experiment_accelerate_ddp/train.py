@@ -37,40 +37,38 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.config import BatchSize, RunConfig
+from common.plumbing.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
 from common.plumbing.processes import start_processes
-from common.plumbing.rollout import rollout_metrics
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.statistics import UpdateStatistics, rollout_metrics
 from common.plumbing.task import Task
-from common.plumbing.update_memory import within_memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: int = 80  # each samples completions, rewards them and trains on them
-    prompts_per_step: int = 16  # Q: questions per step
-    group_size: int = 8  # G: completions per question, which are compared with one another
-    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
-    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    steps: Count = 80  # each samples completions, rewards them and trains on them
+    prompts_per_step: Count = 16  # Q: questions per step
+    group_size: GroupSize = 8  # G: completions per question, which are compared with one another
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
-    top_p: float = 1.0
-    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
-    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
-    # rows per pass: memory and time, never the update; auto: as many as fit; None: 128 for the bundled policy, else 4
-    micro_batch_size: BatchSize | None = None
+    top_p: Share = 1.0
+    epochs_per_step: Count = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: Count | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
-    lr: float | None = None
-    weight_decay: float = 0.0  # of AdamW
+    lr: Positive | None = None
+    weight_decay: NotNegative = 0.0  # of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
-    clip_eps: float = 0.2
-    kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
-    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+    clip_eps: Positive = 0.2
+    kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -175,7 +173,6 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
     return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
 
 
-@within_memory
 def update(
     config: Config,
     model: DistributedDataParallel,

@@ -13,15 +13,16 @@ count as the policy's own: importance sampling, truncated because a rare w can b
 
     python experiment_engine/train.py --engine-start /opt/vllm/bin/python         # a Python that has vLLM
     python experiment_engine/train.py --engine-url http://127.0.0.1:8000          # a server that runs
-    diff experiment_base/train.py experiment_engine/train.py
+    diff experiment_accelerate/train.py experiment_engine/train.py
 
-Parent: experiment_base, which explains everything else. Shapes are its own, too.
+Parent: experiment_accelerate; experiment_base explains everything else. Shapes are those of the parent.
 """
 
 import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
+from accelerate import Accelerator
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_prompt
@@ -29,49 +30,49 @@ from common.engines.engine import Engine, Sampling
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
+from common.parallel import gather, gather_rows, in_step, part_of, world_size
 from common.policy import Policy
 
-from common.plumbing.config import BatchSize
+from common.plumbing.accelerator import clip_grad_norm_, prepare, start_accelerator
+from common.plumbing.config import Count, GroupSize, NotNegative, Positive, Share, ZeroOrOne
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.engine import EngineConfig, compare_with_engine, start_engine
 from common.plumbing.held_out import evaluate_held_out
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
-from common.plumbing.rollout import rollout_metrics
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.statistics import UpdateStatistics, rollout_metrics
 from common.plumbing.task import Task
-from common.plumbing.update_memory import within_memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineConfig):
-    steps: int = 80  # each samples completions, rewards them and trains on them
-    prompts_per_step: int = 16  # Q: questions per step
-    group_size: int = 8  # G: completions per question, which are compared with one another
-    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
-    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    steps: Count = 80  # each samples completions, rewards them and trains on them
+    prompts_per_step: Count = 16  # Q: questions per step
+    group_size: GroupSize = 8  # G: completions per question, which are compared with one another
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
-    top_p: float = 1.0
-    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
-    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
-    # rows per pass: memory and time, never the update; auto: as many as fit; None: 128 for the bundled policy, else 4
-    micro_batch_size: BatchSize | None = None
+    top_p: Share = 1.0
+    epochs_per_step: Count = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: Count | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
-    lr: float | None = None
-    weight_decay: float = 0.0  # of AdamW
+    lr: Positive | None = None
+    weight_decay: NotNegative = 0.0  # of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
-    clip_eps: float = 0.2
-    kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
-    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
-    importance_cap: float = 2.0  # no token's importance weight is larger; 0: no weights, as if the engine were exact
-    push_every: int = 1  # steps between pushes of weights (evaluations push, too); above 1 samples are of older ones
-    steps_ahead: int = 0  # 1: the engine samples the next step during the update, with weights that are a step old
+    clip_eps: Positive = 0.2
+    kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
+    importance_cap: NotNegative = 2.0  # the largest importance weight; 0: no weights, as if the engine were exact
+    push_every: Count = 1  # steps between pushes of weights (evaluations push, too); above 1 samples are of older ones
+    steps_ahead: ZeroOrOne = 0  # 1: the engine samples the next step during the update, with weights a step old
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_config(Config, argv, description=__doc__)
+    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
     task = load_task(config)  # what is asked and rewarded, with its rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
@@ -79,15 +80,24 @@ def main(argv: list[str] | None = None) -> None:
         engine = start_engine(config, run, task, policy)
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8, sampler=engine.sample))
-        train(config, run, task, policy, reference, engine)
+        train(config, run, accelerator, task, policy, reference, engine)
         run.save_final(policy)
         run.finish(evaluate_held_out(config, task, policy, num_samples=8, sampler=engine.sample))
 
 
-def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None, engine: Engine) -> None:
+def train(
+    config: Config,
+    run: Run,
+    accelerator: Accelerator,
+    task: Task,
+    policy: Policy,
+    reference: Policy | None,
+    engine: Engine,
+) -> None:
     """Run all steps, or those that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    run.restore(policy, optimizer)
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    run.restore(policy, optimizer, accelerator)
     ahead = None  # samples that the engine works on, of the next step
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts, by the engine, which can then begin with those of the next step
@@ -122,23 +132,26 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, policy, optimizer, experience, step)
+        statistics = update(config, accelerator, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        metrics = statistics.metrics() | rollout_metrics(trajectories, returns) | comparison | engine.costs()
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
+        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
+        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
+        metrics |= comparison | engine.costs()
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy, sampler=engine.sample)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer)
+        run.checkpoint(step, policy, optimizer, accelerator)
 
 
 def begin_sampling(config: Config, task: Task, policy: Policy, engine: Engine, step: int) -> Sampling:
-    """G completions of each of the step's Q questions: B trajectories, of the policy as it is now."""
+    """G completions of each of this rank's part of the step's Q questions, of the policy as it is now."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+    prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
     conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
     return engine.begin(
         policy,
@@ -172,9 +185,13 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
     return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
 
 
-@within_memory
 def update(
-    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
+    config: Config,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    experience: Experience,
+    step: int,
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -182,13 +199,17 @@ def update(
         key = (config.seed, step, epoch)  # names the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
-                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+            num_rows = sum(gather(len(minibatch)))  # of all ranks
+            micro_batches = minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0)
+            micro_batches = in_step(micro_batches, minibatch.filler())
+            for number, micro in enumerate(micro_batches, start=1):
+                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+                log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
-                terms.sum().backward()
+                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
+                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

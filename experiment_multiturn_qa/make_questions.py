@@ -41,8 +41,8 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 from common.search import Index
 
-from common.plumbing.checks import flag, is_text, local_path
-from common.plumbing.config import shown
+from common.plumbing.checks import is_text, local_path
+from common.plumbing.config import Count, Positive, Seed, shown
 from common.plumbing.questions.templates import MAX_ANSWER_WORDS, Draft, Templates, find_fault, normalise
 from common.plumbing.retrieval.config import IndexConfig, check_index, corpus_of
 from common.plumbing.retrieval.documents import Document, read_corpus
@@ -76,24 +76,21 @@ Outcome = Draft | str  # a question, or why there is none
 @dataclass(frozen=True, kw_only=True)
 class Config(IndexConfig):
     output: str  # the file of questions that is made, a JSONL; one that has some is continued
-    num_questions: int = 500  # how many; fewer if the documents do not give as many
-    per_part: int = 3  # the most questions about one part of a document
-    seed: int = 0  # of the order of the parts, and of the server's sampling
+    num_questions: Count = 500  # how many; fewer if the documents do not give as many
+    per_part: Count = 3  # the most questions about one part of a document
+    seed: Seed = 0  # of the order of the parts, and of the server's sampling
     base_url: str | None = None  # a server that speaks OpenAI's protocol, with its path: http://127.0.0.1:8000/v1
     served_model: str | None = None  # the model's name on that server
     temperature: float = 0.7  # of its sampling
-    max_new_tokens: int = 256  # of a reply, with its thoughts if the model thinks
-    requests_at_once: int = 8  # to the server
-    request_seconds: float = 60.0  # until a request to the server counts as failed; it is then sent again
+    max_new_tokens: Count = 256  # of a reply, with its thoughts if the model thinks
+    requests_at_once: Count = 8  # to the server
+    request_seconds: Positive = 60.0  # until a request to the server counts as failed; it is then sent again
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=argv, description=__doc__)
     handle_as_usual()
     check_index(config)
-    for name in ("num_questions", "per_part", "requests_at_once"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{flag(name)} must be 1 or more, not {getattr(config, name)}")
     if (config.base_url is None) != (config.served_model is None):
         raise UserError("--base-url and --served-model belong together: give both, or neither")
     documents = list(read_corpus(corpus_of(config), config.chunk_words, config.chunk_overlap))

@@ -17,9 +17,11 @@ from typing import Annotated
 
 import torch
 import tyro
+from annotated_types import Interval
 
 from common.errors import UserError
 
+from common.plumbing.config import Count
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.opening import check_search, open_index
 from common.plumbing.start import run_main
@@ -32,9 +34,9 @@ class Config(SearchConfig):
     search_seconds: float = 2.0
     search_url: Annotated[None, tyro.conf.Fixed, tyro.conf.Suppress] = None  # what is served is on this disk
     runs_dir: str = "runs"  # where an index is kept that is made without --index: <runs-dir>/search_index/
-    threads: int = 1  # CPU threads for the encoder
+    threads: Count = 1  # CPU threads for the encoder
     host: str = "127.0.0.1"  # address to serve at; 0.0.0.0: all addresses of this machine
-    port: int = 8000  # 0: a free one, which is printed
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8000  # 0: a free one, which is printed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from accelerate import Accelerator
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_observation, encode_prompt
@@ -32,13 +33,15 @@ from common.experience import Experience, collate
 from common.fast.kept_rows import KeptRows
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
+from common.parallel import gather, gather_rows, in_step, part_of, world_size
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
 from common.search import SEARCH_WEIGHTS, Searcher, SearchState
 from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
-from common.plumbing.config import BatchSize, RunConfig
+from common.plumbing.accelerator import clip_grad_norm_, prepare, start_accelerator
+from common.plumbing.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
 from common.plumbing.context import context_length
 from common.plumbing.data import load_task, prompts_of_step
 from common.plumbing.held_out import evaluate_held_out
@@ -46,47 +49,45 @@ from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
 from common.plumbing.retrieval.config import SearchConfig
 from common.plumbing.retrieval.opening import check_questions, open_index, search_sources
-from common.plumbing.rollout import rollout_metrics
 from common.plumbing.run import Run
 from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics
+from common.plumbing.statistics import UpdateStatistics, rollout_metrics
 from common.plumbing.task import Task
 from common.plumbing.tool_files import check_turns, load_tools
 from common.plumbing.tool_processes import in_threads
-from common.plumbing.update_memory import within_memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchConfig, RunConfig):
-    max_turns: int = 3  # turns of the policy per conversation; what it calls in the last one is not executed
-    steps: int = 120  # each samples completions, rewards them and trains on them
-    prompts_per_step: int = 8  # Q: questions per step
-    group_size: int = 8  # G: completions per question, which are compared with one another
-    max_new_tokens: int | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
-    temperature: float = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    max_turns: Count = 3  # turns of the policy per conversation; what it calls in the last one is not executed
+    steps: Count = 120  # each samples completions, rewards them and trains on them
+    prompts_per_step: Count = 8  # Q: questions per step
+    group_size: GroupSize = 8  # G: completions per question, which are compared with one another
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
-    top_p: float = 1.0
-    epochs_per_step: int = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
-    minibatch_size: int | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
-    # rows per pass: memory and time, never the update; auto: as many as fit; None: 128 for the bundled policy, else 4
-    micro_batch_size: BatchSize | None = None
+    top_p: Share = 1.0
+    epochs_per_step: Count = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: Count | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
-    lr: float | None = None
-    weight_decay: float = 0.0  # of AdamW
+    lr: Positive | None = None
+    weight_decay: NotNegative = 0.0  # of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
-    clip_eps: float = 0.2
-    kl_weight: float = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
-    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+    clip_eps: Positive = 0.2
+    kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     # the bundled policy that knows tools, "tiny_tools", or any that --model of experiment_base can be
     model: str = "tiny_tools"
     task: str = "qa"  # what is asked and rewarded: a file of common/tasks, or the path of your own
-    tools: str | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
-    tool_seconds: float = 5.0  # time limit of a call of a tool of your own
+    tools: InputPath | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
+    tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
     tool: bool = True  # offer the search; --no-tool asks the same questions without any tool
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_config(Config, argv, description=__doc__)
+    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
     index = open_index(config) if config.tool else None
     searcher = Searcher(index, config.top_k)
     tools = {"search": searcher.search} if config.tool else {}  # functions by name
@@ -100,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         talk = partial(converse, config, task, tools, searcher, policy)
         if not run.has_before:
             run.log_before(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
-        train(config, run, task, policy, reference, talk)
+        train(config, run, accelerator, task, policy, reference, talk)
         run.save_final(policy)
         run.finish(evaluate_held_out(config, task, policy, num_samples=8, converse=talk))
 
@@ -108,6 +109,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(
     config: Config,
     run: Run,
+    accelerator: Accelerator,
     task: Task,
     policy: Policy,
     reference: Policy | None,
@@ -115,10 +117,12 @@ def train(
 ) -> None:
     """Run all steps, or those that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    run.restore(policy, optimizer)
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions
         prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+        prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]  # of this rank
         key = (config.seed, step)  # names the random numbers of this step
         trajectories = talk(task.train_rows, prompt_index, config.group_size, key, top_p=config.top_p)
         run.lap("sample")
@@ -140,18 +144,19 @@ def train(
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
-        statistics = update(config, policy, optimizer, experience, step)
+        statistics = update(config, accelerator, model, optimizer, experience, step)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        metrics = statistics.metrics() | rollout_metrics(trajectories, returns)
-        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in trajectories))
+        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
+        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
         if config.eval_every and step % config.eval_every == 0:
             evaluation = evaluate_held_out(config, task, policy, converse=talk)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
-        run.checkpoint(step, policy, optimizer)
+        run.checkpoint(step, policy, optimizer, accelerator)
 
 
 def converse(
@@ -229,9 +234,13 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
     return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
 
 
-@within_memory
 def update(
-    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience, step: int
+    config: Config,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    experience: Experience,
+    step: int,
 ) -> UpdateStatistics:
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
@@ -239,13 +248,17 @@ def update(
         key = (config.seed, step, epoch)  # names the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
-                log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+            num_rows = sum(gather(len(minibatch)))  # of all ranks
+            micro_batches = minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0)
+            micro_batches = in_step(micro_batches, minibatch.filler())
+            for number, micro in enumerate(micro_batches, start=1):
+                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+                log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(minibatch))
-                terms.sum().backward()
+                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
+                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
+            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
             if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
                 optimizer.step()
             statistics.end_update(grad_norm)

@@ -40,7 +40,7 @@ from common.policy import Policy
 from common.tasks import arithmetic, countdown
 from common.trajectory import Trajectory
 
-from common.plumbing.config import DTYPES, PolicyConfig
+from common.plumbing.config import DTYPES, Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
 from common.plumbing.context import check_prompts, context_length
 from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy, make_policy
@@ -58,23 +58,23 @@ WINDOW = 3000  # rows within which those of similar length are batched together,
 @dataclass(frozen=True, kw_only=True)
 class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
-    data: str | None = None  # JSONL with rows {"messages": [...], "tools": [...]}, without tools if there are none
+    data: InputPath | None = None  # JSONL with rows {"messages": [...], "tools": [...]}; tools can be left out
     # without --data: those of warm_start.py, tool_lessons.py, or countdown_lessons.py
     lessons: Literal["arithmetic", "tools", "countdown"] = "arithmetic"
     # with --lessons tools, of the tokens of names, which have never been used: made like those of digits, random, as is
     embeddings: Literal["like_digits", "random", "as_is"] = "like_digits"
-    num_copying: int = 38_000  # conversations of the first lesson
-    num_reasoning: int = 200_000  # conversations of the second lesson: all are reasoned, or call a tool
-    num_answering: int = 120_000  # conversations of the third lesson: some of them
-    epochs: int = 1  # passes over the rows
-    tokens_per_batch: int = 3072  # per optimizer step, including padding
-    micro_batch_size: int = 256  # rows per forward and backward pass: memory and time, never the update
-    max_length: int = 1024  # tokens; rows longer than this or than the model's context are left out, and counted
-    lr: float | None = None  # peak learning rate of AdamW; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
-    warmup_steps: int = 50  # over which the learning rate rises from 0
-    final_lr: float = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
-    weight_decay: float = 0.0  # of AdamW
-    max_grad_norm: float = 1.0  # a longer gradient is scaled down to this norm
+    num_copying: CountOrZero = 38_000  # conversations of the first lesson
+    num_reasoning: CountOrZero = 200_000  # conversations of the second lesson: all are reasoned, or call a tool
+    num_answering: CountOrZero = 120_000  # conversations of the third lesson: some of them
+    epochs: Count = 1  # passes over the rows
+    tokens_per_batch: Count = 3072  # per optimizer step, including padding
+    micro_batch_size: Count = 256  # rows per forward and backward pass: memory and time, never the update
+    max_length: Count = 1024  # tokens; rows longer than this or than the model's context are left out, and counted
+    lr: Positive | None = None  # peak learning rate of AdamW; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
+    warmup_steps: CountOrZero = 50  # over which the learning rate rises from 0
+    final_lr: NotNegative = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
+    weight_decay: NotNegative = 0.0  # of AdamW
+    max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     checkpoint_every: int = 500  # steps between checkpoints; 0: only on Ctrl-C
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/, which are also what is examined
 

@@ -1,4 +1,4 @@
 """The parts of export.py: a trained policy becomes a directory that others can load.
 
-source.py  weights.py  gguf.py  answers.py  card.py  upload.py
+source.py  weights.py  answers.py  card.py  upload.py
 """

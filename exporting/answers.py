@@ -1,6 +1,5 @@
 """Whether what was written answers as what was trained: greedy ids of both, question by question."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,26 +48,6 @@ def written_answers(directory: Path, questions: Questions, device: str) -> list[
         ids = torch.tensor([prompt], device=device)
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=questions.budget)
         found.append(output[0, len(prompt) :].tolist())
-    return found
-
-
-def gguf_answers(path: Path, questions: Questions, ends: list[int]) -> list[list[int]] | None:
-    """The ids that llama.cpp chooses greedily, of every question; None without llama-cpp-python."""
-    if importlib.util.find_spec("llama_cpp") is None:
-        return None
-    from llama_cpp import Llama
-
-    longest = max(map(len, questions.prompts)) + questions.budget
-    llama = Llama(model_path=str(path), n_ctx=longest, n_gpu_layers=0, verbose=False)
-    found = []
-    for prompt in questions.prompts:
-        ids: list[int] = []
-        for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
-            ids.append(token)
-            if token in ends or len(ids) == questions.budget:
-                break
-        found.append(ids)
-    llama.close()
     return found
 
 

@@ -1,9 +1,10 @@
-"""The model card: the training, the results, how to use the model, and its limits.
+"""The model card: the training, the results, how to use the model, and its limits; card.md.jinja has its sentences.
 
 Names, settings and texts come from the user's machine and from data: no path of that machine is shown, and none of them
 can end the code block or the line that it is in.
 """
 
+import dataclasses
 import json
 import re
 import shlex
@@ -14,9 +15,8 @@ from exporting.answers import Questions
 from exporting.source import Source
 from viewer.table import wilson
 
-from common.plumbing.checks import INPUTS, flag
-from common.plumbing.config import BUNDLED, is_hub_id
-from common.plumbing.flags import GROUPS
+from common.plumbing.checks import flag
+from common.plumbing.config import BUNDLED, RunConfig, is_hub_id
 from common.plumbing.hub import is_hub_source
 from common.plumbing.terminal import printable, visible
 
@@ -26,8 +26,20 @@ SHOWN = {
     "sampled/pass@8": "at least one of 8 right (pass@8)",
 }
 BITS = {"4bit": "4 bits", "8bit": "8 bits"}
-PLACES = ("model", "task", *INPUTS)  # shown by their last part
+# Flags that name a file or directory, of which the last part is shown
+PLACES = ("model", "task", "chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
 TEXTS = ("system_prompt", "completion_prefix")
+WORDS = ("dtype", "load_in", "attn_implementation", "device")  # other flags of every experiment that are shown
+HIDDEN = ("wandb", "estimate", "engine_start", "engine_url", "search_url")
+CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = {name}
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name)
+messages = {messages}
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+output = model.generate(**prompt.to(model.device), max_new_tokens={budget})
+print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,124 +53,96 @@ class Card:
     license: str | None
     questions: Questions
     answer: str  # the greedy one to the first question, by the trained policy
-    equal: int  # questions with the same greedy answer, before a conversion to GGUF
-    gguf_equal: int | None  # the same, of the GGUF file; None: there is none, or it was not run
+    equal: int  # questions with the same greedy answer
     prompts_equal: int
     has_curve: bool
 
     def text(self) -> str:
-        parts = [self._front_matter(), f"# {escape(self.title)}", self._what(), self._use(), self._training()]
-        return "\n\n".join(part for part in [*parts, self._evaluation(), self._check(), self._limits()] if part) + "\n"
+        from huggingface_hub import ModelCard
+
+        template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+        values = self._description() | self._use() | self._results()
+        return str(ModelCard.from_template(self._metadata(), template_str=template, **values))
 
     @property
     def _is_adapter(self) -> bool:
         return self.source.is_adapter and not self.merged
 
     @property
-    def _model(self) -> str:
-        name = self.source.base_id
-        if name is not None:
-            return f"[{name}](https://huggingface.co/{name})"
-        model = str(self.source.settings.get("model"))
-        if model in BUNDLED:
-            return f"the textbook's bundled policy `{model}` (1.8 million parameters, made to be trained in minutes)"
-        return f"a model in a directory, {code(place('model', model))}"
-
-    def _front_matter(self) -> str:
-        import yaml
-
-        library = "gguf" if self.quantize == "gguf" else "peft" if self._is_adapter else "transformers"
-        fields: dict = {"library_name": library, "pipeline_tag": "text-generation"}
-        if self.source.base_id is not None:
-            fields["base_model"] = self.source.base_id
-            fields["base_model_relation"] = "adapter" if self._is_adapter else "finetune"
-        if self.license is not None:
-            fields["license"] = self.license
-        bits = {"4bit": ["4-bit", "bitsandbytes"], "8bit": ["8-bit", "bitsandbytes"]}.get(self.quantize, [])
-        learning = [] if self._is_supervised else ["reinforcement-learning"]
-        fields["tags"] = [*learning, "rl-textbook", *bits]
-        return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)}---"
-
-    def _what(self) -> str:
-        form = f"in {self.dtype}"
-        if self.quantize == "gguf":
-            form = f"as GGUF in {self.dtype}, for llama.cpp"
-        elif self.quantize != "none":
-            form = f"quantised to {BITS[self.quantize]} with bitsandbytes"
-        if self._is_adapter:
-            form = f"(its base was held in {BITS.get(self._load_in, self.dtype)})"
-        kind = "A LoRA adapter" if self._is_adapter else "A language model"
-        merged = ", merged from a LoRA adapter and its base" if self.source.is_adapter and self.merged else ""
-        state = "after" if self.source.step is None else f"at the checkpoint of step {self.source.step} of"
-        settings = self.source.settings
-        about = settings.get("about")  # the first line of its train.py
-        about = f": {escape(about.rstrip('.'))}" if isinstance(about, str) and about else ""
-        what = "on examples of answers"
-        if not self._is_supervised:
-            what = f"with the questions and the reward of the task {code(place('task', str(settings.get('task'))))}"
-            data = settings.get("data")
-            what += f", on the data {code(place('data', data))}" if isinstance(data, str) else ""
-        return (
-            f"{kind} {form}{merged}: {self._model} {state} a run of {code(str(settings['experiment']))} {what}. That "
-            f"experiment is part of an open textbook of reinforcement learning for language models{about}."
-        )
-
-    @property
     def _is_supervised(self) -> bool:
         return self.source.settings.get("task") is None
 
-    @property
-    def _load_in(self) -> str | None:
-        return self.source.load_in
+    def _metadata(self):
+        from huggingface_hub import ModelCardData
 
-    def _use(self) -> str:
-        if self.quantize == "gguf":
-            return "## How to use it\n\n" + self._use_of_gguf() + self._given_prefix()
-        messages = json.dumps(self.questions.conversations[0], ensure_ascii=True)
-        lines = [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f"name = {json.dumps(self.loads_as)}",
-            "tokenizer = AutoTokenizer.from_pretrained(name)",
-            "model = AutoModelForCausalLM.from_pretrained(name)",
-            f"messages = {messages}",
-            'prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '
-            "return_dict=True)",
-            f"output = model.generate(**prompt.to(model.device), max_new_tokens={self.questions.budget})",
-            'print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))',
-        ]
-        needs = {"4bit": "bitsandbytes", "8bit": "bitsandbytes"}.get(self.quantize, "peft" if self._is_adapter else "")
-        text = f"It needs `torch`, `transformers` and `{needs}`." if needs else "It needs `torch` and `transformers`."
-        if not is_hub_id(self.loads_as):
-            text += " `name` is this directory, seen from the one that it is in; after an upload it is `owner/name`."
-        text += (
-            " The question is one of those that training did not use. Answers are greedy by default; to sample as in "
-        )
-        text += f"training, pass `do_sample=True, temperature={self._number('temperature', 1.0)}, "
-        text += f"top_p={self._number('top_p', 1.0)}, top_k=0` to `generate`."
-        text += self._given_prefix() + " The greedy answer of the trained policy:"
-        return "\n\n".join(
-            ["## How to use it", fenced("\n".join(lines), "python"), text, fenced(printable(self.answer, 1000), "text")]
+        relation = "adapter" if self._is_adapter else "finetune"
+        bits = {"4bit": ["4-bit", "bitsandbytes"], "8bit": ["8-bit", "bitsandbytes"]}.get(self.quantize, [])
+        return ModelCardData(
+            library_name="peft" if self._is_adapter else "transformers",
+            pipeline_tag="text-generation",
+            base_model=self.source.base_id,
+            base_model_relation=None if self.source.base_id is None else relation,
+            license=self.license,
+            tags=[*([] if self._is_supervised else ["reinforcement-learning"]), "rl-textbook", *bits],
         )
 
-    def _use_of_gguf(self) -> str:
-        turns = {str(turn.get("role")): str(turn.get("content")) for turn in self.questions.conversations[0]}
-        command = ["llama-cli", "-m", "model.gguf", "--jinja", "--temp", "0", "-n", str(self.questions.budget)]
-        command += ["-sys", turns["system"]] if turns.get("system") else []
-        command += ["-st", "-p", turns.get("user", "")]
-        return fenced(shlex.join(command), "sh") + "\n\nThe chat template is in the file."
+    def _description(self) -> dict:
+        """What the model is, what it was trained on, and from which model."""
+        settings, step, base = self.source.settings, self.source.step, self.source.base_id
+        model = str(settings.get("model"))
+        about = settings.get("about")  # the first line of its train.py
+        form = (
+            f"in {self.dtype}" if self.quantize == "none" else f"quantised to {BITS[self.quantize]} with bitsandbytes"
+        )
+        if self._is_adapter:
+            form = f"(its base was held in {BITS.get(self.source.load_in, self.dtype)})"
+        if base is not None:
+            named = f"[{base}](https://huggingface.co/{base})"
+        elif model in BUNDLED:
+            named = f"the textbook's bundled policy `{model}` (1.8 million parameters, made to be trained in minutes)"
+        else:
+            named = f"a model in a directory, {code(place('model', model))}"
+        learned_from = "on examples of answers"
+        if not self._is_supervised:
+            task, data = str(settings.get("task")), settings.get("data")
+            learned_from = f"with the questions and the reward of the task {code(place('task', task))}"
+            learned_from += f", on the data {code(place('data', data))}" if isinstance(data, str) else ""
+        return {
+            "title": escape(self.title),
+            "kind": "A LoRA adapter" if self._is_adapter else "A language model",
+            "form": form,
+            "merged": ", merged from a LoRA adapter and its base" if self.source.is_adapter and self.merged else "",
+            "model": named,
+            "state": "after" if step is None else f"at the checkpoint of step {step} of",
+            "experiment": code(str(settings["experiment"])),
+            "learned_from": learned_from,
+            "about": f": {escape(about.rstrip('.'))}" if isinstance(about, str) and about else "",
+            "base_id": base,
+            "is_bundled": model in BUNDLED,
+            "has_license": self.license is not None,
+        }
 
-    def _given_prefix(self) -> str:
+    def _use(self) -> dict:
+        """The code that asks the first question, and what the trained policy answered."""
         prefix = self.source.settings.get("completion_prefix")
-        if not isinstance(prefix, str) or not prefix:
-            return ""
-        return f" The chat template begins every answer with {code(prefix)}, which `generate` does not print."
+        messages = json.dumps(self.questions.conversations[0], ensure_ascii=True)
+        text = CODE.format(name=json.dumps(self.loads_as), messages=messages, budget=self.questions.budget)
+        return {
+            "code_block": fenced(text, "python"),
+            "needs": "peft" if self._is_adapter else "" if self.quantize == "none" else "bitsandbytes",
+            "is_on_hub": is_hub_id(self.loads_as),
+            "temperature": self._number("temperature"),
+            "top_p": self._number("top_p"),
+            "prefix": code(prefix) if isinstance(prefix, str) and prefix else "",
+            "answer": fenced(printable(self.answer, 1000), "text"),
+        }
 
-    def _number(self, name: str, otherwise: float) -> float:
+    def _number(self, name: str) -> float:
         value = self.source.settings.get(name)
-        return value if type(value) in (int, float) else otherwise
+        return value if type(value) in (int, float) else 1.0
 
-    def _training(self) -> str:
+    def _results(self) -> dict:
+        """The command, the machine, the evaluations, and the check of what was exported."""
         settings = self.source.settings
         versions = settings.get("versions") if isinstance(settings.get("versions"), dict) else {}
         rows = {
@@ -168,82 +152,27 @@ class Card:
             "machine": settings.get("machine"),
             "GPU": settings.get("gpu"),
             "processes": settings.get("processes"),
-            "held quantised in training": self._load_in,
+            "held quantised in training": self.source.load_in,
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         }
-        table = [f"| {name} | {escape(value)} |" for name, value in rows.items() if value not in (None, "")]
-        text = "## Training\n\n" + fenced(public_command(settings), "sh")
-        text += (
-            "\n\nPaths in this command are shortened to their last part, and flags that only name places (`--name`, "
-        )
-        text += "for example) are left out. All other settings are the defaults of that commit.\n\n"
-        text += "\n".join(["| | |", "|---|---|", *table])
-        return text + ("\n\n![metrics of the run over its steps](curve.png)" if self.has_curve else "")
-
-    def _evaluation(self) -> str:
         before, after, count = self.source.figures()
         names = [name for name in SHOWN if _is_share(before.get(name)) or _is_share(after.get(name))]
-        if not names:
-            return "## Evaluation\n\nThe run was not evaluated."
-        rows = [
-            f"| {SHOWN[name]} | {_cell(before.get(name), count)} | {_cell(after.get(name), count)} |" for name in names
-        ]
-        asked = f"{count} held-out questions" if count else "the held-out questions"
-        text = f"## Evaluation\n\nBy the run itself, before and after training, on {asked} of its task. Greedy: one "
-        text += "answer, of the most probable tokens. Sampled: 8 answers at temperature "
-        text += f"{self._number('temperature', 1.0)}."
-        if count:
-            text += (
-                " In brackets: 95 % intervals (Wilson) for that number of questions; of other seeds they say nothing."
-            )
-        if self._load_in is not None:
-            text += f" Its base was held in {BITS[self._load_in]} meanwhile."
-        if self._has_turns:
-            text += " These figures are of several turns with tools; the code above asks in one turn, without tools."
-        return "\n".join([text, "", "| | before | after |", "|---|---|---|", *rows])
-
-    @property
-    def _has_turns(self) -> bool:
-        turns = self.source.settings.get("max_turns")
-        return type(turns) is int and turns > 1 and self.source.settings.get("tool") is not False
-
-    def _check(self) -> str:
-        total = len(self.questions.prompts)
-        equal, by = self.equal, "`generate` of transformers"
-        text = "## Check of what was exported\n\n"
-        if self.gguf_equal is not None:
-            equal, by = self.gguf_equal, "llama.cpp"
-        text += f"{equal} of {total} greedy answers to held-out questions, by {by}, are token for token those of the "
-        text += "trained policy."
-        if equal < total and self.gguf_equal is not None:
-            text += " llama.cpp computes otherwise, with keys and values in half precision for example."
-        elif equal < total and self._is_adapter:
-            text += " Another order of the arithmetic can change an answer."
-        elif equal < total:
-            text += " Rounding the weights can change an answer."
-        if self.quantize == "gguf" and self.gguf_equal is None:
-            text += " That was before the conversion; the GGUF file itself was not run."
-        if self._has_turns:
-            text += " They are answers in one turn, without tools."
-        if self._load_in is not None:
-            text += f" The trained policy held its base in {BITS[self._load_in]}; here it is not quantised so."
-        if self.prompts_equal < total:
-            text += f" The chat template renders {total - self.prompts_equal} of {total} prompts otherwise than in "
-            text += "training, because it writes the date or a question spells a control token."
-        return text
-
-    def _limits(self) -> str:
-        text = (
-            "## Limits\n\nThe figures are of one run with one seed, on questions of the kind that it was trained on. "
-        )
-        text += "Other abilities, safety and biases were not evaluated."
-        if self.source.base_id is not None:
-            text += f" {self.source.base_id} has a licence of its own, which applies to what is made of it."
-        elif str(self.source.settings.get("model")) in BUNDLED:
-            text += " The bundled policy is part of the textbook, which has the licence Apache 2.0."
-        if self.license is None:
-            text += " No licence was given for the trained weights."
-        return text
+        turns = settings.get("max_turns")
+        return {
+            "command": fenced(public_command(settings), "sh"),
+            "training": [(name, escape(value)) for name, value in rows.items() if value not in (None, "")],
+            "has_curve": self.has_curve,
+            "evaluation": [
+                (SHOWN[name], _cell(before.get(name), count), _cell(after.get(name), count)) for name in names
+            ],
+            "count": count,
+            "held_in": BITS.get(self.source.load_in),
+            "has_turns": type(turns) is int and turns > 1 and settings.get("tool") is not False,
+            "equal": self.equal,
+            "prompts_equal": self.prompts_equal,
+            "total": len(self.questions.prompts),
+            "is_adapter": self._is_adapter,
+        }
 
 
 def public_command(settings: dict) -> str:
@@ -255,14 +184,14 @@ def public_command(settings: dict) -> str:
     experiment = re.sub(r"\W", "_", str(settings["experiment"]))
     command = ["python", f"{experiment}/train.py"]
     for name, value in settings.items():
-        if name in given:
+        if name in given and name not in HIDDEN:
             command += _public(name, value)
     return shlex.join(command)
 
 
 def _public(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
-        return [flag(name) if value else flag(f"no_{name}")] if name not in ("wandb", "estimate") else []
+        return [flag(name) if value else flag(f"no_{name}")]
     if type(value) in (int, float):
         return [flag(name), str(value)]
     if isinstance(value, list) and value and all(re.fullmatch(r"\w+=[\d.e+-]+", str(pair)) for pair in value):
@@ -273,9 +202,9 @@ def _public(name: str, value: object) -> list[str]:
         return [flag(name), place(name, value)]
     if name in TEXTS:
         return [flag(name), printable(value, 2000)]
-    is_of_the_algorithm = all(name not in names for names in GROUPS.values())
-    is_word = is_of_the_algorithm or name in ("dtype", "load_in", "attn_implementation", "device")
-    return [flag(name), value] if is_word and re.fullmatch(r"[\w.:-]{1,40}", value) else []
+    is_of_the_algorithm = name not in {field.name for field in dataclasses.fields(RunConfig)}
+    is_shown = (is_of_the_algorithm or name in WORDS) and re.fullmatch(r"[\w.:-]{1,40}", value)
+    return [flag(name), value] if is_shown else []
 
 
 def place(name: str, value: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from common.errors import UserError
 from common.tasks import arithmetic
 
+from common.plumbing.checkpoints import BEFORE, METRICS
 from common.plumbing.checks import check_model, local_path
 from common.plumbing.config import ADAPTER_SETTINGS, ModelConfig, RunConfig, is_hub_id, resolve, shown
 from common.plumbing.data import load_task
 from common.plumbing.held_out import read_before
-from common.plumbing.history import BEFORE, METRICS
 from common.plumbing.metrics import read_lines
 from common.plumbing.settings import read_settings
 from common.plumbing.task import Task

@@ -1,6 +1,7 @@
 """Tests run on one thread: two contended threads were measured ten times slower."""
 
 import importlib.util
+import inspect
 import itertools
 import os
 import subprocess
@@ -19,9 +20,8 @@ import pytest
 import torch
 from torch import distributed
 
+import viewer
 from common.tasks import arithmetic, calculator, countdown, qa
-
-from common.plumbing import run
 
 torch.set_num_threads(1)
 
@@ -68,7 +68,7 @@ def short_runs(request, few_questions) -> Iterator[None]:
     marks = {mark.name for mark in request.node.iter_markers()}
     with pytest.MonkeyPatch.context() as patch:
         if "drawn" not in marks:
-            patch.setattr(run, "draw_run", lambda _: None)
+            patch.setattr(viewer, "draw_run", lambda _: None)
         if "all_questions" not in marks:
             for task, path in few_questions.items():
                 patch.setattr(task, "TRAIN_DATA", path)
@@ -98,6 +98,18 @@ def load_script() -> Callable[[str], ModuleType]:
         return modules[path]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def update() -> Callable:
+    """`update` of any train.py, in one process: update(train, config, policy, optimizer, experience, step)."""
+    from accelerate import Accelerator
+
+    def call(train: ModuleType, config, *arguments):
+        needs_accelerator = "accelerator" in inspect.signature(train.update).parameters
+        return train.update(config, *((Accelerator(cpu=True),) if needs_accelerator else ()), *arguments)
+
+    return call
 
 
 @pytest.fixture(scope="session")

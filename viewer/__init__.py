@@ -4,11 +4,7 @@ from pathlib import Path
 
 
 def draw_run(directory: Path) -> None:
-    """Write `curve.png` and `report.html` into a run's directory.
-
-    Raises:
-        FileNotFoundError: the directory holds no metrics.jsonl.
-    """
+    """Write `curve.png` and `report.html` into a run's directory."""
     from viewer.curve import draw_curve
     from viewer.report import write_report
 

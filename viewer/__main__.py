@@ -1,10 +1,9 @@
 """Show a run: its curves, its findings, and what its loss sees of every token.
 
     python -m viewer runs/experiment_base/<name>              # writes report.html into it, a page that needs no network
-    python -m viewer runs/experiment_base/{a,b}               # the curves of a second run over those of the first
     python -m viewer runs/experiment_base/<name> --serve      # the same page while the run goes on, at 127.0.0.1
 
-Reads the runs' directories and imports nothing of the training code.
+Reads the run's directory and imports nothing of the training code.
 """
 
 import sys
@@ -21,10 +20,9 @@ from viewer.runs import RunError, printable
 
 @dataclass(frozen=True)
 class Config:
-    # the directory of a run, and perhaps that of a second one, to lay over it
-    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN]")]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]  # its directory
     output: Path | None = None  # file that the page is written to; by default report.html in the run's directory
-    serve: bool = False  # show the page at 127.0.0.1 instead, and keep it up to date
+    serve: bool = False  # show the page at 127.0.0.1 instead, and make it again when the run goes on
     port: int = 8008  # of --serve; 0: any that is free
 
 
@@ -43,8 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _show(config: Config) -> None:
-    if len(config.runs) not in (1, 2):
-        raise RunError(f"give the directory of one run, or of two to compare, not of {len(config.runs)}")
     if not 0 <= config.port < 65536:
         raise RunError(f"--port {config.port} is no port: give 0 to 65535")
     if config.serve and config.output is not None:
@@ -52,9 +48,9 @@ def _show(config: Config) -> None:
     if config.serve:
         from viewer.serve import serve
 
-        serve(config.runs, config.port)
+        serve(config.run, config.port)
         return
-    path = write_report(*config.runs, output=config.output)
+    path = write_report(config.run, output=config.output)
     print(f"{printable(path)} ({path.stat().st_size / 1000:,.0f} KB)")
 
 

@@ -5,11 +5,11 @@
 Reads the run's directory and imports nothing of the training code.
 """
 
-import json
 import sys
 from pathlib import Path
 
-from viewer.results import read_runs
+from viewer.results import open_run
+from viewer.runs import RunError
 
 # Of every task; what else a run logs of its completions is what its own task describes.
 KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
@@ -19,18 +19,15 @@ def draw_curve(directory: Path) -> Path:
     """Draw the metrics of a run into `curve.png` in its directory, and return that path.
 
     Raises:
-        FileNotFoundError: the directory holds no metrics.jsonl.
+        RunError: this is not the directory of a run.
     """
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     import matplotlib.pyplot as plt
 
-    if kept := read_runs(directory.parent).get(directory.name):
-        entries = kept.metrics.rows
-        directory.mkdir(exist_ok=True)
-    else:
-        entries = [json.loads(line) for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    entries = open_run(directory).metrics.rows
+    directory.mkdir(exist_ok=True)  # that of a kept run is only a name
     has_rewards = any("reward/total" in entry for entry in entries)
     figure = _draw_rewards(plt, entries) if has_rewards else _draw_loss(plt, entries)
     for axes in figure.axes:
@@ -51,7 +48,8 @@ def _draw_rewards(plt, entries: list[dict]):
     _line(success, entries, key, label="training questions, sampled", alpha=0.3, color="C0")
     _line(success, entries, key, label="the same, mean of 5 steps", color="C0", window=5)
     _line(success, entries, "eval/greedy/accuracy", label="held-out, greedy", marker="o", color="C1")
-    kinds = _kinds(entries)
+    keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order in which they first appear
+    kinds = [key.removeprefix("eval/greedy/") for key in keys if _is_kind(entries, key)]
     for kind in kinds:
         label = f"held-out, greedy, {kind.replace('_', ' ')}"
         _line(success, entries, f"eval/greedy/accuracy_{kind}", label=label, linestyle=":")
@@ -59,40 +57,30 @@ def _draw_rewards(plt, entries: list[dict]):
     success.set(title="accuracy" if has_accuracy else "total reward")
     if has_accuracy:
         success.set_ylim(0, 1.02)
-    success.legend(fontsize=8, loc="best")
     _line(length, entries, "completion/length")
     length.set(title="completion length (tokens)")
     length.set_ylim(bottom=0)
-    keys = [key for key in _keys(entries) if key.startswith("completion/") and key not in KNOWN]
-    keys = [key for key in keys if key.partition("/")[2] not in kinds]
-    keys = [key for key in keys if any(entry.get(key) for entry in entries)]  # what never happened needs no line
-    for key in keys or ["group/zero_reward_variance"]:
+    own = [key for key in keys if key.startswith("completion/") and key not in KNOWN]
+    own = [key for key in own if key.partition("/")[2] not in kinds]
+    own = [key for key in own if any(entry.get(key) for entry in entries)]  # what never happened needs no line
+    for key in own or ["group/zero_reward_variance"]:
         _line(described, entries, key, label=key.partition("/")[2].replace("_", " "))
-    described.set(title="completions, as the task describes them" if keys else "groups", xlabel="step")
+    described.set(title="completions, as the task describes them" if own else "groups", xlabel="step")
     if described.dataLim.ymin >= 0:
         described.set_ylim(bottom=0)
-    described.legend(fontsize=8, loc="best")
+    for axes in (success, described):
+        axes.legend(fontsize=8, loc="best")
     _line(kl, entries, "loss/kl")
     kl.set(title="KL to the policy at the start (nats per token)", xlabel="step")
     kl.set_ylim(bottom=0)
     return figure
 
 
-def _kinds(entries: list[dict]) -> list[str]:
-    """What tells kinds of questions apart, and says nothing of answers: its share is the same in every evaluation."""
-    kinds = []
-    for key in _keys(entries):
-        name = key.removeprefix("eval/greedy/")
-        shares = {entry[key] for entry in entries if key in entry}
-        is_share = len(shares) == 1 and 0 < min(shares) < 1
-        if name != key and is_share and any(f"eval/greedy/accuracy_{name}" in entry for entry in entries):
-            kinds.append(name)
-    return kinds
-
-
-def _keys(entries: list[dict]) -> list[str]:
-    """All keys, in the order in which they first appear."""
-    return list(dict.fromkeys(key for entry in entries for key in entry))
+def _is_kind(entries: list[dict], key: str) -> bool:
+    """Whether a key tells kinds of questions apart, not answers: its share is the same in every evaluation."""
+    shares = {entry[key] for entry in entries if key in entry}
+    accuracy = key.replace("eval/greedy/", "eval/greedy/accuracy_")
+    return accuracy != key and len(shares) == 1 and 0 < min(shares) < 1 and any(accuracy in entry for entry in entries)
 
 
 def _draw_loss(plt, entries: list[dict]):
@@ -115,4 +103,7 @@ def _line(axes, entries: list[dict], key: str, window: int = 1, **style) -> None
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m viewer.curve RUN_DIRECTORY")
-    print(draw_curve(Path(sys.argv[1])))
+    try:
+        print(draw_curve(Path(sys.argv[1])))
+    except RunError as error:
+        sys.exit(f"error: {error}")

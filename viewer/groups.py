@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from viewer.growing import step_of
 from viewer.results import names_in, open_run, read_runs
-from viewer.runs import Run, RunError, number, printable
+from viewer.runs import Run, RunError, number, printable, step_of
 
 DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
 # Entries of config.json that do not change what is learned
@@ -39,7 +38,6 @@ def read_run(directory: Path) -> Run:
 
 
 def _with_metrics(run: Run, directory: Path) -> Run:
-    run.update()
     if not any(step_of(row) is not None for row in run.metrics.rows):
         raise RunError(f"{directory} has no metrics yet: its metrics.jsonl is missing or empty")
     return run

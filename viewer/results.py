@@ -42,11 +42,8 @@ class KeptRun(Run):
     def __init__(self, directory: Path, config: dict, summary: dict | None, rows: list[dict]):
         self.directory, self.config, self.summary = directory, config, summary
         self.is_finished = summary is not None
-        self._open_files()
+        self._read_lines()  # there are none
         self.metrics.rows = rows
-
-    def update(self) -> None:
-        """It does not grow."""
 
 
 def names_in(folder: Path) -> list[str]:
@@ -173,10 +170,7 @@ def read_json(path: Path, entry: str) -> dict:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    runs = [Run(directory) for directory in config.runs]
-    for run in runs:
-        run.update()
-    keep_runs(config.folder, runs, config.columns, config.every)
+    keep_runs(config.folder, [Run(directory) for directory in config.runs], config.columns, config.every)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Read a run's directory as it is: complete, still growing, killed, damaged, or written by an older version.
+"""Read a run's directory as it is: complete, still going on, killed, or written by an older version.
 
-Whatever can be missing is missing here, too; a line that cannot be read is counted and left out. No file outside the
-directory is read, also not through a link inside it.
+Whatever can be missing is missing here, too; a line that cannot be read is counted and left out.
 """
 
+import json
+import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
-from viewer.growing import Rows, StepIndex, find_file, parse
+_STEP = re.compile(rb'\{"step": ?(\d+)[,}]')  # how a line begins
 
 
 class RunError(Exception):
@@ -28,80 +30,121 @@ def number(value: object) -> int | float | None:
     return value if type(value) in (int, float) and -1e300 < value < 1e300 else None
 
 
-def clean(value: object, depth: int = 20) -> object:
-    """`value` with None instead of every number in it that is not finite, and of what is nested more deeply."""
-    if depth == 0:
-        return None
-    if isinstance(value, dict):
-        return {name: clean(entry, depth - 1) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [clean(entry, depth - 1) for entry in value]
-    return number(value) if type(value) in (int, float) else value
-
-
-def ranges(steps: Iterable[int], among: Iterable[int] | None = None) -> list[list[int]]:
-    """Steps as ranges, from first to last; steps that are neighbours `among` those given are in one range.
+def ranges(steps: Iterable[int]) -> list[list[int]]:
+    """Steps as ranges, from first to last.
 
     >>> ranges([1, 2, 3, 7])
     [[1, 3], [7, 7]]
-    >>> ranges([2, 4, 8], among=[2, 4, 6, 8])
-    [[2, 4], [8, 8]]
     """
-    place = {step: number for number, step in enumerate(sorted(among))} if among is not None else {}
     found: list[list[int]] = []
-    before = None
     for step in sorted(set(steps)):
-        here = place.get(step, step)
-        if found and here == before + 1:
+        if found and step == found[-1][1] + 1:
             found[-1][1] = step
         else:
             found.append([step, step])
-        before = here
     return found
+
+
+def parse(line: bytes) -> dict | None:
+    """A JSON object, or None for anything else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def step_of(row: dict) -> int | None:
+    step = row.get("step")
+    return step if type(step) is int else None
+
+
+class Rows:
+    """The lines of a JSONL file as objects; none if there is no such file."""
+
+    def __init__(self, path: Path):
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        self.rows = [row for row in map(parse, lines) if row is not None]
+
+
+class StepIndex:
+    """Where the lines of each step are in samples.jsonl, which can have hundreds of megabytes."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._places: dict[int, list[tuple[int, int]]] = {}  # by step: where each line begins, and its length
+        self.size = self.damaged = 0  # bytes; lines that cannot be read
+        self.is_cut_off = False  # whether the last line is not complete: it is being written, or a kill has left it
+        if path.exists():
+            with path.open("rb") as file:
+                for line in file:
+                    self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        self.is_cut_off = not line.endswith(b"\n") and parse(line) is None
+        if self.is_cut_off:
+            return
+        match = _STEP.match(line)
+        step = int(match[1]) if match else step_of(parse(line) or {})
+        if step is not None:
+            self._places.setdefault(step, []).append((self.size, len(line)))
+        elif line.strip():
+            self.damaged += 1
+        self.size += len(line)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self._places)
+
+    def num_rows(self, step: int) -> int:
+        return len(self._places[step])
+
+    def num_bytes(self, step: int) -> int:
+        return sum(length for _, length in self._places[step])
+
+    def read(self, step: int) -> list[dict]:
+        """The rows of a step that can be read; none if there is no such step."""
+        rows = []
+        for start, length in self._places.get(step, ()):
+            with self._path.open("rb") as file:
+                file.seek(start)
+                rows.append(parse(file.read(length)))
+        return [row for row in rows if row is not None and step_of(row) == step]
 
 
 class Run:
     """What a run's directory holds.
 
     Raises:
-        RunError: there is no such directory, or it is not a run's.
+        RunError: there is no such directory, it is not a run's, or a file cannot be read.
     """
 
     def __init__(self, directory: Path):
         try:
             self.directory = Path(directory).resolve(strict=True)
             names = {path.name for path in self.directory.iterdir()}
+            self.config, self.summary = self._read("config.json") or {}, self._read("summary.json")
+            self._read_lines()
         except NotADirectoryError:
             raise RunError(f"{directory} is a file, not the directory of a run") from None
         except FileNotFoundError:
             raise RunError(f"there is no directory {directory}") from None
-        except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte, no permission
-            raise RunError(f"{directory} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        except OSError as error:
+            raise RunError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
         if not names & {"config.json", "metrics.jsonl", "samples.jsonl"}:
             inside = sorted(path.parent.name for path in self.directory.glob("*/config.json"))
             hint = f"; did you mean {directory}/{inside[0]}?" if inside else ""
             raise RunError(f"{directory} is no run's directory: it has neither config.json nor metrics.jsonl{hint}")
-        self._open_files()
-
-    def _open_files(self) -> None:
-        self.metrics, self.diagnosis = Rows(self.directory, "metrics.jsonl"), Rows(self.directory, "diagnosis.jsonl")
-        self.tokens, self.samples = Rows(self.directory, "tokens.jsonl"), StepIndex(self.directory, "samples.jsonl")
-
-    def update(self) -> None:
-        """Read what has been written since the last time.
-
-        Raises:
-            RunError: a file cannot be read.
-        """
-        try:
-            self.config = self._read("config.json") or {}
-            self.summary = self._read("summary.json")
-            self.is_finished = find_file(self.directory, "summary.json") is not None
-            for file in (self.samples, self.tokens, self.metrics, self.diagnosis):  # what is written last comes first:
-                file.update()  # the metrics of every step that has samples are there
-        except OSError as error:
-            raise RunError(f"{error.filename or self.directory} cannot be read: {error.strerror}") from None
+        self.is_finished = "summary.json" in names
 
     def _read(self, name: str) -> dict | None:
-        path = find_file(self.directory, name)
-        return None if path is None else parse(path.read_bytes())
+        path = self.directory / name
+        return parse(path.read_bytes()) if path.exists() else None
+
+    def _read_lines(self) -> None:
+        self.tokens, self.metrics = Rows(self.directory / "tokens.jsonl"), Rows(self.directory / "metrics.jsonl")
+        self.diagnosis = Rows(self.directory / "diagnosis.jsonl")
+
+    @cached_property
+    def samples(self) -> StepIndex:
+        return StepIndex(self.directory / "samples.jsonl")

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from statistics import NormalDist, fmean
 
 from viewer.groups import Groups, plain, series
-from viewer.remarks import remarks
 from viewer.runs import Run, number
 
 Z = NormalDist().inv_cdf(0.975)
 LAST = 5  # steps whose mean is the value at the start, or at the end
 MISSING = "-"
+QUESTIONS = ("eval_data", "data", "eval_prompts", "at_most", "max_question_length")  # settings that decide on them
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
@@ -191,3 +191,37 @@ def how_to_read(cells: list[str]) -> str:
     parts += ["in brackets: 95 % interval over the questions"] if "[" in text else []
     parts += ["in parentheses: lowest and highest run"] if "(" in text else []
     return "; ".join([*parts, f"KL and reward: means over {LAST} steps"]) + "."
+
+
+def remarks(rows: Groups) -> list[str]:
+    """A sentence for each reason not to compare rows: other questions, another machine."""
+    runs = [run for members in rows.values() for run in members]
+    sentences = []
+    tasks = _different(runs, lambda run: run.config.get("task"))
+    if tasks or any(_different(runs, lambda run, name=name: _questions(run).get(name)) for name in QUESTIONS):
+        names = f" (tasks: {', '.join(tasks)})" if tasks else ""
+        sentences.append(f"Not all runs answer the same held-out questions{names}: do not compare their accuracies.")
+    machines = _different(runs, lambda run: run.config.get("gpu") or run.config.get("machine"))
+    processes = _different(runs, lambda run: run.config.get("processes", 1))
+    if machines or processes:
+        found = [*machines, *([f"{' or '.join(processes)} processes"] if processes else [])]
+        sentences.append(f"Not all runs had the same machine ({'; '.join(found)}): do not compare seconds and memory.")
+    return sentences
+
+
+def _questions(run: Run) -> dict[str, object]:
+    """What decides which questions are held out; of a file its checksum, where that is recorded."""
+    found = {name: run.config.get(name) for name in QUESTIONS}
+    sources = run.config.get("sources")
+    recorded = sources.get("eval_data") if isinstance(sources, dict) else None
+    if isinstance(recorded, dict):
+        found["eval_data"] = recorded.get("content")
+    if found["eval_data"] is not None:
+        found["data"] = None  # of training only
+    return found
+
+
+def _different(runs: list[Run], value: Callable[[Run], object]) -> list[str]:
+    """The values, if there are several among the runs that have recorded one; older runs have not recorded all."""
+    found = {plain(value(run)) for run in runs if value(run) is not None}
+    return sorted(found) if len(found) > 1 else []

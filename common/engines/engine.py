@@ -5,54 +5,35 @@ distribution, or what it sampled is not what is trained on. So weights are pushe
 are compared with the trainer's by whoever trains, and every answer is checked here.
 """
 
+import asyncio
+import math
 import time
-from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from common.engines.export import export
-from common.engines.http import Client, EngineError
-from common.fast.batches import in_groups
+from common.engines.vllm import VLLM, Completion
+from common.errors import EngineError
 from common.keyed import keyed_generator
 from common.parallel import gather, is_main
 from common.policy import Policy
-from common.sampling import begin_rows
+from common.sampling import begin_rows, in_groups
 from common.trajectory import Trajectory
 
 MOST_REQUESTS = 64  # at the same time, one for each prompt; the engine makes batches of them
 SEEDS = 2**62  # that prompts are given; completion j of a prompt has its seed + j
 ROUNDING = 1e-4  # nats that rounding can put a log-prob above 0
-LOWEST = -1e9  # nats; what is lower, an integer of a thousand digits for example, is no log-prob
 
 
-class Request(NamedTuple):
-    """Completions that an engine is asked for."""
-
-    prompt: list[int]
-    count: int
-    max_new_tokens: int
-    temperature: float  # 0: greedy
-    top_p: float
-    seed: int
-    end_of_turn_ids: list[int]
-
-
-class Completion(NamedTuple):
-    """One answer of an engine."""
-
-    ids: list[int]
-    log_probs: list[float]  # nats, one for each id, under what they were drawn from
-    has_stopped: bool  # with an end-of-turn token; else the budget was used up
-
-
-class Sampling:
+class Sampling(NamedTuple):
     """Trajectories that an engine works on, in the background."""
 
-    def __init__(self, engine: "Engine", future: "Future[list[Trajectory]]", seconds: dict[str, float]):
-        self._engine, self._future, self._seconds = engine, future, seconds
+    engine: "Engine"
+    future: "Future[list[Trajectory]]"
+    seconds: dict[str, float]
 
     def result(self) -> list[Trajectory]:
         """The trajectories of this rank, when they are complete. All ranks call it together.
@@ -62,17 +43,15 @@ class Sampling:
         """
         rows, error = [], None
         try:
-            rows = self._future.result()
+            rows = self.future.result()
         except EngineError as raised:
             error = raised
-        for sentence in gather(None if error is None else str(error)):
-            if sentence is not None:
-                raise EngineError(sentence) from error
-        self._engine.seconds = self._seconds
+        raise_together(error)
+        self.engine.seconds = self.seconds
         return rows
 
 
-class Engine(ABC):
+class Engine:
     """An inference engine. Its `sample` can be used in place of `common.sampling.sample`.
 
     Args:
@@ -84,49 +63,23 @@ class Engine(ABC):
         EngineError: there is no such server, or one that cannot serve here; the sentence says what to do.
     """
 
-    max_length: int  # of a prompt and its completion
-    length_flag: ClassVar[str]  # of the server, for that
-    environment: ClassVar[dict[str, str]]  # of a server that a run starts
+    length_flag = "--max-model-len"  # of the server, for `max_length`
 
     def __init__(self, url: str, folder: Path, dtype: torch.dtype = torch.float32):
-        self.client = Client(url)
-        self.folder = folder
-        self.dtype = dtype
-        self._holds: object = None  # which weights the engine has, see `fingerprint`; None: not known
+        self.server = VLLM(url, dtype)
+        self.folder, self.dtype = folder, dtype
+        self.max_length = self.server.max_length  # of a prompt and its completion
         self.seconds = {"weights": 0.0, "generation": 0.0}  # of the samples whose `result` was the last one
-        self._requests = ThreadPoolExecutor(MOST_REQUESTS, thread_name_prefix="engine")
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="rollout")
-        self._newest: Future = Future()  # what the background works on
+        self._holds: object = None  # which weights the engine has, see `fingerprint`; None: not known
+        self._newest: Future = Future()  # what the engine works on
         self._newest.set_result([])
-        self.connect()
-
-    @staticmethod
-    @abstractmethod
-    def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, device: str) -> list[str]:
-        """Arguments of the engine's Python that start a server of the weights in `folder`.
-
-        Raises:
-            EngineError: not on that device.
-        """
-
-    @abstractmethod
-    def connect(self) -> None:
-        """Get to know the server: its model, its longest sequence, and what it was started with."""
-
-    @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Let the engine take the weights in `folder`, and forget what it has computed with the ones before."""
-
-    @abstractmethod
-    def complete(self, request: Request) -> list[Completion]:
-        """Ask for the completions of one prompt."""
 
     def sample(self, policy: Policy, prompts: list[list[int]], group_size: int, **settings) -> list[Trajectory]:
         """Sample `group_size` completions of every prompt: see `common.sampling.sample`, with these differences.
 
         Random numbers are the engine's: one seed per prompt, from `key` and the prompt's index, plus the completion's
-        index. `generation_batch_size` and `everyone_done` have no effect: the engine makes its own batches. Under
-        `top_p` below 1, log-probs recorded by vLLM are those of the tokens that could be drawn.
+        index. `generation_batch_size` has no effect: the engine makes its own batches. Under `top_p` below 1,
+        log-probs recorded by vLLM are those of the tokens that could be drawn.
 
         Raises:
             EngineError: a prompt and its budget are too long for the engine, it has failed, or its answer is wrong.
@@ -156,32 +109,25 @@ class Engine(ABC):
             push: False: sample with the weights that the engine has, unless none were pushed yet.
         """
         trajectories = begin_rows(prompts, group_size, prompt_index, rows)
-        for prompt in prompts:
-            if len(prompt) + max_new_tokens > self.max_length:
-                raise EngineError(
-                    f"{self.client.about} takes sequences of up to {self.max_length} tokens, not a prompt of "
-                    f"{len(prompt)} and a completion of up to {max_new_tokens}: start it with a longer "
-                    f"{self.length_flag}"
-                )
+        longest = max(map(len, prompts), default=0)
+        if longest + max_new_tokens > self.max_length:
+            raise EngineError(
+                f"{self.server.client.about} takes sequences of up to {self.max_length} tokens, not a prompt of "
+                f"{longest} and a completion of up to {max_new_tokens}: start it with a longer {self.length_flag}"
+            )
         wait([self._newest])  # the engine must not be given weights while it samples
         seconds, began = {"weights": 0.0, "generation": 0.0}, time.perf_counter()
         if (push or self._holds is None) and self.push(policy):
             seconds["weights"] = time.perf_counter() - began
+        settings = {
+            "max_tokens": max_new_tokens,
+            "temperature": 0.0 if greedy else policy.temperature,
+            "top_p": 1.0 if greedy else top_p,
+            "stop_token_ids": policy.end_of_turn_ids,
+        }
         groups = in_groups(trajectories, group_size, rows)
-        requests = [
-            Request(
-                prompt=group[0].ids.copy(),
-                count=len(group),
-                max_new_tokens=max_new_tokens,
-                temperature=0.0 if greedy else policy.temperature,
-                top_p=1.0 if greedy else top_p,
-                seed=seed_of(key, group[0]),
-                end_of_turn_ids=policy.end_of_turn_ids,
-            )
-            for group in groups
-        ]
         num_ids = policy.model.get_input_embeddings().weight.shape[0]
-        self._newest = self._background.submit(self._answer, requests, groups, num_ids, seconds)
+        self._newest = self.server.client.submit(self._answer(groups, key, settings, num_ids, seconds))
         return Sampling(self, self._newest, seconds)
 
     def push(self, policy: Policy) -> bool:
@@ -194,29 +140,19 @@ class Engine(ABC):
         mark = fingerprint(policy)
         if not any(gather(mark != self._holds)):  # the same on all ranks, of which none samples any more
             return False
-        fault = None
-        self._holds = None  # a push that fails can leave a part of the new weights, or none at all
+        self._holds, error = None, None  # a push that fails can leave a part of the new weights, or none at all
         if is_main():
             try:
                 export(policy, self.folder, self.dtype)
-                self._load()
-            except (OSError, SafetensorError) as error:
-                fault = f"the weights for {self.client.about} could not be written to {self.folder} ({error})"
-            except EngineError as error:
-                fault = str(error)
-        fault = gather(fault)[0]
-        if fault is not None:
-            raise EngineError(fault)
+                self.server.load(self.folder)
+            except (OSError, SafetensorError) as fault:
+                where = f"for {self.server.client.about} could not be written to {self.folder}"
+                error = EngineError(f"the weights {where} ({fault})")
+            except EngineError as fault:
+                error = fault
+        raise_together(error)
         self._holds = mark
         return True
-
-    def _load(self) -> None:
-        """Load the exported weights, with one more attempt: a load that is repeated repairs one that was cut off."""
-        try:
-            self.load(self.folder)
-        except EngineError:
-            time.sleep(1.0)
-            self.load(self.folder)
 
     def costs(self) -> dict[str, float]:
         """Seconds for the weights and for the generation of the samples whose `result` was the last one."""
@@ -224,50 +160,57 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Let requests that still wait for an answer end."""
-        self.client.give_up()
-        self._requests.shutdown(wait=False, cancel_futures=True)
-        self._background.shutdown(wait=False, cancel_futures=True)
+        self.server.client.close()
 
-    def _answer(
-        self, requests: list[Request], groups: list[list[Trajectory]], num_ids: int, seconds: dict[str, float]
+    async def _answer(
+        self, groups: list[list[Trajectory]], key: tuple[int, ...], settings: dict, num_ids: int, seconds: dict
     ) -> list[Trajectory]:
         """Ask for all completions, and write them into their trajectories."""
-        began = time.perf_counter()
-        answers = list(self._requests.map(self.complete, requests))
+        began, gate = time.perf_counter(), asyncio.Semaphore(MOST_REQUESTS)
+
+        async def complete(group: list[Trajectory]) -> list[Completion]:
+            async with gate:
+                return await self.server.complete(group[0].ids, len(group), seed_of(key, group[0]), settings)
+
+        answers = await asyncio.gather(*map(complete, groups))
         seconds["generation"] = time.perf_counter() - began
-        for request, group, completions in zip(requests, groups, answers, strict=True):
+        for group, completions in zip(groups, answers, strict=True):
             if len(completions) != len(group):
-                raise self.wrong(f"{len(completions)} completions instead of {len(group)}")
+                raise self.server.wrong(f"{len(completions)} completions instead of {len(group)}")
             for row, completion in zip(group, completions, strict=True):
-                self._check(completion, request, num_ids)
+                self._check(completion, settings["max_tokens"], settings["stop_token_ids"], num_ids)
                 row.finish_reason = "stop" if completion.has_stopped else "length"
                 row.act(completion.ids, completion.log_probs)
         return [row for group in groups for row in group]
 
-    def _check(self, completion: Completion, request: Request, num_ids: int) -> None:
+    def _check(self, completion: Completion, max_new_tokens: int, end_of_turn_ids: list[int], num_ids: int) -> None:
         """
         Raises:
             EngineError: it cannot be what was sampled.
         """
         ids, log_probs, has_stopped = completion
         if not isinstance(ids, list) or not isinstance(log_probs, list):
-            raise self.wrong("ids or log-probs that are not lists")
-        ends = [position for position, token in enumerate(ids) if token in request.end_of_turn_ids]
+            raise self.server.wrong("ids or log-probs that are not lists")
+        ends = [position for position, token in enumerate(ids) if token in end_of_turn_ids]
         if not all(type(token) is int and 0 <= token < num_ids for token in ids):
-            raise self.wrong(f"ids that are not tokens of the policy, which has {num_ids}")
+            raise self.server.wrong(f"ids that are not tokens of the policy, which has {num_ids}")
         if len(log_probs) != len(ids):
-            raise self.wrong(f"{len(log_probs)} log-probs for {len(ids)} tokens")
-        if not all(isinstance(value, float | int) and LOWEST < value <= ROUNDING for value in log_probs):
-            raise self.wrong("a log-prob that is not finite, or above 0")
-        if not 1 <= len(ids) <= request.max_new_tokens:
-            raise self.wrong(f"{len(ids)} tokens, with a budget of {request.max_new_tokens}")
+            raise self.server.wrong(f"{len(log_probs)} log-probs for {len(ids)} tokens")
+        if not all(isinstance(value, float | int) and -math.inf < value <= ROUNDING for value in log_probs):
+            raise self.server.wrong("a log-prob that is not finite, or above 0")
+        if not 1 <= len(ids) <= max_new_tokens:
+            raise self.server.wrong(f"{len(ids)} tokens, with a budget of {max_new_tokens}")
         if ends not in ([], [len(ids) - 1]):
-            raise self.wrong("tokens after an end of turn")
-        if has_stopped != bool(ends) or (not ends and len(ids) < request.max_new_tokens):
-            raise self.wrong("a completion whose end does not agree with its reason to finish")
+            raise self.server.wrong("tokens after an end of turn")
+        if has_stopped != bool(ends) or (not ends and len(ids) < max_new_tokens):
+            raise self.server.wrong("a completion whose end does not agree with its reason to finish")
 
-    def wrong(self, what: str) -> EngineError:
-        return EngineError(f"{self.client.about} has answered with {what}")
+
+def raise_together(error: EngineError | None) -> None:
+    """Raise the error of this rank, or else the first one of another. All ranks call it together."""
+    for sentence in gather(None if error is None else str(error)):
+        if sentence is not None:
+            raise EngineError(sentence) from error
 
 
 def fingerprint(policy: Policy) -> tuple:

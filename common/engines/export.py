@@ -1,7 +1,6 @@
 """Weights of a policy as a folder that an inference engine loads."""
 
 import copy
-import os
 import shutil
 from pathlib import Path
 
@@ -18,7 +17,7 @@ def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> 
     all tie them again: vLLM 0.32 on a CPU kept the old head, without an error.
 
     Args:
-        folder: replaced by renaming, so that it never has some of the old files and some of the new ones.
+        folder: replaced. No file is written over: the engine may still have the old ones open.
         dtype: of the weights in the folder: that of the engine, which would round them in the same way.
 
     Raises:
@@ -29,34 +28,17 @@ def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> 
     weights = merged_weights(model, dtype) if has_adapter else model.state_dict()
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
-    partial, old = beside(folder)
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     shell = copy.copy(model)  # says what the weights below are, not what they are computed from
     shell.hf_quantizer, shell.config = None, copy.deepcopy(model.config)
     shell.config.tie_word_embeddings = shell.config.get_text_config().tie_word_embeddings = False
     if hasattr(shell.config, "quantization_config"):
         del shell.config.quantization_config
     # in the processor's memory: a GPU may have no room for another copy
-    shell.save_pretrained(partial, state_dict={name: weight.to("cpu", dtype) for name, weight in weights.items()})
+    shell.save_pretrained(folder, state_dict={name: weight.to("cpu", dtype) for name, weight in weights.items()})
     shell.config.dtype = dtype  # only now: it was written with that of the model
-    shell.config.save_pretrained(partial)
-    policy.tokenizer.save_pretrained(partial)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(partial, folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def remove_export(folder: Path) -> None:
-    """Remove what `export` has written, also one that was cut off."""
-    for path in (folder, *beside(folder)):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def beside(folder: Path) -> tuple[Path, Path]:
-    """Where the new weights of a folder are while they are written, and the old ones while they are replaced."""
-    return folder.with_name(f"{folder.name}.partial"), folder.with_name(f"{folder.name}.old")
+    shell.config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def merged_weights(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

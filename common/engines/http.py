@@ -1,24 +1,22 @@
 """Requests to an inference server: JSON over HTTP. A server that is gone, or silent for good, is noticed."""
 
-import http.client
-import json
+import asyncio
 import os
-import selectors
-import socket
 import threading
-import time
-from collections.abc import Callable
-from urllib.parse import urlsplit
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
-from common.errors import UserError
+import httpx2
+
+from common.errors import EngineError
+
+T = TypeVar("T")
 
 HEALTH = 60.0  # seconds without an answer after which a server is asked whether it is alive, again and again
-ALIVE = 20.0  # seconds for it to say so, to connect, and to send an answer that it has begun
+ALIVE = 20.0  # seconds for it to say so, and to connect
+UNUSED = 2.0  # seconds that an unused connection is kept; vLLM closes it after 5
 KEY = "VLLM_API_KEY"  # the variable that vLLM reads its own key from
-
-
-class EngineError(UserError):
-    """What is wrong with an engine, in a sentence."""
 
 
 class RefusedError(EngineError):
@@ -30,7 +28,7 @@ class RefusedError(EngineError):
 
 
 class Client:
-    """What one server is asked, from any number of threads.
+    """What one server is asked. Requests run in a thread of their own, any number of them at the same time.
 
     Args:
         url: http://host:port.
@@ -38,94 +36,99 @@ class Client:
 
     def __init__(self, url: str):
         try:
-            parts = urlsplit(url)
-            self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-            self._place = (parts.hostname or "", parts.port)
-            self._connect(*self._place)  # refuses spaces in a name
-            self._place[0].encode("idna")
-            is_address = (
-                parts.scheme in ("http", "https") and self._place[0] and not (parts.path.strip("/") or parts.query)
-            )
-        except (ValueError, http.client.InvalidURL):
+            parts = httpx2.URL(url)
+            is_address = parts.scheme in ("http", "https") and parts.host and (parts.port or 0) < 2**16
+            is_address = is_address and not (parts.path.strip("/") or parts.query)
+        except (httpx2.InvalidURL, ValueError):
             is_address = False
         if not is_address:
             raise EngineError(f"{url} is not the address of an engine, such as http://127.0.0.1:8000")
         self.about = f"the engine at {url}"  # how sentences name it
         self.ending: Callable[[], str | None] = lambda: None  # how a server of this run has ended; None: it runs
-        self._is_given_up = threading.Event()
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers=self._key(),
+            timeout=httpx2.Timeout(ALIVE, read=None),
+            limits=httpx2.Limits(max_connections=None, keepalive_expiry=UNUSED),
+            verify=httpx2.create_ssl_context(),  # with the certificates that the environment names
+            trust_env=False,  # but not through its proxy
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._thread.start()
 
-    def give_up(self) -> None:
-        """Let all requests that wait for an answer end with an error."""
-        self._is_given_up.set()
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run a coroutine, which can await `ask`, in the background."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def get(self, path: str, seconds: float | None = None) -> dict:
-        return self._ask("GET", path, None, seconds)
+        return self.submit(self.ask("GET", path, seconds=seconds)).result()
 
     def post(self, path: str, body: dict | None = None, seconds: float | None = None) -> dict:
-        return self._ask("POST", path, body, seconds)
+        return self.submit(self.ask("POST", path, body, seconds)).result()
 
-    def _ask(self, method: str, path: str, body: dict | None, seconds: float | None) -> dict:
-        """The JSON object that the server answers, or {"list": ...} if that is a list.
+    async def ask(self, method: str, path: str, body: dict | None = None, seconds: float | None = None) -> dict:
+        """The JSON object that the server answers.
 
         Args:
-            seconds: None: as long as it takes, while the server is alive.
+            seconds: None: as long as it takes, while the server says that it is alive.
 
         Raises:
             EngineError: there is no answer, or another one.
         """
-        content = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        if key := os.environ.get(KEY, "").strip():
-            if not (key.isascii() and key.isprintable()):  # Python's own error would show it
-                raise EngineError(f"the key in the variable {KEY} has characters that an HTTP header cannot have")
-            headers["Authorization"] = f"Bearer {key}"
-        connection = self._connect(*self._place, timeout=ALIVE)
+        request = asyncio.create_task(self._http.request(method, path, json=body))
         try:
-            connection.request(method, path, content, headers)
-            self._wait(connection.sock, path, seconds)
-            response = connection.getresponse()
-            answer = response.read()
-        except ConnectionRefusedError as error:
-            raise EngineError(f"{self.about} does not answer: nothing listens there{self._how_it_ended()}") from error
-        except (OSError, http.client.HTTPException) as error:
-            what = (" ".join(str(error).split())[:300] or type(error).__name__) + self._how_it_ended()
-            raise EngineError(f"{self.about} has not answered {method} {path}: {what}") from error
+            async with asyncio.timeout(seconds):
+                while not (await asyncio.wait([request], timeout=HEALTH if seconds is None else None))[0]:
+                    await self.ask("GET", "/health", seconds=ALIVE)
+                response = request.result()
+        except TimeoutError:
+            raise EngineError(f"{self.about} has not answered {path} for {seconds:g} seconds") from None
+        except httpx2.HTTPError as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = f"nothing listens there ({reason})" if isinstance(error, httpx2.ConnectError) else reason
+            ending = await asyncio.to_thread(self.ending)
+            ended = f"; its process {ending}" if ending else ""
+            raise EngineError(f"{self.about} has not answered {method} {path}: {reason}{ended}") from error
         finally:
-            connection.close()
-        return self._read(method, path, response.status, answer)
+            request.cancel()
+        return self._read(f"{method} {path}", response)
 
-    def _wait(self, sock: socket.socket, path: str, seconds: float | None) -> None:
-        """Wait for the first byte of an answer, which can take minutes, as long as the server is alive."""
-        began = asked = time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            selector.register(sock, selectors.EVENT_READ)
-            while not selector.select(timeout=0.2):
-                now = time.monotonic()
-                if self._is_given_up.is_set():
-                    raise EngineError(f"{self.about} was not waited for any longer")
-                if seconds is not None and now > began + seconds:
-                    raise EngineError(f"{self.about} has not answered {path} for {seconds:g} seconds")
-                if seconds is None and now > asked + HEALTH:
-                    self.get("/health", seconds=ALIVE)
-                    asked = now
+    def close(self) -> None:
+        """Let all requests that wait for an answer end."""
 
-    def _how_it_ended(self) -> str:
-        ending = self.ending()
-        return "" if ending is None else f"; its process {ending}"
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._http.aclose()
 
-    def _read(self, method: str, path: str, status: int, answer: bytes) -> dict:
+        if self._thread.is_alive():  # not so in a forked process
+            self.submit(end()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    @staticmethod
+    def _key() -> dict[str, str]:
+        key = os.environ.get(KEY, "").strip()
+        if not (key.isascii() and key.isprintable()):  # the library's own error would show it
+            raise EngineError(f"the key in the variable {KEY} has characters that an HTTP header cannot have")
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _read(self, request: str, response: httpx2.Response) -> dict:
         try:
-            content = json.loads(answer) if answer.strip() else {}
+            content = response.json() if response.content.strip() else {}
         except (ValueError, RecursionError):
             content = None
-        if status >= 400:
+        if not response.is_success:
             error = content.get("error", content) if isinstance(content, dict) else None
             message = error.get("message", error) if isinstance(error, dict) else error
-            reason = " ".join(str(message or answer[:200].decode(errors="replace")).split())[:300]
-            remedy = f": give its key in the variable {KEY}" if status == 401 else ""
-            raise RefusedError(f"{self.about} has refused {method} {path} (status {status}: {reason}){remedy}", status)
-        if isinstance(content, list):
-            return {"list": content}
+            reason = " ".join(str(message or response.text[:200]).split())[:300]
+            remedy = f": give its key in the variable {KEY}" if response.status_code == 401 else ""
+            sentence = f"{self.about} has refused {request} (status {response.status_code}: {reason}){remedy}"
+            raise RefusedError(sentence, response.status_code)
         if not isinstance(content, dict):
-            raise EngineError(f"{self.about} has answered {method} {path} with something other than a JSON object")
+            raise EngineError(f"{self.about} has answered {request} with something other than a JSON object")
         return content

@@ -1,4 +1,4 @@
-"""vLLM's server as an inference engine, through its HTTP interface (tried with 0.32.0 on a CPU).
+"""vLLM's server, through its HTTP interface (tried with 0.32.0 on a CPU).
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --dtype float32 \\
         --logprobs-mode processed_logprobs --max-model-len 512      # on a CPU also: --no-enable-chunked-prefill
@@ -8,68 +8,77 @@ Development mode has the requests that load weights. Without processed log-probs
 
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import NamedTuple
 
 import torch
 
-from common.engines.engine import Completion, Engine, Request
-from common.engines.http import EngineError, RefusedError
+from common.engines.http import Client, RefusedError
+from common.errors import EngineError
 
 TRIED = "0.32.0"
 INFO_SECONDS = 180.0  # for what a server says of itself: the first time it runs pip and other programs for that
 CACHE_SECONDS = 30.0  # to empty the cache of prompts, which waits for requests of others
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-class VLLM(Engine):
-    """A server of vLLM, in development mode and with processed log-probs."""
+def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, device: str) -> list[str]:
+    """Arguments of vLLM's Python that start a server of the weights in `folder`."""
+    given = {"model": folder, "served-model-name": "policy", "host": "127.0.0.1", "port": port}
+    given |= {"dtype": str(dtype).removeprefix("torch."), "max-model-len": length}
+    given |= {"logprobs-mode": "processed_logprobs", "generation-config": "vllm"}
+    on_cpu = ("--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", "1G")
+    beside = ("--gpu-memory-utilization", "0.4")  # the trainer may be on the same GPU
+    flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    return ["-m", "vllm.entrypoints.openai.api_server", *flags, *(on_cpu if device == "cpu" else beside)]
 
-    length_flag = "--max-model-len"
-    environment: ClassVar = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
-    @staticmethod
-    def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, device: str) -> list[str]:
-        given = {"model": folder, "served-model-name": "policy", "host": "127.0.0.1", "port": port}
-        given |= {"dtype": str(dtype).removeprefix("torch."), "max-model-len": length}
-        given |= {"logprobs-mode": "processed_logprobs", "generation-config": "vllm"}
-        on_cpu = ("--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", "1G")
-        beside = ("--gpu-memory-utilization", "0.4")  # the trainer may be on the same GPU
-        flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
-        return ["-m", "vllm.entrypoints.openai.api_server", *flags, *(on_cpu if device == "cpu" else beside)]
+class Completion(NamedTuple):
+    """One completion of a prompt, as it was answered."""
 
-    def connect(self) -> None:
+    ids: list[int]
+    log_probs: list[float]  # nats, one for each id, under what they were drawn from
+    has_stopped: bool  # with an end-of-turn token; else the budget was used up
+
+
+class VLLM:
+    """A server in development mode and with processed log-probs.
+
+    Raises:
+        EngineError: there is no such server, or one that cannot serve here; the sentence says what to do.
+    """
+
+    def __init__(self, url: str, dtype: torch.dtype):
+        self.client = Client(url)
         version = self.client.get("/version", seconds=20.0).get("version")
         self.client.about += f" (vLLM {version}; tried with {TRIED})"
-        models = self.client.get("/v1/models", seconds=20.0).get("data")
         try:
-            self._model, self.max_length = models[0]["id"], int(models[0]["max_model_len"])
-        except (TypeError, LookupError, ValueError):
-            raise self.wrong("no model to /v1/models") from None
-        try:
+            model = self.client.get("/v1/models", seconds=20.0)["data"][0]
+            self._model, self.max_length = model["id"], int(model["max_model_len"])  # of a prompt and its completion
             settings = self.client.get("/server_info?config_format=json", seconds=INFO_SECONDS)["vllm_config"]
-            found = settings["model_config"]
-            dtype, mode = found["dtype"], found["logprobs_mode"]
+            found, mode = settings["model_config"]["dtype"], settings["model_config"]["logprobs_mode"]
             is_chunked = settings["scheduler_config"]["enable_chunked_prefill"]
             is_cpu = settings["device_config"]["device"] == "cpu"
         except RefusedError as error:
             if error.status != 404:
                 raise
             raise EngineError(f"{self.client.about} takes no weights: start it with VLLM_SERVER_DEV_MODE=1") from error
-        except (KeyError, TypeError):
-            raise self.wrong("other settings to /server_info than are known here") from None
+        except (TypeError, LookupError, ValueError):
+            raise self.wrong("other settings than are known here") from None
         if mode != "processed_logprobs":
             raise EngineError(
                 f"{self.client.about} answers with {mode}, which are not those of the distribution that is sampled "
                 "from: start it with --logprobs-mode processed_logprobs"
             )
-        if dtype != str(self.dtype):
+        if found != str(dtype):
             raise EngineError(
-                f"{self.client.about} computes in {dtype}, not in {self.dtype}: give --engine-dtype "
-                f"{dtype.removeprefix('torch.')}, or start it with --dtype {str(self.dtype).removeprefix('torch.')}"
+                f"{self.client.about} computes in {found}, not in {dtype}: give --engine-dtype "
+                f"{found.removeprefix('torch.')}, or start it with --dtype {str(dtype).removeprefix('torch.')}"
             )
         if is_cpu and is_chunked:  # the first long prompt with a seed would end it
             raise EngineError(f"{self.client.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
     def load(self, folder: Path) -> None:
+        """Let the server take the weights in `folder`, and forget what it has computed with the ones before."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         try:
             self.client.post("/collective_rpc", body)
@@ -84,18 +93,15 @@ class VLLM(Engine):
                 )
             time.sleep(0.1)
 
-    def complete(self, request: Request) -> list[Completion]:
-        is_greedy = request.temperature == 0  # then vLLM takes one completion per request, and all would be equal
-        body = {
+    async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:
+        """Ask for completions of one prompt. Completion j has the seed + j; `settings` are the same for all prompts."""
+        is_greedy = settings["temperature"] == 0  # then vLLM takes one completion per request, and all would be equal
+        body = settings | {
             "model": self._model,
-            "prompt": request.prompt,
-            "n": 1 if is_greedy else request.count,
-            "max_tokens": request.max_new_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "seed": request.seed,
-            "stop_token_ids": request.end_of_turn_ids,
-            "ignore_eos": True,  # of the model's own: the ids above are all that end a turn
+            "prompt": prompt,
+            "n": 1 if is_greedy else count,
+            "seed": seed,
+            "ignore_eos": True,  # of the model's own: stop_token_ids are all that end a turn
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
             # What a server may have set otherwise for requests that do not say
@@ -105,17 +111,20 @@ class VLLM(Engine):
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
-        choices = self.client.post("/v1/completions", body).get("choices")
+        answer = await self.client.ask("POST", "/v1/completions", body)
         try:
-            choices = sorted(choices, key=lambda choice: choice["index"])
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if [choice["index"] for choice in choices] != list(range(len(choices))):
                 raise self.wrong("two completions of the same number")
-            if any(choice["prompt_token_ids"] != request.prompt for choice in choices):
+            if any(choice["prompt_token_ids"] != prompt for choice in choices):
                 raise self.wrong("a completion of another prompt")
             completions = [
                 Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"] == "stop")
                 for choice in choices
             ]
-            return completions * request.count if is_greedy else completions
+            return completions * count if is_greedy else completions
         except (TypeError, LookupError, AttributeError):
             raise self.wrong("completions without ids, log-probs or a reason to finish") from None
+
+    def wrong(self, what: str) -> EngineError:
+        return EngineError(f"{self.client.about} has answered with {what}")

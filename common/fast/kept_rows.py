@@ -47,8 +47,6 @@ class KeptRows:
         if not rows or any(id(row) not in kept for row in rows):
             return 0
         states = [kept[id(row)][1] for row in rows]
-        if any(x[0][0].shape[1] >= len(row.ids) for row, x in zip(rows, states, strict=True)):
-            return 0  # of a batch that was given up: its last tokens were not recorded
         num_new = max(len(row.ids) - x[0][0].shape[1] for row, x in zip(rows, states, strict=True))
         lengths = [max(len(row.ids) - num_new, 0) for row in rows]  # (U,) of the known tokens that are not run again
         position = max(lengths)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 MIN_ROWS = 48  # with fewer rows MKL is as fast
-NO_KERNEL = "could not create a primitive"  # what oneDNN says where it has no memory for one
 
 
 def use_fast_products(model: nn.Module) -> None:
@@ -67,17 +66,8 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x w^T by oneDNN, for x (m, k) and w (n, k); either may be a transposed view.
-
-    It needs memory for the kernel of a new shape. If that was short once, oneDNN makes no new kernel any more in this
-    process (measured with PyTorch 2.13), even when there is memory again: then PyTorch multiplies.
-    """
-    try:
-        return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-    except RuntimeError as error:
-        if str(error) != NO_KERNEL:
-            raise
-        return x @ w.t()
+    """x w^T by oneDNN, for x (m, k) and w (n, k); either may be a transposed view."""
+    return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 
 def _multiply_padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Gathering them at every decode step would be a message to all ranks per token and layer, and a rank whose completions
 have ended would leave the others waiting. So they are gathered once before a rollout; that takes the memory of the
-whole model on each rank. benchmarks/sharded_sampling.py compares the two.
+whole model on each rank.
 """
 
 from collections import OrderedDict
@@ -50,11 +50,6 @@ def _gathered_by_fsdp(policy: nn.Module) -> Iterator[None]:
         group.post_forward_mesh_info = None  # keep the weights after a forward pass
     try:
         yield
-    except BaseException:
-        for module, state in zip(modules, states, strict=True):
-            if state._is_root:
-                module.reset_iter_state()  # a forward pass may not have come to its end
-        raise
     finally:
         for group, mesh_info in zip(groups, after_forward, strict=True):
             group.post_forward_mesh_info = mesh_info
@@ -81,26 +76,6 @@ def _gathered_by_deepspeed(policy: nn.Module, weights: list[nn.Parameter]) -> It
             for module, (before, after) in zip(modules, hooks, strict=True):
                 module._forward_pre_hooks, module._forward_hooks = before, after
             weights[0].ds_active_sub_modules.discard(GATHERED)
-
-
-@contextmanager
-def gathered_when_called(policy: nn.Module, method: str) -> Iterator[None]:
-    """Inside, `policy.<method>(...)` gathers sharded weights as it needs them, layer by layer, as `policy(...)` does.
-
-    Each call is thus a message to the other ranks, and all must make the same number of calls.
-    """
-    if not distributed.is_initialized():
-        yield
-        return
-    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-
-    if method not in vars(policy):
-        register_fsdp_forward_method(policy, method)  # otherwise weights outside of the layers would not be gathered
-    try:
-        yield
-    finally:
-        if isinstance(policy, FSDPModule):
-            policy.reshard()  # the root's own weights stay whole after a forward pass
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:

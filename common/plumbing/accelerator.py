@@ -21,9 +21,8 @@ from common import parallel
 from common.errors import UserError
 from common.policy import Policy
 
+from common.plumbing import processes
 from common.plumbing.config import ConfigT
-from common.plumbing.launch import WHERE, check_launch, requested_launch
-from common.plumbing.processes import PATIENCE, check_divides, meet, meeting, num_restarts
 from common.plumbing.ranks import together
 from common.plumbing.saving import load_weights, save_policy
 from common.plumbing.terminal import say
@@ -35,21 +34,25 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     Raises:
         UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
     """
-    on_cpu, by_deepspeed = config.device == "cpu", requested_launch().sharding == "deepspeed"
-    if num_restarts():  # Accelerate would look for the addresses of before; it takes processes that have met
-        meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
+    on_cpu, by_deepspeed = config.device == "cpu", processes.requested_launch().sharding == "deepspeed"
+    if processes.num_restarts():  # Accelerate would look for the addresses of before; it takes who have met
+        processes.meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
     # With cpu=True Accelerate would ignore DeepSpeed, and without a backend the other processes
     backend = "gloo" if on_cpu and by_deepspeed else None
-    handlers = [InitProcessGroupKwargs(timeout=PATIENCE, backend=backend)]
-    with meeting():
+    handlers = [InitProcessGroupKwargs(timeout=processes.PATIENCE, backend=backend)]
+    with processes.meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
     if dtype != config.dtype:
         say(f"Accelerate is told to compute in bf16: --dtype is {dtype}")
     with together():
-        check_launch(accelerator)
-        _check_resumed(config, dtype)
-        check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
+        processes.check_launch(accelerator)
+        if config.resume is not None and dtype != config.dtype:
+            raise UserError(
+                f"--resume {config.resume} is a run in {config.dtype}, and Accelerate is told to compute in {dtype}: "
+                f"set mixed_precision no {processes.WHERE}"
+            )
+        processes.check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
     elif accelerator.distributed_type == DistributedType.FSDP:
@@ -80,7 +83,8 @@ def prepare(
 def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradient down to `max_norm`; its norm before, the same on all ranks, however the model is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has clipped, and taken its step
-        return _deepspeed_grad_norm(model)
+        # or skipped it, if the gradient is not finite on one of the ranks
+        return torch.tensor(float(model.get_global_grad_norm()) if model.was_step_applied() else math.inf)
     return parallel.clip_grad_norm_(model.parameters(), max_norm)
 
 
@@ -101,26 +105,6 @@ def _fill_deepspeed(accelerator, micro_batch_size: int, max_grad_norm: float) ->
     # Under ZeRO-3 `from_pretrained` would now load empty shards, even with zero3_init_flag: false; the reference and
     # the evaluation before training need complete weights. `prepare` shards the policy.
     unset_hf_deepspeed_config()
-
-
-def _deepspeed_grad_norm(engine: torch.nn.Module) -> torch.Tensor:
-    """The norm of the gradient before clipping, the same on every rank; infinite if the update was skipped.
-
-    All ranks skip an update whose gradient is not finite on one of them.
-    """
-    return torch.tensor(float(engine.get_global_grad_norm()) if engine.was_step_applied() else math.inf)
-
-
-def _check_resumed(config: ConfigT, dtype: str) -> None:
-    """
-    Raises:
-        UserError: the run that is resumed would go on in another arithmetic than it has had.
-    """
-    if config.resume is not None and dtype != config.dtype:
-        raise UserError(
-            f"--resume {config.resume} is a run in {config.dtype}, and Accelerate is told to compute in {dtype}: set "
-            f"mixed_precision no {WHERE}"
-        )
 
 
 def _save(models: list[torch.nn.Module], weights: list[dict], path: str) -> None:

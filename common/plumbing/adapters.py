@@ -14,7 +14,6 @@ from common.errors import UserError
 from common.policy import Policy, PolicyOutput
 
 from common.plumbing.config import ADAPTER_SETTINGS
-from common.plumbing.flags import RANGES
 from common.plumbing.pretrained import check_finite
 
 # Fields of adapter_config.json that say what the adapter computes, and are kept
@@ -27,6 +26,7 @@ IGNORED = (
     *("auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode", "lora_dropout", "runtime_config"),
     *("eva_config", "megatron_core", "qalora_group_size"),
 )
+MAX_RANK = 8192  # beyond the width of most models
 ALLOWED = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
@@ -118,7 +118,7 @@ def _read_settings(path: Path) -> dict:
                 "adapters of a language model can be trained on here"
             )
     for rank in (fields.get("r"), *dict(fields.get("rank_pattern") or {}).values()):
-        if type(rank) is not int or rank < 1 or rank not in RANGES["lora_rank"]:
+        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise UserError(f"the adapter {path} has a rank of {json.dumps(rank)[:40]} in its {ADAPTER_SETTINGS}")
     return {name: fields[name] for name in KEPT if name in fields}
 

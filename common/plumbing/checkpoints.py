@@ -2,13 +2,14 @@
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      optimizer.pt       what `torch.load(weights_only=True)` reads
-                     checkpoint.json    the step, the number of processes, and the size and CRC-32 of every other file
-                                        and of the run's logs
+                     checkpoint.json    the step, the number of processes, the size of every other file, and that of the
+                                        run's logs, which a resumed run truncates to it
 
 No state of any random number generator is needed: randomness is keyed by step (keyed.py).
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -19,42 +20,37 @@ from common.errors import UserError
 from common.parallel import gather, world_size
 from common.policy import Policy
 
-from common.plumbing.files import crc32, flush_to_disk
+from common.plumbing.files import flush_to_disk
+from common.plumbing.metrics import read_lines
 from common.plumbing.ranks import has_lost_others, on_main
 from common.plumbing.saving import load_weights, save_policy
 from common.plumbing.terminal import say
 
 MANIFEST = "checkpoint.json"
-LEFT_OVER = ("step_*.partial", "step_*.corrupt")  # what is removed as soon as there is a new complete checkpoint
+METRICS, SAMPLES, BEFORE = "metrics.jsonl", "samples.jsonl", "before.json"
+TOKENS, DIAGNOSIS = "tokens.jsonl", "diagnosis.jsonl"
+LOGS = (METRICS, SAMPLES, BEFORE, TOKENS, DIAGNOSIS)  # in a run's directory
 
 
 class Checkpoint(NamedTuple):
     step: int
     path: Path
-    logs: dict[str, tuple[int, int]]  # size and CRC-32 of the run's logs when it was written
+    logs: dict[str, int]  # sizes of the run's logs when it was written
 
 
 def write_checkpoint(
-    directory: Path,
-    step: int,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    keep: int = 2,
-    logs: dict[str, tuple[int, int]] | None = None,
-    accelerator=None,
-) -> Path:
-    """Write `directory/step_<step>`, completely or not at all, and then remove all but the newest `keep`.
+    run: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int, accelerator=None
+) -> None:
+    """Write `checkpoints/step_<step>` of a run, completely or not at all, and then remove all but the newest `keep`.
 
     All processes call it together.
-
-    Args:
-        logs: size and CRC-32 of the run's logs, which are brought back to them when the run is resumed.
 
     Raises:
         UserError: it could not be written, because the disk is full for example; older ones are left as they were.
     """
     from safetensors import SafetensorError
 
+    directory = run / "checkpoints"
     target, partial = directory / f"step_{step}", directory / f"step_{step}.partial"
     try:
         on_main(lambda: _make_empty(partial))
@@ -64,18 +60,17 @@ def write_checkpoint(
         else:
             accelerator.save_state(str(partial))
             gather(None)  # wait until all processes have written their part
-        on_main(lambda: _complete(partial, target, step, logs or {}))
+        on_main(lambda: _complete(run, partial, target, step))
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save turns a full disk into a RuntimeError
         if has_lost_others(error):
             raise
         shutil.rmtree(partial, ignore_errors=True)
-        newest = [found for found, _ in _all_checkpoints(directory) if found < step][:1]
+        newest = [found for found, _ in _finished(directory)][:1]
         raise UserError(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
             + (f"The last complete one is that of step {newest[0]}" if newest else "There is no earlier one")
         ) from error
-    on_main(lambda: _remove_old(directory, step, keep))
-    return target
+    on_main(lambda: _remove_old(directory, keep))
 
 
 def _make_empty(partial: Path) -> None:
@@ -83,38 +78,82 @@ def _make_empty(partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _complete(partial: Path, target: Path, step: int, logs: dict[str, tuple[int, int]]) -> None:
-    """Write the manifest, wait for the disk, and rename."""
+def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
+    """Write the manifest, wait until the disk holds everything, and rename."""
+    logs = [run / name for name in LOGS if (run / name).exists()]
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
-    files = {path.relative_to(partial).as_posix(): [path.stat().st_size, crc32(path)] for path in paths}
-    manifest = {"step": step, "processes": world_size(), "files": files, "logs": logs}
+    manifest = {
+        "step": step,
+        "processes": world_size(),
+        "sizes": {path.relative_to(partial).as_posix(): path.stat().st_size for path in paths},
+        "logs": {path.name: path.stat().st_size for path in logs},
+    }
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    for path in (*partial.rglob("*"), partial):
+    for path in (*logs, *partial.rglob("*"), partial):  # the logs, too: no checkpoint is newer than they are
         flush_to_disk(path)
-    shutil.rmtree(target, ignore_errors=True)  # there is one only if it was found to be corrupt
     partial.rename(target)
     flush_to_disk(target.parent)
 
 
-def _remove_old(directory: Path, step: int, keep: int) -> None:
-    # a run resumes from the newest complete one: those of later steps are corrupt, and do not count
-    old = [path for found, path in _all_checkpoints(directory) if found <= step][keep:]
-    for path in (*old, *(path for pattern in LEFT_OVER for path in directory.glob(pattern))):
+def _remove_old(directory: Path, keep: int) -> None:
+    for path in (*(path for _, path in _finished(directory)[keep:]), *directory.glob("step_*.partial")):
         shutil.rmtree(path)
 
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest complete checkpoint. Corrupt ones are renamed to `step_<N>.corrupt`, with a sentence."""
+    """The newest finished checkpoint of a run; None if there is none.
+
+    Raises:
+        UserError: it is not complete as it was written.
+    """
     for path in sorted(directory.glob("step_*.partial")):
         say(f"{path} was not finished when the run was stopped; it is ignored")
-    for step, path in _all_checkpoints(directory):
+    for step, path in _finished(directory)[:1]:
+        remedy = f"restore it, or remove {path} to resume from an earlier step"
         try:
-            return Checkpoint(step, path, _read_manifest(path).get("logs", {}))
-        except _CorruptError as fault:
-            say(f"{path} is corrupt ({fault}); it is ignored")
-            shutil.rmtree(f"{path}.corrupt", ignore_errors=True)
-            path.rename(f"{path}.corrupt")
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            sizes, logs = dict(manifest["sizes"]), dict(manifest["logs"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            fault = getattr(error, "strerror", None) or error
+            raise UserError(f"{path / MANIFEST} cannot be read ({fault}): {remedy}") from error
+        for name, size in sizes.items():
+            found = (path / name).stat().st_size if (path / name).exists() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+                raise UserError(f"{path / name} {what}: {remedy}")
+        return Checkpoint(step, path, logs)
     return None
+
+
+def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
+    """Bring a run's logs back to what they held when the checkpoint was written; the rows of metrics.jsonl.
+
+    A kill leaves more than that. Nothing is changed if a log has lost something.
+
+    Raises:
+        UserError: a log is shorter than it was, or has a line that cannot be read.
+    """
+    for name, size in checkpoint.logs.items():
+        path = run / name
+        content = path.read_bytes()[:size] if path.exists() else b""
+        remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"
+        if len(content) < size:
+            raise UserError(f"{path} {'has lost its end' if path.exists() else 'is missing'}: {remedy}")
+        for number, line in enumerate(content.splitlines(), start=1):
+            try:
+                json.loads(line)
+            except (ValueError, RecursionError):
+                raise UserError(f"line {number} of {path} cannot be read: {remedy}") from None
+    remove_logs(run, but=checkpoint.logs)
+    for name, size in checkpoint.logs.items():
+        os.truncate(run / name, size)
+    return read_lines(run / METRICS)
+
+
+def remove_logs(run: Path, but: dict[str, int] | None = None) -> None:
+    """Remove the logs that a run had not begun when its checkpoint was written; all of them if there is none."""
+    for name in set(LOGS) - (but or {}).keys():
+        (run / name).unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
@@ -123,46 +162,23 @@ def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer
     Raises:
         UserError: Accelerate cannot read what it has written for another number of processes or another sharding.
     """
-    if accelerator is not None:
-        try:
-            accelerator.load_state(str(path))
-        except Exception as error:  # of DeepSpeed or of torch's distributed checkpoints, of many kinds
-            if has_lost_others(error):
-                raise
-            raise UserError(
-                f"{path} cannot be continued by these processes ({' '.join(str(error).split())[:300]}): start as "
-                f"many, and sharded in the same way, as those that wrote it ({_read_manifest(path)['processes']})"
-            ) from error
+    if accelerator is None:
+        load_weights(policy, path)
+        optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
         return
-    load_weights(policy, path)
-    optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
+    try:
+        accelerator.load_state(str(path))
+    except Exception as error:  # of DeepSpeed or of torch's distributed checkpoints, of many kinds
+        if has_lost_others(error):
+            raise
+        processes = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["processes"]
+        raise UserError(
+            f"{path} cannot be continued by these processes ({' '.join(str(error).split())[:300]}): start as many, and "
+            f"sharded in the same way, as those that wrote it ({processes})"
+        ) from error
 
 
-def _all_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """Step and path of every finished checkpoint, including corrupt ones, the newest first."""
+def _finished(directory: Path) -> list[tuple[int, Path]]:
+    """Step and path of every finished checkpoint, the newest first."""
     numbered = [(path.name.removeprefix("step_"), path) for path in directory.glob("step_*")]
     return sorted(((int(number), path) for number, path in numbered if number.isdecimal()), reverse=True)
-
-
-class _CorruptError(Exception):
-    """What is wrong with a checkpoint."""
-
-
-def _read_manifest(path: Path) -> dict:
-    """
-    Raises:
-        _CorruptError: it cannot be read, or a file of the checkpoint is not what it says.
-    """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        for name, (size, crc) in manifest["files"].items():
-            if (path / name).stat().st_size != size:
-                raise _CorruptError(f"{name} is not as long as it was written")
-            if crc32(path / name) != crc:
-                raise _CorruptError(f"{name} is not what was written")
-        dict(manifest.get("logs", {}))
-    except FileNotFoundError as error:
-        raise _CorruptError(f"{Path(error.filename).name} is missing") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _CorruptError(f"{MANIFEST} cannot be read: {error}") from error
-    return manifest

@@ -1,9 +1,9 @@
 """Refuse settings that cannot work, before anything is loaded: one sentence, which names the flags."""
 
-import dataclasses
 import importlib.util
 import math
 import numbers
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,13 +11,11 @@ import torch
 from common.errors import UserError
 
 from common.plumbing.config import ADAPTER_SETTINGS, ModelConfig, PolicyConfig, shown
-from common.plumbing.flags import RANGES
+from common.plumbing.flags import read_marks
 from common.plumbing.pretrained import read_template
 from common.plumbing.terminal import printable, say
 
 MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
-INPUTS = ("chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")  # files that a run reads
-PATHS = ("model", "task", *INPUTS, "runs_dir", "resume", "output", "compare")  # flags that can name a file or directory
 
 
 def flag(name: str) -> str:
@@ -36,35 +34,31 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
     Raises:
         UserError: a pair is not NAME=NUMBER.
     """
-    values = {}
+    values: dict[str, float] = {}
     for pair in pairs:
         name, _, number = pair.partition("=")
         if name in values:
             raise UserError(f"{flag} {pair}: {name} is given twice")
-        try:
+        with suppress(ValueError):
             values[name] = float(number)
-        except ValueError:
-            values[name] = math.nan
-        if not name or not math.isfinite(values[name]):
+        if not name or not math.isfinite(values.get(name, math.nan)):
             raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
     return values
 
 
-def check_texts(config: ModelConfig) -> None:
+def check_texts(config: object) -> None:
     """Refuse text that no file can hold, which a broken terminal or a script can pass on, and paths that cannot exist.
 
     Raises:
         UserError: naming the flag.
     """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+    for name, marks in read_marks(type(config)).items():
+        value = getattr(config, name)
         for text in value if isinstance(value, tuple) else (value,):
-            if not isinstance(text, str):
-                continue
-            if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise UserError(f"{flag(field.name)} {printable(text, 60)}: this is not UTF-8 text")
-            if field.name in PATHS:
-                local_path(text, flag(field.name))
+            if isinstance(text, str) and ("\0" in text or not is_text(text)):
+                raise UserError(f"{flag(name)} {printable(text, 60)}: this is not UTF-8 text")
+            if isinstance(text, str) and marks.path is not None:
+                local_path(text, flag(name))
 
 
 def local_path(text: str, what: str) -> Path:
@@ -78,24 +72,22 @@ def local_path(text: str, what: str) -> Path:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except OSError as error:
-        raise UserError(f"{what} {printable(text, 60)}: this path cannot be used ({error.strerror})") from error
-    except (RuntimeError, ValueError) as error:  # of an unknown user's home directory; of NUL
-        raise UserError(f"{what} {printable(text, 60)}: this path cannot be used ({error})") from error
+    except (OSError, RuntimeError, ValueError) as error:  # the others: of an unknown user's home directory; of NUL
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{what} {printable(text, 60)}: this path cannot be used ({reason})") from error
     return path
 
 
-def check_ranges(config: ModelConfig) -> None:
-    """Refuse numbers out of range; a flag that is None, or that an experiment does not have, is in range.
+def check_ranges(config: object) -> None:
+    """Refuse numbers that are not finite, or out of the range that the field's type names.
 
     Raises:
         UserError: naming the flag and its value.
     """
-    for name, wanted in RANGES.items():
-        value = getattr(config, name, None)
-        if value not in (None, "auto") and value not in wanted:
-            why = ": a group is its own baseline" if name == "group_size" else ""
-            raise UserError(f"{flag(name)} must be {wanted}, not {printable(str(value), 40)}{why}")
+    for name, marks in read_marks(type(config)).items():
+        value = getattr(config, name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value not in marks:
+            raise UserError(f"{flag(name)} must be {marks.range or 'finite'}, not {printable(str(value), 40)}")
 
 
 def check_combinations(config: ModelConfig) -> None:
@@ -205,4 +197,4 @@ def is_finite(value: object) -> bool:
 
 def is_text(value: object) -> bool:
     """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return isinstance(value, str) and (value.isascii() or value.encode(errors="ignore").decode() == value)

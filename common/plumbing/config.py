@@ -1,6 +1,7 @@
 """The settings that every experiment has and none teaches, and the table that resolves their defaults.
 
-An experiment's `Config` inherits from `RunConfig` and adds what it teaches.
+An experiment's `Config` inherits from `RunConfig` and adds what it teaches. A field says everything about its flag: the
+comment is its help, with the default that None stands for after "None: ", and the type its range, and its group.
 """
 
 import dataclasses
@@ -8,10 +9,12 @@ import importlib.util
 import json
 import re
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
+from annotated_types import Ge, Gt, Interval
 
 from common.errors import UserError
 
@@ -24,8 +27,48 @@ BUNDLED = {
     "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
 }
 ADAPTER_SETTINGS = "adapter_config.json"
-BatchSize = int | Literal["auto"]  # auto: chosen from the memory that is free, and halved where it runs out
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Numbers in a range, which --help shows and the command line is held to; they are finite
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+ZeroOrOne = Annotated[int, Interval(ge=0, le=1)]
+GroupSize = Annotated[int, Ge(2)]  # a group is its own baseline
+Seed = Annotated[int, Interval(ge=0, le=10**18)]  # what PyTorch takes
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Interval(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class IsPath:
+    """A mark of text that can name a file or a directory, and so is checked early."""
+
+    is_input: bool = False  # a run reads it; config.json keeps its absolute path, to resume from any directory
+
+
+LocalPath = Annotated[str, IsPath()]
+InputPath = Annotated[str, IsPath(is_input=True)]
+
+
+class Group(Enum):
+    """Where --help shows a flag. An experiment's own flags need no group: theirs is the first one."""
+
+    POLICY = "policy"
+    DATA = "data and task"
+    SEARCH = "search"
+    ENGINE = "engine"
+    EVALUATION = "evaluation"
+    RUN = "run"
+
+
+T = TypeVar("T")
+OfPolicy = Annotated[T, Group.POLICY]
+OfData = Annotated[T, Group.DATA]
+OfSearch = Annotated[T, Group.SEARCH]
+OfEngine = Annotated[T, Group.ENGINE]
+OfEvaluation = Annotated[T, Group.EVALUATION]
+OfRun = Annotated[T, Group.RUN]
 
 # What a flag that was left at None becomes, by the kind of policy. A test holds the texts of --help to these figures.
 RESOLVED = {
@@ -43,19 +86,20 @@ class ModelConfig:
 
     # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
     # adapter
-    model: str = "tiny"
+    model: OfPolicy[LocalPath] = "tiny"
     # file of a chat template (Jinja), for models that have none, such as base models; None: the model's own
-    chat_template: str | None = None
-    seed: int = 0  # seed of sampling
-    threads: Literal["auto"] | int = "auto"  # CPU threads; auto: OMP_NUM_THREADS, else as many as are measured to pay
+    chat_template: OfPolicy[InputPath | None] = None
+    seed: OfRun[Seed] = 0  # seed of sampling
+    # CPU threads; auto: OMP_NUM_THREADS, else 1 for the bundled policies and the physical cores for other models
+    threads: OfRun[Literal["auto"] | Count] = "auto"
     # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
-    device: str = "auto"
+    device: OfPolicy[str] = "auto"
     # arithmetic, and the dtype of frozen weights; trained weights are float32, and bfloat16 is autocast over them;
     # None: bfloat16 for models other than the bundled one on cuda, else float32
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: OfPolicy[Literal["float32", "bfloat16"] | None] = None
     # how attention is computed; auto: flash_attention_2 if it is installed and usable (cuda, bfloat16), else sdpa
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes)
+    attn_implementation: OfPolicy[Literal["auto", "sdpa", "eager", "flash_attention_2"]] = "auto"
+    load_in: OfPolicy[Literal["8bit", "4bit"] | None] = None  # hold the weights quantised (bitsandbytes)
 
     @property
     def model_path(self) -> Path | None:
@@ -103,21 +147,23 @@ class PolicyConfig(ModelConfig):
     # adapter, which is trained further, or with --lora-rank merged into its base
     model: str = "tiny"
     seed: int = 0  # seed of data order, sampling and minibatches
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, more time
-    lora_rank: int = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
-    lora_alpha: float | None = None  # adapters are scaled by alpha / rank; None: twice the rank
+    gradient_checkpointing: OfPolicy[bool] = False  # recompute activations in the backward pass: less memory, more time
+    lora_rank: OfPolicy[CountOrZero] = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
+    lora_alpha: OfPolicy[Positive | None] = None  # adapters are scaled by alpha / rank; None: twice the rank
     load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs an adapter
-    save_merged: bool = False  # with an adapter: also write final_merged/, a model with the adapter merged in
+    save_merged: OfPolicy[bool] = False  # with an adapter: also write final_merged/, a model with the adapter merged in
     # held-out questions per evaluation; without --eval-data this many rows of --data are held out
-    eval_prompts: int = 256
-    checkpoint_every: int = 20  # steps between checkpoints; 0: only on Ctrl-C
-    keep_checkpoints: int = 2  # how many of the newest checkpoints are kept
-    estimate: bool = False  # print how much memory and time a run with these settings needs, and end
-    wandb: bool = False  # also log to Weights & Biases; without its package, a key or a network the run continues
-    name: str | None = None  # the run's name; None: date, time and seed
-    runs_dir: str = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
-    # directory of a run to resume, with its own settings; only --steps may be raised; None: a new run
-    resume: str | None = None
+    eval_prompts: OfEvaluation[Count] = 256
+    checkpoint_every: OfRun[CountOrZero] = 20  # steps between checkpoints; 0: only on Ctrl-C
+    keep_checkpoints: OfRun[Count] = 2  # how many of the newest checkpoints are kept
+    estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
+    # also log to Weights & Biases; without its package, a key or a network the run continues
+    wandb: OfRun[bool] = False
+    name: OfRun[str | None] = None  # the run's name; None: date, time and seed
+    runs_dir: OfRun[LocalPath] = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
+    # directory of a run to resume, with its own settings: only --steps may be raised, and batch sizes changed; None:
+    # a new run
+    resume: OfRun[LocalPath | None] = None
 
     @property
     def has_adapter(self) -> bool:
@@ -129,23 +175,26 @@ class PolicyConfig(ModelConfig):
 class RunConfig(PolicyConfig):
     """What every experiment with rewards needs in addition."""
 
-    task: str = "arithmetic"  # what is asked and rewarded: a file of common/tasks, or the path of your own
-    reward_weight: tuple[str, ...] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
-    data: str | None = None  # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
+    # what is asked and rewarded: a file of common/tasks, or the path of your own
+    task: OfData[LocalPath] = "arithmetic"
+    reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
+    # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
+    data: OfData[InputPath | None] = None
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
-    eval_data: str | None = None
-    at_most: tuple[str, ...] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
-    max_question_length: int | None = None  # keep questions of at most this many characters; None: any
+    eval_data: OfEvaluation[InputPath | None] = None
+    at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
+    max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
-    system_prompt: str | None = None
+    system_prompt: OfData[str | None] = None
     # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained
-    completion_prefix: str | None = None
-    eval_every: int = 10  # steps between evaluations (greedy only); 0: only before and after
-    samples_every: int = 1  # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
-    progress: tuple[str, ...] = ()  # metrics that the progress line also shows, e.g. policy/clipped
-    # completions sampled at the same time, which bounds the memory of the KV cache; auto: as many as fit
-    generation_batch_size: BatchSize = 128
+    completion_prefix: OfData[str | None] = None
+    eval_every: OfEvaluation[CountOrZero] = 10  # steps between evaluations (greedy only); 0: only before and after
+    # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
+    samples_every: OfRun[CountOrZero] = 1
+    progress: OfRun[tuple[str, ...]] = ()  # metrics that the progress line also shows, e.g. policy/clipped
+    # completions sampled at the same time, which bounds the memory of the KV cache
+    generation_batch_size: OfRun[Count] = 128
 
 
 def shown(source: str | Path) -> str:

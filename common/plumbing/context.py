@@ -1,10 +1,8 @@
 """The model's context: whether it has room for every prompt and the completion budget, found before training."""
 
 import math
-import unicodedata
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from common.chat import encode_prompt
 from common.errors import UserError
@@ -12,9 +10,6 @@ from common.policy import Policy
 
 from common.plumbing.config import ModelConfig
 from common.plumbing.task import Row, Task
-
-if TYPE_CHECKING:
-    from common.engines.engine import Engine
 
 PROBE = "probe"  # a text that no template writes by itself
 
@@ -33,8 +28,11 @@ def context_of(config) -> float:
     return max(length, stretched) if length > 0 else math.inf
 
 
-def check_context(config: ModelConfig, task: Task, policy: Policy, engine: "Engine | None" = None) -> None:
+def check_context(config: ModelConfig, task: Task, policy: Policy, engine: object | None = None) -> None:
     """Refuse a run with a row whose prompt and completion do not fit into the model's context, or into an engine.
+
+    Args:
+        engine: an `Engine`, which has a `max_length` and the name of its flag.
 
     Raises:
         UserError: naming the row.
@@ -102,7 +100,7 @@ def _find_long_prompt(
         if roles not in costs:
             costs[roles] = _cost_of_template(policy, turns, tools)
         tokens, copies = costs[roles]
-        size = sum(num_bytes(str(value)) for turn in turns for key, value in turn.items() if key != "role")
+        size = sum(_most_bytes(str(value)) for turn in turns for key, value in turn.items() if key != "role")
         if tokens + copies * size > room:
             candidates.append((size, row, turns))
     for _, row, turns in sorted(candidates, key=lambda candidate: -candidate[0]):
@@ -121,12 +119,6 @@ def _cost_of_template(policy: Policy, turns: list[dict], tools: list[dict] | Non
     return len(ids), max(1, policy.tokenizer.decode(ids).count(PROBE) - len(turns) + 1)
 
 
-def num_bytes(text: str) -> int:
-    """The length of a text in UTF-8, as it is or normalised, as some tokenizers do first: one sign can become many.
-
-    >>> num_bytes("2+2"), num_bytes("²"), num_bytes("\\ufdfa")
-    (3, 2, 33)
-    """
-    if text.isascii():
-        return len(text)
-    return max(len(form.encode(errors="replace")) for form in (text, unicodedata.normalize("NFKC", text)))
+def _most_bytes(text: str) -> int:
+    """The most bytes of UTF-8 that a tokenizer can make of a text; some normalise it, so that a sign becomes many."""
+    return len(text) if text.isascii() else 33 * len(text)  # 33: of the Arabic ligature U+FDFA, in NFKC

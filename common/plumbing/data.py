@@ -10,10 +10,9 @@ from common.plumbing.checks import local_path, parse_numbers
 from common.plumbing.config import RunConfig, shown
 from common.plumbing.hub import find_test_split, is_hub_source, read_split
 from common.plumbing.ranks import together
+from common.plumbing.row_checks import hold_out, say_what_is_shared, try_solutions
 from common.plumbing.rows import Fields, FieldsError, find_problem, placed, read_jsonl
-from common.plumbing.solutions import try_solutions
-from common.plumbing.task import Row, Task
-from common.plumbing.task_file import import_task, suggest_task
+from common.plumbing.task import Row, Task, import_task, suggest_task
 from common.plumbing.terminal import say
 
 
@@ -44,15 +43,11 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
             "is left to train on: lower --eval-prompts or give --eval-data"
         )
     else:
-        order = keyed_generator("split", config.seed).permutation(len(train_rows))
-        rows = [train_rows[index] for index in order]
-        train_rows, eval_rows = rows[config.eval_prompts :], rows[: config.eval_prompts]
+        train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
-    asked = {row.question for row in train_rows}
-    if known := sum(row.question in asked for row in eval_rows):
-        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
+    say_what_is_shared(train_rows, eval_rows)
     try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
     task.try_out(train_rows[0])
     if note := task.note():

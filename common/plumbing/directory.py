@@ -1,8 +1,10 @@
-"""A run's directory: made for a new run, or brought back to its newest complete checkpoint, which resumes a run.
+"""A run's directory: made for a new run, or brought back to its newest checkpoint, which resumes a run.
 
 It is locked, so that no two processes write into it.
 """
 
+import dataclasses
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -11,11 +13,16 @@ from filelock import FileLock, Timeout
 
 from common.errors import UserError
 
-from common.plumbing.checkpoints import newest_checkpoint
+from common.plumbing.checkpoints import newest_checkpoint, remove_logs, restore_logs
 from common.plumbing.config import PolicyConfig
-from common.plumbing.history import remove_logs, restore_logs
-from common.plumbing.settings import ENGINE_PLACES, automatic_names, read_settings, write_settings
-from common.plumbing.sources import check_sources
+from common.plumbing.settings import (
+    BATCH_SIZES,
+    ENGINE_PLACES,
+    check_sources,
+    describe_settings,
+    read_settings,
+    write_settings,
+)
 from common.plumbing.terminal import say
 
 LOCK = ".lock"  # the operating system releases it when the process ends, however it ends
@@ -29,22 +36,34 @@ class RunDirectory(NamedTuple):
     history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
 
 
-def make_directory(experiment: str, config: PolicyConfig) -> RunDirectory:
-    """Make and lock `<runs-dir>/<experiment>/<name>`; the name is date, time and seed without --name, and then unique.
+def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
+    """Make and lock `<runs-dir>/<experiment>/<name>`, and write config.json.
+
+    Without --name the name is date, time and seed, and then unique.
 
     Raises:
         UserError: a run of that name exists, or the directory cannot be made.
     """
+    settings = describe_settings(config, machine) | {"sources": sources}
     parent = Path(config.runs_dir).expanduser() / experiment
     name = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
     directory, number = parent / name, 1
-    while (lock := _claim(directory)) is None:
+    while not _is_new(directory):
         if config.name is not None:
             raise UserError(
                 f"the run {directory} exists already; choose another --name, or resume it: --resume {directory}"
             )
         number += 1
         directory = parent / f"{name}-{number}"
+    lock = lock_directory(directory)
+    try:
+        write_settings(directory, settings)
+    except OSError as error:
+        shutil.rmtree(directory)
+        lock.release()
+        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
+    flags = dataclasses.asdict(config).items()
+    say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
     return RunDirectory(directory, lock)
 
 
@@ -55,8 +74,8 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
         sources: what the run is made from now, see `describe_sources`.
 
     Raises:
-        UserError: it is a run of another experiment, is in use, is beyond `--steps`, was made from something else, or
-            its files cannot be written.
+        UserError: it is a run of another experiment, is in use, is beyond `--steps`, was made from something else, has
+            lost something, or its files cannot be written. Nothing is changed then.
     """
     directory = Path(config.resume).expanduser()
     settings = read_settings(directory, type(config))
@@ -73,46 +92,28 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
 
 
 def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:
-    """
-    Args:
-        doing: what a process that holds the lock does.
-
-    Raises:
-        UserError: another process has locked the directory, or it cannot be written.
-    """
-    try:
-        lock = _try_to_lock(directory)
-    except OSError as error:
-        raise UserError(f"{directory} cannot be written ({error.strerror})") from error
-    if lock is None:
-        raise UserError(f"{directory} is in use: another process is {doing}")
-    return lock
-
-
-def _claim(directory: Path) -> FileLock | None:
-    """Make and lock a directory; None if there is one of another run."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not {path.name for path in directory.iterdir()} <= BEFORE_SETTINGS:
-            return None
-        lock = _try_to_lock(directory)
-    except FileExistsError:
-        raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None
-    except OSError as error:
-        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    if lock is not None and (directory / "config.json").exists():  # made, and left again, between the two lines above
-        lock.release()
-        return None
-    return lock
-
-
-def _try_to_lock(directory: Path) -> FileLock | None:
+    """Lock a directory, or refuse to, if another process has: it is `doing` what this one wants to."""
     lock = FileLock(directory / LOCK, blocking=False)
     try:
         lock.acquire()
     except Timeout:
-        return None
+        raise UserError(f"{directory} is in use: another process is {doing}") from None
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror})") from error
     return lock
+
+
+def _is_new(directory: Path) -> bool:
+    """Make a directory, unless there is one."""
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None
+        return False
+    except OSError as error:
+        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
+    return True
 
 
 def _restore(
@@ -123,19 +124,17 @@ def _restore(
         found = newest_checkpoint(directory / "checkpoints")
         if found is not None and found.step > getattr(config, "steps", found.step):
             raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
-        settings.setdefault("processes", 1)
-        for name in ("versions", "machine", "commit", "processes"):
-            if settings.get(name) != machine[name]:
-                say(
-                    f"the run began with {name} {settings.get(name)} and resumes with {machine[name]}: "
-                    "figures may differ"
-                )
-        settings |= {"sources": sources, "task_failed": False, "automatic": automatic_names(config)}
-        settings |= {name: getattr(config, name) for name in ("steps", *ENGINE_PLACES) if hasattr(config, name)}
-        write_settings(directory, settings)
+        history = [] if found is None else restore_logs(directory, found)
         if found is None:
             remove_logs(directory)
-            return 0, []
-        return found.step, restore_logs(directory, found.step, found.logs)
+        for name in ("versions", "machine", "commit", "processes"):
+            before = settings.get(name, 1 if name == "processes" else None)
+            if before != machine[name]:
+                say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
+        settings |= {"sources": sources, "task_failed": False}
+        changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
+        settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
+        write_settings(directory, settings)
     except OSError as error:
         raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error
+    return (0 if found is None else found.step), history

@@ -1,11 +1,9 @@
 """An inference engine for a run: its flags, its start and end, and whether it samples from the trained policy."""
 
-import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,17 +12,18 @@ from typing import Literal
 import torch
 
 from common.engines.engine import Engine
-from common.engines.export import export, remove_export
-from common.engines.http import EngineError
-from common.engines.server import ChildServer, child_server, free_port
-from common.errors import UserError
+from common.engines.export import export
+from common.engines.server import ChildServer, free_port
+from common.engines.vllm import ENVIRONMENT, server_flags
+from common.errors import EngineError, UserError
 from common.experience import Experience
 from common.parallel import gather, is_main
 from common.policy import Policy
 
-from common.plumbing.config import DTYPES, RunConfig
+from common.plumbing.config import DTYPES, OfEngine, RunConfig
 from common.plumbing.context import check_context, fitting_length
 from common.plumbing.diagnosis import sampling_limit
+from common.plumbing.processes import requested_launch
 from common.plumbing.ranks import on_main, together
 from common.plumbing.run import Run
 from common.plumbing.task import Task
@@ -37,63 +36,53 @@ LOG = "engine.log"
 class EngineConfig(RunConfig):
     """What an experiment needs in addition if an engine samples for it."""
 
-    engine: Literal["vllm", "sglang"] = "vllm"  # what kind of server samples; sglang has not been tried with a real one
-    # address of a server that runs, such as http://127.0.0.1:8000; None: one is started with --engine-start
-    engine_url: str | None = None
-    # the Python that has the engine, and further flags for its server, which this run starts and ends:
+    # address of a vLLM server that runs, such as http://127.0.0.1:8000; None: one is started with --engine-start
+    engine_url: OfEngine[str | None] = None
+    # the Python that has vLLM, and further flags for its server, which this run starts and ends:
     # "/opt/vllm/bin/python --gpu-memory-utilization 0.4"; None: --engine-url names one that runs
-    engine_start: str | None = None
-    engine_dtype: Literal["float32", "bfloat16"] | None = None  # of the engine's weights; None: that of --dtype
+    engine_start: OfEngine[str | None] = None
+    # of the engine's weights; None: that of --dtype
+    engine_dtype: OfEngine[Literal["float32", "bfloat16"] | None] = None
 
 
 def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:
     """The engine that `config` names, which is started first if it says so, and ends with the run.
 
     Raises:
-        UserError: there is none, it cannot be started, or a prompt is too long for it.
+        UserError: there is none, it cannot be started, a prompt is too long for it, or the policy is sharded.
     """
-    from common.engines.sglang import SGLang
-    from common.engines.vllm import VLLM
-
-    kind = {"vllm": VLLM, "sglang": SGLang}[config.engine]
-    if is_main():
-        run.contexts.callback(remove_export, run.directory / "engine")  # as large as the model
+    if requested_launch().sharding is not None:
+        raise UserError("experiment_engine pushes whole weights to its engine: start it without FSDP and DeepSpeed")
     folder, dtype = run.directory / "engine", DTYPES[config.engine_dtype or config.dtype]
     servers: list[ChildServer] = []  # of the main process
+    if is_main():
+        run.contexts.callback(shutil.rmtree, folder, ignore_errors=True)  # as large as the model
 
     def start() -> str:
         export(policy, folder, dtype)
-        port = free_port()
-        flags = kind.server_flags(folder, port, fitting_length(config, task, policy), dtype, config.device)
-        command, environment = server_command(config.engine_start, flags), kind.environment | {"HF_HUB_OFFLINE": "1"}
-        say(f"starting an engine, which can take a minute; what it prints is in {run.directory / LOG}")
-        with keeping_log(run.directory / LOG):
-            servers.append(run.contexts.enter_context(child_server(command, port, run.directory / LOG, environment)))
+        port, log = free_port(), run.directory / LOG
+        flags = server_flags(folder, port, fitting_length(config, task, policy), dtype, config.device)
+        say(f"starting an engine, which can take a minute; what it prints is in {log}")
+        try:
+            servers.append(ChildServer(server_command(config.engine_start, flags), port, log, ENVIRONMENT))
+        except UserError as error:
+            if not log.exists() or not log.stat().st_size:
+                raise
+            kept = Path(tempfile.mkdtemp(prefix="engine-")) / LOG  # the directory of a new run is removed
+            shutil.copyfile(log, kept)
+            raise UserError(str(error).replace(str(log), str(kept))) from error
+        run.contexts.enter_context(closing(servers[0]))
         return f"http://127.0.0.1:{port}"
 
     url = config.engine_url or on_main(start)
     with together():
-        engine = kind(url, folder, dtype)
+        engine = Engine(url, folder, dtype)
     for server in servers:
-        engine.client.ending = partial(server.ending, within=1.0)
+        engine.server.client.ending = partial(server.ending, within=5.0)
     run.contexts.enter_context(closing(engine))
     check_context(config, task, policy, engine)
     task.fits_context = True  # no evaluation need look again
     return engine
-
-
-@contextmanager
-def keeping_log(log: Path) -> Iterator[None]:
-    """Let what a server has written survive if it does not start: the directory of a new run is then removed."""
-    try:
-        yield
-    except UserError as error:
-        if not log.is_file() or not log.stat().st_size:
-            raise
-        descriptor, kept = tempfile.mkstemp(prefix="engine-", suffix=".log")
-        os.close(descriptor)
-        shutil.copyfile(log, kept)
-        raise UserError(str(error).replace(str(log), kept)) from error
 
 
 def server_command(start: str, flags: list[str]) -> list[str]:
@@ -121,8 +110,7 @@ def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[st
         raise EngineError(
             f"the log-probs of the engine differ from the trainer's by {mean:.2g} nats on average, with {limit:g} as "
             "the limit: it does not have the policy's weights, or the temperature is not in its log-probs "
-            "(vLLM: --logprobs-mode processed_logprobs; SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB); no update was made "
-            "from these samples"
+            "(--logprobs-mode processed_logprobs); no update was made from these samples"
         )
     largest = max(gather(float(difference.max()) if len(difference) else 0.0))
     return {"policy/sampling_log_prob_difference_max": largest, "policy/importance_capped": capped}

@@ -1,6 +1,5 @@
 """Files on the disk: their checksums, and writing that a kill cannot leave half done."""
 
-import hashlib
 import os
 import zlib
 from pathlib import Path
@@ -13,14 +12,6 @@ def crc32(path: Path, size: int | None = None) -> int:
         while block := file.read(min(left, 2**20)):
             crc, left = zlib.crc32(block, crc), left - len(block)
     return crc
-
-
-def sha256(paths: list[Path]) -> str:
-    """SHA-256 of files: of one its content's, of several that of their names and contents."""
-    if len(paths) == 1:
-        with paths[0].open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256("".join(f"{path.name} {sha256([path])}\n" for path in paths).encode()).hexdigest()
 
 
 def replace_file(path: Path, content: bytes) -> None:

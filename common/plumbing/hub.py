@@ -74,8 +74,7 @@ def is_hub_source(source: str, path: Path | None = None) -> bool:
         path: where the file would be; None: where `source` says.
     """
     path = local_path(source, "the data file") if path is None else path
-    looks_local = path.exists() or source[:1] in ("", ".", "/", "~") or path.suffix in FILES
-    return not looks_local and is_hub_id(source.partition(":")[0])
+    return is_hub_id(source.partition(":")[0]) and not path.exists() and path.suffix not in FILES
 
 
 def find_source(value: object, file: Path, what: str) -> str | None:
@@ -99,14 +98,13 @@ def read_split(source: str) -> list[dict]:
         UserError: it cannot be loaded, or has no such subset or split; the sentence names those that it has.
     """
     name, subset, split = _parts(source)
-    splits = _load(name, subset, os.getcwd())
-    if (split or "train") not in splits:
-        subset_and_name = f"{name}:{subset}" if subset else name
+    splits, split = _load(name, subset, os.getcwd()), split or "train"
+    if split not in splits:
         raise UserError(
-            f"the dataset {subset_and_name} has no split {split or 'train'!r} (there are: {', '.join(splits)}): "
-            f"{subset_and_name}{'' if subset else ':'}:{next(iter(splits))}, for example"
+            f"the dataset {f'{name}:{subset}'.rstrip(':')} has no split {split!r} (there are: {', '.join(splits)}): "
+            f"{name}:{subset}:{next(iter(splits))}, for example"
         )
-    return splits[split or "train"].to_list()
+    return splits[split].to_list()
 
 
 def find_test_split(source: str) -> str | None:
@@ -146,6 +144,5 @@ def _subsets(message: str) -> str:
     >>> _subsets("BuilderConfig 'x' not found. Available: ['main', 'socratic']")
     'main, socratic'
     """
-    listed = re.search(r"[Aa]vailable(?: configs)?(?: in the cache)?: \[(.*?)\]", message)
-    listed = listed or re.search(r"There are multiple .* in the cache: (.*)", message)
+    listed = re.search(r"(?:[Aa]vailable.*?: \[|There are multiple .* in the cache: )([^\]\n]*)", message)
     return listed[1].replace("'", "") if listed else ""

@@ -1,9 +1,8 @@
 """Ctrl-C while a program is still importing what it needs: it ends at once, without a traceback.
 
-A program imports this first. The imports take seconds, `run_main` can only act after them, and a KeyboardInterrupt
-within them shows a traceback, or disappears in a library that catches it. `parse_config` ends this early phase.
-
-What PyTorch reads when it is imported is set here, too: how long its threads spin before they sleep.
+A program imports this first, before torch: the imports take seconds, `run_main` can only act after them, and a
+KeyboardInterrupt within them shows a traceback, or disappears in a library that catches it. `parse_config` ends this
+early phase. What PyTorch reads when it is imported is set here, too: how long its threads spin before they sleep.
 """
 
 import os

@@ -10,12 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import get_type_hints
 
 from common.errors import UserError
 
-from common.plumbing.auto_sizes import with_sizes, with_sizes_of
 from common.plumbing.checks import (
-    INPUTS,
     check_combinations,
     check_device,
     check_model,
@@ -25,15 +24,13 @@ from common.plumbing.checks import (
     flag,
 )
 from common.plumbing.config import BUNDLED, RESOLVED, ConfigT, resolve
-from common.plumbing.ending import may_say_why
-from common.plumbing.flags import make_flags, show_description
+from common.plumbing.flags import make_flags, read_marks, show_description
+from common.plumbing.machine import with_threads
 from common.plumbing.ranks import num_launched
-from common.plumbing.settings import ENGINE_PLACES, NOT_FLAGS, read_settings
-from common.plumbing.task_file import bundled_tasks, task_of
+from common.plumbing.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, read_settings
+from common.plumbing.signals import may_say_why
+from common.plumbing.task import bundled_tasks, task_of
 from common.plumbing.terminal import printable, say
-from common.plumbing.threads import with_threads
-
-MAX_DIGITS = 4000  # Python reads up to 4300 of an integer
 
 
 def parse_config(
@@ -69,7 +66,7 @@ def parse_config(
     check_combinations(config)
     _check_engine(config)
     handle_as_usual()
-    return with_sizes(with_threads(config))
+    return with_threads(config)
 
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
@@ -138,26 +135,15 @@ def _told_once() -> Iterator[None]:
 
 
 def _check_words(config_class: type[ConfigT], argv: Sequence[str]) -> None:
-    """Refuse what tyro would not explain.
-
-    That is a flag of several values that is given twice (the first would be dropped) or without a value, and a number
-    of more digits than Python reads.
-    """
-    for word in argv:
-        if len(digits := word.rpartition("=")[2].strip("+-").replace("_", "")) > MAX_DIGITS and digits.isdecimal():
-            raise UserError(
-                f"{printable(word, 40)}: this number has {len(digits)} digits, and no flag takes such a number"
-            )
-    for field in dataclasses.fields(config_class):
-        if field.type != tuple[str, ...]:
+    """Refuse a flag of several values that is given twice (tyro would drop the first) or without a value."""
+    for name, kind in get_type_hints(config_class).items():
+        if kind != tuple[str, ...]:
             continue
-        uses = [
-            index for index, word in enumerate(argv) if word.partition("=")[0].replace("_", "-") == flag(field.name)
-        ]
+        uses = [index for index, word in enumerate(argv) if word.partition("=")[0].replace("_", "-") == flag(name)]
         if len(uses) > 1:
-            raise UserError(f"{flag(field.name)} is given {len(uses)} times: give all of its values after one")
+            raise UserError(f"{flag(name)} is given {len(uses)} times: give all of its values after one")
         if uses and "=" not in argv[uses[0]] and (argv[uses[0] + 1 :] or ["--"])[0].startswith("--"):
-            raise UserError(f"{flag(field.name)} needs at least one value")
+            raise UserError(f"{flag(name)} needs at least one value")
 
 
 def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
@@ -168,8 +154,8 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     be the same run, bit for bit.
 
     Raises:
-        UserError: there is no such run, or a setting differs from the run's that is neither `--steps` nor the place of
-            an engine.
+        UserError: there is no such run, or a setting differs from the run's that is neither `--steps`, a batch size nor
+            the place of an engine.
     """
     stored = read_settings(Path(config.resume).expanduser(), type(config))
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
@@ -181,22 +167,22 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
     config = _with_one_engine(before, _read(before, argv))
-    config = with_sizes_of(before, config, stored.get("automatic"))
     if config.threads == "auto":
         config = dataclasses.replace(config, threads=before.threads)
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
-        if name not in ("resume", *ENGINE_PLACES) and new != old and not (name == "steps" and new > old):
+        if name not in ("resume", *BATCH_SIZES, *ENGINE_PLACES) and new != old and not (name == "steps" and new > old):
             raise UserError(
                 f"{flag(name)} {_shown(new)} differs from the run's {_shown(old)}: a resumed run keeps its settings, "
-                "and only --steps may be raised"
+                "and only --steps may be raised, and batch sizes changed"
             )
     return config
 
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
     """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
-    named: dict[str, str | Path | None] = {name: getattr(config, name, None) for name in INPUTS}
+    marks = read_marks(type(config))
+    named = {name: getattr(config, name) for name in marks if marks[name].path and marks[name].path.is_input}
     if config.model not in BUNDLED:
         named["model"] = config.model_path
     if getattr(config, "task", None) not in bundled_tasks():
@@ -236,14 +222,17 @@ def _with_one_engine(before: ConfigT, after: ConfigT) -> ConfigT:
 def _with_absolute_start(config: ConfigT) -> ConfigT:
     """The settings with the absolute path of the engine's Python, so that a run can be resumed from any directory."""
     words = _words(getattr(config, "engine_start", None) or "")
-    kept = list(words)
-    for index, word in enumerate(words):  # another program may start it: env NAME=value engine-env/bin/python
-        if word.startswith("--"):
-            break
-        if "/" in word and os.path.isfile(path := os.path.expanduser(word)):
-            # not what a link leads to: the folder of a Python is that of its environment
-            kept[index] = str(Path(path).absolute())
+    kept = [_with_absolute_path(word) for word in words]
     return config if kept == words else dataclasses.replace(config, engine_start=shlex.join(kept))
+
+
+def _with_absolute_path(word: str) -> str:
+    """A word of a command, absolute if it is the path of a file, but not of what that links to.
+
+    The folder of a Python is that of its environment.
+    """
+    path = os.path.expanduser(word)
+    return os.path.abspath(path) if "/" in word and os.path.isfile(path) else word
 
 
 def _words(command: str) -> list[str]:

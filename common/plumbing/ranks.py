@@ -88,10 +88,7 @@ def together() -> Iterator[None]:
 
 
 def check_alike(values: dict[str, object]) -> None:
-    """
-    Raises:
-        UserError: a value is not the same on all processes that know it.
-    """
+    """Refuse values that are not the same on all processes that know them."""
     everywhere = gather(values)
     with together():
         for number, others in enumerate(everywhere if rank() == 0 else ()):

@@ -1,29 +1,32 @@
 """Rows of a JSONL file, each with its place, or with what is wrong there in the place of the row."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
 
+from common.plumbing.checks import is_text
 from common.plumbing.config import shown
-from common.plumbing.task import Row
 from common.plumbing.terminal import printable
 
 Fields = dict[str, type | tuple[type, ...]]
 
 # What other files begin with
 _FORMATS = {
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"\x1f\x8b": "a compressed file",
-    b"PK\x03\x04": "a compressed file",
-    b"\x28\xb5\x2f\xfd": "a compressed file",
-    b"\xff\xfe": "text in UTF-16",
-    b"\xfe\xff": "text in UTF-16",
+    (b"PAR1",): "a Parquet file",
+    (b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd"): "a compressed file",
+    (b"\xff\xfe", b"\xfe\xff"): "text in UTF-16",
 }
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+
+
+class Row(dict):
+    """A row of data that knows where it is from, for error messages, and its question once the task has asked it."""
+
+    place, question = "a row", ""  # the place is file and line
 
 
 class FieldsError(UserError):
@@ -61,7 +64,7 @@ def read_jsonl(path: Path) -> Iterator[Row | UserError]:
 
 
 def _refuse_other_formats(path: Path, head: bytes) -> None:
-    kind = next((kind for start, kind in _FORMATS.items() if head.startswith(start)), None)
+    kind = next((kind for starts, kind in _FORMATS.items() if head.startswith(starts)), None)
     if path.suffix.lower() in (".csv", ".tsv"):
         kind = "a table"
     elif head.lstrip().startswith(b"["):
@@ -101,8 +104,8 @@ def find_problem(row: dict, fields: Fields) -> str | None:
     for field, wanted in fields.items():
         if field not in row:
             return f"the field {field!r} is missing (there are: {printable(', '.join(row), 200)})"
-        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
         if not _is_usable(row[field], wanted):
+            wanted = wanted if isinstance(wanted, tuple) else (wanted,)
             value = printable(json.dumps(row[field], default=str), 80)
             kinds = [_NAMES.get(kind, kind.__name__) for kind in wanted]
             kinds = [kind for kind in kinds if kind != "a whole number" or "a number" not in kinds]
@@ -121,12 +124,20 @@ def is_empty(value: object) -> bool:
     return value is None or (isinstance(value, str) and not value.rpartition("####")[2].strip())
 
 
-def _is_usable(value: object, wanted: tuple[type, ...]) -> bool:
+def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
     """Whether a value is of a wanted type, and JSON: without NaN, infinities, and halves of a surrogate pair."""
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False, default=str).encode()
-    except ValueError:
-        return False
-    if isinstance(value, bool):  # which Python counts among the integers
-        return bool in wanted
-    return isinstance(value, wanted) or (isinstance(value, int) and float in wanted)
+    if isinstance(value, str):
+        is_json = is_text(value)
+    elif isinstance(value, float):
+        is_json = math.isfinite(value)
+    elif isinstance(value, list | dict):
+        try:
+            is_json = is_text(json.dumps(value, allow_nan=False, ensure_ascii=False, default=str))
+        except ValueError:
+            return False
+    else:
+        is_json = True
+    if isinstance(value, bool) or not isinstance(value, wanted):  # Python counts bool among the integers
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        return type(value) in wanted or (type(value) is int and float in wanted)
+    return is_json

@@ -5,6 +5,7 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl
                          report.html  .lock
 """
 
+import dataclasses
 import json
 import shlex
 import sys
@@ -20,27 +21,24 @@ from common.experience import Experience
 from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
-from viewer import draw_run
 
-from common.plumbing.checkpoints import read_checkpoint, write_checkpoint
-from common.plumbing.clock import StepClock
+from common.plumbing.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
 from common.plumbing.config import PolicyConfig
 from common.plumbing.diagnosis import Diagnosis
 from common.plumbing.directory import RunDirectory
 from common.plumbing.files import replace_file
 from common.plumbing.held_out import read_before
-from common.plumbing.history import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, flush_logs
-from common.plumbing.metrics import MetricsLog, finite, progress_line, read_lines
+from common.plumbing.metrics import MetricsLog, StepClock, finite, progress_line, read_lines
 from common.plumbing.pretrained import count_parameters
 from common.plumbing.ranks import EndedElsewhereError, launcher, on_main
-from common.plumbing.samples import describe_best, write_samples
+from common.plumbing.samples import TokenTexts, describe_best, write_samples
 from common.plumbing.saving import save_base, save_final
+from common.plumbing.settings import experiment_of
+from common.plumbing.signals import StopRequest
 from common.plumbing.statistics import UpdateStatistics
-from common.plumbing.stopping import StopRequest, no_finite_gradient
 from common.plumbing.summary import show_gain, summarise_gain, summarise_steps
 from common.plumbing.task import Task
 from common.plumbing.terminal import printable, progress_bar, say_above_progress
-from common.plumbing.tokens import TokenTexts
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
 
@@ -48,10 +46,9 @@ MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after wh
 class Run:
     """Where a run writes. `start_run` makes it."""
 
-    def __init__(
-        self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict, wandb: dict | None
-    ):
+    def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict):
         self.directory = directory.path
+        self._checkpoints = self.directory / "checkpoints"
         self._lock = directory.lock  # held until the run is closed
         self.config = config
         self.task = task
@@ -62,7 +59,7 @@ class Run:
         self._num_skipped = 0  # consecutive steps
         self._parameters: dict[str, int] = {}  # how many, for the summary
         self._tokens: TokenTexts | None = None  # None: not known before `restore`
-        self.stop = StopRequest(self.tell)
+        self.stop = StopRequest(self.tell, self.resume_command)
         self._bar = None
         self._last_step = 0
         self._clock = StepClock(config.device)
@@ -73,6 +70,10 @@ class Run:
             self._diagnosis.check(row)  # what it has said already
         self._metrics = None
         if is_main():
+            wandb = None
+            if config.wandb:
+                wandb = {"project": experiment_of(config), "name": self.directory.name}
+                wandb |= {"config": dataclasses.asdict(config)}
             self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
 
     @property
@@ -91,7 +92,7 @@ class Run:
             accelerator: of Accelerate, if it has prepared the two; their state is then read, and written, by it.
         """
         if self.resumed_at:
-            path = self.directory / "checkpoints" / f"step_{self.resumed_at}"
+            path = self._checkpoints / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, accelerator)
         self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
@@ -146,7 +147,12 @@ class Run:
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
-            self.stop_reason = no_finite_gradient(step, MAX_SKIPPED, self.directory, self.config.lora_rank > 0)
+            hint = f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
+            hint += " without --lora-rank" if self.config.lora_rank > 0 else ""
+            self.stop_reason = (
+                f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
+                f"again with a lower --lr{hint if self._checkpoints.exists() else ''}"
+            )
 
     def log_samples(
         self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics
@@ -177,14 +183,12 @@ class Run:
             return
         step, policy, optimizer, accelerator = self._complete
         on_main(lambda: save_base(self.config, policy, self.directory / "base"))
-        logs = on_main(lambda: flush_logs(self.directory))
-        checkpoints, keep = self.directory / "checkpoints", self.config.keep_checkpoints
-        write_checkpoint(checkpoints, step, policy, optimizer, keep, logs, accelerator)
+        write_checkpoint(self.directory, step, policy, optimizer, self.config.keep_checkpoints, accelerator)
         self._complete = None
 
     @property
     def has_before(self) -> bool:
-        """Whether the evaluation before training has been logged; a resumed run can have lost it."""
+        """Whether the evaluation before training has been logged."""
         return on_main(lambda: read_before(self.directory / BEFORE) is not None)
 
     def log_before(self, evaluation: Evaluation) -> None:
@@ -215,6 +219,8 @@ class Run:
         summary = results | summarise_steps(rows, self.config.device) | self._parameters | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
         if rows:  # without a step there is nothing to draw
+            from viewer import draw_run  # not before a run ends
+
             draw_run(self.directory)
 
     def close(self) -> None:

@@ -1,7 +1,11 @@
-"""samples.jsonl: what was sampled, with everything that the loss sees of it; docs/metrics.md lists its fields."""
+"""samples.jsonl: what was sampled, with everything that the loss sees of it, and tokens.jsonl: the texts of its tokens.
+
+docs/metrics.md lists their fields.
+"""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -10,19 +14,24 @@ from common.experience import Experience
 from common.parallel import gather_rows, part_of, world_size
 from common.trajectory import Trajectory
 
-from common.plumbing.metrics import finite
+from common.plumbing.metrics import finite, read_lines
 from common.plumbing.ranks import on_main
 from common.plumbing.statistics import RowUpdate, UpdateStatistics
 from common.plumbing.task import Task
 from common.plumbing.terminal import POLICY, REWARD, TOOL, printable
-from common.plumbing.tokens import TokenTexts
 
 MOST_TURNS = 12  # of a conversation that is printed
+
+# Byte-level tokenizers write each byte of a token as one character: a printable one as itself, any other as the next of
+# those from U+0100 on (GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 def write_samples(
     path: Path,
-    tokens: TokenTexts,
+    tokens: "TokenTexts",
     step: int,
     task: Task,
     group_size: int,
@@ -60,18 +69,6 @@ def write_samples(
             samples.writelines(line for _, line in entries)
 
     on_main(write)
-
-
-def describe_best(task: Task, group: list[Trajectory]) -> str:
-    """The best completion of a group: in two lines, or with a line per turn if there are several."""
-    best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
-    question = printable(task.question(task.train_rows[best.prompt_index]), 120)
-    reward = f"{task.total_reward(best.rewards):g}"
-    if not best.turns:
-        return f"{question}\n  -> {printable(best.text, 240)} (reward {reward})"
-    names = {"assistant": POLICY, "tool": TOOL}
-    turns = [f"{names[role]} {printable(text, 240)}" for role, text in best.turns[:MOST_TURNS]]
-    return "\n".join([question, *turns, f"{REWARD} {reward}"])
 
 
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:
@@ -121,3 +118,72 @@ def in_six_digits(value: float) -> float:
     """
     rounded = float(f"{value:.6g}")
     return int(rounded) if rounded.is_integer() else rounded  # two characters less in each of many 0s and 1s
+
+
+def describe_best(task: Task, group: list[Trajectory]) -> str:
+    """The best completion of a group: in two lines, or with a line per turn if there are several."""
+    best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
+    question = printable(task.question(task.train_rows[best.prompt_index]), 120)
+    reward = f"{task.total_reward(best.rewards):g}"
+    if not best.turns:
+        return f"{question}\n  -> {printable(best.text, 240)} (reward {reward})"
+    names = {"assistant": POLICY, "tool": TOOL}
+    turns = [f"{names[role]} {printable(text, 240)}" for role, text in best.turns[:MOST_TURNS]]
+    return "\n".join([question, *turns, f"{REWARD} {reward}"])
+
+
+class TokenTexts:
+    """Writes one line of tokens.jsonl per token id, when it is first sampled or read.
+
+    A line is `{"step", "id", "text"}`, with `"special": true` for tokens that are no ordinary text, and
+    `"end_of_turn": true` for those that end a turn. `path` may hold those of a resumed run already.
+    """
+
+    def __init__(self, path: Path, tokenizer, end_of_turn_ids: list[int]):
+        self._path, self._tokenizer = path, tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        self._ends = set(end_of_turn_ids)
+        self._special = {i for i, token in self._added.items() if token.special} | {*tokenizer.all_special_ids}
+        self._known = {line.get("id") for line in read_lines(path)}
+
+    def add(self, step: int, ids: Iterable[int]) -> None:
+        new = sorted(set(ids) - self._known)
+        if not new:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step} | self._describe(i)) + "\n" for i in new)
+        self._known.update(new)
+
+    def _describe(self, i: int) -> dict:
+        marks = {"special": i in self._special or i in self._ends, "end_of_turn": i in self._ends}
+        return {"id": i, "text": self.text(i)} | {name: True for name, is_so in marks.items() if is_so}
+
+    def text(self, i: int) -> str:
+        """The text of one token, with its leading space; bytes that are no complete text as `<0xE2><0x82>`.
+
+        Empty for an id that no token has: some models have more rows in their embeddings than tokens.
+        """
+        if i in self._added:
+            return self._added[i].content
+        piece = self._tokenizer.convert_ids_to_tokens(i)
+        if not isinstance(piece, str):
+            return ""
+        if "\u2581" in piece:  # SentencePiece's space, which `decode` drops at the beginning
+            return piece.replace("\u2581", " ")
+        text = self._tokenizer.decode([i], clean_up_tokenization_spaces=False)
+        if "\ufffd" not in text:
+            return text
+        if not set(piece) <= _BYTES.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's bytes
+            return piece
+        return _text_of(bytes(_BYTES[character] for character in piece))
+
+
+def _text_of(raw: bytes) -> str:
+    """
+    >>> _text_of("\u20ac".encode()), _text_of("\u20ac".encode()[:2])
+    ('€', '<0xE2><0x82>')
+    """
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in raw)

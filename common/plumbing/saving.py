@@ -47,9 +47,6 @@ def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> Non
     """Add a saved LoRA adapter to the weights that it was trained on, and write them as a model of its own.
 
     The weights are read anew, unquantised: to add to quantised ones would round what was learned.
-
-    Raises:
-        UserError: the adapter or its base cannot be read.
     """
     base = read_base(adapter)
     model = read_model(str(find_directory(base) or base), dtype, local_files_only=True)

@@ -6,21 +6,18 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import distributed
 
-from common.engines.http import EngineError
-from common.errors import UserError
-from common.fast.auto_size import is_out_of_memory
+from common.errors import EngineError, UserError
 from common.parallel import is_main, rank, world_size
 
-from common.plumbing.auto_sizes import agree_on_sizes, follow_sizes, out_of_memory
 from common.plumbing.checks import flag
 from common.plumbing.config import PolicyConfig
 from common.plumbing.directory import RunDirectory, make_directory, open_resumed_run
-from common.plumbing.ending import LOST, ignore_further_signals, leave, may_say_why, wait_until_said
-from common.plumbing.machine import describe_machine
+from common.plumbing.machine import describe_machine, is_out_of_memory, out_of_memory
 from common.plumbing.ranks import (
     EndedElsewhereError,
     check_alike,
@@ -31,9 +28,8 @@ from common.plumbing.ranks import (
     together,
 )
 from common.plumbing.run import Run
-from common.plumbing.settings import change_settings, describe_settings, experiment_of, wandb_settings, write_settings
-from common.plumbing.sources import describe_sources
-from common.plumbing.stopping import stoppable
+from common.plumbing.settings import change_settings, describe_sources, experiment_of
+from common.plumbing.signals import LOST, ignore_further_signals, leave, may_say_why, signals_to, wait_until_said
 from common.plumbing.task import Task, TaskError
 from common.plumbing.terminal import discard_output, prepare_output, say
 
@@ -102,8 +98,6 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
     Raises:
         UserError: a run of that name exists or is in use, the directory cannot be made, or the disk is full.
     """
-    from safetensors import SafetensorError
-
     experiment = experiment_of(config)
     if num_launched() > world_size():
         raise UserError(
@@ -112,50 +106,45 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         )
     torch.set_num_threads(config.threads)
     if config.estimate:
-        from common.plumbing.estimate.report import estimate  # not above: it imports much
+        from common.plumbing.estimate import estimate  # not above: it imports much
 
         estimate(config, task)
         raise SystemExit(0)
-    agree_on_sizes(config)
     run = _open_run(experiment, config, task, searched or {})
-    follow_sizes(config, run)
-    with stoppable(run.request_stop, run.resume_command):
+    with signals_to(run.request_stop):
         try:
-            try:
-                yield run
-            except Exception as error:
-                if run.stop.is_interrupted:  # during an import, for example, which can turn it into an error of its own
-                    raise KeyboardInterrupt from None
-                is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
-                if is_main() and not is_kept:
-                    shutil.rmtree(run.directory)
-                if has_lost_others(error):
-                    hint = f"; resume with: {run.resume_command}" if run.directory.exists() else ""
-                    raise UserError(f"{LOST}{hint}") from error
-                if is_out_of_memory(error):
-                    raise out_of_memory(config, error, run.resume_command if is_kept else None) from error
-                raise
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"interrupted; resume with: {run.resume_command}") from None
-        except EngineError as error:
-            if not is_kept:
-                raise
-            run.keep_progress()
-            raise UserError(f"{error}; when the engine can be used again, resume with: {run.resume_command}") from error
-        except TaskError as error:
-            if not is_kept:
-                raise
-            change_settings(run.directory, task_failed=True)  # so that a corrected one is accepted
-            raise UserError(f"{error}. When it is corrected, resume with: {run.resume_command}") from error
-        except (OSError, SafetensorError) as error:  # what safetensors raises has no errno; it comes from save_final
-            if isinstance(error, OSError) and error.errno not in NO_SPACE:
-                raise
-            raise UserError(
-                f"{run.directory} could not be written ({error}); when there is space, resume with: "
-                f"{run.resume_command}"
-            ) from error
+            yield run
+        except (Exception, KeyboardInterrupt) as error:
+            _raise_what_is_told(error, run, config)
         finally:
             run.close()
+
+
+def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) -> NoReturn:
+    """Raise what the user is told of an error that ends a run, with the command that resumes it, if one can."""
+    from safetensors import SafetensorError
+
+    resume = f"resume with: {run.resume_command}"
+    # during an import, for example, an interrupt can become an error of another kind
+    if isinstance(error, KeyboardInterrupt) or run.stop.is_interrupted:
+        raise KeyboardInterrupt(f"interrupted; {resume}") from None
+    is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
+    if is_main() and not is_kept:
+        shutil.rmtree(run.directory)
+    if has_lost_others(error):
+        raise UserError(LOST + (f"; {resume}" if run.directory.exists() else "")) from error
+    if is_out_of_memory(error):
+        raise out_of_memory(config, error, run.resume_command if is_kept else None) from error
+    if isinstance(error, EngineError) and is_kept:
+        run.keep_progress()
+        raise UserError(f"{error}; when the engine can be used again, {resume}") from error
+    if isinstance(error, TaskError) and is_kept:
+        change_settings(run.directory, task_failed=True)  # so that a corrected one is accepted
+        raise UserError(f"{error}. When it is corrected, {resume}") from error
+    # what safetensors raises has no errno; it comes from save_final
+    if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
+        raise UserError(f"{run.directory} could not be written ({error}); when there is space, {resume}") from error
+    raise error
 
 
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
@@ -166,28 +155,11 @@ def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched
         sources = describe_sources(config, task) | searched
     check_alike({flag(name): value for name, value in flags if name not in ("device", "threads")})
     check_alike({f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
-    locks = []
+    opened = []
 
     def open_directory() -> RunDirectory:
-        directory = (open_resumed_run if config.resume else _make)(experiment, config, machine, sources)
-        locks.append(directory.lock)  # which cannot be sent to other processes
-        return directory._replace(lock=None)
+        opened.append((open_resumed_run if config.resume else make_directory)(experiment, config, machine, sources))
+        return opened[0]._replace(lock=None)  # which cannot be sent to other processes
 
     directory = on_main(open_directory)
-    if locks:
-        directory = directory._replace(lock=locks[0])
-    return Run(directory, config, task, machine, wandb_settings(experiment, directory.path, config))
-
-
-def _make(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
-    settings = describe_settings(config, machine) | {"sources": sources}
-    directory = make_directory(experiment, config)
-    try:
-        write_settings(directory.path, settings)
-    except OSError as error:
-        shutil.rmtree(directory.path)
-        directory.lock.release()
-        raise UserError(f"--runs-dir: {directory.path} cannot be written ({error.strerror})") from error
-    flags = dataclasses.asdict(config).items()
-    say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
-    return directory
+    return Run(opened[0] if opened else directory, config, task, machine)

@@ -1,4 +1,4 @@
-"""What the updates of one step show: means for metrics.jsonl, and the numbers of every token for samples.jsonl.
+"""What a step shows: of what was sampled, and of its updates; docs/metrics.md explains each number.
 
 No loss is computed here. Each train.py hands over the terms of its loss, and its diagnostics by name.
 """
@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from common.advantages import has_reward_variance
+from common.evaluate import mean
 from common.experience import Experience
 from common.loss import masked_mean
 from common.parallel import gather, world_size
+from common.trajectory import Trajectory
 
 
 class RowUpdate(NamedTuple):
@@ -22,7 +25,10 @@ class RowUpdate(NamedTuple):
 
 
 class UpdateStatistics:
-    """Gathers what the updates of one step show, from micro-batches of different sizes, on all ranks."""
+    """Gathers what the updates of one step show, from micro-batches of different sizes, on all ranks.
+
+    `metrics` gives means for metrics.jsonl, `rows` the numbers of every token for samples.jsonl.
+    """
 
     def __init__(self, max_grad_norm: float):
         self._max_grad_norm = max_grad_norm
@@ -63,15 +69,14 @@ class UpdateStatistics:
         log_probs, terms = log_probs.detach(), terms.detach()
         diagnostics = {name: values.detach().expand_as(mask) for name, values in diagnostics.items()}
         own = self._own
-        own.all_updates.add(mask, **{name: values for name, values in diagnostics.items() if name != "kl"})
         own.losses.append(terms.sum().item())
+        own.add(mask, {name: values for name, values in diagnostics.items() if name != "kl"})
         if "ratio" in diagnostics:
             own.ratio_min = min(own.ratio_min, diagnostics["ratio"][mask].min().item())
             own.ratio_max = max(own.ratio_max, diagnostics["ratio"][mask].max().item())
         if not self._grad_norms:  # before the first optimizer step the policy is still the one that sampled
             first = {"first_ratio": diagnostics["ratio"]} if "ratio" in diagnostics else {}
-            difference = (log_probs - micro.sampler_log_probs).abs()
-            own.first_update.add(mask, **first, sampling_log_prob_difference=difference)
+            own.add(mask, first | {"sampling_log_prob_difference": (log_probs - micro.sampler_log_probs).abs()})
             if "kl" in diagnostics:  # later its tokens are no longer drawn from the current policy
                 own.kl_of_rows += masked_mean(diagnostics["kl"], mask, dim=1).tolist()
         tokens = {"log_probs": log_probs, "terms": terms, "push": push, **diagnostics}
@@ -87,44 +92,24 @@ class UpdateStatistics:
         self._grad_norms.append(grad_norm.item())
 
     def metrics(self) -> dict[str, float]:
-        """Means over the step's updates, the same on all ranks; docs/metrics.md explains each."""
+        """Means over the step's updates, the same on all ranks."""
         num_updates = len(self._grad_norms)
         ranks = gather(self._own)
         kl_of_rows = [kl for own in ranks for kl in own.kl_of_rows]
-        means = _means([own.all_updates for own in ranks]) | _means([own.first_update for own in ranks])
         metrics = {"loss/kl": sum(kl_of_rows) / len(kl_of_rows)} if kl_of_rows else {}
         metrics |= {
             "loss/total": sum(loss for own in ranks for loss in own.losses) / num_updates,
             "loss/grad_norm": sum(self._grad_norms) / num_updates,
             "loss/grad_clipped": sum(self._max_grad_norm < norm < math.inf for norm in self._grad_norms) / num_updates,
             "loss/skipped": sum(not math.isfinite(norm) for norm in self._grad_norms),
-            **{f"policy/{name}": value for name, value in means.items()},
         }
-        if "ratio" in means:
+        for name in dict.fromkeys(name for own in ranks for name in own.sums):
+            sums, counts = zip(*(own.sums.get(name, (0.0, 0)) for own in ranks), strict=True)
+            metrics[f"policy/{name}"] = sum(sums) / sum(counts)
+        if "policy/ratio" in metrics:
             metrics["policy/ratio_min"] = min(own.ratio_min for own in ranks)
             metrics["policy/ratio_max"] = max(own.ratio_max for own in ranks)
         return metrics
-
-
-class _TokenSums:
-    """Sums over action tokens."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.count = 0
-
-    def add(self, mask: torch.Tensor, **values: torch.Tensor) -> None:
-        """Add the values, each (b, T-1), at the tokens where the mask is True."""
-        self.count += int(mask.sum())
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value[mask].cpu().double().sum())
-
-
-def _means(ranks: list[_TokenSums]) -> dict[str, float]:
-    """Means over the action tokens of all ranks."""
-    count = sum(tokens.count for tokens in ranks)
-    names = dict.fromkeys(name for tokens in ranks for name in tokens.sums)
-    return {name: sum(tokens.sums.get(name, 0.0) for tokens in ranks) / count for name in names}
 
 
 class _Parts:
@@ -133,5 +118,39 @@ class _Parts:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.kl_of_rows: list[float] = []
-        self.all_updates, self.first_update = _TokenSums(), _TokenSums()
+        self.sums: dict[str, tuple[float, int]] = {}  # over action tokens, and how many they are
         self.ratio_min = self.ratio_max = 1.0
+
+    def add(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """Add values, (b, T-1) each, at the tokens where the mask is True."""
+        num_tokens = int(mask.sum())
+        for name, value in values.items():
+            total, count = self.sums.get(name, (0.0, 0))
+            self.sums[name] = (total + float(value[mask].cpu().double().sum()), count + num_tokens)
+
+
+def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> dict[str, float]:
+    """Of what was sampled: rewards by component, what the task describes, lengths, and how many groups teach anything.
+
+    Args:
+        returns: (Q, G).
+    """
+    first = trajectories[0]
+    lengths = [row.num_action_tokens for row in trajectories]
+    metrics = {"reward/total": returns.mean().item()}
+    metrics |= {f"reward/{name}": mean([row.rewards[name] for row in trajectories]) for name in first.rewards}
+    metrics |= {
+        f"completion/{name}": mean([row.description[name] for row in trajectories]) for name in first.description
+    }
+    metrics["completion/length"] = mean(lengths)
+    if first.turns:
+        metrics["completion/turns"] = mean([row.num_turns for row in trajectories])
+    if "correct" in first.rewards:
+        is_right = [row.rewards["correct"] == 1 for row in trajectories]  # partly right is not right, as in pass@k
+        for name, wanted in (("right", True), ("wrong", False)):
+            among = [length for length, right in zip(lengths, is_right, strict=True) if right == wanted]
+            metrics |= {f"completion/length_{name}": mean(among)} if among else {}
+    metrics["completion/stopped"] = mean([row.finish_reason == "stop" for row in trajectories])
+    metrics["completion/truncated"] = mean([row.finish_reason == "length" for row in trajectories])
+    metrics["group/zero_reward_variance"] = 1 - has_reward_variance(returns).float().mean().item()
+    return metrics

@@ -21,14 +21,12 @@ def summarise_steps(steps: list[dict], device: str) -> dict:
     timed = [row for row in steps if "time/step" in row]
     seconds = sum(row["time/step"] for row in timed)
     num_tokens = sum(row["time/tokens_per_second"] * row["time/step"] for row in timed)
-    num_steps = max((row["step"] for row in timed), default=0)
-    summary = {
-        "steps": num_steps,
+    return {
+        "steps": max((row["step"] for row in timed), default=0),
         "seconds": round(seconds, 1),
         "tokens_per_second": round(num_tokens / seconds, 1) if timed else 0.0,
         "peak_memory_bytes": max([row["memory/peak_bytes"] for row in timed] + [peak_memory_bytes(device)]),
     }
-    return summary | ({"steps_lost": num_steps - len(timed)} if len(timed) < num_steps else {})
 
 
 def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:
@@ -109,14 +107,13 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
     table = Table(title=f"{len(task.eval_rows)} held-out questions")
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if heading == "" else "right")
-    names = dict.fromkeys([*SHOWN, *(name for name in before.metrics | after.metrics if name.startswith("sampled/"))])
-    for name in names:
+    sampled = (name for name in before.metrics | after.metrics if name.startswith("sampled/"))
+    for name in dict.fromkeys([*SHOWN, *sampled]):
         values = [side.metrics.get(name) for side in (before, after)]
         if values != [None, None]:
-            label = SHOWN.get(
-                name, name.removeprefix("sampled/").replace("accuracy_", "accuracy if ").replace("_", " ")
-            )
-            table.add_row(Text(printable(label, 60)), *("-" if value is None else f"{value:.3f}" for value in values))
+            words = name.removeprefix("sampled/").replace("accuracy_", "accuracy if ").replace("_", " ")
+            cells = ("-" if value is None else f"{value:.3f}" for value in values)
+            table.add_row(Text(printable(SHOWN.get(name, words), 60)), *cells)
     console.print(table)
     if any(gain.values()):
         say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
@@ -129,7 +126,9 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
         cells = (task.question(row), "" if right is None else str(right), *texts)
         table.add_row(*(Text(printable(text, 160)) for text in cells))  # text, not rich's markup
     console.print(table)
-    say(f"run:          {directory}")
-    say(f"curve:        {directory / 'curve.png'}")
-    say(f"page:         {directory / 'report.html'}")
-    say(f"TensorBoard:  tensorboard --logdir {directory.parent}")
+    say(
+        f"run:          {directory}\n"
+        f"curve:        {directory / 'curve.png'}\n"
+        f"page:         {directory / 'report.html'}\n"
+        f"TensorBoard:  tensorboard --logdir {directory.parent}"
+    )

@@ -13,7 +13,7 @@ from common.policy import Policy
 from common.tools import call_form
 
 from common.plumbing.checks import local_path
-from common.plumbing.task_file import import_file
+from common.plumbing.task import import_file
 from common.plumbing.terminal import printable, say
 from common.plumbing.tool_processes import Workers
 
@@ -43,7 +43,7 @@ def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) ->
     functions = {function.__name__: function for function in _public_functions(module, name)}
     if used := functions.keys() & set(taken):
         raise UserError(f"--tools {name}: there is another tool called {min(used)}: rename this one")
-    workers = Workers(module, source, name, seconds)
+    workers = Workers(module.__file__, source, f"--tools {name}", seconds)
     workers.start_one()  # what fails only there is found before training
     say(f"--tools {name}: the policy may call {', '.join(functions)}")  # every public function is a tool
     return {name: _make_tool(function, workers) for name, function in functions.items()}

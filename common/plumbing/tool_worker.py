@@ -1,4 +1,4 @@
-"""The process in which functions of a user's file are called. It imports nothing but that file.
+"""The process in which the functions of one file are called. It imports nothing but that file.
 
 `tool_processes.py` starts it by its path. It reads and answers lines of JSON on a socket, which is its stdin. Its
 stdout is the reading end of a pipe on which nothing ever comes, and whose other end closes when the parent ends, even
@@ -9,6 +9,7 @@ import fcntl
 import io
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -58,7 +59,7 @@ def main() -> None:
             try:
                 if module is None:
                     module = _import(**request)
-                    answer({"text": ""})
+                    answer({"text": "ready"})
                 else:
                     answer({"text": _as_text(getattr(module, request["name"])(**request["arguments"]))})
             except BaseException as error:  # also SystemExit: it is an answer like others
@@ -102,13 +103,19 @@ def _replace_standard_files() -> None:
     )
 
 
-def _import(name: str, path: str, source: str, search: list[str]) -> ModuleType:
-    """The user's file as it was when the run read it, whatever it is now."""
+def _import(path: str, source: str, search: list[str], memory: int | None, first: str | None) -> ModuleType:
+    """The file as it was when the run read it, whatever it is now, after a call of its function `first`."""
+    with suppress(ValueError, OSError):  # the user's own limit is lower
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     sys.path[:] = search
-    module = ModuleType(name)
+    module = ModuleType("tools")
     module.__file__ = path
-    sys.modules[name] = module
+    sys.modules["tools"] = module
     exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
+    if first is not None:
+        getattr(module, first)()
     return module
 
 

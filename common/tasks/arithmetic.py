@@ -75,10 +75,13 @@ def given_answer(text: str) -> str | None:
 
     >>> [given_answer(text) for text in ("So <answer>58</answer>", "<think><answer>5</answer></think>", "58")]
     ['58', None, None]
+    >>> given_answer("<answer>58<think>59</answer></think></answer>")  # which is not one answer
     """
     head, *thoughts = text.split("<think>")
-    outside = head + "".join(thought.partition("</think>")[2] for thought in thoughts)  # an unclosed one never ends
-    return _only_answer(outside) if _only_answer(text) is not None else None
+    parts = [head, *(thought.partition("</think>")[2] for thought in thoughts)]  # an unclosed one never ends
+    answer = _only_answer("<think>".join(parts))
+    has_thought = answer is not None and "<think>" in answer
+    return answer if not has_thought and _only_answer(text) is not None else None
 
 
 def normalize_answer(text: str) -> str:

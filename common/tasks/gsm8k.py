@@ -45,6 +45,18 @@ numbers, exactly. What counts, where an answer without tags is in one `<answer>`
 | 25    | 0.25                                        | 0       |                                                   |
 | 2,000 | 2 thousand                                  | 0       | what changes the number is no unit                |
 | 2     | 2 thousand                                  | 0       |                                                   |
+| 2     | 2 millions                                  | 0       | numerals and multiples, of any script             |
+| 2     | 2万                                          | 0       |                                                   |
+| 2     | 2 bn                                        | 0       |                                                   |
+| 2     | 2 quarters                                  | 0       | fractions, even if coins are called so            |
+| 2     | 2 hundredths                                | 0       |                                                   |
+| 2     | 2 ½                                         | 0       |                                                   |
+| 2     | 2 squared                                   | 0       | operations                                        |
+| 2     | 2 times two                                 | 0       |                                                   |
+| 2     | 2 more than twelve                          | 0       | comparisons                                       |
+| 2     | 2 at least                                  | 0       |                                                   |
+| 2     | 2 maybe twenty                              | 0       |                                                   |
+| 2     | 2 more eggs                                 | 1       | a difference is a number of eggs, too             |
 | 2     | 2 and a half                                | 0       |                                                   |
 | 18    | 18k                                         | 0       |                                                   |
 | 18    | 18 m2                                       | 0       | a unit has no digits                              |
@@ -77,6 +89,7 @@ numbers, exactly. What counts, where an answer without tags is in one `<answer>`
 | 18    | <answer>17</answer> No: <answer>18</answer> | 0       |                                                   |
 | 18    | <answer>18                                  | 0       | the answer never ends                             |
 | 18    | <answer><answer>18</answer></answer>        | 0       |                                                   |
+| 18    | <answer>18<think>20</answer></think></answer> | 0     | a thought inside the answer                       |
 | 18    | <answer><b>18</b></answer>                  | 0       |                                                   |
 | 18    | <think></think> #### 18                     | 0       | other forms: `describe` logs how often they occur |
 | 18    | <think></think> \boxed{18}                  | 0       |                                                   |
@@ -89,6 +102,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from common.tasks.arithmetic import given_answer, messages  # noqa: F401  # what is asked
+from common.tasks.verdicts.answers import MOST_UNIT_WORDS, changes_number
 
 TRAIN_DATA, EVAL_DATA = "openai/gsm8k:main", "openai/gsm8k:main:test"
 FIELDS = {"question": str, "answer": (str, int, float)}  # what every row must have
@@ -108,20 +122,6 @@ _NUMBER = re.compile(
     r"(?:(?P<over>[0-9]+) ?/ ?(?P<under>[0-9]+)|(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?P<decimals>\.[0-9]+)?)"
     r" ?[$€£¥₹]?(?P<unit>(?: ?\\?%)?(?: ?[^\W\d_][^\d,;:=+*<>\\\n]*)?)\.?"
 )
-_NO_UNITS = {
-    "hundred",
-    "thousand",
-    "million",
-    "billion",
-    "trillion",
-    "k",
-    "dozen",
-    "dozens",
-    "half",
-    "halves",
-    "thirds",
-}
-_NO_UNITS |= {"and", "or", "to", "not", "point", "plus", "minus", "x"}
 
 
 def reward(row: dict, text: str) -> dict[str, float]:
@@ -219,8 +219,7 @@ def read_number(text: str) -> Fraction | None:
     match = _NUMBER.fullmatch(text)
     if match is None or (match["sign"] and match["inner"]):
         return None
-    words = re.findall(r"\w+", match["unit"].lower())
-    if len(words) > 4 or not _NO_UNITS.isdisjoint(words):
+    if len(re.findall(r"\w+", match["unit"])) > MOST_UNIT_WORDS or changes_number(match["unit"]):
         return None
     if match["over"]:
         number = _in_lowest_terms(int(match["over"]), int(match["under"]))

@@ -17,11 +17,14 @@ What a completion answers:
 
 When an answer equals the gold answer, decided by the first of these that can tell:
 
-1. They are equal as text in one spelling (`verdicts/text.py`): no spacing, sizes, dollar signs or final full stop;
-   `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters.
+1. They are equal as text in one spelling (`verdicts/answers.py`): no spacing, sizes, dollar signs or final full stop;
+   `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without bold,
+   colour, underlining, and "The answer is", `=` or `\approx` in front of it.
 2. Both are exact numbers: integers, decimals, fractions, mixed numbers, `8.7 \times 10^{8}` and `8.7e8`, with thousands
-   commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly.
-3. math-verify says so (`verdicts/worker.py`), within limits of time. Without math-verify, the answer is wrong.
+   commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly. Words that
+   change the number are no unit: it is multiplied by a thousand, million or dozen, and any others make it no number.
+3. math-verify says so (`verdicts/compare.py`), within a limit of time. Without math-verify, the answer is wrong. It is
+   not asked where an answer holds dots, or words that are no unit: it would leave them out.
 
 | gold answer | right | wrong |
 |---|---|---|
@@ -33,6 +36,9 @@ When an answer equals the gold answer, decided by the first of these that can te
 | `10,\!080` | `10,080`, `10080` | `10.08` |
 | `\$18.90` | `18.9`, `18.90 \text{ dollars}` | `1890` |
 | `5.4 \text{ cents}` | `5.4`, `5.4 \text{ euros}`: a unit is not compared | `54` |
+| `2000000` | `2\text{ million}`, `2 \times 10^6` | `2` |
+| `3` | `3\text{ cm}`, `\mathbf{3}` | `3\text{ million}`, `3\mathrm{i}`, `3\text{ or more}`, `3\text{.5}`, `3\ldots` |
+| `932` | `= 932`, `\approx 932`, `**932**`, `\textcolor{blue}{932}`, `The answer is 932.` | `\approx 931` |
 | `90^\circ` | `90`, `90 degrees` | `\frac{\pi}{2}` |
 | `x=5` | `5`, `x = 5.0` | `y=5` |
 | `5` | `x=5`, `2+3=5`: the last value counts | `5 \text{ or } 6`, `5, 6` |
@@ -53,8 +59,8 @@ math-verify does not tell capital from small letters; where a gold answer has a 
 
 import re
 
+from common.tasks.verdicts.answers import normalize
 from common.tasks.verdicts.judge import NOTE, Judge, has_library
-from common.tasks.verdicts.text import normalize
 
 FIELDS = {"problem": str}  # what every row must have, besides `answer` or `solution`
 KIND_FIELDS = ("level",)  # of MATH; other files have none
@@ -169,13 +175,14 @@ def given_answer(text: str) -> str | None:
     if len(tagged) > 1:
         return None
     boxed = boxes(tagged[0] if tagged else outside)
-    return boxed[-1].strip() if boxed else tagged[0].strip() if tagged else None
+    answer = boxed[-1].strip() if boxed else tagged[0].strip() if tagged else None
+    return None if answer is not None and "<think>" in answer else answer  # a thought in it: not one answer
 
 
 def outside_thought(text: str) -> str:
-    """A completion without its thoughts, one line for each part; an unclosed one never ends."""
+    """A completion with `<think>` in the place of each thought; an unclosed one never ends."""
     head, *thoughts = text.split("<think>")
-    return "\n".join([head.rpartition("</think>")[2], *(thought.partition("</think>")[2] for thought in thoughts)])
+    return "<think>".join([head.rpartition("</think>")[2], *(thought.partition("</think>")[2] for thought in thoughts)])
 
 
 def boxes(text: str) -> list[str]:

@@ -10,6 +10,7 @@ after the other (`difficulty`: "one hop" or "two hops"), and whether training as
 import re
 import string
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 from common.tasks.arithmetic import given_answer, is_answer, messages  # noqa: F401  # what is asked
@@ -26,6 +27,7 @@ SYSTEM_PROMPT = (
     "something is missing. At the end give only the answer, as short as possible, inside <answer> and </answer>."
 )
 
+_NUMBER = re.compile(r"[-\u2212]?\d+(?:,\d{3})*(?:\.\d+)?")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -75,7 +77,18 @@ def answers(row: dict) -> list[str]:
 
 
 def exact_match(answer: str, wanted: str) -> bool:
-    return normalize(answer) == normalize(wanted)
+    """SQuAD's exact match; of a number also its sign and decimal point, which that leaves out.
+
+    >>> [exact_match(answer, "15") for answer in ("15.", "the 15", "-15", "1.5")]
+    [True, True, False, False]
+    """
+    is_number = _NUMBER.fullmatch(wanted.strip()) is not None
+    has_same_numbers = not is_number or [*map(_value, _NUMBER.findall(answer))] == [_value(wanted)]
+    return has_same_numbers and normalize(answer) == normalize(wanted)
+
+
+def _value(number: str) -> Fraction:
+    return Fraction(number.strip().replace(",", "").replace("\u2212", "-"))
 
 
 def f1(answer: str, wanted: str) -> float:
@@ -83,9 +96,11 @@ def f1(answer: str, wanted: str) -> float:
 
         F1 = 2 n / (words of the answer + words wanted),    n: the words that both have
 
-    >>> f1("the town of Waplem", "Waplem")  # town, of, Waplem; Waplem
-    0.5
+    >>> f1("the town of Waplem", "Waplem"), f1("-15", "15")  # town, of, Waplem; Waplem
+    (0.5, 0.0)
     """
+    if normalize(answer) == normalize(wanted) and not exact_match(answer, wanted):  # another number
+        return 0.0
     given, gold = normalize(answer).split(), normalize(wanted).split()
     in_both = (Counter(given) & Counter(gold)).total()
     return 2 * in_both / (len(given) + len(gold)) if in_both else 0.0

@@ -80,7 +80,7 @@ def tab_to(page, selector: str) -> None:
 # The loss
 
 
-@pytest.mark.parametrize("name", ["base", "drgrpo", "mine"])
+@pytest.mark.parametrize("name", ["base", "mine"])
 def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
     """Over two minibatches and two epochs, with a loss of which the viewer has never heard, too."""
     directory = runs[name]
@@ -103,7 +103,7 @@ def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
             assert float(card.locator("[data-key=terms] b").text_content()) == pytest.approx(row_sum(row), abs=1e-8)
             card.locator(".token").first.click()
             assert_shows_token(page, row, 0)
-    formula = {"base": "tokens of its row / num_rows", "drgrpo": "max_new_tokens", "mine": "of REINFORCE"}[name]
+    formula = {"base": "tokens of its row / num_rows", "mine": "of REINFORCE"}[name]
     assert formula in check.text_content()
 
 
@@ -126,7 +126,7 @@ def test_tokens_are_coloured_by_what_the_loss_says(runs, open_page):
 
 @pytest.mark.slow
 def test_what_an_engine_adds_is_shown(runs, open_page, tmp_path):
-    """Of a run whose log-probs are not the sampler's; a row whose terms are damaged has no sum."""
+    """Of a run whose log-probs are not the sampler's. Terms that are not finite have no sum; a finding is a link."""
     directory = tmp_path / "x"
     shutil.copytree(runs["base"], directory)
     rows = read(directory, "samples.jsonl")
@@ -135,15 +135,12 @@ def test_what_an_engine_adds_is_shown(runs, open_page, tmp_path):
         row["old_log_probs"] = [round(x - 0.01 * bit, 6) for bit, x in places]
         for update in row["updates"]:
             update["importance_weight"] = [2.0 * bit for bit in row["action_mask"]]
-    more = {"policy/importance_weight": 0.9, "policy/importance_capped": 0.0, "time/weights": 0.1}
-    more |= {"time/generation": 0.2, "policy/sampling_log_prob_difference_max": 0.3}
-    metrics = [line | more if "loss/total" in line else line for line in read(directory, "metrics.jsonl")]
-
-    def write(name: str, lines: list[dict]) -> None:
-        (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    write("samples.jsonl", rows)
-    write("metrics.jsonl", metrics)
+    rows[-1]["updates"][0]["terms"] = [None] * len(rows[-1]["ids"])
+    logged = {"policy/importance_weight": 0.9, "policy/importance_capped": 0.0, "time/weights": 0.1}
+    metrics = [line | logged if "loss/total" in line else line for line in read(directory, "metrics.jsonl")]
+    findings = [{"step": 2, "finding": "flat", "sentence": "All rewards are equal."}]
+    for name, written in (("samples", rows), ("metrics", metrics), ("diagnosis", findings)):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
     page = open_page(write_report(directory))
     page.locator(".completion[data-rank='1'] .token").nth(1).click()
     row = shown_row(page, directory, 1)
@@ -152,40 +149,18 @@ def test_what_an_engine_adds_is_shown(runs, open_page, tmp_path):
     apart = row["old_log_probs"][row["prompt_length"] + 1] - row["sampler_log_probs"][row["prompt_length"] + 1]
     assert float(page.inner_text("#readout [data-key=difference]")) == pytest.approx(apart, abs=1e-9)
     titles = page.locator(".panel").evaluate_all("panels => panels.map((panel) => panel.dataset.panel)")
-    assert {"Importance weight", "Importance weight at its cap", "Sampling against training, largest"} <= {*titles}
-    labels = page.inner_text("[data-panel='Seconds by phase'] .legend")
-    assert "weights into the engine" in labels
-    assert "answers of the engine" in labels
-    rows[0]["updates"][0]["terms"] = [None, "<img src=x onerror=alert(1)>"]
-    write("samples.jsonl", rows)
-    assert open_page(write_report(directory)).locator("#loss-check").get_attribute("data-state") == "missing"
-
-
-def test_a_run_of_an_older_version_has_no_terms(runs, open_page, tmp_path):
-    directory = tmp_path / "x"
-    shutil.copytree(runs["base"], directory)
-    rows = read(directory, "samples.jsonl")
-    for update in (update for row in rows for update in row["updates"]):
-        for name in update.keys() - {"epoch", "minibatch", "log_probs"}:
-            del update[name]
-    (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = open_page(write_report(directory))
-    assert page.locator("#loss-check").get_attribute("data-state") == "unknown"
-    assert "no terms" in page.inner_text("#loss-check")
-    assert "The run wrote no numbers of this kind" in page.inner_text("#scale")
-    page.locator(".completion .token").first.click()
-    assert page.locator("#readout [data-key=total]").count() == 0
-
-
-def test_a_step_that_is_not_all_there_is_no_sum(runs, open_page):
-    page = open_page(runs["turns"] / "report.html")
-    assert page.locator("#loss-check").get_attribute("data-state") == "part"
-    assert "8 of 16 rows" in page.inner_text("#loss-check")
+    assert {"Importance weight", "Importance weight at its cap"} <= {*titles}
+    assert "weights into the engine" in page.inner_text("[data-panel='Seconds by phase'] .legend")
+    page.click("#diagnosis a >> nth=0")
+    page.wait_for_function("() => document.getElementById('loss-check').dataset.state === 'missing'")
+    assert page.evaluate("report.chosen().step") == 2
 
 
 def test_a_loss_that_differs_is_said(runs, open_page):
-    """To 1e-5, of the loss itself where it is large; the updates of a step are counted where they were written."""
-    page = open_page(runs["base"] / "report.html")
+    """To 1e-5, of the loss itself where it is large; a step that is not all there has no sum."""
+    page = open_page(runs["turns"] / "report.html")
+    assert page.locator("#loss-check").get_attribute("data-state") == "part"
+    assert "8 of 16 rows" in page.inner_text("#loss-check")
 
     def check(terms: list, logged: float | None) -> dict:
         updates = [{"epoch": n, "minibatch": 0, "log_probs": [0], "tokens": {"terms": x}} for n, x in enumerate(terms)]
@@ -202,6 +177,7 @@ def test_a_loss_that_differs_is_said(runs, open_page):
         assert check([[2 * total], [0]], logged_loss)["state"] == state  # the mean over two updates
     assert check([[0.5]], None)["state"] == "missing"
     assert check([[0.5], [None]], 0.25)["state"] == "missing"
+    assert check([], 0.25)["state"] == "unknown"  # of an older version, or without an update
     assert [update["total"] for update in check([[0.5], [0.25]], 0)["updates"]] == [0.5, 0.25]
 
 
@@ -266,6 +242,8 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     directory = runs["base"]
     page = open_page(directory / "report.html")
     panel = page.locator("[data-panel='Entropy']")
+    panel.locator("summary").click()
+    assert panel.locator("tr").count() == 3  # the head, and the two steps
     panel.locator(".plot").focus()
     entropy = logged(directory, "policy/entropy")
     for key, step in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2)):
@@ -277,16 +255,6 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     page.wait_for_function("() => report.chosen().step === 2")
     page.locator("[data-panel='Gradient norm'] .plot").hover()
     assert "step" in page.inner_text("[data-panel='Entropy'] .at")
-
-
-@pytest.mark.slow
-def test_two_runs_are_laid_over_each_other(runs, open_page, tmp_path):
-    path = write_report(runs["base"], runs["drgrpo"], tmp_path / "both.html")
-    page = open_page(path)
-    for number, name in enumerate(("base", "drgrpo")):
-        text = page.inner_text(f"[data-panel='Loss'] output[data-run='{number}']")
-        assert float(text) == pytest.approx(logged(runs[name], "loss/total")[2], rel=1e-2)
-    assert "experiment_drgrpo/x" in page.inner_text("#runs")
 
 
 # Whose text it is, and where it is shown
@@ -306,7 +274,7 @@ def planted(runs, tmp_path_factory) -> Path:
     finding = {"step": 1, "finding": HOSTILE, "sentence": HOSTILE}
     (directory / "diagnosis.jsonl").write_text(json.dumps(finding) + "\n")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"task": HOSTILE, HOSTILE: HOSTILE}))
+    (directory / "config.json").write_text(json.dumps(config | {"task": HOSTILE, "loss": HOSTILE, HOSTILE: HOSTILE}))
     return write_report(directory)
 
 
@@ -317,7 +285,15 @@ def test_a_script_in_a_text_is_shown_and_does_not_run(planted, open_page, bypass
     page.wait_for_selector(".completion")
     page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
     page.locator(".completion .token").first.click()
-    for place in ("#findings", "#runs", ".question", ".completion .token >> nth=0", ".prompt", "#readout"):
+    for place in (
+        "#diagnosis",
+        "header",
+        ".formula",
+        ".question",
+        ".completion .token >> nth=0",
+        ".prompt",
+        "#readout",
+    ):
         assert SHOWN[:60] in page.inner_text(place), place
     page.check("input[name=view][value=turns]")
     assert SHOWN in page.inner_text(".turn.tool >> nth=0")
@@ -337,16 +313,15 @@ def test_the_page_runs_no_script_that_is_put_into_it(runs, open_page):
 
 
 @pytest.mark.slow
-def test_runs_without_samples_or_steps_have_a_page(runs, open_page, tmp_path):
+def test_runs_without_samples_or_flags_have_a_page(runs, open_page, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     page = open_page(write_report(tmp_path))
     assert "the run has logged no step yet" in page.inner_text("#curves")
     assert "There are no samples" in page.inner_text("#samples")
     exploded = json.dumps({"step": 3, "loss/grad_norm": 4e7})
     (tmp_path / "metrics.jsonl").write_text((runs["base"] / "metrics.jsonl").read_text() + exploded + "\n")
-    (tmp_path / "samples.jsonl").write_bytes((runs["base"] / "samples.jsonl").read_bytes()[:-50])
+    shutil.copy(runs["base"] / "samples.jsonl", tmp_path)
     page = open_page(write_report(tmp_path))
-    assert "The last line is not complete" in page.inner_text("#samples-note")
     assert page.locator(".completion").count() == 4
     assert page.locator("#loss-check").get_attribute("data-state") == "part"  # how many rows there are is not known
     plot, area = (page.locator(f"[data-panel='Gradient norm'] .{name}").bounding_box() for name in ("plot", "u-over"))
@@ -354,15 +329,14 @@ def test_runs_without_samples_or_steps_have_a_page(runs, open_page, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_phone_needs_no_sideways_scrolling(runs, open_page):
-    for name in ("base", "turns"):
-        page = open_page(runs[name] / "report.html", viewport={"width": 400, "height": 800}, has_touch=True)
-        page.locator(".completion .token").first.tap()
-        page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
-        assert page.evaluate("document.documentElement.scrollWidth") == 400
-        if name == "turns":
-            page.check("input[name=view][value=turns]")
-            assert page.evaluate("document.documentElement.scrollWidth") == 400
+@pytest.mark.parametrize("name", ["base", "turns"])
+def test_a_phone_needs_no_sideways_scrolling(runs, open_page, name):
+    page = open_page(runs[name] / "report.html", viewport={"width": 400, "height": 800}, has_touch=True)
+    page.locator(".completion .token").first.tap()
+    page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    page.evaluate("document.getElementById('group').dataset.view = 'turns'")
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
 def serious(found) -> list[tuple[str, str]]:
@@ -388,36 +362,36 @@ def test_axe_finds_nothing_serious(runs, open_page, name, scheme):
 
 
 @pytest.mark.slow
-def test_the_live_page_follows_a_run(runs, open_page, tmp_path):
+def test_the_live_page_follows_a_run_until_something_is_chosen(runs, open_page, tmp_path):
     directory = tmp_path / "x"
     shutil.copytree(runs["base"], directory, ignore=shutil.ignore_patterns("summary.json", "final", "*.html"))
-    later = {}
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        rows = read(directory, name)
-        (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] < 2))
-        later[name] = "".join(json.dumps(row) + "\n" for row in rows if row["step"] == 2)
-    with Server([directory], 0) as server:
+    rows = read(directory, "samples.jsonl")
+
+    def write(steps: set[int]) -> None:
+        kept = [row for row in rows if row["step"] in steps]
+        (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    write({1})
+    with Server(directory, 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
             page = open_page(f"http://127.0.0.1:{server.server_port}/")
             page.wait_for_selector(".completion")
-            page.check("#follow")
             assert page.locator("#step option").all_inner_texts() == ["1 (all rows)"]
-            assert "not finished" in page.inner_text("#runs")
+            assert "not finished" in page.inner_text("header")
+            write({1, 2})
+            page.wait_for_function("() => window.report?.chosen().step === 2")
+            page.wait_for_function("() => document.getElementById('loss-check').dataset.state === 'equal'")
+            page.locator(".completion .token").first.click()
+            assert not page.is_checked("#follow")
             shutil.copy(runs["base"] / "summary.json", directory)
-            for name, text in later.items():
-                with (directory / name).open("a") as file:
-                    file.write(text)
-            page.wait_for_function(
-                "() => report.chosen().step === 2 && document.querySelectorAll('#step option').length === 2"
-            )
-            is_there = "loss => { const { state, logged } = document.getElementById('loss-check').dataset;"
-            is_there += " return state === 'equal' && Math.abs(logged - loss) < 1e-7 }"
-            page.wait_for_function(is_there, arg=logged(directory, "loss/total")[2])
-            assert page.locator("[data-state=finished]").count() == 1
+            page.wait_for_function("() => document.getElementById('news').textContent === 'The run has gone on.'")
+            assert page.locator(".token[aria-selected=true]").count() == 1
+            page.check("#follow")
+            page.wait_for_function("() => document.getElementById('news').textContent === 'The run is finished.'")
             directory.rename(tmp_path / "y")
-            page.wait_for_function("() => document.getElementById('live').textContent.includes('is gone')")
+            page.wait_for_function("() => document.getElementById('news').textContent.includes('is gone')")
             page.faults.clear()  # the browser reports the answer 503 as an error
         finally:
             server.shutdown()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common.engines.vllm import VLLM
+from common.engines.engine import Engine
 from common.policy import Policy
 
 from common.plumbing.config import RunConfig
@@ -22,12 +22,12 @@ def engine_url(request) -> str:
 
 
 @pytest.fixture
-def connect(tmp_path) -> Iterator[Callable[..., VLLM]]:
+def connect(tmp_path) -> Iterator[Callable[..., Engine]]:
     """Make an engine of a server's address; in the end requests that wait are given up."""
     engines = []
 
-    def start(url: str, *settings) -> VLLM:
-        engines.append(VLLM(url, tmp_path / f"engine{len(engines)}", *settings))
+    def start(url: str, *settings) -> Engine:
+        engines.append(Engine(url, tmp_path / f"engine{len(engines)}", *settings))
         return engines[-1]
 
     yield start
@@ -36,7 +36,7 @@ def connect(tmp_path) -> Iterator[Callable[..., VLLM]]:
 
 
 @pytest.fixture
-def engine(engine_url, connect) -> VLLM:
+def engine(engine_url, connect) -> Engine:
     return connect(engine_url)
 
 

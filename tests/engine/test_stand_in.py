@@ -1,10 +1,8 @@
 """The stand-in for vLLM answers as vLLM does. With VLLM_URL the first tests ask a real server."""
 
-import http.client
 import json
 import os
 import shutil
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -24,18 +22,10 @@ WRONG = {
     "model": {"model": "other"},
     "too long": {"prompt": [5] * 600},
     "no room": {"prompt": [5] * 512},
-    "empty": {"prompt": []},
-    "negative": {"prompt": [5, -6]},
     "outside": {"prompt": [5, 5000]},
     "temperature": {"temperature": 2.5},
-    "top_p": {"top_p": 0.0},
-    "logprobs": {"logprobs": 21},
-    "max_tokens": {"max_tokens": 0},
-    "type": {"max_tokens": "x"},
-    "n": {"n": 0},
     "greedy": {"n": 2, "temperature": 0},
     "seed": {"seed": 2**63},
-    "stop": {"stop_token_ids": [5000]},
 }
 
 
@@ -126,7 +116,7 @@ def test_the_stand_in_answers_in_the_forms_of_vllm(engine_url, stand_in):
     for name, fields in WRONG.items():
         real, own = (ask(url, body=ASKED | fields) for url in urls)
         assert (real[0], real[1]["error"].keys()) == (own[0], own[1]["error"].keys()), name
-        if name not in ("type", "negative", "seed"):  # about types the real server says more
+        if name != "seed":  # about which the real server says more
             assert real[1] == own[1], name
     for path, body in (("/reset_prefix_cache", {}), ("/collective_rpc", {"method": "no"}), ("/collective_rpc", {})):
         real, own = (ask(url, path, body) for url in urls)
@@ -176,49 +166,6 @@ def test_a_failed_reload_leaves_no_weights(stand_in, tmp_path):
     server.closed.wait()
     with pytest.raises(urllib.error.URLError, match="refused"):
         ask(server.url, body=ASKED)
-
-
-def test_faults_on_demand(stand_in):
-    server = stand_in()
-    good = complete(server.url, n=2)
-
-    def spoiled(name: str) -> list[dict]:
-        assert ask(server.url, "/stand_in", {"fault": name, "times": 1})[0] == 200
-        choices = complete(server.url, n=2)
-        assert choices != good
-        assert complete(server.url, n=2) == good
-        return choices
-
-    assert spoiled("wrong_prompt_ids")[1]["prompt_token_ids"] != PROMPT
-    assert spoiled("ids_outside")[1]["token_ids"][0] == 1024
-    assert "token_ids" not in spoiled("no_token_ids")[0]
-    assert spoiled("no_log_probs")[1]["logprobs"] is None
-    assert spoiled("positive_log_probs")[1]["logprobs"]["token_logprobs"][0] > 0
-    assert str(spoiled("nan_log_probs")[1]["logprobs"]["token_logprobs"][0]) == "nan"
-    assert len(spoiled("fewer_log_probs")[1]["logprobs"]["token_logprobs"]) < len(good[1]["token_ids"])
-    assert len(spoiled("too_few")) == 1
-    assert spoiled("wrong_finish_reason")[1]["finish_reason"] != good[1]["finish_reason"]
-    assert spoiled("tokens_after_end")[1]["token_ids"][0] == 2
-    assert len(spoiled("too_many_tokens")[1]["token_ids"]) > 500
-    for name, error in (("invalid_json", json.JSONDecodeError), ("cut_answer", http.client.IncompleteRead)):
-        server.fault(name, 1)
-        with pytest.raises(error):
-            ask(server.url, body=ASKED)
-    server.fault("status_500", 1)
-    server.fault("busy_cache", 2, "/reset_prefix_cache")
-    server.fault("failed_reload", 1, "/collective_rpc")
-    assert ask(server.url, body=ASKED)[0] == 500
-    assert [ask(server.url, "/reset_prefix_cache", {})[1]["success"] for _ in range(3)] == [False, False, True]
-    assert [reload(server.url, str(POLICY)) for _ in range(2)] == [500, 200]
-    server.fault("hang", 1, "/version")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ask, server.url, "/version")
-        while server.faults["hang", "/version"]:  # until it has arrived
-            time.sleep(0.01)
-        assert complete(server.url)
-        assert not waiting.done()
-        server.stop()
-        assert waiting.result()[0] == 500
 
 
 def test_a_bfloat16_server_rounds_the_weights(stand_in, tmp_path):

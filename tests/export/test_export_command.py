@@ -27,7 +27,6 @@ from exporting.card import Card, code, escape, fenced, public_command
 from exporting.source import Source
 
 from common.plumbing.config import ModelConfig
-from common.plumbing.directory import lock_directory
 from common.plumbing.loading import load_policy
 from common.plumbing.start import run_main
 
@@ -150,7 +149,9 @@ def test_other_answers_are_an_error(runs, export, tmp_path, load_script, monkeyp
 
 def test_interrupted_or_without_space_it_leaves_nothing(runs, export, tmp_path, load_script, monkeypatch, capsys):
     resource = pytest.importorskip("resource")
-    (tmp_path / "exports/full.partial/unquantised").mkdir(parents=True)  # of a process that was killed
+    mine = tmp_path / "exports/full.partial/mine.txt"  # not made by export.py
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
@@ -158,31 +159,14 @@ def test_interrupted_or_without_space_it_leaves_nothing(runs, export, tmp_path, 
             export(runs / "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list((tmp_path / "exports").iterdir()) == []
+    assert list((tmp_path / "exports").iterdir()) == [mine.parent]
     monkeypatch.setattr(load_script("export.py"), "written_answers", lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as end:
         run_main(lambda: export(runs / "full"))
     assert end.value.code == 130
     assert capsys.readouterr().err.strip() == "interrupted; nothing was exported"
-    assert list((tmp_path / "exports").iterdir()) == []
-
-
-def test_two_processes_do_not_write_one_output(runs, export, tmp_path):
-    (tmp_path / "exports/full.partial").mkdir(parents=True)
-    lock = lock_directory(tmp_path / "exports/full.partial")
-    with pytest.raises(UserError, match="in use: another process is exporting to it"):
-        export(runs / "full")
-    lock.release()
-
-
-def test_gguf_is_left_to_the_converter_of_llama_cpp(runs, export, tmp_path):
-    """Here one that fails, as the real one does for a tokenizer that it does not know."""
-    converter = tmp_path / "llama.cpp/convert_hf_to_gguf.py"
-    converter.parent.mkdir()
-    converter.write_text("raise NotImplementedError('BPE pre-tokenizer was not recognized')\n")
-    with pytest.raises(UserError, match=r"could not convert the model: .*BPE pre-tokenizer was not recognized"):
-        export(runs / "full", "--quantize", "gguf", "--llama-cpp", "llama.cpp")
-    assert list((tmp_path / "exports").iterdir()) == []
+    assert list((tmp_path / "exports").iterdir()) == [mine.parent]
+    assert mine.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +179,6 @@ def test_gguf_is_left_to_the_converter_of_llama_cpp(runs, export, tmp_path):
         (("full", "--push", "me"), "--push me: a repository of the hub is owner/name"),
         (("full", "--push", "me/it"), "--push needs a token of the hub"),
         (("full", "--private"), "--private is for --push owner/name"),
-        (("full", "--quantize", "gguf"), "--quantize gguf needs convert_hf_to_gguf.py of llama.cpp"),
-        (("full", "--quantize", "gguf", "--llama-cpp", "."), "--llama-cpp . holds no convert_hf_to_gguf.py"),
         (("full", "--quantize", "4bit", "--dtype", "float16"), "--dtype float16 contradicts --quantize 4bit"),
         (("full", "--license", "a: b"), "--license a: b is not an id of the hub"),
         (("full", "--device", "toaster"), "--device must be cpu"),
@@ -330,7 +312,6 @@ def card(tmp_path):
         questions=Questions([[{"role": "user", "content": HOSTILE}]], [[1]], 8),
         answer=HOSTILE,
         equal=1,
-        gguf_equal=None,
         prompts_equal=1,
         has_curve=False,
     )
@@ -419,14 +400,3 @@ def test_figures_with_tools_are_told_from_what_the_code_asks(card, monkeypatch):
     said = ("These figures are of several turns with tools", "They are answers in one turn, without tools.")
     assert all(sentence in described(card, max_turns=3) for sentence in said)
     assert not any(sentence in described(card, max_turns=3, tool=False) for sentence in said)
-
-
-def test_a_gguf_file_that_was_not_run_is_no_equal_answer(card):
-    """What the command asks has the run's system turn, quoted."""
-    turns = [{"role": "system", "content": "It's brief."}, {"role": "user", "content": HOSTILE}]
-    questions = Questions([turns], [[1]], 8)
-    text = dataclasses.replace(card, quantize="gguf", questions=questions).text()
-    assert "That was before the conversion; the GGUF file itself was not run." in text
-    assert """-sys 'It'"'"'s brief.' -st -p """ in text
-    text = dataclasses.replace(card, quantize="gguf", questions=questions, gguf_equal=0).text()
-    assert "0 of 1 greedy answers to held-out questions, by llama.cpp," in text

@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,13 +21,13 @@ import pytest
 import torch
 from torch import distributed
 
+import viewer
 from common.experience import collate
 from common.logprobs import token_log_probs
 from common.parallel import gather, part_of, rank
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from common.plumbing import run
 from common.plumbing.statistics import UpdateStatistics
 
 pytestmark = pytest.mark.all_questions
@@ -38,11 +37,6 @@ VOCAB, ROWS, STEPS = 24, 24, 3
 SPLIT_GROUPS = (
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "24"),
     *("--micro-batch-size", "3", "--lr", "1e-5", "--name", "x"),
-)
-TURNS = "experiment_multiturn_tool_calling"  # two processes run it with the lines of processes.patch
-SEVERAL_TURNS = (
-    *("--steps", "2", "--prompts-per-step", "3", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "64"),
-    *("--micro-batch-size", "4", "--lr", "1e-5", "--name", "x", "--seed", "1"),
 )
 TASKS = ("gsm8k", "math", "countdown")
 SHORT = (
@@ -58,8 +52,8 @@ if importlib.util.find_spec("bitsandbytes") is not None:
 # What every process does
 
 
-def load(experiment: str, place: Path = ROOT) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(experiment, place / experiment / "train.py")
+def load(experiment: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(experiment, ROOT / experiment / "train.py")
     module = sys.modules[experiment] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -256,11 +250,10 @@ def update(path: str) -> None:
 
 def train(path: str) -> None:
     """One rank of several runs, in the directory of `path`."""
-    place, run.draw_run = Path(path).parent, lambda _: None
+    place, viewer.draw_run = Path(path).parent, lambda _: None
     if int(os.environ["WORLD_SIZE"]) == 3:
         load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(place)])
     else:
-        load(TURNS, place).main([*SEVERAL_TURNS, "--runs-dir", str(place)])
         for experiment, task in product(GROUP_SIZES, TASKS):
             data = ("--task", task, "--data", str(ROOT / "tests" / "data" / f"{task}.jsonl"), "--name", task)
             load(experiment).main([*data, *SHORT, "--runs-dir", str(place)])
@@ -301,9 +294,6 @@ def runs_of(tmp_path_factory) -> Callable[[int], Path]:
     @functools.cache
     def start(num_processes: int) -> Path:
         place = tmp_path_factory.mktemp("runs")
-        (place / TURNS).mkdir()
-        shutil.copy(ROOT / TURNS / "train.py", place / TURNS)
-        subprocess.run(["git", "apply", ROOT / TURNS / "processes.patch"], cwd=place, check=True)
         launch(num_processes, __file__, "train", str(place / "runs"))
         return place
 
@@ -382,17 +372,6 @@ def test_three_ranks_that_split_groups_train_as_one_process(runs_of, tmp_path, l
     old = tmp_path / "experiment_base" / "x"
     assert_equal_runs(runs_of(3) / "experiment_accelerate_ddp" / "x", old)
     assert any(row["advantage"] for row in rows_of(old, "samples")[6:8])  # rows of rank 0 in the second group
-
-
-@pytest.mark.slow
-def test_two_ranks_have_the_conversations_of_one_process(runs_of, tmp_path, load_script):
-    """Of three prompts with groups of six, each rank has half of the second group; ranks take different turns."""
-    load_script(f"{TURNS}/train.py").main([*SEVERAL_TURNS, "--runs-dir", str(tmp_path)])
-    old = tmp_path / TURNS / "x"
-    assert_equal_runs(runs_of(2) / TURNS / "x", old)
-    samples = rows_of(old, "samples")
-    assert {len(row["turns"]) for row in samples} >= {1, 3}
-    assert any(row["advantage"] for row in samples)
 
 
 def assert_equal_runs(new: Path, old: Path) -> None:

@@ -51,16 +51,14 @@ def refusals(result: subprocess.CompletedProcess) -> list[str]:
     return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
 
 
-def test_the_file_for_one_cpu_starts_one_process(launch):
-    result = launch([*ACCELERATE, *config("single_cpu")])
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "rank 0 of 1\n"
-
-
-def test_torchrun_starts_two_connected_processes(launch):
-    result = launch(TORCHRUN)
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+def test_as_many_processes_as_were_asked_for_start(launch):
+    for command, ranks in (
+        ([*ACCELERATE, *config("single_cpu")], ["rank 0 of 1"]),
+        (TORCHRUN, ["rank 0 of 2", "rank 1 of 2"]),
+    ):
+        result = launch(command)
+        assert result.returncode == 0, result.stderr
+        assert sorted(result.stdout.splitlines()) == ranks
 
 
 def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
@@ -82,44 +80,45 @@ def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
 
-def test_two_processes_by_cpu_flags_are_refused(launch):
-    by_module = [sys.executable, "-m", "accelerate.commands.launch"]
-    result = launch([*by_module, "--cpu", "--num-processes=2"])
-    assert refusals(result) == [f"error: 2 processes were asked for, but Accelerate started 1: {USE_TORCHRUN}"]
+@pytest.mark.parametrize("by", ["flags", "the user's file"])
+def test_two_processes_where_accelerate_starts_one_are_refused(launch, tmp_path, by):
+    command = ACCELERATE
+    if by == "flags":
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num-processes=2"]
+    else:
+        path = tmp_path / "accelerate/default_config.yaml"  # where `accelerate config` writes
+        path.parent.mkdir()
+        path.write_text(yaml.safe_dump({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))
+    (sentence,) = refusals(launch(command))
+    assert sentence == f"error: 2 processes were asked for, but Accelerate started 1: {USE_TORCHRUN}"
 
 
-def test_two_processes_by_the_users_file_are_refused(launch, tmp_path):
-    path = tmp_path / "accelerate/default_config.yaml"  # where `accelerate config` writes
-    path.parent.mkdir()
-    path.write_text(yaml.safe_dump({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))
-    result = launch(ACCELERATE)
-    assert refusals(result) == [f"error: 2 processes were asked for, but Accelerate started 1: {USE_TORCHRUN}"]
-
-
-def test_fsdp_without_a_gpu_is_refused(launch):
-    sentences = refusals(launch([*ACCELERATE, *config("fsdp2")]))
-    assert sentences  # of one process at least: the launcher ends the other one, perhaps before it has spoken
-    assert set(sentences) == {
+WITHOUT_A_GPU = (
+    (
+        [*ACCELERATE, *config("fsdp2")],
+        (),
         "error: FSDP with 2 processes was asked for, but Accelerate gave MULTI_CPU with 2: it needs a GPU for each "
-        f"process; on this machine {USE_TORCHRUN}, which does not shard"
-    }
-
-
-def test_processes_that_each_train_alone_are_refused(launch):
-    sentences = refusals(launch(TORCHRUN, "--not-on-cpu", CUDA_VISIBLE_DEVICES=""))
-    assert sentences
-    assert set(sentences) == {
-        f"error: 2 processes were asked for, but Accelerate started 1, each for itself: {USE_TORCHRUN}"
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "gradient_accumulation_steps 4 is not supported"),
-        ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed_precision fp16 is not supported"),
-    ],
+        f"process; on this machine {USE_TORCHRUN}, which does not shard",
+    ),
+    (
+        TORCHRUN,
+        ("--not-on-cpu",),
+        f"error: 2 processes were asked for, but Accelerate started 1, each for itself: {USE_TORCHRUN}",
+    ),
 )
-def test_what_the_training_does_not_support_is_refused(launch, name, value, words):
-    (sentence,) = refusals(launch([sys.executable], **{name: value}))
-    assert words in sentence
+
+
+@pytest.mark.parametrize(("command", "flags", "expected"), WITHOUT_A_GPU, ids=["fsdp", "each alone"])
+def test_what_needs_a_gpu_is_refused_without_one(launch, command, flags, expected):
+    """By one process at least: the launcher ends the other one, perhaps before it has spoken."""
+    assert set(refusals(launch(command, *flags, CUDA_VISIBLE_DEVICES=""))) == {expected}
+
+
+NOT_SUPPORTED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "fp16"}
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_what_the_training_does_not_support_is_refused(launch, name):
+    (sentence,) = refusals(launch([sys.executable], **{name: NOT_SUPPORTED[name]}))
+    what = name.removeprefix("ACCELERATE_").lower()
+    assert f"{what} {NOT_SUPPORTED[name]} is not supported" in sentence

@@ -32,7 +32,7 @@ from common.tools import call_tool, parse_calls, schemas
 from common.trajectory import Trajectory
 
 from common.plumbing.config import TINY_POLICY
-from common.plumbing.rollout import rollout_metrics
+from common.plumbing.statistics import rollout_metrics
 from common.plumbing.task import Task
 from common.plumbing.tool_files import check_turns
 

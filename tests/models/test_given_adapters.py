@@ -23,7 +23,7 @@ from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
 from common.plumbing.data import read_rows
 from common.plumbing.loading import load_policy, make_reference
 from common.plumbing.parse import parse_config
-from common.plumbing.sources import check_sources, describe_sources
+from common.plumbing.settings import check_sources, describe_sources
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 

@@ -85,17 +85,11 @@ def same_text(was: str, now: str) -> bool:
 
 def nearly_equal(was: str, now: str) -> bool:
     """Whether two numbers differ by one in the last digit of the longer one at most; integers are to be equal."""
-    steps = [
-        10.0 ** (int(exponent or 0) - len(decimals)) for _, decimals, exponent in map(parts, (was, now)) if decimals
-    ]
+    steps = []
+    for digits, _, exponent in (number.partition("e") for number in (was, now)):
+        if "." in digits:
+            steps.append(10.0 ** (int(exponent or 0) - len(digits.partition(".")[2])))
     return abs(float(was) - float(now)) <= 1.01 * min(steps, default=0.0)
-
-
-def parts(number: str) -> tuple[str, str, str]:
-    """What a number has before its point, after it, and as its exponent."""
-    digits, _, exponent = number.partition("e")
-    whole, _, decimals = digits.partition(".")
-    return whole, decimals, exponent
 
 
 def same_picture(was: str, now: str) -> bool:
@@ -125,31 +119,21 @@ def test_the_picture_beside_it_is_that_of_the_notebook(committed, load_script):
     assert execute.PICTURE.read_bytes() == execute.picture(committed)
 
 
-def first_output(notebook: nbformat.NotebookNode, kind: str) -> nbformat.NotebookNode:
-    """The first one that has data of this kind, with a number that is not whole."""
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return next(x for x in outputs if kind in x.get("data", {}) and re.search(r"\d\.\d{2}", x.data["text/plain"]))
-
-
 def other_number(notebook):
-    data = first_output(notebook, "text/html").data
-    found = re.search(r"\d\.\d(\d)", data["text/html"])
-    digit = (int(found[1]) + 5) % 10
-    data["text/html"] = f"{data['text/html'][: found.end() - 1]}{digit}{data['text/html'][found.end() :]}"
-
-
-def other_id(notebook):
-    (output,) = (x for c in notebook.cells for x in c.get("outputs", []) if "[1, 284" in x.get("text", ""))
-    output.text = output.text.replace("[1, 284", "[1, 285")
+    outputs = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+    data = next(data for data in outputs if re.search(r"\d\.\d{2}", data.get("text/html", "")))
+    data["text/html"] = re.sub(r"(\d\.)(\d)", lambda x: f"{x[1]}{9 - int(x[2])}", data["text/html"], count=1)
 
 
 def other_alternative_text(notebook):
-    metadata = first_output(notebook, "image/png").metadata["image/png"]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    metadata = next(output.metadata["image/png"] for output in outputs if "image/png" in output.get("metadata", {}))
     metadata["alt"] = metadata["alt"].replace("row 1", "row 2")
 
 
-def other_color_of_a_token(notebook):
-    data = first_output(notebook, "image/png").data
+def other_picture(notebook):
+    outputs = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
+    data = next(data for data in outputs if "image/png" in data)
     pixels = np.array(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB"))
     pixels[100:120, 100:115] = 255 - pixels[100:120, 100:115]
     image = io.BytesIO()
@@ -161,39 +145,12 @@ def no_output(notebook):
     next(cell for cell in notebook.cells if cell.get("outputs")).outputs.clear()
 
 
-def a_warning(notebook):
-    next(cell for cell in notebook.cells if cell.get("outputs")).outputs.append(
-        nbformat.v4.new_output("stream", name="stderr", text="a warning")
-    )
-
-
-CHANGES = [other_number, other_id, other_alternative_text, other_color_of_a_token, no_output, a_warning]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [other_number, other_alternative_text, other_picture, no_output])
 def test_a_stale_output_is_found(committed, change):
     stale = copy.deepcopy(committed)
     change(stale)
     assert differences(committed, committed) == []
     assert len(differences(stale, committed)) == 1
-
-
-@pytest.mark.parametrize(
-    ("was", "now", "is_same"),
-    [
-        ("<think> 0.298", "<think>   0.299", True),
-        ("<think> 0.298", "<think> 0.300", False),
-        ("<td>1</td>", "<td>0.999</td>", True),
-        ("<td>0</td>", "<td>0.281</td>", False),
-        ("4.70e-06", "4.71e-06", True),
-        ("-0.0112", "0.0112", False),
-        ("row 7", "row 8", False),
-        ("7*9=63", "7*9=64", False),
-        ("0.5 yes", "0.5 no", False),
-    ],
-)
-def test_only_the_last_digit_may_differ(was, now, is_same):
-    assert same_text(was, now) == same_text(now, was) == is_same
 
 
 def test_examples_of_the_pictures(load_script):
@@ -213,14 +170,13 @@ def test_links_of_the_notebook_lead_somewhere(committed):
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], anchor
 
 
-@pytest.mark.parametrize("directory", [".", "notebooks", "tests/notebook"])
-def test_the_first_cell_finds_the_repository(committed, directory):
-    result = run_first_cell(committed, ROOT / directory)
-    assert result.stdout.strip() == str(ROOT), result.stderr
-
-
-def test_it_is_found_where_it_is_installed(committed, tmp_path):
-    result = run_first_cell(committed, tmp_path, PYTHONPATH=str(ROOT))
+@pytest.mark.parametrize("directory", ["notebooks", "tests/notebook", None])
+def test_the_first_cell_finds_the_repository(committed, tmp_path, directory):
+    """From a directory inside it, or, from anywhere, where it is installed."""
+    if directory:
+        result = run_first_cell(committed, ROOT / directory)
+    else:
+        result = run_first_cell(committed, tmp_path, PYTHONPATH=str(ROOT))
     assert result.stdout.strip() == str(ROOT), result.stderr
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from common.policy import Policy
 from evaluation.answers import Completions
 
 from common.plumbing.config import PolicyConfig
-from common.plumbing.estimate.first_sizes import MOST
 from common.plumbing.loading import load_policy
 from common.plumbing.start import run_main
 
@@ -89,34 +87,10 @@ def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, ca
     assert (tmp_path / "out/failures.txt").read_bytes() == (tmp_path / "whole/failures.txt").read_bytes()
 
 
-@pytest.mark.slow
-def test_an_automatic_batch_is_halved_and_continued(evaluate, tmp_path, capsys, monkeypatch):
-    """Memory runs out for more than four rows; it is continued where another number would be chosen first."""
-    flags = ("--limit", "10", "--num-samples", "2")
-    evaluate(*flags, "--output", "whole", "--generation-batch-size", "16")
-    decode, add = common.sampling.next_logits, Completions.add
-
-    def next_logits(policy, ids, *arguments):
-        if len(ids) > 4:
-            raise MemoryError
-        return decode(policy, ids, *arguments)
-
-    def interrupt_the_first(completions: Completions, answers: list) -> None:
-        add(completions, answers)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(common.sampling, "next_logits", next_logits)
-    automatic = (*flags, "--output", "out", "--generation-batch-size", "auto")
-    for most in (16, 64):
-        monkeypatch.setitem(MOST, "generation_batch_size", most)
-        with monkeypatch.context() as patch:
-            if most == 16:
-                patch.setattr(Completions, "add", interrupt_the_first)
-            with suppress(KeyboardInterrupt):
-                evaluate(*automatic)
-        assert "memory ran out with batches of up to" in capsys.readouterr().out
-    texts = [(tmp_path / name / "completions.jsonl").read_bytes() for name in ("out", "whole")]
-    assert texts[0] == texts[1]
+def test_where_memory_runs_out_it_says_what_helps(evaluate, monkeypatch):
+    monkeypatch.setattr(common.sampling, "next_logits", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(UserError, match=r"^memory ran out .*what helps: --generation-batch-size 64, a smaller model$"):
+        evaluate("--limit", "2", "--num-samples", "0")
 
 
 def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):
@@ -176,8 +150,8 @@ def test_a_suite_prints_one_table(evaluate, tmp_path, capsys, monkeypatch):
     ("argv", "sentence"),
     [
         (("--lora-rank", "4"), None),
-        (("--num-samples", "-1"), "--num-samples must be 0 to 1e6 answers, not -1"),
-        (("--limit", "0"), "--limit must be 1 to 1e9 questions, not 0"),
+        (("--num-samples", "-1"), "--num-samples must be at least 0, not -1"),
+        (("--limit", "0"), "--limit must be at least 1, not 0"),
         (("--model", "nowhere"), "--model nowhere: there is no such directory"),
         (("--model", "new"), "for experiment_sft only"),
         (("--task", "nowhere"), "--task nowhere: there is no such file"),

@@ -1,4 +1,4 @@
-"""Every flag of experiment_base does something: a run with it differs from the run without it as the flag promises."""
+"""Every flag of experiment_base and of experiment_sft does something: a run with it differs as the flag promises."""
 
 import dataclasses
 import json
@@ -6,9 +6,10 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -21,12 +22,25 @@ from common.tasks.arithmetic import TRAIN_DATA
 
 from common.plumbing.config import TINY_POLICY
 
-# Small, with a learning rate and two epochs that make every update visible in the next one.
-BASE = (
-    *("--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "10", "--eval-prompts", "2"),
-    *("--lr", "1e-4", "--epochs-per-step", "2", "--checkpoint-every", "0", "--seed", "5", "--device", "cpu"),
-    *("--name", "x"),
-)
+ROOT = Path(__file__).resolve().parents[2]
+BASE, SFT, LESSONS = "base", "sft", "lessons"  # the last: experiment_sft with the lessons that it makes itself
+EXPERIMENT = {BASE: "experiment_base", SFT: "experiment_sft", LESSONS: "experiment_sft"}
+# Small, with a learning rate (and two epochs) that make every update visible in the next one.
+COMMON = ("--lr", "1e-4", "--checkpoint-every", "0", "--seed", "5", "--device", "cpu", "--name", "x")
+START = {
+    BASE: (
+        *(*COMMON, "--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "10"),
+        *("--eval-prompts", "2", "--epochs-per-step", "2"),
+    ),
+    SFT: (
+        *(*COMMON, "--warmup-steps", "2", "--model", "tiny", "--data", "files/chats.jsonl"),
+        *("--tokens-per-batch", "200"),
+    ),
+    LESSONS: (
+        *(*COMMON, "--warmup-steps", "2", "--model", "tiny", "--num-copying", "8", "--num-reasoning", "6"),
+        *("--num-answering", "4", "--tokens-per-batch", "2000", "--eval-prompts", "1"),
+    ),
+}
 A_TASK = """
 from common.tasks.arithmetic import TRAIN_DATA
 EVAL_DATA = TRAIN_DATA
@@ -44,15 +58,17 @@ LORA = ("--lora-rank", "2")
 class Outcome:
     """What a run leaves behind, and what was observed while it ran."""
 
-    directory: Path
-    output: str  # what it printed
-    progress: str  # what was written to stderr: the progress bar
-    policy: Policy  # as it was at the end
-    training_rows: list[int]  # of every forward pass with gradient
-    scoring_rows: list[int]  # of every one without
-    sampling_rows: list[int]  # completions that were sampled at once
-    mlp_passes: int  # of one layer, while training
-    num_threads: int  # after it had set them
+    directory: Path | None = None
+    output: str = ""  # what it printed
+    progress: str = ""  # what was written to stderr: the progress bar
+    policy: Policy | None = None  # as it was at the end
+    texts: list[str] = dataclasses.field(default_factory=list)  # of the conversations of all optimizer steps (SFT)
+    batch_sizes: list[int] = dataclasses.field(default_factory=list)  # tokens of each, padding included
+    training_rows: list[int] = dataclasses.field(default_factory=list)  # of every forward pass with gradient
+    scoring_rows: list[int] = dataclasses.field(default_factory=list)  # of every one without
+    sampling_rows: list[int] = dataclasses.field(default_factory=list)  # completions that were sampled at once
+    mlp_passes: int = 0  # of one layer, while training
+    num_threads: int = 0  # after it had set them
 
     @property
     def metrics(self) -> list[dict]:
@@ -81,8 +97,16 @@ class Outcome:
     def checkpoints(self) -> set[str]:
         return {path.name for path in self.directory.glob("checkpoints/*")}
 
+    def final(self) -> dict[str, torch.Tensor]:
+        return load_file(self.directory / "final" / "model.safetensors")
+
     def final_weights(self) -> torch.Tensor:
-        return torch.cat([x.flatten() for x in load_file(self.directory / "final" / "model.safetensors").values()])
+        return torch.cat([weight.float().flatten() for weight in self.final().values()])
+
+    def distance(self) -> float:
+        """How far training has moved the weights of the bundled policy."""
+        start = load_file(TINY_POLICY / "model.safetensors")
+        return math.sqrt(sum(float((self.final()[name] - start[name].float()).square().sum()) for name in start))
 
     def num_trained(self) -> int:
         return sum(weight.numel() for weight in self.policy.parameters() if weight.requires_grad)
@@ -95,9 +119,6 @@ class Outcome:
     def updates(self, name: str) -> set[int]:
         return {update[name] for entry in self.samples for update in entry["updates"]}
 
-    def least_probable(self) -> float:
-        return min(min(entry["sampler_log_probs"]) for entry in self.samples)
-
     def rows_of_steps(self) -> list[int]:
         """How many completions each step has sampled: its tokens divided by the mean length of a completion."""
         return [
@@ -105,6 +126,11 @@ class Outcome:
             for entry in self.metrics
             if "time/step" in entry
         ]
+
+    def lessons(self) -> Counter:
+        """How many conversations copy, and how many answer with and without reasoning."""
+        kinds = ("think" if "<think>" in text else "answer" if "<answer>" in text else "copy" for text in self.texts)
+        return Counter(kinds)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -122,7 +148,8 @@ def reproducible(run: Outcome) -> list[dict]:
 def assert_agree(new: Outcome, old: Outcome) -> None:
     """The flag has changed memory or time, and no other metric."""
     for entry, expected in zip(reproducible(new), reproducible(old), strict=True):
-        assert entry == pytest.approx(expected, abs=1e-4)
+        assert entry == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert new.texts == old.texts
 
 
 def assert_differ(new: Outcome, old: Outcome, name: str) -> None:
@@ -130,27 +157,29 @@ def assert_differ(new: Outcome, old: Outcome, name: str) -> None:
     assert abs(new.last(name) - old.last(name)) > 1e-4
 
 
-def watched(train: ModuleType, argv: tuple[str, ...], directory: Path, patch: pytest.MonkeyPatch, capture) -> Outcome:
+def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.MonkeyPatch, capture) -> Outcome:
     """Run train.py in `directory`, and record its calls."""
-    seen = SimpleNamespace(policy=None, training=[], scoring=[], sampling=[], mlp_passes=0, num_threads=0)
-    set_num_threads = torch.set_num_threads
-    load_policy, forward, complete = train.load_policy, Policy.forward, common.sampling._complete
+    seen = Outcome()
+    set_num_threads, forward, complete = torch.set_num_threads, Policy.forward, common.sampling._complete
 
-    def load_and_keep(*arguments):
-        seen.policy = load_policy(*arguments)
-        layer = next(module for name, module in seen.policy.named_modules() if name.endswith("layers.0.mlp"))
-        layer.register_forward_pre_hook(count)
-        return seen.policy
+    def kept(make: Callable) -> Callable:
+        def make_and_keep(*arguments):
+            seen.policy = make(*arguments)
+            layer = next(module for name, module in seen.policy.named_modules() if name.endswith("layers.0.mlp"))
+            layer.register_forward_pre_hook(count)
+            return seen.policy
+
+        return make_and_keep
 
     def count(*_) -> None:
         seen.mlp_passes += torch.is_grad_enabled()
 
     def forward_and_count(policy, sequences, *arguments, **options):
-        (seen.training if torch.is_grad_enabled() else seen.scoring).append(len(sequences))
+        (seen.training_rows if torch.is_grad_enabled() else seen.scoring_rows).append(len(sequences))
         return forward(policy, sequences, *arguments, **options)
 
     def complete_and_count(policy, rows, *arguments):
-        seen.sampling.append(len(rows))
+        seen.sampling_rows.append(len(rows))
         return complete(policy, rows, *arguments)
 
     def set_threads_and_continue_with_one(number):  # two on busy cores were measured ten times slower
@@ -159,29 +188,30 @@ def watched(train: ModuleType, argv: tuple[str, ...], directory: Path, patch: py
         set_num_threads(1)
 
     patch.setattr(torch, "set_num_threads", set_threads_and_continue_with_one)
-    patch.setattr(train, "load_policy", load_and_keep)
+    patch.setattr(train, "load_policy", kept(train.load_policy))
     patch.setattr(Policy, "forward", forward_and_count)
     patch.setattr(common.sampling, "_complete", complete_and_count)
+    if hasattr(train, "make_policy"):  # experiment_sft
+        update = train.update
+
+        def update_and_keep(config, policy, optimizer, batch):
+            seen.batch_sizes.append(batch.sequences.numel())
+            for ids, mask in zip(batch.sequences, batch.attention_mask.bool(), strict=True):
+                seen.texts.append(policy.tokenizer.decode(ids[mask]))
+            return update(config, policy, optimizer, batch)
+
+        patch.setattr(train, "make_policy", kept(train.make_policy))
+        patch.setattr(train, "update", update_and_keep)
     patch.setenv("WANDB_MODE", "offline")
     patch.chdir(directory)
     try:
-        train.main([*BASE, *argv])
+        train.main(argv)
     finally:
         if "wandb" in sys.modules:
             sys.modules["wandb"].teardown()  # its service would keep this run's settings
-    (directory,) = directory.glob("*/experiment_base/*")
-    printed = capture.readouterr()
-    return Outcome(
-        directory=directory,
-        output=printed.out,
-        progress=printed.err,
-        policy=seen.policy,
-        training_rows=seen.training,
-        scoring_rows=seen.scoring,
-        sampling_rows=seen.sampling,
-        mlp_passes=seen.mlp_passes,
-        num_threads=seen.num_threads,
-    )
+    (seen.directory,) = directory.glob("*/experiment_*/*")
+    seen.output, seen.progress = capture.readouterr()
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +221,15 @@ def files(tmp_path_factory) -> Path:
     for name, word in (("mine", "plus"), ("held", "and")):
         rows = [{"question": f"What is {n} {word} {n}?", "answer": str(2 * n)} for n in range(8)]
         (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, verb in (("chats", "Say"), ("others", "Write")):
+        rows = [
+            [
+                {"role": "user", "content": f"{verb} {n} {'please ' * (n % 4)}"},
+                {"role": "assistant", "content": f"{n} " * (1 + n % 3)},
+            ]
+            for n in range(20)
+        ]
+        (place / f"{name}.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     (place / "task.py").write_text(A_TASK)
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (place / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
@@ -201,6 +240,12 @@ def files(tmp_path_factory) -> Path:
     return place
 
 
+@pytest.fixture
+def script(load_script, monkeypatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
+    return lambda setup: load_script(f"{EXPERIMENT[setup]}/train.py")
+
+
 @pytest.fixture(scope="module")
 def known() -> dict[tuple[str, ...], Outcome]:
     """The runs so far, by their flags."""
@@ -208,17 +253,17 @@ def known() -> dict[tuple[str, ...], Outcome]:
 
 
 @pytest.fixture
-def run(known, load_script, files, tmp_path_factory, capsys) -> Iterator[Callable[..., Outcome]]:
-    """Run train.py with the given flags after those of BASE; `files/` is the directory of that fixture."""
+def run(known, script, files, tmp_path_factory, capsys) -> Callable[..., Outcome]:
+    """Run train.py with the given flags after those of START; `files/` is the directory of that fixture."""
 
-    def with_flags(*argv: str) -> Outcome:
-        if argv not in known:
-            given = tuple(word.replace("files/", f"{files}/") for word in argv)
+    def with_flags(setup: str, *argv: str) -> Outcome:
+        if (setup, *argv) not in known:
+            given = [word.replace("files/", f"{files}/") for word in (*START[setup], *argv)]
             with pytest.MonkeyPatch.context() as patch:
                 capsys.readouterr()
-                train = load_script("experiment_base/train.py")
-                known[argv] = watched(train, given, tmp_path_factory.mktemp("run"), patch, capsys)
-        return known[argv]
+                run = watched(script(setup), given, tmp_path_factory.mktemp("run"), patch, capsys)
+            known[setup, *argv] = run
+        return known[setup, *argv]
 
     return with_flags
 
@@ -233,17 +278,21 @@ class Change:
     check: Callable[[Outcome, Outcome], None]  # of the run with `given`, and of the one without
 
 
-CHANGES: dict[str, Change] = {}  # by the flag's name in Config
+CHANGES: dict[tuple[str, str], Change] = {}  # by the setup and the flag's name in Config
 
 
-def changes(*given: str, also: tuple[str, ...] = (), needs: str | None = None) -> Callable:
-    """Register a check of a run with the flags `given` against one without; both have those in `also`."""
+def changes(*given: str, of: tuple[str, ...] = (BASE,), also: tuple[str, ...] = (), needs: str | None = None):
+    """Register a check, called as the flag, of runs with the flags `given` against ones without."""
 
     def enter(check: Callable[[Outcome, Outcome], None]) -> Callable:
-        CHANGES[check.__name__] = Change(given, also, needs, check)
+        for setup in of:
+            CHANGES[setup, check.__name__.removeprefix("sft_")] = Change(given, also, needs, check)
         return check
 
     return enter
+
+
+BOTH = (BASE, SFT)
 
 
 # Policy and arithmetic
@@ -254,10 +303,21 @@ def model(new, old):
     assert new.first("policy/entropy") > 1.5 * old.first("policy/entropy")
 
 
+@changes("--model", "files/model", of=(SFT,))
+def sft_model(new, old):
+    assert abs(new.first("loss/total") - old.first("loss/total")) > 0.1
+
+
 @changes("--chat-template", "files/polite.jinja")
 def chat_template(new, old):
     assert new.samples[0]["prompt_length"] > old.samples[0]["prompt_length"]
     assert (new.directory / "final/chat_template.jinja").read_text(encoding="utf-8").startswith("{{- 'Please: ' }}")
+
+
+@changes("--chat-template", "files/polite.jinja", of=(SFT,))
+def sft_chat_template(new, old):
+    assert all(text.startswith("Please: ") for text in new.texts)
+    assert not any(text.startswith("Please: ") for text in old.texts)
 
 
 @changes("--seed", "1")
@@ -267,80 +327,103 @@ def seed(new, old):
     assert new.first("eval/greedy/length") == old.first("eval/greedy/length")
 
 
-@changes("--threads", "2")
+@changes("--seed", "1", of=(SFT,))
+def sft_seed(new, old):
+    assert set(new.texts) != set(old.texts)  # other rows are held out
+    assert new.texts != old.texts
+
+
+@changes("--threads", "2", of=BOTH)
 def threads(new, old):
     assert (new.num_threads, old.num_threads) == (2, 1)
 
 
-@changes("--device", "cuda", needs="cuda")
+@changes("--device", "cuda", needs="cuda", of=BOTH)
 def device(new, old):
     assert [run.policy.device.type for run in (new, old)] == ["cuda", "cpu"]
 
 
-@changes("--dtype", "bfloat16")
+@changes("--dtype", "bfloat16", of=BOTH)
 def dtype(new, old):
-    assert new.first("policy/sampling_log_prob_difference") > 1e-4 > old.first("policy/sampling_log_prob_difference")
+    first, expected = (run.values("loss/total")[-1] for run in (new, old))
+    assert first != pytest.approx(expected, rel=1e-5)
     assert {weight.dtype for weight in new.policy.parameters()} == {torch.float32}  # those that are trained
 
 
-@changes("--attn-implementation", "eager", also=GENTLE)
+@changes("--attn-implementation", "eager", also=GENTLE, of=BOTH)
 def attn_implementation(new, old):
     assert [run.policy.model.config._attn_implementation for run in (new, old)] == ["eager", "sdpa"]
     assert_agree(new, old)
 
 
-@changes("--gradient-checkpointing", also=(*GENTLE, "--micro-batch-size", "1"))  # a single row shares no prompt
+@changes("--gradient-checkpointing", also=(*GENTLE, "--micro-batch-size", "1"), of=BOTH)  # a row shares no prompt
 def gradient_checkpointing(new, old):
     assert new.mlp_passes == 2 * old.mlp_passes > 0
     assert_agree(new, old)
 
 
-@changes("--lora-rank", "2")
+@changes(*LORA, of=BOTH)
 def lora_rank(new, old):
     assert new.read("final/adapter_config.json")["r"] == 2
     assert not new.has("final/model.safetensors")
     assert 0 < new.num_trained() < 0.05 * old.num_trained()
 
 
-@changes("--lora-alpha", "40", also=LORA)
+@changes("--lora-alpha", "40", also=LORA, of=BOTH)
 def lora_alpha(new, old):
     assert [run.read("final/adapter_config.json")["lora_alpha"] for run in (new, old)] == [40, 4]
-    assert_differ(new, old, "policy/ratio_max")
+    assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-5)
 
 
-@changes("--load-in", "4bit", also=LORA, needs="bitsandbytes")
+@changes("--load-in", "4bit", also=LORA, needs="bitsandbytes", of=BOTH)
 def load_in(new, old):
     assert any(type(module).__name__ == "Linear4bit" for module in new.policy.modules())
-    assert_differ(new, old, "policy/entropy")
+    assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-3)
 
 
-@changes("--save-merged", also=LORA)
+@changes("--save-merged", also=LORA, of=BOTH)
 def save_merged(new, old):
     assert new.has("final_merged/model.safetensors")
     assert not old.has("final_merged")
 
 
+@changes("--save-dtype", "bfloat16", of=(SFT,))
+def save_dtype(new, old):
+    assert {weight.dtype for weight in new.final().values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in old.final().values()} == {torch.float32}
+    assert_agree(new, old)  # rounded at the end only
+    assert new.read("summary.json")["eval/loss"] != old.read("summary.json")["eval/loss"]  # what is saved is examined
+
+
 # Where a run is and what it keeps
 
 
-@changes("--name", "y")
+@changes("--name", "y", of=BOTH)
 def name(new, old):
     assert (new.directory.name, old.directory.name) == ("y", "x")
 
 
-@changes("--runs-dir", "elsewhere")
+@changes("--runs-dir", "elsewhere", of=BOTH)
 def runs_dir(new, old):
     assert [run.directory.parent.parent.name for run in (new, old)] == ["elsewhere", "runs"]
 
 
-@changes("--checkpoint-every", "1")
+@changes("--checkpoint-every", "2", of=BOTH)
 def checkpoint_every(new, old):
-    assert (new.checkpoints(), old.checkpoints()) == ({"step_1", "step_2"}, set())
+    last = new.metrics[-1]["step"]
+    assert (new.checkpoints(), old.checkpoints()) == ({"step_2", f"step_{last}"}, set())
 
 
-@changes("--keep-checkpoints", "1", also=("--checkpoint-every", "1"))
+@changes("--keep-checkpoints", "1", also=("--checkpoint-every", "1"), of=BOTH)
 def keep_checkpoints(new, old):
-    assert (new.checkpoints(), old.checkpoints()) == ({"step_2"}, {"step_1", "step_2"})
+    last = new.metrics[-1]["step"]
+    assert (new.checkpoints(), old.checkpoints()) == ({f"step_{last}"}, {f"step_{last - 1}", f"step_{last}"})
+
+
+@changes("--wandb", needs="wandb", of=BOTH)
+def wandb(new, old):
+    assert list(new.directory.glob("wandb/offline-run-*/*.wandb"))
+    assert not old.has("wandb")
 
 
 @changes("--samples-every", "2")
@@ -352,12 +435,6 @@ def samples_every(new, old):
 def progress(new, old):
     assert re.search(r"step 2/2 .*  clipped 0\.?\d*  grad_norm \d", new.progress)
     assert "clipped" not in old.progress
-
-
-@changes("--wandb", needs="wandb")
-def wandb(new, old):
-    assert list(new.directory.glob("wandb/offline-run-*/*.wandb"))
-    assert not old.has("wandb")
 
 
 # Data and evaluation
@@ -449,12 +526,13 @@ def temperature(new, old):
 def top_p(new, old):
     assert "the gradient is biased" in new.output
     assert "the gradient is biased" not in old.output
-    assert new.least_probable() > math.log(0.08) > old.least_probable()
+    least = [min(min(entry["sampler_log_probs"]) for entry in run.samples) for run in (new, old)]
+    assert least[0] > math.log(0.08) > least[1]
 
 
 @changes("--generation-batch-size", "4", also=GENTLE)
 def generation_batch_size(new, old):
-    evaluation = [2, 8, 8]  # greedy, then eight answers per question, which are never split
+    evaluation = [2, 4, 4, 4, 4]  # greedy, then eight answers per question
     assert new.sampling_rows == [*evaluation, 4, 4, 4, 4, *evaluation]
     assert old.sampling_rows == [2, 16, 8, 8, 2, 16]
     assert_agree(new, old)
@@ -523,57 +601,182 @@ def reward_weight(new, old):
     assert_differ(new, old, "policy/ratio_max")
 
 
-# Flags that do not change what is learned, and those of other arithmetic: tested in the slow tier.
+# What supervised fine-tuning learns
+
+
+@changes("--data", "files/others.jsonl", of=(SFT,))
+def sft_data(new, old):
+    for run, verb in ((new, "Write"), (old, "Say")):
+        assert all(f"user\n{verb} " in text for text in run.texts)
+
+
+@changes("--eval-prompts", "1", of=(SFT,))
+def sft_eval_prompts(new, old):
+    assert (len(new.texts), len(old.texts)) == (19, 18)  # a tenth of 20 rows is held out, if it is allowed to be
+
+
+@changes("--lessons", "tools", of=(LESSONS,))
+def lessons(new, old):
+    assert any("Tools: " in text for text in new.texts)
+    assert not any("Tools: " in text for text in old.texts)
+    assert new.read("summary.json").keys() > old.read("summary.json").keys()  # it is examined with its tools as well
+
+
+@changes("--embeddings", "as_is", also=("--lessons", "tools"), of=(LESSONS,))
+def embeddings(new, old):
+    assert new.texts == old.texts
+    assert new.values("loss/total")[0] != pytest.approx(old.values("loss/total")[0], rel=1e-2)
+
+
+@changes("--num-copying", "12", of=(LESSONS,))
+def num_copying(new, old):
+    assert new.lessons()["copy"] - 4 == old.lessons()["copy"] == 8
+    assert (len(new.texts), len(old.texts)) == (22, 18)
+
+
+@changes("--num-reasoning", "20", also=("--num-answering", "0"), of=(LESSONS,))
+def num_reasoning(new, old):
+    assert new.lessons() - old.lessons() == {"think": 14}
+    assert old.lessons() == {"think": 6, "copy": 8}
+
+
+@changes("--num-answering", "24", also=("--num-reasoning", "0"), of=(LESSONS,))
+def num_answering(new, old):
+    assert (len(new.texts), len(old.texts)) == (32, 12)
+    assert new.lessons()["answer"] > old.lessons()["answer"] > 0
+    assert new.lessons()["copy"] == 8
+
+
+@changes("--epochs", "2", of=(SFT,))
+def epochs(new, old):
+    assert set(Counter(new.texts).values()) == {2}
+    assert set(Counter(old.texts).values()) == {1}
+    assert set(new.texts) == set(old.texts)
+
+
+@changes("--tokens-per-batch", "100", of=(SFT,))
+def tokens_per_batch(new, old):
+    assert max(new.batch_sizes) <= 100 < max(old.batch_sizes) <= 200
+    assert len(new.metrics) > len(old.metrics)
+
+
+@changes("--micro-batch-size", "2", of=(SFT,))
+def sft_micro_batch_size(new, old):
+    assert max(new.training_rows) == 2 < max(old.training_rows)
+    assert_agree(new, old)
+
+
+@changes("--max-length", "20", of=(SFT,))
+def max_length(new, old):
+    lengths = [[len(run.policy.tokenizer.encode(text)) for text in run.texts] for run in (new, old)]
+    assert max(lengths[0]) <= 20 < max(lengths[1])
+
+
+# How it learns
+
+
+@changes("--lr", "1e-5", of=(SFT,))
+def sft_lr(new, old):
+    assert new.values("lr") == pytest.approx([0.1 * rate for rate in old.values("lr")])
+    assert new.distance() == pytest.approx(0.1 * old.distance(), rel=0.2)  # AdamW's steps are as long as their rate
+
+
+@changes("--warmup-steps", "20", of=(SFT,))
+def warmup_steps(new, old):
+    expected = [rate * (step / 20) / min(1, step / 2) for step, rate in enumerate(old.values("lr"), start=1)]
+    assert new.values("lr") == pytest.approx(expected)
+    assert new.distance() < 0.3 * old.distance()
+
+
+@changes("--final-lr", "1", of=(SFT,))
+def final_lr(new, old):
+    assert new.values("lr")[-1] == pytest.approx(1e-4)
+    assert old.values("lr")[-1] == pytest.approx(1e-5)
+
+
+@changes("--weight-decay", "100", of=(SFT,))
+def sft_weight_decay(new, old):
+    kept = new.final_weights().norm() / old.final_weights().norm()
+    assert kept.item() == pytest.approx(math.prod(1 - 100 * rate for rate in old.values("lr")), rel=1e-3)
+
+
+@changes("--max-grad-norm", "1e-9", of=(SFT,))  # below AdamW's epsilon, so that the update becomes smaller
+def sft_max_grad_norm(new, old):
+    assert new.distance() < 0.5 * old.distance()
+
+
+# Flags that do not change what is learned, and those of other arithmetic: tested in the slow tier, like experiment_sft.
 OF_THE_RUN = {
     *("chat_template", "threads", "dtype", "attn_implementation", "gradient_checkpointing", "lora_rank", "lora_alpha"),
     *("load_in", "save_merged", "name", "runs_dir", "checkpoint_every", "keep_checkpoints", "samples_every", "wandb"),
-    "progress",
-    *("eval_data", "eval_prompts", "eval_every", "generation_batch_size", "at_most", "max_question_length"),
+    *("progress", "eval_data", "eval_prompts", "eval_every", "generation_batch_size", "at_most", "max_question_length"),
 }
 # Flags that name what must exist already.
 REFUSED = {
-    "resume": (("--resume", "nowhere"), "no config.json of a run can be read there"),
-    "model": (("--model", "./nowhere"), "there is no such directory"),
-    "device": (("--device", "cuda:99"), "this machine has"),
+    "resume": ("--resume nowhere", "no config.json of a run can be read there"),
+    "model": ("--model ./nowhere", "there is no such directory"),
+    "data": ("--model tiny --data nowhere.jsonl", "there is no such file"),
+    "device": ("--device cuda:99", "this machine has"),
 }
+ESTIMATE = "estimate"  # which models/test_estimate.py has
+slow = pytest.mark.slow
 
 
-def test_every_flag_has_an_entry(load_script):
-    flags = {field.name for field in dataclasses.fields(load_script("experiment_base/train.py").Config)}
-    assert CHANGES.keys() | REFUSED.keys() | {"estimate"} == flags  # which models/test_estimate.py has
+@pytest.mark.parametrize("setup", [BASE, SFT])
+def test_every_flag_has_an_entry(script, setup):
+    flags = {field.name for field in dataclasses.fields(script(setup).Config)}
+    known = {name for of, name in CHANGES if EXPERIMENT[of] == EXPERIMENT[setup]}
+    assert known | {*REFUSED, ESTIMATE} == flags
 
 
-def test_the_same_flags_give_the_same_metrics(run):
+def test_every_experiment_has_such_a_test():
+    """Siblings in test_flags_siblings.py, the two others here."""
+    siblings = (Path(__file__).parent / "test_flags_siblings.py").read_text(encoding="utf-8")
+    for path in ROOT.glob("experiment_*/train.py"):
+        assert path.parent.name in EXPERIMENT.values() or f'    "{path.parent.name}": {{' in siblings
+
+
+@pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=slow)])
+def test_the_same_flags_give_the_same_metrics(run, setup):
     """Without this no difference would mean anything."""
-    again = run("--runs-dir", "elsewhere")
-    assert reproducible(again) == reproducible(run())
+    again = run(setup, "--runs-dir", "elsewhere")
+    assert reproducible(again) == reproducible(run(setup))
     assert again.first("loss/grad_norm") > 0
-    assert again.first("group/zero_reward_variance") < 1
+    assert setup == SFT or again.first("group/zero_reward_variance") < 1
+    assert torch.equal(again.final_weights(), run(setup).final_weights())
 
 
 @pytest.mark.parametrize(
-    "flag", [pytest.param(flag, marks=pytest.mark.slow if flag in OF_THE_RUN else ()) for flag in CHANGES]
+    ("setup", "flag"),
+    [pytest.param(*key, marks=slow if key[0] != BASE or key[1] in OF_THE_RUN else ()) for key in CHANGES],
 )
-def test_a_flag_changes_what_it_promises(run, flag):
-    change = CHANGES[flag]
+def test_a_flag_changes_what_it_promises(run, setup, flag):
+    change = CHANGES[setup, flag]
     if change.needs == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     elif change.needs not in (None, "cuda"):
         pytest.importorskip(change.needs)
-    change.check(run(*change.also, *change.given), run(*change.also))
+    change.check(run(setup, *change.also, *change.given), run(setup, *change.also))
 
 
 def test_a_kl_weight_of_zero_needs_no_reference(run):
-    new, old = run("--kl-weight", "0"), run()
+    new, old = run(BASE, "--kl-weight", "0"), run(BASE)
     assert (len(new.values("loss/kl")), len(old.values("loss/kl"))) == (0, 2)
     assert (len(new.scoring_rows), len(old.scoring_rows)) == (0, 2)
     assert_differ(new, old, "policy/ratio_max")
 
 
-@pytest.mark.parametrize("flag", REFUSED)
-def test_a_flag_refuses_what_does_not_exist(tmp_path, monkeypatch, load_script, flag):
-    argv, sentence = REFUSED[flag]
+@pytest.mark.slow
+def test_a_new_model_knows_nothing(run):
+    """Its first loss is that of guessing among all tokens of the vocabulary."""
+    new = run(LESSONS, "--model", "new", "--num-reasoning", "0", "--num-answering", "0")
+    assert new.first("loss/total") == pytest.approx(math.log(1024), abs=0.3)
+
+
+@pytest.mark.parametrize("setup", [BASE, SFT])
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED.values(), ids=list(REFUSED))
+def test_a_flag_refuses_what_does_not_exist(tmp_path, monkeypatch, script, setup, flags, sentence):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=sentence):
-        load_script("experiment_base/train.py").main(list(argv))
+        script(setup).main(flags.split())
     assert not list(tmp_path.iterdir())

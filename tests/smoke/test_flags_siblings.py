@@ -106,7 +106,7 @@ OTHER_DEFAULTS = {
 # smoke/test_multiturn.py and smoke/test_multiturn_qa.py have the flags that do nothing where no tool is offered
 SEARCH_FLAGS = {"top_k", "corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"}
 ELSEWHERE_OF = {
-    "experiment_engine": {"engine", "engine_start", "engine_dtype", "push_every", "steps_ahead"},  # engine/test_run.py
+    "experiment_engine": {"engine_start", "engine_dtype", "push_every", "steps_ahead"},  # engine/test_run.py
     "experiment_multiturn_tool_calling": {"tools", "tool_seconds"},
     "experiment_multiturn_qa": {"tools", "tool_seconds"} | SEARCH_FLAGS,
 }

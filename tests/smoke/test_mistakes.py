@@ -58,42 +58,20 @@ def read_lines(path: Path) -> list[dict]:
 
 # Flags ---------------------------------------------------------------------------------------------------------------
 
-POSITIVE = (
-    *("steps", "prompts-per-step", "max-new-tokens", "epochs-per-step", "minibatch-size", "micro-batch-size"),
-    *("threads", "eval-prompts", "max-question-length", "keep-checkpoints"),
-    "generation-batch-size",
-)
-NOT_NEGATIVE = ("seed", "eval-every", "checkpoint-every", "samples-every", "lora-rank")
-POSITIVE_REAL = ("lr", "clip-eps", "max-grad-norm", "lora-alpha")
-NOT_NEGATIVE_REAL = ("weight-decay", "kl-weight")
-HUGE = str(10**18 + 1)
-OUT_OF_RANGE = [
-    *((name, value, "must be 1 to ") for name in POSITIVE for value in ("0", "-1", HUGE)),
-    *((name, value, "must be 0 to ") for name in NOT_NEGATIVE for value in ("-1", HUGE)),
-    *(
-        (name, value, "must be above 0 and at most ")
-        for name in POSITIVE_REAL
-        for value in ("0", "-1", "1e+308", "nan", "inf")
-    ),
-    *((name, value, "must be 0 to ") for name in NOT_NEGATIVE_REAL for value in ("-1", "1e+308", "nan", "inf")),
-    *(("temperature", value, "must be 0.001 to ") for value in ("0", "-1", "1e-320", "1e+308", "nan", "inf")),
-    *(("top-p", value, "must be above 0 and at most 1") for value in ("0", "-1", "1.5", "nan", "inf")),
-    *(("group-size", value, "must be 2 to ") for value in ("1", "0", "-2", HUGE)),
-    ("max-new-tokens", str(2**31), "must be 1 to "),
-    ("threads", "100000", "must be 1 to "),  # PyTorch would crash
-]
-
-
-@pytest.mark.parametrize(("name", "value", "sentence"), OUT_OF_RANGE, ids=lambda value: str(value)[:24])
-def test_a_value_out_of_range_is_refused(train, name, value, sentence):
-    with pytest.raises(UserError, match=rf"^--{name} {sentence}.*, not {re.escape(value[:4])}"):
-        train(f"--{name}", value)
-    assert not list(Path().iterdir())
-
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
+        # the ends of every range: smoke/test_train_files.py
+        ("--steps 0", "^--steps must be at least 1, not 0$"),
+        ("--eval-every -1", "^--eval-every must be at least 0, not -1$"),
+        ("--group-size 1", "^--group-size must be at least 2, not 1$"),
+        ("--temperature 0", "^--temperature must be above 0, not 0.0$"),
+        ("--top-p 1.5", "^--top-p must be above 0 and at most 1, not 1.5$"),
+        ("--lr nan", "^--lr must be above 0, not nan$"),
+        ("--clip-eps inf", "^--clip-eps must be above 0, not inf$"),
+        ("--kl-weight=-1", "^--kl-weight must be at least 0, not -1.0$"),
+        (f"--seed {10**40}", r"^--seed must be at least 0 and at most 1e\+18, not 10+( ...)?$"),
         ("--minibatch-size 12", "--minibatch-size 12 is not a multiple of --group-size 8"),
         ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
         ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 192 training rows"),
@@ -102,7 +80,6 @@ def test_a_value_out_of_range_is_refused(train, name, value, sentence):
         ("--save-merged", "--save-merged needs an adapter to train: add --lora-rank"),
         ("--load-in 8bit --lora-rank 2 --dtype float32", "--load-in 8bit computes in half precision"),
         ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
-        ("--attn-implementation flash_attention_2 --device cpu", "flash_attention_2 computes in half precision"),
         ("--at-most num_terms=1", "none of the 192 rows of .* passes the filters"),
         ("--at-most num_terms", "--at-most num_terms: this is not NAME=NUMBER"),
         ("--reward-weight", "--reward-weight needs at least one value"),
@@ -113,14 +90,10 @@ def test_a_value_out_of_range_is_refused(train, name, value, sentence):
         ("--model ./nowhere", "--model ./nowhere: there is no such directory"),
         ("--model gpt2", "a hub id is owner/name"),
         ("--model models/Llama--3", "--model models/Llama--3: there is no such directory"),
-        ("--model x/..", "--model x/..: there is no such directory"),
-        ("--model é/b", "--model é/b: there is no such directory"),
-        ("--model C:\\models/x", "there is no such directory"),
         ("--data my=rows/x", "my=rows/x: there is no such file"),
         ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
         ("--data nowhere.jsonl", "nowhere.jsonl: there is no such file"),
         ("--data=", "there is no such file"),  # as from a shell variable that is not set
-        ("--eval-data=", "there is no such file"),
         ("--data .", "there is no such file"),
     ],
 )
@@ -134,29 +107,11 @@ def test_impossible_or_contradictory_flags_are_refused(train, argv, sentence):
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lines", "sentence"),
-    [
-        ((GOOD_ROW, "\n", '{"question": "What\n'), r"d\.jsonl:3: not JSON"),
-        ((GOOD_ROW, "question,answer\n"), r"d\.jsonl:2: not JSON"),
-        ((GOOD_ROW, "[1, 2]\n"), r"d\.jsonl:2: a row must be a JSON object, not list"),
-        ((GOOD_ROW, '{"question": "What is 2?"}\n'), r"d\.jsonl:2: the field 'answer' is missing"),
-        ((GOOD_ROW, '{"prompt": "What is 2?", "answer": "2"}\n'), r"d\.jsonl:2: the field 'question' is missing"),
-        ((GOOD_ROW, '{"question": 2, "answer": "2"}\n'), r"d\.jsonl:2: the field 'question' cannot be 2"),
-        ((GOOD_ROW, '{"question": "", "answer": null}\n'), r"d\.jsonl:2: the field 'answer' cannot be null"),
-        ((GOOD_ROW, '{"question": "", "answer": [2]}\n'), r"d\.jsonl:2: the field 'answer' cannot be \[2\]"),
-        ((GOOD_ROW, '{"question": "", "answer": true}\n'), r"d\.jsonl:2: the field 'answer' cannot be true"),
-        ((GOOD_ROW, '{"question": "", "answer": NaN}\n'), r"d\.jsonl:2: the field 'answer' cannot be NaN"),
-        ((GOOD_ROW, '{"question": "\\ud83d", "answer": "2"}\n'), r"d\.jsonl:2: the field 'question' cannot be"),
-        ((GOOD_ROW, '{"question": "Combien d\u2019\xe9t\xe9s?", "answer": "2"}\n'), r"d\.jsonl:2: not UTF-8 text"),
-        ((), "d.jsonl has no rows"),
-        (("\n", "   \n"), "d.jsonl has no rows"),
-    ],
-)
-def test_data_that_cannot_be_used_are_refused_by_file_and_line(train, lines, sentence):
-    Path("d.jsonl").write_bytes("".join(lines).encode("cp1252"))
+def test_data_that_cannot_be_used_are_refused_by_file_and_line(train):
+    """What else can be wrong: unit/test_data.py."""
+    Path("d.jsonl").write_text(GOOD_ROW + '{"question": "What is 2?"}\n')
     for name in ("--data", "--eval-data"):
-        with pytest.raises(UserError, match=sentence):
+        with pytest.raises(UserError, match=r"d\.jsonl:2: the field 'answer' is missing"):
             train(name, "d.jsonl")
     assert not run_directories()
 
@@ -185,20 +140,6 @@ def test_rows_of_another_task_or_without_gold_are_refused(train, task, row, sent
     with pytest.raises(UserError, match=rf"^d\.jsonl:1: .*{sentence}"):
         train("--task", task, "--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
     assert not run_directories()
-
-
-def test_a_file_that_evaluation_would_use_up_is_refused(train):
-    Path("d.jsonl").write_text(GOOD_ROW * 2)
-    with pytest.raises(UserError, match="of which --eval-prompts takes 2, so none is left to train on"):
-        train("--data", "d.jsonl")
-
-
-def test_filters_that_leave_no_rows_are_refused(train):
-    Path("d.jsonl").write_text(GOOD_ROW * 3)
-    with pytest.raises(UserError, match=r"none of the 3 rows of d\.jsonl passes the filters"):
-        train("--data", "d.jsonl", "--max-question-length", "3")
-    with pytest.raises(UserError, match=r"--at-most num_terms: d\.jsonl:1 has no number in a field 'num_terms'"):
-        train("--data", "d.jsonl", "--at-most", "num_terms=3")
 
 
 def test_a_file_that_cannot_be_read_is_refused(train):
@@ -661,11 +602,10 @@ def weights(path: Path) -> torch.Tensor:
     return load_file(path / "model.safetensors")["model.norm.weight"]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkeypatch, capsys, policies, value):
+def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkeypatch, capsys, policies):
     """The weights and the newest checkpoint are those before the first broken step."""
     with (
-        broken_reward(load_script(TRAIN), monkeypatch, {3, 4, 5}, value),
+        broken_reward(load_script(TRAIN), monkeypatch, {3, 4, 5}, math.inf),
         pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"),
     ):
         train("--steps", "9", "--checkpoint-every", "1", *SMALL)
@@ -836,26 +776,19 @@ def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
 
 # Text, paths and numbers that nothing can be made of -----------------------------------------------------------------
 
-PATHS = ("model", "chat-template", "task", "data", "eval-data", "runs-dir", "resume")
-TEXTS = (*PATHS, "device", "name", "system-prompt")
 LONG = "a" * 5000
 
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        *(((f"--{name}", "caf\udce9"), rf"^--{name} caf\ufffd: this is not UTF-8 text") for name in TEXTS),
-        *(((f"--{name}", "a\0b"), rf"^--{name} a\ufffdb: this is not UTF-8 text") for name in TEXTS),
-        (("--at-most", "num_terms=2", "caf\udce9=1"), r"^--at-most caf\ufffd=1: this is not UTF-8 text"),
-        *(((f"--{name}", LONG), rf"^--{name} a+ \.\.\.: .*File name too long") for name in PATHS),
-        *(((f"--{name}", f"x/{LONG}"), rf"^--{name} x/a+ \.\.\.: .*too long") for name in PATHS),
-        *(((f"--{name}", "~nobody-here/x"), rf"^--{name} ~nobody-here/x: .*home") for name in PATHS),
+        (("--model", "caf\udce9"), "^--model caf\ufffd: this is not UTF-8 text"),
+        (("--system-prompt", "a\0b"), "^--system-prompt a\ufffdb: this is not UTF-8 text"),
+        (("--at-most", "num_terms=2", "caf\udce9=1"), "^--at-most caf\ufffd=1: this is not UTF-8 text"),
+        *(((f"--{name}", LONG), rf"^--{name} a+ \.\.\.: .*File name too long") for name in ("model", "task", "data")),
+        *(((f"--{name}", "~nobody-here/x"), rf"^--{name} ~nobody-here/x: .*home") for name in ("runs-dir", "resume")),
         (("--name", LONG), r"^--name 'a+ \.\.\. cannot be the name of a directory"),
         (("--name", "é" * 128), r"^--name '.* cannot be the name of a directory"),  # 256 bytes
-        (("--steps", "1" * 5000), r"^1+ \.\.\.: this number has 5000 digits"),
-        (("--steps=-" + "1" * 5000,), r"^--steps=-1+ \.\.\.: this number has 5000 digits"),
-        (("--seed", "1" * 3000), r"^--seed must be 0 to 1e18, not 1+ \.\.\.$"),
-        (("--lr", "1" * 3000), "^--lr must be above 0 and at most 1000, not inf"),
     ],
     ids=lambda value: str(value)[:30].encode("ascii", "replace").decode().replace("\0", "0"),
 )
@@ -864,13 +797,6 @@ def test_what_no_setting_can_be_is_refused(train, argv, sentence):
         train(*argv)
     assert len(str(caught.value)) < 300
     assert not list(Path().iterdir())
-
-
-def test_paths_of_a_task_file_are_refused_alike(train):
-    text = Path(arithmetic.__file__).read_text()
-    Path("my_task.py").write_text(text + '\nTRAIN_DATA = "~nobody-here/x"\n')
-    with pytest.raises(UserError, match=r"^--task my_task\.py: TRAIN_DATA ~nobody-here/x: this path cannot be used"):
-        train("--task", "my_task.py")
 
 
 def test_a_place_where_one_may_not_look_is_named(train):
@@ -888,29 +814,7 @@ def test_a_place_where_one_may_not_look_is_named(train):
         Path("closed").chmod(0o700)
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ('{"question": "", "answer": Infinity}', "the field 'answer' cannot be Infinity"),
-        ('{"question": "", "answer": -Infinity}', "the field 'answer' cannot be -Infinity"),
-        ('{"question": "", "answer": 1e400}', "the field 'answer' cannot be Infinity"),
-        ('{"question": "", "answer": ' + "1" * 5000 + "}", "an integer has too many digits to be read"),
-        ("[" * 100_000, "lists or objects are nested too deeply to be read"),
-        ('{"question": "", "answer": "2", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-        ('{"question": "' + LONG + '", "answer": ["' + LONG + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.,"),
-    ],
-    ids=lambda value: value[:40],
-)
-def test_json_that_cannot_be_used_is_refused_by_file_and_line(train, line, sentence):
-    Path("d.jsonl").write_text(GOOD_ROW + line + "\n")
-    with pytest.raises(UserError, match=rf"^d\.jsonl:2: .*{sentence}") as caught:
-        train("--data", "d.jsonl")
-    assert len(str(caught.value)) < 200
-
-
-@pytest.mark.parametrize(
-    "module", ["common.plumbing.interrupt", "typing_extensions", "torch.nn", "common.policy", "tyro"]
-)
+@pytest.mark.parametrize("module", ["common.plumbing.interrupt", "torch.nn", "tyro"])
 def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, module):
     """As soon as a certain module has been imported, of which Python tells."""
     command = [sys.executable, "-X", "importtime", str(ROOT / TRAIN), "--steps", "1"]

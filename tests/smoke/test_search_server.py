@@ -89,7 +89,7 @@ def test_requests_that_cannot_be_answered_end_no_server(ask, content, status):
 
 
 def test_a_port_out_of_range_is_refused(load_script):
-    with pytest.raises(UserError, match="--port must be 0 to 65535, not 99999"):
+    with pytest.raises(UserError, match="--port must be at least 0 and at most 65535, not 99999"):
         load_script(SCRIPT).main(["--port", "99999"])
 
 

@@ -22,7 +22,7 @@ from common.tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 
 from common.plumbing.checks import check_ranges, flag
 from common.plumbing.config import LORA_LR_FACTOR, RESOLVED
-from common.plumbing.flags import GROUPS
+from common.plumbing.flags import read_marks
 
 pytestmark = pytest.mark.drawn
 
@@ -97,21 +97,18 @@ each_train_file = pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: 
 @each_train_file
 def test_help_explains_every_flag_in_one_group(path, config_of):
     """The algorithm's group is the first, and holds what an experiment teaches."""
-    groups = groups_of(path)
+    groups, marks = groups_of(path), read_marks(config_of(path))
     assert list(groups)[:2] == ["options", "algorithm options"]
-    declared = [flag(field.name) for field in dataclasses.fields(config_of(path))]
-    not_empty = [name for name, fields in GROUPS.items() if {flag(field) for field in fields} & set(declared)]
-    assert set(list(groups)[2:]) == {f"{name} options" for name in not_empty}
-    assert ("search options" in groups) == (path.parent.name == "experiment_multiturn_qa")
     assert list(groups["options"]) == ["-h"]
-    shown = [name for texts in groups.values() for name in texts if name != "-h"]
-    assert sorted(shown) == sorted(declared)
-    for texts in list(groups.values())[1:]:
-        assert list(texts) == [name for name in declared if name in texts]  # in the order of the fields
-    own = {flag(name) for name in config_of(path).__annotations__} - {
-        flag(x) for names in GROUPS.values() for x in names
+    expected = {}
+    for name, of in marks.items():  # in the order of the fields
+        expected.setdefault("algorithm" if of.group is None else of.group.value, []).append(flag(name))
+    assert {title: list(texts) for title, texts in list(groups.items())[1:]} == {
+        f"{title} options": names for title, names in expected.items()
     }
-    assert set(groups["algorithm options"]) == own
+    own = set(config_of(path).__annotations__)
+    assert set(expected["algorithm"]) == {flag(name) for name in own if marks[name].group is None}
+    assert ("search options" in groups) == (path.parent.name == "experiment_multiturn_qa")
     for name, hint in hints_of(path).items():
         text = next(texts[name] for texts in groups.values() if name in texts)
         words = re.sub(r"^--\S+( \S+)?", "", text.removesuffix(f"({hint})")).split()
@@ -120,18 +117,16 @@ def test_help_explains_every_flag_in_one_group(path, config_of):
 
 @each_train_file
 def test_the_ranges_of_help_are_those_that_are_checked(path, config_of):
-    """Both ends are taken, what is beyond them is not. Every number has a range."""
+    """What is at an end is taken, what is beyond it is not. Every number has a range."""
     config, hints = config_of(path)(), hints_of(path)
     numbers = [field.name for field in dataclasses.fields(config) if re.search(r"\b(int|float)\b", str(field.type))]
     assert len(numbers) > 12
     for name in numbers:
-        above, low, high = re.match(r"(above )?(\S+) (?:and at most|to) (\S+?)[ ;]", hints[flag(name)]).groups()
-        kind = int if "int" in str(type(config).__dataclass_fields__[name].type) else float
-        low, high, beyond = kind(float(low)), kind(float(high)), 1 if kind is int else 1e-6
-        for value in (high, *(() if above else (low,))):
-            check_ranges(dataclasses.replace(config, **{name: value}))
-        for value in (high + beyond * max(1, high), low if above else low - beyond, math.nan, math.inf):
-            with pytest.raises(UserError, match=f"^{flag(name)} must be"):
+        (word, end), *_ = re.findall(r"(above|at least) (\S+?)[ ;]", hints[flag(name)])
+        end, step = float(end), 1 if "int" in str(type(config).__dataclass_fields__[name].type) else 1e-6
+        check_ranges(dataclasses.replace(config, **{name: end if word == "at least" else end + step}))
+        for value in (end if word == "above" else end - step, math.nan, math.inf):
+            with pytest.raises(UserError, match=f"^{flag(name)} must be {word}"):
                 check_ranges(dataclasses.replace(config, **{name: value}))
 
 

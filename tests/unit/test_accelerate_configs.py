@@ -39,12 +39,9 @@ def environment_of(path: Path) -> dict[str, str]:
     return prepare_simple_launcher_cmd_env(args)[1]
 
 
-def test_there_is_a_file_for_every_kind_of_launch():
-    assert {path.stem for path in FILES} == set(TYPES)
-
-
 @each_file
 def test_a_file_has_the_type_that_its_name_says(path):
+    assert {path.stem for path in FILES} == set(TYPES)
     config = load_config_from_file(str(path))
     assert config.distributed_type == TYPES[path.stem]
     assert (config.num_machines > 1) == (path.stem == "multi_node")

@@ -8,6 +8,7 @@ The longer sums are what their script makes and share no sum with others; their 
 import doctest
 import hashlib
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from common.datagen import arithmetic_grammar as grammar
-from common.datagen.arithmetic_grammar import MAX_TOTAL, Question, Term, draw_question, pool, render
+from common.datagen.arithmetic_grammar import MAX_TOTAL, Question, Term, pool
 from common.tasks import arithmetic as task
 from common.tasks.arithmetic import reward
 
@@ -97,67 +98,51 @@ def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
 # The reward ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("gold", "text", "correct", "well_formed"),
-    [
-        ("58", "<answer>58</answer>", 1, 1),
-        ("58", "<think>20+38=58</think><answer>58</answer>", 1, 1),
-        ("58", "  <think>20+38=58</think>\n<answer> 58 </answer>\n", 1, 1),
-        ("58", "<answer>59</answer>", 0, 1),
-        # spellings of a number
-        ("1234", "<answer>1,234</answer>", 1, 1),
-        ("1,234", "<answer>1234</answer>", 1, 1),
-        ("1234567", "<answer>1,234,567.00</answer>", 1, 1),
-        ("1234", "<answer>12,34</answer>", 0, 1),
-        ("58", "<answer>+58</answer>", 1, 1),
-        ("58", "<answer>58.0</answer>", 1, 1),
-        ("58", "<answer>58.</answer>", 1, 1),
-        ("58", "<answer>058</answer>", 1, 1),
-        ("58", "<answer>58.5</answer>", 0, 1),
-        ("58", "<answer>-58</answer>", 0, 1),
-        ("-58", "<answer>-58</answer>", 1, 1),
-        ("-58", "<answer>- 58</answer>", 1, 1),
-        ("-58", "<answer>58</answer>", 0, 1),
-        ("0", "<answer>-0</answer>", 1, 1),
-        (58, "<answer>58</answer>", 1, 1),  # a number instead of a string in the data
-        ("x + 1", "<answer>x+1</answer>", 1, 1),
-        # no credit for a near miss
-        ("58", "<answer>158</answer>", 0, 1),
-        ("58", "<answer>5</answer>", 0, 1),
-        ("58", "<answer>20+38</answer>", 0, 1),
-        ("58", "<answer>the answer is 58</answer>", 0, 1),
-        ("58", "<answer></answer>", 0, 1),
-        # more than one guess
-        ("58", "<answer>58</answer><answer>58</answer>", 0, 0),
-        ("58", "<answer>58</answer><answer>59</answer>", 0, 0),
-        ("58", "<answer>59</answer><answer>58</answer>", 0, 0),
-        ("58", "<think><answer>58</answer></think><answer>58</answer>", 0, 0),
-        # an answer inside the thought
-        ("58", "<think><answer>58</answer></think>", 0, 0),
-        ("58", "<think>20+38=58 <answer>58</answer>", 0, 0),  # the thought never ends
-        ("58", "<think><answer>58</think></answer>", 0, 0),
-        ("58", "<think>20+38=58</think>", 0, 0),
-        # broken tags
-        ("58", "58", 0, 0),
-        ("58", "", 0, 0),
-        ("58", "<answer>58", 0, 0),
-        ("58", "58</answer>", 0, 0),
-        ("58", "</answer>58<answer>", 0, 0),
-        ("58", "<answer><answer>58</answer></answer>", 0, 0),
-        ("58", "<answer><b>58</b></answer>", 0, 0),
-        ("58", "<ANSWER>58</ANSWER>", 0, 0),
-        # right, and not well-formed
-        ("58", "It is <answer>58</answer>", 1, 0),
-        ("58", "<answer>58</answer> I think.", 1, 0),
-        ("58", "<think>a</think><think>b</think><answer>58</answer>", 1, 0),
-        ("58", "20+38=58</think><answer>58</answer>", 1, 0),
-        ("58", "<answer>58</answer><think>20+38=58</think>", 1, 0),
-    ],
-)
-def test_the_reward_counts_one_answer_outside_the_thought(gold, text, correct, well_formed):
+NUMBERS = """
+58: +58, 58.0, 58., 058
+1234: 1,234
+1,234: 1234
+1234567: 1,234,567.00
+-58: -58, - 58
+0: -0
+x + 1: x+1
+"""
+NEAR_MISSES = """
+58: 59, 158, 5, 20+38, the answer is 58, 58.5, -58
+1234: 12,34
+-58: 58
+"""
+COMPLETIONS = {  # of the right answer 58, by whether it is correct, and well-formed
+    (1, 1): """
+        <answer>58</answer> | <think>20+38=58</think><answer>58</answer>
+        | <think>20+38=58</think>  <answer> 58 </answer>""",
+    (1, 0): """
+        It is <answer>58</answer> | <answer>58</answer> I think. | <think>a</think><think>b</think><answer>58</answer>
+        | 20+38=58</think><answer>58</answer> | <answer>58</answer><think>20+38=58</think>""",
+    (0, 1): "<answer>59</answer> | <answer></answer>",
+    (0, 0): """
+        <answer>58</answer><answer>58</answer> | <answer>58</answer><answer>59</answer>
+        | <answer>59</answer><answer>58</answer> | <think><answer>58</answer></think><answer>58</answer>
+        | <think><answer>58</answer></think> | <think>20+38=58 <answer>58</answer> | <think><answer>58</think></answer>
+        | <think>20+38=58</think> | <answer>58<think>59</answer></think></answer> | 58 || <answer>58 | 58</answer>
+        | </answer>58<answer> | <answer><answer>58</answer></answer> | <answer><b>58</b></answer>
+        | <ANSWER>58</ANSWER>""",
+}
+
+
+def test_the_reward_counts_one_answer_outside_the_thought():
     """The answer must be right for "correct", and the text well-formed for "format"."""
-    row = {"question": "What is 20 plus 38?", "answer": gold}
-    assert task.reward(row, text) == {"correct": correct, "format": well_formed}
+    for outcome, texts in COMPLETIONS.items():
+        for text in texts.split("|"):
+            found = task.reward({"question": "What is 20 plus 38?", "answer": "58"}, text.strip(" "))
+            assert tuple(found.values()) == outcome, text
+    assert task.reward({"answer": 58}, "<answer>58</answer>")["correct"] == 1  # a number instead of text in the data
+    for table, is_right in ((NUMBERS, 1), (NEAR_MISSES, 0)):
+        for line in table.strip().splitlines():
+            gold, _, answers = line.partition(": ")
+            for answer in answers.split(", "):
+                found = task.reward({"question": "", "answer": gold}, f"<answer>{answer}</answer>")
+                assert found == {"correct": is_right, "format": 1}, (gold, answer)
 
 
 def test_the_question_does_not_affect_the_reward():
@@ -169,8 +154,11 @@ def test_the_question_does_not_affect_the_reward():
 
 
 def test_only_the_gold_answer_of_a_bundled_row_is_rewarded(rows):
-    """With a thousands comma and a trailing .0; the next integer is not rewarded."""
-    for row in [row for file in rows.values() for row in file]:
+    """With a thousands comma and a trailing .0, or as its own solution; the next integer is not rewarded."""
+    bundled = [row for file in rows.values() for row in file]
+    assert len(bundled) == 4608
+    for row in bundled:
+        assert task.reward(row, task.solution(row)) == {"correct": 1, "format": 1}
         answer = int(row["answer"])
         assert task.reward(row, f"<think>so</think><answer>{answer:,}.0</answer>") == {"correct": 1, "format": 1}
         assert task.reward(row, f"<answer>{answer + 1}</answer>") == {"correct": 0, "format": 1}
@@ -194,7 +182,12 @@ def pairs(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
 def slow_reward(wanted: str, text: str) -> dict[str, float]:
     """The reward as its docstring defines it, in quadratic time."""
     thoughts = pairs(text + "</think>", "<think>", "</think>")  # an unclosed thought extends to the end
-    outside = "".join(letter for index, letter in enumerate(text) if not any(a <= index < b for a, b in thoughts))
+    starts = {start for start, _ in thoughts}
+    outside = "".join(
+        "<think>" if index in starts else letter
+        for index, letter in enumerate(text)
+        if index in starts or not any(a <= index < b for a, b in thoughts)
+    )
     answers, answers_outside = (
         [x[a + 8 : b - 9] for a, b in pairs(x, "<answer>", "</answer>")] for x in (text, outside)
     )
@@ -262,46 +255,18 @@ def test_the_time_of_a_reward_is_linear_in_its_text(text):
     assert set(task.describe({}, text).values()) == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("answer", "can_be_earned"),
-    [
-        ("58", True),
-        (" -1,234.0 ", True),
-        (58, True),
-        (58.5, True),
-        (1e30, True),
-        ("x + 1", True),
-        ("Infinity War", True),
-        ("20+38=58\n#### 58", False),  # GSM8K's
-        ("#### 58", False),
-        ("", False),
-        (" \n ", False),
-        ("5\n8", False),
-        ("5\u20288", False),
-        ("</answer>", False),
-        ("<b>58</b>", False),
-        ("1 < 2", False),
-        ("<answer>58</answer>", False),
-        (float("inf"), False),
-        (-float("inf"), False),
-        (float("nan"), False),
-        ("Infinity", False),
-        ("-Infinity", False),
-        ("NaN", False),
-    ],
-)
-def test_only_an_answer_can_be_earned(answer, can_be_earned):
+CAN_BE_EARNED = ["58", " -1,234.0 ", 58, 58.5, 1e30, "x + 1", "Infinity War"]
+NO_ANSWERS = ["20+38=58\n#### 58", "#### 58", "", " \n ", "5\n8", "5\u20288", "</answer>", "<b>58</b>", "1 < 2"]
+NO_ANSWERS += ["<answer>58</answer>", math.inf, -math.inf, math.nan, "Infinity", "-Infinity", "NaN"]
+
+
+@pytest.mark.parametrize("answer", [*CAN_BE_EARNED, *NO_ANSWERS], ids=repr)
+def test_only_an_answer_can_be_earned(answer):
     """And no other completion earns what its solution does not."""
-    row = {"question": "", "answer": answer}
+    row, can_be_earned = {"question": "", "answer": answer}, answer in CAN_BE_EARNED
     assert task.reward(row, task.solution(row))["correct"] == can_be_earned
     assert can_be_earned or task.reward(row, "<answer></answer>")["correct"] == 0
     assert can_be_earned or task.reward(row, f"<answer>{str(answer).strip()}</answer>")["correct"] == 0
-
-
-def test_the_solution_of_every_bundled_row_earns_it(rows):
-    bundled = [row for file in rows.values() for row in file]
-    assert len(bundled) == 4608
-    assert all(task.reward(row, task.solution(row)) == {"correct": 1, "format": 1} for row in bundled)
 
 
 def test_the_solution_of_the_template_earns_it(load_script):
@@ -310,22 +275,6 @@ def test_the_solution_of_the_template_earns_it(load_script):
         row = {"question": "", "answer": answer}
         assert template.reward(row, template.solution(row))["correct"] == earned
     assert template.reward({"answer": "58"}, "<answer>" * 400_000)["correct"] == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "is_reasoned"),
-    [
-        ("<think>20+38=58</think><answer>58</answer>", True),
-        ("<answer>58</answer>", False),
-        ("<think></think><answer>58</answer>", False),
-        ("<think> \n </think><answer>58</answer>", False),
-        ("<think>20+38=58 <answer>58</answer>", False),  # never closed
-        ("", False),
-    ],
-)
-def test_an_answer_is_reasoned_after_a_closed_thought(text, is_reasoned):
-    """If the thought is not empty; every other answer is direct."""
-    assert task.describe({}, text) == {"reasoned": float(is_reasoned), "direct": float(not is_reasoned)}
 
 
 def test_messages_are_the_question_and_any_system_prompt():
@@ -501,35 +450,6 @@ def test_long_sums_are_right_and_in_no_other_pool():
             assert (str(totals[-1]), len(values)) == (row["answer"], row["num_terms"])
             assert 0 <= min(totals) <= max(totals) <= MAX_TOTAL
     assert max(row["num_terms"] for name in ("math_tasks", "math_tasks_heldout") for row in read(name)) < 5
-
-
-@pytest.mark.usefixtures("beside_scripts")
-def test_right_thoughts_have_a_style_and_no_mistake(load_script):
-    """Those of the warm start's lessons; with one digit of the thought changed there is a mistake, or a wrong check."""
-    thoughts, lessons = load_script("benchmarks/thoughts.py"), load_script("experiment_sft/warm_start.py")
-    rng = random.Random(0)
-    for _ in range(200):
-        question = draw_question(rng, (rng.randint(5, 10), 2, False), "warm_start")
-        terms = thoughts.terms_of(render(question))
-        assert terms == [term.sign * term.value for term in question.terms]
-        for style, thought in (
-            ("step by step", lessons.step_by_step(question)),
-            ("careful", lessons.careful(question, rng)),
-        ):
-            text = f"<think>{thought}</think><answer>{question.answer}</answer>"
-            steps = thoughts.steps_of(text)
-            assert not any(step.is_wrong for step in steps)
-            assert sum(step.is_check for step in steps) == thought.count("check")
-            assert thoughts.first_mistake(text, terms) == "none"
-            assert thoughts.keeps_order(text, terms)
-            has_parts = any(term.value > 10 and term.value % 10 for term in question.terms[1:])
-            assert thoughts.style_of(steps, terms) == (style if has_parts else "neither")
-            work = thought.partition(" check")[0]
-            place = rng.choice([at for at, character in enumerate(work) if character.isdigit()])
-            changed = work[:place] + str((int(work[place]) + rng.randint(1, 9)) % 10) + work[place + 1 :]
-            assert (
-                thoughts.first_mistake(f"<think>{changed}</think><answer>{question.answer}</answer>", terms) != "none"
-            )
 
 
 @pytest.mark.usefixtures("beside_scripts")

@@ -8,13 +8,11 @@ import pytest
 
 from common.errors import UserError
 from common.tasks.audit.__main__ import main
-from common.tasks.audit.golds import find_gold_problems
-from common.tasks.audit.questions import normalise
 from viewer.results import read_json
 
 from common.plumbing.config import RunConfig
-from common.plumbing.data import read_rows
-from common.plumbing.task_file import import_task
+from common.plumbing.data import load_task
+from common.plumbing.row_checks import normalise
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "measurements.json"
@@ -129,6 +127,25 @@ def test_clean_data_have_notes_at_most(audit, write):
     assert found(report).keys() == {"training_answer_in_question", "evaluation_answer_in_question"}
 
 
+def test_the_audit_finds_what_a_run_finds_in_the_rows_that_it_holds_out(audit, write, capsys):
+    """The same questions are shared, exactly or normalised; another seed holds out other rows."""
+    rows = [row(f"What is {n % 20} plus 1{'  ' * (n % 3)}?", f"{n % 20 + 1}") for n in range(30)]
+    data = write("rows.jsonl", *rows, *(row(f"How much is {n} plus 2?", f"{n + 2}") for n in range(200)))
+    said = set()
+    for seed in range(3):
+        flags = ("--task", "arithmetic", "--data", data, "--eval-prompts", "32", "--seed", str(seed))
+        status, report, text = audit(*flags)
+        shared = sum(len(lines) for name, lines in found(report).items() if name.startswith("shared_"))
+        capsys.readouterr()
+        load_task(RunConfig(task="arithmetic", data=data, eval_prompts=32, seed=seed))
+        sentence = f"{shared} of the 32 held-out questions are training questions as well"
+        assert (sentence in capsys.readouterr().out) == (shared > 0)
+        assert status == (shared > 0)
+        assert "a run holds out 32 of --data" in text
+        said.add(shared)
+    assert len(said) > 1
+
+
 def test_answers_of_mathematics_are_examined(audit, write):
     solved = "Part 0: what is $1+1$? Solution: it is \\boxed{\\frac{4}{2}}. Part 1: what is half of it?"
     data = write(
@@ -207,14 +224,3 @@ def test_the_committed_reports_are_those_of_the_files(audit, task, file):
     assert found(report) == {name.replace("evaluation", "training"): lines for name, lines in expected.items()}
     assert status == int(name == "minerva")
     assert len(found(report).get("training_boxed_in_question", ())) == (33 if name == "minerva" else 0)
-
-
-@pytest.mark.slow
-@needs_real_files
-def test_all_golds_of_gsm8k_parse_and_are_accepted():
-    """The 7,473 of the training file and the 1,319 of the test file."""
-    task = import_task(RunConfig(task="gsm8k"))
-    for file, number in (("train", 7473), ("test", 1319)):
-        rows = read_rows(str(REAL / "gsm8k" / f"{file}.jsonl"), task.fields)
-        assert len(rows) == number
-        assert [finding.places for finding in find_gold_problems(task, rows, file)] == [[], [], []]

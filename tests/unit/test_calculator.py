@@ -77,34 +77,24 @@ def exact_operation(name: str, x: Fraction, *others: Fraction) -> Fraction:
     y = others[0] if others else Fraction(0)
     if name in ("/", "//", "%") and y == 0:
         raise NoValueError
-    match name:
-        case "+" | "pos":
-            return x + y
-        case "-":
-            return x - y
-        case "neg":
-            return -x
-        case "*":
-            return x * y
-        case "/":
-            return x / y
-        case "//":
-            return Fraction(math.floor(x / y))
-        case "%":
-            return x - y * math.floor(x / y)
-        case "**":
-            return exact_power(x, y)
-        case "abs" | "sqrt":
-            return abs(x if name == "abs" else Fraction(math.isqrt(x.numerator), math.isqrt(x.denominator)))
-        case "max":
-            return sorted((x, *others))[-1]
-        case "min":
-            return sorted((x, *others))[0]
-        case "round":
-            scaled = x * 10 ** int(y)
-            nearest = [n for n in (math.floor(scaled), math.ceil(scaled)) if abs(n - scaled) <= Fraction(1, 2)]
-            even = [n for n in nearest if n % 2 == 0]
-            return Fraction(even[0] if len(set(nearest)) == 2 else nearest[0]) / 10 ** int(y)
+    if name == "**":
+        return exact_power(x, y)
+    if name == "round":
+        return nearest(x, int(y))
+    if name == "sqrt":
+        return Fraction(math.isqrt(x.numerator), math.isqrt(x.denominator))
+    quotient = math.floor(x / y) if name in ("//", "%") else 0
+    values = {"+": x + y, "-": x - y, "*": x * y, "//": Fraction(quotient), "%": x - y * quotient, "abs": abs(x)}
+    values |= {"neg": -x, "pos": x, "max": max(x, *others, x), "min": min(x, *others, x)}
+    return x / y if name == "/" else values[name]
+
+
+def nearest(x: Fraction, digits: int) -> Fraction:
+    """The nearest number of so many digits; of two, the even one."""
+    scaled = x * 10**digits
+    below = math.floor(scaled)
+    gap = scaled - below - Fraction(1, 2)
+    return Fraction(below + (gap > 0 or (gap == 0 and below % 2 == 1))) / 10**digits
 
 
 def exact_power(x: Fraction, y: Fraction) -> Fraction:
@@ -152,157 +142,30 @@ def test_agrees_with_exact_rational_arithmetic(seed):
 # What is refused ------------------------------------------------------------------------------------------------------
 
 ESCAPES = [
-    "().__class__",
-    "().__class__.__bases__[0].__subclasses__()",
-    "__import__('os').system('true')",
-    "abs.__self__.open('/etc/passwd')",
-    "abs.__globals__",
-    "(1).real",
-    "1 .real",
-    "1..real",
-    "getattr(1, 'real')",
-    "eval('1')",
-    "exec('1')",
-    "open('/etc/passwd').read()",
-    "globals()",
-    "lambda: 1",
-    "(lambda: 1)()",
-    "[x for x in (1,)]",
-    "[].append(1)",
-    "{1: 2}",
-    "(1, 2)[0]",
-    "f'{1}'",
-    "'a' * 3",
-    "b'a'",
-    '"\\d"',
-    "x := 1",
-    "(abs := 1)",
-    "1 if 1 else 2",
-    "1 and 2",
-    "not 1",
-    "1 < 2",
-    "1 is 1",
-    "1or 2",
-    "0x1for x in (1,)",
-    "await 1",
-    "yield",
-    "print(1)",
-    "round(1, ndigits=2)",
-    "max(*(1, 2))",
-    "max(**1)",
-    "abs",
-    "abs(abs)",
-    "-abs",
-    "2(3)",
-    "(2)(3)",
-    "abs(1)(2)",
-    "abs(-1)abs(2)",
-    "1 # 2",
-    "1; 2",
-    "1\\\n+2",
-    "@abs",
-    "...",
-]
+    "().__class__", "().__class__.__bases__[0].__subclasses__()", "__import__('os').system('true')",
+    "abs.__self__.open('/etc/passwd')", "abs.__globals__", "(1).real", "1 .real", "1..real", "getattr(1, 'real')",
+    "eval('1')", "exec('1')", "open('/etc/passwd').read()", "globals()", "lambda: 1", "(lambda: 1)()",
+    "[x for x in (1,)]", "[].append(1)", "{1: 2}", "(1, 2)[0]", "f'{1}'", "'a' * 3", "b'a'", '"\\d"', "x := 1",
+    "(abs := 1)", "1 if 1 else 2", "1 and 2", "not 1", "1 < 2", "1 is 1", "1or 2", "0x1for x in (1,)", "await 1",
+    "yield", "print(1)", "round(1, ndigits=2)", "max(*(1, 2))", "max(**1)", "abs", "abs(abs)", "-abs", "2(3)",
+    "(2)(3)", "abs(1)(2)", "abs(-1)abs(2)", "1 # 2", "1; 2", "1\\\n+2", "@abs", "...",
+]  # fmt: skip
 NO_VALUE = [
-    "9**9**9",
-    "9**9**9**9",
-    "10**10000",
-    "-9**9**9",
-    "(1/9)**9**9",
-    "2**-99999",
-    "10**200",
-    "1/10**200",
-    "1e200",
-    "1e999",
-    "1e-999",
-    "1e9999",
-    "0**-1",
-    "1/0",
-    "1//0",
-    "1%0",
-    "1/(1-1)",
-    "(-8)**0.5",
-    "2**0.5",
-    "2**(1/3)",
-    "sqrt(-1)",
-    "sqrt(1e-199)*sqrt(1e-199)",
-    "round(1, 10**100)",
-    "round(1, -10**9)",
-    "round(1, 0.5)",
-    "abs()",
-    "abs(1, 2)",
-    "max()",
-    "min()",
-    "round()",
-    "round(1, 2, 3)",
-    "sqrt(1, 2)",
-    "*".join(["9999999999"] * 25),
-]
+    "9**9**9", "9**9**9**9", "10**10000", "-9**9**9", "(1/9)**9**9", "2**-99999", "10**200", "1/10**200", "1e200",
+    "1e999", "1e-999", "1e9999", "0**-1", "1/0", "1//0", "1%0", "1/(1-1)", "(-8)**0.5", "2**0.5", "2**(1/3)",
+    "sqrt(-1)", "sqrt(1e-199)*sqrt(1e-199)", "round(1, 10**100)", "round(1, -10**9)", "round(1, 0.5)", "abs()",
+    "abs(1, 2)", "max()", "min()", "round()", "round(1, 2, 3)", "sqrt(1, 2)", "*".join(["9999999999"] * 25),
+]  # fmt: skip
 HOSTILE_TEXTS = [
-    "",
-    " ",
-    "\n",
-    "2 +\n2",
-    "2\r+2",
-    "2\t+2",
-    "2\x00",
-    "\x00",
-    "\x1b[31m",
-    "\udc80",
-    "2+\ud83d",
-    "😀",
-    "٣+٤",
-    "\uff12+\uff12",
-    "²",
-    "2\xd73",
-    "2\u22121",
-    "\uff41\uff42\uff53(1)",
-    "\N{MATHEMATICAL BOLD SMALL A}bs(1)",
-    "True",
-    "None",
-    "inf",
-    "nan",
-    "1_000",
-    "1,000",
-    "1,234*2",
-    "(1,)",
-    "()",
-    "1j",
-    "1+2j",
-    "0x10",
-    "0b1",
-    "007",
-    "1.2.3",
-    "1e",
-    "1e+",
-    "5!",
-    "20%",
-    "2^3",
-    "$5",
-    "1 2",
-    "2 * * 3",
-    "1 +",
-    "* 1",
-    "= 1",
-    "17*23=",
-    "(" * 50,
-    ")" * 50,
-    "(" * 150 + "1" + ")" * 150,
-    "(" * MAX_DEPTH + "(1)" + ")" * MAX_DEPTH,
-    "-" * 299 + "1",
-    "1" + "+1" * 149,
-    "2" + "**1" * 99 + "**1",
-    "abs(" * 60 + "1" + ")" * 60,
-    "9" * 300,
-    "a" * 300,
-    "\U0001f600" * 300,
-    "(" * 1_000_000,
-    "(" * 500_000 + ")" * 500_000,
-    "٣" * 1_000_000,
-    "9" * 1_000_000,
-    "-" * 1_000_000,
-    " " * 1_000_000 + "1",
-]
+    "", " ", "\n", "2 +\n2", "2\r+2", "2\t+2", "2\x00", "\x00", "\x1b[31m", "\udc80", "2+\ud83d", "😀", "٣+٤",
+    "\uff12+\uff12", "²", "2\xd73", "2\u22121", "\uff41\uff42\uff53(1)", "\N{MATHEMATICAL BOLD SMALL A}bs(1)",
+    "True", "None", "inf", "nan", "1_000", "1,000", "1,234*2", "(1,)", "()", "1j", "1+2j", "0x10", "0b1", "007",
+    "1.2.3", "1e", "1e+", "5!", "20%", "2^3", "$5", "1 2", "2 * * 3", "1 +", "* 1", "= 1", "17*23=", "(" * 50,
+    ")" * 50, "(" * 150 + "1" + ")" * 150, "(" * MAX_DEPTH + "(1)" + ")" * MAX_DEPTH, "-" * 299 + "1",
+    "1" + "+1" * 149, "2" + "**1" * 99 + "**1", "abs(" * 60 + "1" + ")" * 60, "9" * 300, "a" * 300,
+    "\U0001f600" * 300, "(" * 1_000_000, "(" * 500_000 + ")" * 500_000, "٣" * 1_000_000, "9" * 1_000_000,
+    "-" * 1_000_000, " " * 1_000_000 + "1",
+]  # fmt: skip
 
 
 def is_an_error(answer: str) -> bool:
@@ -519,8 +382,4 @@ def test_every_answer_is_what_python_computes(files):
 def test_the_reward_of_what_was_said_in_all_turns(text, correct, well_formed):
     row = {"question": "What is 347 times 58 plus 1204?", "answer": "21330", "kind": "chain"}
     assert calculator_task.reward(row, text) == {"correct": correct, "format": well_formed}
-
-
-def test_reasoning_is_described():
-    assert calculator_task.describe({}, "<think>2+3=5</think>\n<answer>5</answer>") == {"reasoned": 1.0}
-    assert calculator_task.describe({}, "\n<answer>5</answer>") == {"reasoned": 0.0}
+    assert calculator_task.describe(row, text) == {"reasoned": float(text.startswith("<think>a</think>"))}

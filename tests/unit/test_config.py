@@ -1,21 +1,18 @@
 """The command line: defaults are resolved from the model, and impossible settings are refused before a run begins.
 
---threads auto: what decides, how long it takes, which cores count, and that a resumed run keeps its number.
+--threads auto: what decides, which cores count, and that a resumed run keeps its number.
 """
 
 import dataclasses
 import importlib
 import json
-import math
 import os
 import re
 import shutil
-import subprocess
-import sys
-import threading
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -25,15 +22,13 @@ from common.errors import UserError
 from common.policy import Policy
 from common.sampling import _draw
 
-from common.plumbing import interrupt, threads
-from common.plumbing.checks import PATHS
-from common.plumbing.config import RESOLVED, TINY_POLICY, ModelConfig, RunConfig
-from common.plumbing.flags import read_comments
-from common.plumbing.machine import peak_memory_bytes
+from common.plumbing import interrupt, machine
+from common.plumbing.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, NotNegative, RunConfig
+from common.plumbing.flags import read_comment, read_marks
+from common.plumbing.machine import peak_memory_bytes, with_threads
 from common.plumbing.parse import parse_config
 from common.plumbing.processes import own_device
-from common.plumbing.settings import describe_settings
-from common.plumbing.threads import _granted, _measure, _sizes, choose_threads, usable_cores, with_threads
+from common.plumbing.settings import describe_settings, read_settings
 
 
 def parse(load_script, *argv: str) -> RunConfig:
@@ -41,18 +36,51 @@ def parse(load_script, *argv: str) -> RunConfig:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXTS = {"device", "dtype", "attn_implementation", "load_in", "name", "reward_weight", "at_most", "system_prompt"}
-TEXTS |= {"completion_prefix", "progress", "critic_type", "engine", "engine_url", "engine_start", "engine_dtype"}
-TEXTS |= {"search_url", "lessons", "embeddings", "save_dtype", "threads", "micro_batch_size", "generation_batch_size"}
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
-def test_it_is_known_of_every_text_flag_whether_it_is_a_path(load_script, monkeypatch, path):
+@dataclass(frozen=True, kw_only=True)
+class OwnConfig(RunConfig):
+    """What an experiment of a user's own might declare."""
+
+    margin: NotNegative = 0.5  # by how much a pair has to differ
+    # judge of the answers
+    judge: InputPath | None = None
+    task: str = "qa"  # only another default: what the parent says of the flag holds
+
+
+def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
+    """Its help, range and group, and whether it is a path; no entry is needed anywhere else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.txt").write_text("mine")
+    nothing_open = {"tiny": {}}
+    config = parse_config(OwnConfig, ["--judge", "judge.txt"], "", nothing_open)
+    assert config.judge == str(tmp_path / "judge.txt")
+    for argv, sentence in (
+        (["--margin", "-1"], "^--margin must be at least 0, not -1"),
+        (["--judge", "~nobody-here/x"], "^--judge ~nobody-here/x: this path cannot be used"),
+        (["--task", "~nobody-here/x"], "^--task ~nobody-here/x: this path cannot be used"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            parse_config(OwnConfig, argv, "", nothing_open)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parse_config(OwnConfig, ["--help"], "")
+    first, others = " ".join(capsys.readouterr().out.replace("│", " ").split()).split("policy options")
+    assert "by how much a pair has to differ (at least 0; default: 0.5)" in first
+    assert "judge of the answers (default: none)" in first
+    assert "--task" in others
+
+
+def test_every_text_of_an_experiment_is_a_path_or_known_to_be_none(load_script, monkeypatch):
     """What names a file is checked early, and made absolute, so that a run can be resumed from anywhere."""
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")
-    fields = dataclasses.fields(load_script(f"{path.parent.name}/train.py").Config)
-    texts = {field.name for field in fields if re.search(r"\b(str|Literal|BatchSize)\b", str(field.type))}
-    assert texts - {*PATHS} <= TEXTS, "enter the flag in PATHS of common/plumbing/checks.py, or here"
+    for path in ROOT.glob("experiment_*/train.py"):
+        config = load_script(f"{path.parent.name}/train.py").Config
+        kinds, marks = get_type_hints(config), read_marks(config)
+        texts = {name for name, kind in kinds.items() if kind in (str, str | None) and marks[name].path is None}
+        assert texts <= {"device", "name", "system_prompt", "completion_prefix"} | {
+            *("engine_url", "engine_start", "search_url")
+        }
 
 
 def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
@@ -86,8 +114,8 @@ def test_explicit_settings_are_not_overridden(load_script):
         (("--model", "new"), "for experiment_sft only"),
         (("--model", "gpt2"), "a hub id is owner/name"),
         (("--attn-implementation", "flash_attention_2"), "add --dtype bfloat16"),
-        (("--seed", "-1"), "--seed must be 0 to "),
-        (("--threads", "0"), "--threads must be 1 to "),
+        (("--seed", "-1"), "--seed must be at least 0 and at most"),
+        (("--threads", "0"), "--threads must be at least 1"),
     ],
 )
 def test_impossible_settings_are_refused(load_script, argv, sentence):
@@ -170,11 +198,26 @@ def test_tokens_can_be_drawn_without_float64(top_p):
 
 def test_every_field_has_a_comment_that_help_shows(load_script):
     """In the line of the field, or above it."""
-    comments = read_comments(load_script("experiment_base/train.py").Config)
+    config = load_script("experiment_base/train.py").Config
+    comments = {field.name: read_comment(config, field.name) for field in dataclasses.fields(config)}
     assert comments["temperature"].startswith("logits are divided by it, in sampling and in training alike")
     assert comments["lr"].startswith("learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6")
     assert comments["dtype"].startswith("arithmetic, and the dtype of frozen weights; trained weights are float32,")
-    assert not [field.name for field in dataclasses.fields(RunConfig) if not comments.get(field.name)]
+    assert all(comments.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", "fast"), ("steps", True), ("steps", 0), ("dtype", "int8"), ("at_most", [1]), ("wandb", 1), ("data", 3)],
+)
+def test_a_damaged_setting_of_a_run_is_named(load_script, tmp_path, name, value):
+    settings = {"experiment": "experiment_base", "lr": 1, "at_most": ["a=1"], "data": None, "threads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    config = load_script("experiment_base/train.py").Config
+    assert read_settings(tmp_path, config)["lr"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(settings | {name: value}), encoding="utf-8")
+    with pytest.raises(UserError, match=f"config.json is damaged: {name} cannot be {re.escape(repr(value))}$"):
+        read_settings(tmp_path, config)
 
 
 @pytest.fixture
@@ -217,199 +260,53 @@ def test_a_run_of_several_processes_keeps_no_number_of_a_gpu(processes, kept):
 
 # --threads auto -------------------------------------------------------------------------------------------------------
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture
-def unset(monkeypatch):
-    """As for a user who has set nothing, and one thread again afterwards."""
+def many_cores(monkeypatch):
+    """Six physical cores, and a user who has set nothing."""
     monkeypatch.delenv("OMP_NUM_THREADS")
-    yield
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def machine(monkeypatch):
-    """A clock that only this work moves: machine({threads: seconds per call}) returns it, and the calls by threads."""
-
-    def make(seconds: dict[int, float], held: float = 1.0):
-        now, asked, calls = [0.0], [1], []
-        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-        monkeypatch.setattr(time, "monotonic", lambda: now[0])
-        monkeypatch.setattr(time, "thread_time", lambda: held * now[0])
-        monkeypatch.setattr(torch, "set_num_threads", lambda number: asked.append(number))
-        monkeypatch.setattr(threads, "_can_start", lambda number: True)
-
-        def work():
-            calls.append(asked[-1])
-            now[0] += seconds[asked[-1]] if asked[-1] in seconds else seconds[max(seconds)]
-
-        return work, calls, now
-
-    return make
+    monkeypatch.setattr(machine, "usable_cores", lambda: 6)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "candidates", "number"),
-    [
-        ({1: 0.010, 2: 0.006}, [2], 2),
-        ({1: 0.010, 2: 0.009}, [2], 1),  # too little to be worth it
-        ({1: 0.010, 2: 0.100}, [2], 1),  # busy cores
-        ({1: 0.016, 2: 0.008, 4: 0.004, 8: 0.004}, [2, 4, 8], 4),
-        ({1: 0.016, 2: 0.020, 4: 0.004}, [2, 4], 1),  # it stops at the first that does not gain
-    ],
+    ("variable", "number"), [("3", 3), (" 2 ", 2), ("2,4", 2), ("", 6), ("0", 6), ("two", 6), ("9" * 30, 6)]
 )
-def test_more_threads_have_to_be_clearly_faster(machine, seconds, candidates, number):
-    work, _, _ = machine(seconds)
-    best, gain = _measure(work, candidates)
-    assert best == number
-    assert gain == pytest.approx(seconds[1] / seconds[best])
-
-
-def test_the_time_is_bounded_however_many_cores(machine):
-    for first in (0.0001, 0.02, 0.06):
-        powers = [2**power for power in range(9)]
-        work, _, now = machine({number: first / number for number in powers})
-        assert _measure(work, powers[1:])[0] == 256
-        assert now[0] < 1.5
-
-
-def test_a_thread_that_shares_its_core_stays_alone(machine):
-    """Two threads get twice the share of one, and are faster by that only: measured with two threads on one core."""
-    work, _, _ = machine({1: 0.010, 2: 0.006}, held=0.6)
-    assert _measure(work, [2]) == (1, 1.0)
-
-
-def test_busy_cores_cost_two_rounds(machine):
-    work, calls, _ = machine({1: 0.010, 2: 0.100})
-    assert _measure(work, [2]) == (1, 1.0)
-    assert calls.count(2) == 1 + 2 * 2  # one compiles; a round is of two
-
-
-def test_a_machine_that_becomes_busy_keeps_one_thread(machine):
-    seconds = {1: 0.010, 2: 0.006}
-    work, _, now = machine(seconds)
-
-    def disturbed():
-        if now[0] > 0.2:
-            seconds[2] = 0.1
-        work()
-
-    assert _measure(disturbed, [2])[0] == 1
-    assert now[0] < 2
-
-
-def test_real_products_choose_and_set_nothing_else(unset, capsys):
-    torch.set_num_threads(1)
-    random_state = torch.get_rng_state()
-    config = with_threads(ModelConfig(device="cpu", dtype="float32"))
-    assert 1 <= config.threads <= usable_cores()
-    assert torch.get_num_threads() == 1
-    assert torch.equal(torch.get_rng_state(), random_state)
-    told = capsys.readouterr().out
-    assert told.startswith(f"threads: {config.threads} of ") if usable_cores() > 1 else told == ""
-
-
-@pytest.mark.parametrize(
-    ("variable", "number"), [("3", 3), (" 2 ", 2), ("2,4", 2), ("", 7), ("0", 7), ("two", 7), ("-1", 7), ("9" * 30, 7)]
-)
-def test_omp_num_threads_is_taken(monkeypatch, variable, number):
+def test_omp_num_threads_is_taken_else_the_cores(monkeypatch, many_cores, variable, number):
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr(threads, "choose_threads", lambda config, cores: 7)
-    assert with_threads(ModelConfig(device="cpu")).threads == number
-    assert with_threads(ModelConfig(device="cpu", threads=5)).threads == 5
-
-
-@pytest.mark.parametrize(("device", "world_size"), [("cuda:1", "1"), ("mps", "1"), ("cpu", "2")])
-def test_one_thread_beside_others_and_an_accelerator(monkeypatch, unset, device, world_size):
-    monkeypatch.setenv("WORLD_SIZE", world_size)
-    monkeypatch.setattr(threads, "choose_threads", lambda config, cores: pytest.fail("it was measured"))
-    assert with_threads(ModelConfig(device=device)).threads == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # as accelerate launch may set it
-    assert with_threads(ModelConfig(device=device)).threads == 4
-
-
-def test_one_core_is_not_measured(monkeypatch, capsys):
-    monkeypatch.setattr(threads, "_measure", lambda *_: pytest.fail("it was measured"))
-    assert choose_threads(ModelConfig(), cores=1) == 1
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(("cores", "candidates"), [(2, [2]), (6, [2, 4, 6]), (64, [2, 4, 8, 16, 32, 64])])
-def test_numbers_that_are_tried(monkeypatch, cores, candidates):
-    tried = []
-    monkeypatch.setattr(threads, "_measure", lambda work, numbers: tried.extend(numbers) or (1, 1.0))
-    choose_threads(ModelConfig(dtype="float32"), cores)
-    assert tried == candidates
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
-def test_affinity_limits_the_cores():
-    program = "from common.plumbing.threads import usable_cores; print(usable_cores())"
-    core = min(os.sched_getaffinity(0))
-    output = subprocess.run(
-        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}}); {program}"],
-        **{"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True, "check": True},
-    ).stdout
-    assert output.strip() == "1"
+    config = ModelConfig(model="owner/name", device="cpu")
+    assert with_threads(config).threads == number
+    assert with_threads(dataclasses.replace(config, threads=5)).threads == 5
 
 
 @pytest.mark.parametrize(
-    ("memberships", "files", "cores"),
-    [
-        ("0::/a/b\n", {"a/b/cpu.max": "150000 100000\n"}, 1.5),
-        ("0::/a/b\n", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0),  # the parent's limit
-        ("0::/of/the/host\n", {"cpu.max": "50000 100000"}, 0.5),  # in a container
-        ("0::/../x\n", {"cpu.max": "max 100000"}, math.inf),
-        ("4:cpu,cpuacct:/x\n", {"cpu,cpuacct/cpu.cfs_quota_us": "1", "cpu,cpuacct/cpu.cfs_period_us": "0"}, math.inf),
-        ("4:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "300000", "cpu/x/cpu.cfs_period_us": "100000"}, 3.0),
-        ("4:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "100000"}, math.inf),
-        ("4:memory:/x\n0::/\n", {"cpu.max": "damaged"}, math.inf),
-        ("no group\n", {}, math.inf),
-    ],
-)  # fmt: skip
-def test_control_groups_limit_the_cores(tmp_path, memberships, files, cores):
-    (tmp_path / "memberships").write_text(memberships, encoding="utf-8")
-    for name, text in files.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(text, encoding="utf-8")
-    assert _granted(tmp_path / "memberships", tmp_path / "root") == cores
-    assert _granted(tmp_path / "none", tmp_path / "root") == math.inf
-
-
-def test_threads_that_cannot_start_are_not_tried(monkeypatch):
-    """OpenMP would end the process."""
-
-    def refuse(_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert _measure(lambda: None, [2, 4]) == (1, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sizes"),
-    [
-        ({"hidden_size": 192, "intermediate_size": 300}, (192, 300)),
-        ({"hidden_size": 4096, "intermediate_size": 11008}, (512, 512)),
-        ({"text_config": {"hidden_size": 64, "intermediate_size": 128}}, (64, 128)),
-        ({"hidden_size": 0, "intermediate_size": 128}, (512, 512)),
-        ({"hidden_size": "wide"}, (512, 512)),
-        ({"text_config": None}, (512, 512)),
-        ([], (512, 512)),
-    ],
+    ("model", "device", "world_size"),
+    [("tiny", "cpu", "1"), ("new", "cpu", "1"), ("owner/name", "cuda:1", "1"), ("owner/name", "cpu", "2")],
 )
-def test_the_models_own_sizes_are_measured(tmp_path, settings, sizes):
-    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-    assert _sizes(ModelConfig(model=str(tmp_path))) == sizes
-    assert _sizes(ModelConfig(model="owner/name")) == (512, 512)
-    assert _sizes(ModelConfig(model="new")) == _sizes(ModelConfig())
+def test_a_bundled_policy_has_one_thread_and_so_has_a_run_beside_others(
+    monkeypatch, many_cores, model, device, world_size
+):
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    config = ModelConfig(model=model, device=device)
+    assert with_threads(config).threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # as accelerate launch may set it
+    assert with_threads(config).threads == 4
 
 
-def test_a_resumed_run_keeps_its_number(load_script, tmp_path, monkeypatch, unset):
-    """Also one of an older version, and with --threads auto; it measures nothing."""
+@pytest.mark.parametrize(
+    ("limit", "cores"), [("max 100000\n", 6), ("250000 100000\n", 2), ("50000 100000\n", 1), (None, 6)]
+)
+def test_affinity_and_the_limit_of_a_container_bound_the_cores(monkeypatch, tmp_path, limit, cores):
+    monkeypatch.setattr(machine.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    monkeypatch.setattr(machine, "CPU_LIMIT", tmp_path / "cpu.max")
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit, encoding="utf-8")
+    assert machine.usable_cores() == cores
+
+
+def test_a_resumed_run_keeps_its_number(load_script, tmp_path, many_cores):
+    """Also with --threads auto."""
     base = load_script("experiment_base/train.py").Config
-    monkeypatch.setattr(threads, "choose_threads", lambda config, cores: pytest.fail("it was measured"))
     (tmp_path / "config.json").write_text(
         json.dumps({"experiment": "experiment_base", "threads": 3, "device": "cpu"}), encoding="utf-8"
     )
@@ -417,13 +314,6 @@ def test_a_resumed_run_keeps_its_number(load_script, tmp_path, monkeypatch, unse
         assert parse_config(base, ("--resume", str(tmp_path), *words), "").threads == 3
     with pytest.raises(UserError, match=r"^--threads 2 differs from the run's 3"):
         parse_config(base, ("--resume", str(tmp_path), "--threads", "2"), "")
-
-
-@pytest.mark.parametrize("words", [("--help",), ("--threads", "two"), ("--threads", "0"), ("--threads", "-1")])
-def test_help_and_mistakes_measure_nothing(load_script, monkeypatch, unset, words):
-    monkeypatch.setattr(threads, "choose_threads", lambda config, cores: pytest.fail("it was measured"))
-    with pytest.raises((SystemExit, UserError)):
-        parse_config(load_script("experiment_base/train.py").Config, words, "")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from common.tasks import countdown
 
-from common.plumbing.solutions import try_solutions
+from common.plumbing.row_checks import try_solutions
 from common.plumbing.task import Row, Task
 
 
@@ -119,23 +119,7 @@ def test_random_expressions_have_the_value_that_python_gives():
     [
         *("9**9**9", "9**9", "7//2", "7%2", "2(3)", "(2)(3)", "()", "", " ", "-", "1 2", "1\n+\n", "(1", "1)", "1,2"),
         *("1_000", "0x10", "1e3", "1E3", "1.", ".5", "1j", "007", "00", "1if 1else 2", "a", "x", "True", "None", "..."),
-        *(
-            "٣",
-            "²",
-            "½",
-            "1\x002",
-            "\x00",
-            "\ud800",
-            "1;2",
-            "1#2",
-            "'1'",
-            "[1]",
-            "{1}",
-            "1<2",
-            "1=1",
-            "1:=1",
-            "~1",
-        ),
+        *("٣", "²", "½", "1\x002", "\x00", "\ud800", "1;2", "1#2", "'1'", "[1]", "{1}", "1<2", "1=1", "1:=1", "~1"),
         *("1@2", "1^2", "1|2", "1&2", "1<<2", "not 1", "lambda:1", "f(1)", "1\\\n+2", "__import__('os')", "1+" * 150),
         *("(" * 150, "()" * 150, "-" * 299, "1" * 301, "1+" * 150 + "1", "1" + "*1" * 500_000, "(" * 1_000_000),
     ],

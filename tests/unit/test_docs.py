@@ -170,7 +170,7 @@ def traps(load_script) -> Iterator:
 
 
 @pytest.fixture(scope="module")
-def gradient_of(traps, load_script):
+def gradient_of(traps, load_script, update):
     """The gradient of the update of a small step, with a mistake in it or with the correct code of a setting."""
     policy = load_policy(RunConfig(device="cpu"), 0.7)
     correct: dict[tuple, torch.Tensor] = {}  # by what a setting changes here, where flags have no effect
@@ -181,7 +181,7 @@ def gradient_of(traps, load_script):
         if name in traps.TRAPS or key not in correct:
             train = load_script(f"{setting.experiment}/train.py")
             with traps.planted(name, train):
-                values = step(train, None if name == "mask_from_pad" else policy)
+                values = step(train, update, None if name == "mask_from_pad" else policy)
             if name in traps.TRAPS:
                 return values
             correct[key] = values
@@ -190,7 +190,7 @@ def gradient_of(traps, load_script):
     return gradient
 
 
-def step(train, policy: Policy | None) -> torch.Tensor:
+def step(train, update, policy: Policy | None) -> torch.Tensor:
     """Steps 1 to 5 of `train`, on two groups of rows with a hole in their masks; the first one's rewards are equal.
 
     None: the policy is loaded as `train` does.
@@ -215,7 +215,7 @@ def step(train, policy: Policy | None) -> torch.Tensor:
     experience = train.collate(rows, policy.pad_id, policy.device)
     experience.advantages = advantages.view(-1, 1).float()
     experience.log_probs_ref = train.token_log_probs(reference, experience, config.micro_batch_size)
-    train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
+    update(train, config, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, 1)
     return torch.cat([weight.grad.flatten() for weight in policy.parameters()])
 
 
@@ -229,8 +229,8 @@ def test_a_planted_mistake_changes_the_gradient_and_is_gone(traps, gradient_of, 
     assert [dict(vars(target)) for target in changed] == before
 
 
-def test_an_update_after_all_mistakes_is_as_before(gradient_of, load_script):
-    assert gradient_of("default").equal(step(load_script("experiment_base/train.py"), None))
+def test_an_update_after_all_mistakes_is_as_before(gradient_of, load_script, update):
+    assert gradient_of("default").equal(step(load_script("experiment_base/train.py"), update, None))
 
 
 def test_noise_needs_rewards_that_are_not_exact(traps, load_script):

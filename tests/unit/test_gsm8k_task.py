@@ -14,7 +14,7 @@ from common.tasks import arithmetic, gsm8k, qa
 
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
-from common.plumbing.solutions import try_solutions
+from common.plumbing.row_checks import try_solutions
 from common.plumbing.task import Row, Task
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"  # beside the repository
@@ -210,16 +210,6 @@ def test_length_falls_to_zero():
     assert lengths == [1, 0.75, 0.5, 0, 0]
 
 
-def test_weights_of_the_command_line_reach_the_total():
-    text = "<think>48+24=72</think><answer>72</answer>"
-    plain = Task(gsm8k, "gsm8k")
-    assert plain.total_reward(plain.reward(ROW, text)) == 1
-    assert [name for name, weight in plain.weights.items() if weight] == ["correct"]
-    task = Task(gsm8k, "gsm8k", ("correct=2", "strict_format=0.5", "length=0.1"))
-    assert task.total_reward(task.reward(ROW, text)) == pytest.approx(2 + 0.5 + 0.1 * (1 - len(text) / 2000))
-    assert task.total_reward(task.reward(ROW, "<think>x</think><answer>7</answer>")) == pytest.approx(0.5983)
-
-
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -244,11 +234,6 @@ def test_a_description_says_which_form_was_used(text, names):
     description = gsm8k.describe(ROW, text)
     assert {name for name, value in description.items() if value} == names
     assert list(description) == ["unread", "boxed", "hashes", "sentence", "right_elsewhere"]
-
-
-def test_the_conversation_is_the_question():
-    assert gsm8k.messages(ROW) == [{"role": "user", "content": "How many clips?"}]
-    assert gsm8k.messages(ROW, "Think.")[0] == {"role": "system", "content": "Think."}
 
 
 # Files --------------------------------------------------------------------------------------------------------------

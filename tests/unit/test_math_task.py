@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import UserError
 from common.tasks import math as task
-from common.tasks.verdicts import workers
+from common.tasks.verdicts import judge as judge_module
 from common.tasks.verdicts.judge import Judge, has_library
 
 from common.plumbing.config import RunConfig
@@ -25,8 +25,7 @@ needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not
 def judge():
     """One process for the file, and time enough for a slow processor."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "VERDICT_SECONDS", 30.0)
-        patch.setattr(workers, "SECONDS_PER_THOUSAND", 300.0)
+        patch.setattr(judge_module, "HUNG_SECONDS", 300.0)
         patch.setattr(task, "_JUDGE", Judge(number_of_workers=1))
         yield task._JUDGE
         task._JUDGE.close()
@@ -85,6 +84,8 @@ def test_every_decision_of_the_docstring():
         (r"begun by the prompt \boxed{4}</think> \boxed{5}", "5"),
         (r"begun by the prompt \boxed{4}</think>", None),
         ("<ans<think></think>wer>5</answer>", None),
+        ("<answer>5<think>6</answer></think></answer>", None),
+        (r"\boxed{1<think>6</think>8}", None),
         ("5", None),
         ("", None),
     ],
@@ -195,9 +196,6 @@ def test_rows_of_both_forms_can_be_trained_on(tmp_path, text_only, monkeypatch, 
     assert len(loaded.train_rows + loaded.eval_rows) == 2
     assert capsys.readouterr().err.count("math-verify is not installed") == 1
     assert loaded.messages(loaded.train_rows[0], task.SYSTEM_PROMPT)[0]["role"] == "system"
-
-
-def test_nothing_is_said_where_the_library_is(monkeypatch, text_only):
     monkeypatch.setattr(task, "has_library", lambda: True)
     assert task.note() is None
 
@@ -240,8 +238,8 @@ def test_what_is_prepared_is_not_asked_again(judge):
     """Every completion with the gold answers of its own row."""
     rows = [{"answer": "19q"}, {"answer": "23q"}]
     texts = [r"\boxed{18q+q}", r"\boxed{22q+q}"]
+    before = judge.num_asked
     task.prepare(rows, texts)
-    assert judge.num_asked == 2
-    judge.num_asked = 0
+    assert judge.num_asked == before + 2
     assert [task.reward(row, text)["correct"] for row, text in zip(rows, texts, strict=True)] == [1, 1]
-    assert judge.num_asked == 0
+    assert judge.num_asked == before + 2

@@ -1,10 +1,6 @@
 """Products with oneDNN: values and gradients are those of nn.Linear, and only float32 on the CPU uses them."""
 
 import copy
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,56 +89,3 @@ def test_a_policy_uses_onednn_and_is_saved_unchanged(calls, tmp_path):
     save_policy(policy, tmp_path)
     names = load_policy(RunConfig(device="cpu", model=str(tmp_path))).state_dict().keys()
     assert names == policy.state_dict().keys()
-
-
-# With little address space left, oneDNN cannot make a kernel, and makes none from then on. Status 3: it can.
-WITHOUT_MEMORY = """
-import resource, sys
-from pathlib import Path
-import torch
-from common.fast.matmul import multiply
-
-def fails(x, w):
-    try:
-        torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
-    except RuntimeError as error:
-        return str(error) == "could not create a primitive"
-    return False
-
-multiply(torch.ones(64, 64), torch.ones(64, 64))
-unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-for size in range(65, 400):
-    x, w = torch.ones(size, size), torch.ones(33, size)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 900_000, resource.RLIM_INFINITY))
-    failed = fails(x, w)
-    resource.setrlimit(resource.RLIMIT_AS, unlimited)
-    if failed:
-        break
-else:
-    sys.exit(3)
-fails_again = fails(torch.ones(500, 35), torch.ones(36, 35))
-x, w = torch.randn(501, 70), torch.randn(90, 70)
-for a, b in ((x, w), (x.t(), w[:, :1].expand(90, 501).contiguous())):
-    product = multiply(a, b)
-    assert product.is_contiguous()
-    torch.testing.assert_close(product, a @ b.t())
-try:
-    multiply(torch.ones(300, 5), torch.ones(4, 6))
-except RuntimeError:
-    print("fails again:", fails_again)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system has no /proc")
-@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="PyTorch has no oneDNN here")
-def test_pytorch_multiplies_where_onednn_has_no_memory_left():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MEMORY],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    if done.returncode in (3, -signal.SIGSEGV):
-        pytest.skip("with so little memory, oneDNN makes its kernels here, or crashes, as it does with less")
-    assert (done.returncode, done.stdout) == (0, "fails again: True\n"), done.stderr

@@ -256,35 +256,19 @@ def test_parts_of_the_rows_are_those_of_a_full_call(make_policy, num_parts, gene
         assert row.sampler_log_probs == pytest.approx(same.sampler_log_probs, abs=1e-5)
 
 
-def test_only_prompts_of_wanted_rows_are_encoded(make_policy):
-    policy, shapes = make_policy(VOCAB), []
-    hook = policy.model.register_forward_pre_hook(
-        lambda module, args, inputs: shapes.append(tuple(inputs["input_ids"].shape)), with_kwargs=True
-    )
-    rows = sample(policy, PROMPTS, 4, rows=range(3, 6), max_new_tokens=3, key=(0, 1))
-    hook.remove()
-    assert [(row.prompt_index, row.completion_index) for row in rows] == [(0, 3), (1, 0), (1, 1)]
-    assert shapes[0] == (2, 3)  # prompts 0 and 1, of at most three tokens, each once
-    assert all(shape[0] <= 3 for shape in shapes)
-
-
-def test_an_empty_part_of_the_rows_gives_no_trajectories(make_policy):
+def test_nothing_to_sample_gives_no_trajectories(make_policy):
+    assert sample(make_policy(VOCAB), [], 4, max_new_tokens=3, key=(0,)) == []
     for rows in (range(0), range(5, 5), range(16, 16)):
         assert sample(make_policy(VOCAB), PROMPTS, 4, rows=rows, max_new_tokens=3, key=(0,)) == []
 
 
-def test_no_prompts_give_no_trajectories(make_policy):
-    assert sample(make_policy(VOCAB), [], 4, max_new_tokens=3, key=(0,)) == []
-
-
-def test_an_empty_prompt_is_refused_by_its_index(make_policy):
-    with pytest.raises(ValueError, match="prompt 17 has no tokens"):
-        sample(make_policy(VOCAB), [[3], []], 2, max_new_tokens=3, key=(0,), prompt_index=[16, 17])
-
-
-def test_one_index_per_prompt_is_required(make_policy):
-    with pytest.raises(ValueError, match="2 prompts, but 1 entries"):
-        sample(make_policy(VOCAB), [[3], [4]], 2, max_new_tokens=3, key=(0,), prompt_index=[16])
+@pytest.mark.parametrize(
+    ("prompts", "index", "sentence"),
+    [([[3], []], [16, 17], "prompt 17 has no tokens"), ([[3], [4]], [16], "2 prompts, but 1 entries")],
+)
+def test_an_empty_prompt_or_one_without_an_index_is_refused(make_policy, prompts, index, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        sample(make_policy(VOCAB), prompts, 2, max_new_tokens=3, key=(0,), prompt_index=index)
 
 
 # Several turns --------------------------------------------------------------------------------------------------------
@@ -423,38 +407,12 @@ def converse(policy: Policy, kept: KeptRows | None, **settings) -> list[Trajecto
     return rows
 
 
-class OtherRanks:
-    """Go on for twelve steps after this rank is done."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def __call__(self, done: bool) -> bool:
-        self.steps = self.steps + 1 if done else 0
-        return self.steps > 12
-
-
 SETTINGS = [{}, {"greedy": True}, {"top_p": 0.8}, {"max_length": 30}, {"generation_batch_size": 7}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=[next(iter(settings), "default") for settings in SETTINGS])
 def test_kept_rows_sample_what_rows_run_again_sample(make_policy, settings):
     check_kept_rows(make_policy(temperature=1.2), **settings)
-
-
-def test_kept_rows_do_not_keep_what_other_ranks_wait_for(make_policy):
-    """What is drawn only because other ranks go on can end a turn once more, and is in no row."""
-    policy = make_policy(temperature=1.2, end_of_turn_ids=range(2, 10))
-    rows, others = (begin_rows([[20, 21, 22]], 1) for _ in range(2))
-    kept, all_done = KeptRows(), OtherRanks()
-    for _ in range(4):
-        settings = {"max_new_tokens": 99, "key": (0, 1), "everyone_done": all_done}
-        continue_rows(policy, rows, kept=kept, **settings)
-        continue_rows(policy, others, **settings)
-        for row in (*rows, *others):
-            row.observe([11, 12])
-    assert rows[0].ids == others[0].ids
-    assert rows[0].sampler_log_probs == pytest.approx(others[0].sampler_log_probs, abs=1e-5)
 
 
 def test_kept_rows_are_exact_with_a_sliding_window():

@@ -367,7 +367,7 @@ def test_documents_that_questions_name_are_looked_for(capsys):
         ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
         ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
         ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
-        ({"chunk_words": 0}, "--chunk-words must be 1 to"),
+        ({"chunk_words": 0}, "--chunk-words must be at least 1"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags, message):

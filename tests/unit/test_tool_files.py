@@ -263,10 +263,9 @@ def test_a_map_keeps_the_order_and_passes_errors_on(parallel):
 PROGRAM = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from common.plumbing.tool_processes import Workers, in_threads
 path = sys.argv[1]
-workers = Workers(SimpleNamespace(__name__="my_tools", __file__=path), Path(path).read_bytes(), path, seconds=60)
+workers = Workers(path, Path(path).read_bytes(), path, seconds=60)
 codes = ["(print(os.getpid()), time.sleep(60))", "(print(os.getpid()), 9 ** 9 ** 9)",
          "(print(os.getpid()), print(subprocess.Popen(['sleep', '60']).pid), time.sleep(60))"]
 in_threads(lambda code: workers.call("evaluate", {"code": code}), codes, parallel=True)

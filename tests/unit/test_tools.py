@@ -133,29 +133,20 @@ def test_a_malformed_call_says_why():
     assert "\n" not in huge
 
 
-def test_arguments_may_be_an_object_in_a_string():
-    text = json.dumps({"name": "calculator", "arguments": json.dumps(PARSED.arguments)})
-    assert parse_calls(hermes(text), "hermes") == ([PARSED], "")
-    assert parse_calls(text, "llama3") == ([PARSED], "")
-
-
-def test_what_else_an_object_holds_is_ignored():
-    text = json.dumps({"type": "function", "id": "1", **json.loads(LLAMA_CALL)})
-    assert parse_calls(hermes(text), "hermes") == ([PARSED], "")
-    assert parse_calls(text, "llama3") == ([PARSED], "")
+def test_arguments_may_be_an_object_in_a_string_and_what_else_an_object_holds_is_ignored():
+    in_a_string = json.dumps({"name": "calculator", "arguments": json.dumps(PARSED.arguments)})
+    with_more = json.dumps({"type": "function", "id": "1", **json.loads(LLAMA_CALL)})
+    for text in (in_a_string, with_more):
+        assert parse_calls(hermes(text), "hermes") == parse_calls(text, "llama3") == ([PARSED], "")
 
 
 # The form of Llama 3 --------------------------------------------------------------------------------------------------
 
 
 def test_llama3_calls_are_the_whole_text():
-    for text in (
-        LLAMA_CALL,
-        CALL,
-        f"\n {LLAMA_CALL}\n",
-        f"<|python_tag|>{LLAMA_CALL}",
-        f" <|python_tag|> {LLAMA_CALL}",
-    ):
+    for before, after in (("", ""), ("\n ", "\n"), ("<|python_tag|>", ""), (" <|python_tag|> ", "")):
+        assert parse_calls(f"{before}{CALL}{after}", "llama3") == ([PARSED], "")
+        text = f"{before}{LLAMA_CALL}{after}"
         assert parse_calls(text, "llama3") == ([PARSED], ""), text
     for separator in (";", "\n", " ;\n ", "; ", "\n\n"):
         assert parse_calls(separator.join([LLAMA_CALL] * 3), "llama3") == ([PARSED] * 3, ""), separator
@@ -198,27 +189,10 @@ def test_llama3_text_that_begins_as_a_call_is_one():
         assert rest == thought
 
 
-def test_an_unknown_form_is_a_mistake_of_the_caller():
-    with pytest.raises(ValueError, match=r"^unknown form of calls: mistral$"):
-        parse_calls("", "mistral")
-
-
 # Whatever the policy writes -------------------------------------------------------------------------------------------
 
-PIECES = (
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    "<|python_tag|>",
-    CALL,
-    LLAMA_CALL,
-    "{",
-    "[",
-    ";",
-    "\n",
-    "a",
-)
+TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
+PIECES = (*TAGS, CALL, LLAMA_CALL, *"{[;\na")
 
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
@@ -350,10 +324,8 @@ def test_types_that_are_written_as_text_are_checked():
 
 
 def test_an_exception_of_a_tool_is_an_answer():
-    assert answering(ValueError("no\nsuch thing")) == ("error: ValueError: no\nsuch thing", False)
-    assert answering(SystemExit(3)) == ("error: SystemExit: 3", False)
-    assert answering(RecursionError("deep"))[0] == "error: RecursionError: deep"
-    assert answering(TypeError("in the tool"))[0] == "error: TypeError: in the tool"
+    for error in (ValueError("no\nsuch thing"), SystemExit(3), RecursionError("deep"), TypeError("in the tool")):
+        assert answering(error) == (f"error: {type(error).__name__}: {error}", False)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no process for tools can be started")])
@@ -648,11 +620,3 @@ def test_llama_calls_are_the_whole_turn(make_state):
     assert (rewards["calls"], rewards["correct"]) == (2, 1)
     _, rewards = converse(make_state("llama3"), f"{ANSWER} {call}")
     assert (rewards["calls"], rewards["correct"]) == (0, 1)
-
-
-def test_without_tools_every_call_is_unknown(make_state):
-    state = make_state()
-    state.tools = {}
-    observations, rewards = converse(state, WHOLE, ANSWER)
-    assert observations[0][0].startswith("error: unknown tool")
-    assert (outcomes(state), rewards["executed_calls"], rewards["correct"]) == ({"unknown": 1}, 0, 1)

@@ -18,13 +18,12 @@ from common.logprobs import token_log_probs
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.clock import StepClock
 from common.plumbing.config import RunConfig
 from common.plumbing.data import load_task
 from common.plumbing.loading import load_policy
-from common.plumbing.rollout import rollout_metrics
-from common.plumbing.samples import write_samples
-from common.plumbing.tokens import TokenTexts
+from common.plumbing.metrics import StepClock
+from common.plumbing.samples import TokenTexts, write_samples
+from common.plumbing.statistics import rollout_metrics
 
 GROUP_SIZE = 2
 
@@ -161,7 +160,7 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script):
 
 
 @pytest.mark.parametrize("experiment", [name for name in FORMULAS if "accelerate" not in name])
-def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, tmp_path, experiment):
+def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_path, experiment):
     """Over two epochs of two minibatches, with tool output in rows: as a slow loop gives them, and adding up."""
     train, weighted = load_script(f"{experiment}/train.py"), experiment == "experiment_engine"
     policy = load_policy(RunConfig(device="cpu"))
@@ -180,7 +179,7 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, tmp_path, ex
     if weighted:
         experience.sampler_log_probs = experience.old_log_probs + noise[2]  # those of an engine that is far off
         experience.importance_weights = train.importance_weights(config, experience)
-    statistics = train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.01), experience, step=1)
+    statistics = update(train, config, policy, torch.optim.SGD(policy.parameters(), lr=0.01), experience, 1)
     texts = TokenTexts(tmp_path / "tokens.jsonl", policy.tokenizer, policy.end_of_turn_ids)
     write_samples(tmp_path / "samples.jsonl", texts, 1, load_task(config), 2, rows, experience, statistics)
 
@@ -267,8 +266,8 @@ def test_a_task_without_correct_has_no_right_completions():
 def test_costs_are_those_of_all_processes(monkeypatch, others):
     """Memory of the one that needs most, mean share of waiting, mean seconds by phase, with another process of two."""
     own = []
-    monkeypatch.setattr("common.plumbing.clock.gather", lambda values: own.append(values) or [values, others])
-    monkeypatch.setattr("common.plumbing.clock.peak_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr("common.plumbing.metrics.gather", lambda values: own.append(values) or [values, others])
+    monkeypatch.setattr("common.plumbing.metrics.peak_memory_bytes", lambda device: 1000)
     clock = StepClock("cpu")
     with clock.waiting():
         time.sleep(0.01)

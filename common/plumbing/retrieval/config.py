@@ -8,7 +8,7 @@ from typing import ClassVar
 from common.errors import UserError
 
 from common.plumbing.checks import check_ranges, flag
-from common.plumbing.config import ROOT
+from common.plumbing.config import ROOT, Count, CountOrZero, InputPath, LocalPath, OfSearch, Positive
 
 BUNDLED_CORPUS = ROOT / "data" / "qa_documents.jsonl"
 
@@ -18,16 +18,16 @@ class IndexConfig:
     """Which documents there are to search, and their index."""
 
     # documents to search: a directory of .txt and .md files, or JSONL with id and text; None: data/qa_documents.jsonl
-    corpus: str | None = None
+    corpus: OfSearch[InputPath | None] = None
     # file of the index, made when it does not exist; without --corpus it is used as it is; None: one for the content of
     # the corpus, in <runs-dir>/search_index
-    index: str | None = None
+    index: OfSearch[InputPath | None] = None
     # search by meaning with this sentence-transformers model, a hub id or a directory; None: by words (BM25)
-    encoder: str | None = None
-    chunk_words: int = 100  # longer documents are cut into chunks of at most this many words
-    chunk_overlap: int = 20  # words at the end of a chunk with which the next one begins
+    encoder: OfSearch[InputPath | None] = None
+    chunk_words: OfSearch[Count] = 100  # longer documents are cut into chunks of at most this many words
+    chunk_overlap: OfSearch[CountOrZero] = 20  # words at the end of a chunk with which the next one begins
     # where runs are kept: <runs-dir>/<experiment>/<name>/, and indexes: <runs-dir>/search_index/
-    runs_dir: str = "runs"
+    runs_dir: LocalPath = "runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class SearchConfig(IndexConfig):
 
     ALIASES: ClassVar = {"data": ["--questions"], "eval_data": ["--eval-questions"]}  # other names of flags
 
-    top_k: int = 2  # documents that a search gives the policy
+    top_k: OfSearch[Count] = 2  # documents that a search gives the policy
     # ask a server that speaks Search-R1's protocol, such as http://127.0.0.1:8000, instead of an index on this machine;
     # a password for it is read from ~/.netrc
-    search_url: str | None = None
+    search_url: OfSearch[str | None] = None
     # time limit of a search, but for one by meaning; the policy reads an error instead of its result
-    search_seconds: float = 5.0
+    search_seconds: OfSearch[Positive] = 5.0
 
 
 def corpus_of(config: IndexConfig) -> str:

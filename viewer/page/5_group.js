@@ -1,0 +1,290 @@
+// A group of completions side by side: its colours, and the token that is chosen in it.
+
+/** The completions of a prompt, side by side. The reader's choice of token is told to `onToken(completion, index)`. */
+class GroupView {
+  constructor(group, onToken) {
+    Object.assign(this, { group, onToken, chosen: null });
+    this.rows = group.rows.map(numbersOf);
+    this.colors = colorsOf(group.rows);
+    this.hasTerms = namesIn(group.rows).includes("terms");
+    this.tokens = []; // of every list: {list, ids, numbers (null for the prompt), spans}
+    fill(byId("group-head"), this.head());
+    this.root = element("div", {}, this.prompt(), this.cards());
+    fill(byId("completions"), this.root);
+    const options = Object.entries(this.colors).map(([value, { label }]) => element("option", { value }, label));
+    fill(byId("color"), options);
+    byId("clipped-mark").hidden = !("clipped" in this.colors);
+    byId("view").hidden = !group.rows.some((row) => row.turns);
+    const withPlace = (handle) => (event) => {
+      const span = event.target.closest?.(".token[data-index]");
+      if (span) handle({ list: Number(span.parentNode.dataset.list), index: Number(span.dataset.index) }, event);
+    };
+    this.root.addEventListener("pointerover", withPlace((place) => this.show(place)));
+    this.root.addEventListener("pointerleave", () => this.show(this.chosen));
+    this.root.addEventListener("focusin", withPlace((place) => this.choose(place)));
+    this.root.addEventListener("click", withPlace((place) => this.choose(place)));
+    this.root.addEventListener("keydown", withPlace((place, event) => this.key(place, event)));
+    this.show(null);
+  }
+
+  // ---- what a group is made of
+
+  head() {
+    const { question, answer, prompt, rows } = this.group;
+    const total = sum(this.rows.flatMap(({ totals }) => totals.terms));
+    const isNamed = [prompt, ...rows.map((row) => row.ids)].every((ids) => ids.every((id) => data.tokens[id]));
+    const note = [
+      answer !== null && ["Answer: ", element("b", {}, shortened(answer, 500)), ". "],
+      `${count(rows.length, "completion")}, highest return first. `,
+      !isNamed && "The run did not write the text of every token: ‹123› is the token with id 123. ",
+      this.hasTerms && ["Their terms add up to ", element("b", { class: "number" }, signed(total, 8)), "."],
+    ];
+    const title = question ? shortened(question, 2000) : "A prompt without a written question";
+    return [element("h3", { class: "question" }, title), element("p", { class: "note" }, note)];
+  }
+
+  prompt() {
+    const { prompt } = this.group;
+    const summary = `The prompt: ${count(prompt.length, "token")}, the same for all, not in the loss`;
+    const list = this.list("Tokens of the prompt", prompt, null);
+    return element("details", { class: "prompt", open: prompt.length <= 120 }, element("summary", {}, summary), list);
+  }
+
+  cards() {
+    const cards = this.rows.map((numbers, rank) => this.card(numbers, rank));
+    return element("div", { class: `cards${cards.length > 16 ? " many" : ""}` }, cards);
+  }
+
+  card(numbers, rank) {
+    const { row } = numbers;
+    const terms = sum(numbers.totals.terms);
+    const end = { stop: "stopped", length: "cut off" }[row.finish_reason] ?? row.finish_reason ?? "–";
+    const fact = (key, value, name = key) =>
+      element("span", { "data-key": key }, `${name} `, element("b", { class: "number" }, value));
+    const rewards = Object.entries(row.rewards);
+    const facts = [
+      fact("advantage", signed(row.advantage, 4)),
+      rewards.map(([name, value]) => fact(name, short(value), name.replaceAll("_", " "))),
+      fact("length", `${row.sampler.length}`),
+      fact("finish_reason", end, "end"),
+      this.hasTerms && fact("terms", signed(terms, 8), "sum of terms"),
+    ];
+    const places = { "data-completion": row.completion_index, "data-rank": rank, "data-sum": terms };
+    const returned = element("span", { class: "return" }, fact("return", short(row.return)));
+    return element(
+      "article",
+      { class: "completion", ...places },
+      element("h4", {}, `Completion ${row.completion_index}`, returned),
+      element("p", { class: "facts" }, facts),
+      this.segments(numbers),
+      row.turns && conversation(row),
+    );
+  }
+
+  /** The tokens of a row, cut where the mask changes: what the policy sampled, and what was put between. */
+  segments(numbers) {
+    const { row } = numbers;
+    const list = this.list(`Tokens of completion ${row.completion_index}`, row.ids, numbers);
+    const starts = row.mask.flatMap((bit, i) => (i === 0 || bit !== row.mask[i - 1] ? [i] : []));
+    if (starts.length < 2 || !row.turns) return list;
+    const tokens = [...list.children];
+    starts.forEach((start, segment) => {
+      const length = (starts[segment + 1] ?? row.mask.length) - start;
+      const [who, where] = row.mask[start] ? ["policy", "in the loss"] : ["tools and template", "not in the loss"];
+      const text = `${who}: ${count(length, "token")} ${where}`;
+      tokens[start].before(element("span", { class: "segment", role: "presentation", "aria-hidden": "true" }, text));
+    });
+    return list;
+  }
+
+  /** A list of tokens, one of which the tab key reaches; the arrow keys move between them. */
+  list(label, ids, numbers) {
+    const spans = ids.map((id, index) => tokenSpan(id, index, !numbers?.row.mask[index]));
+    const roles = { role: "listbox", "aria-label": label, "aria-orientation": "horizontal" };
+    const list = element("div", { class: "tokens", "data-list": this.tokens.length, ...roles }, spans);
+    this.tokens.push({ list, ids, numbers, spans });
+    return list;
+  }
+
+  // ---- colours
+
+  /** Colour all tokens by one of `colors`, in a pass over the rollout ("all" of them for terms and pushes). */
+  paint({ by: wanted, pass: wantedPass }) {
+    const by = Object.hasOwn(this.colors, wanted) ? wanted : "push";
+    const kind = this.colors[by];
+    byId("color").value = by;
+    const pass = this.offerPasses(kind, wantedPass);
+    const views = this.rows.map((numbers) => ({ ...numbers, update: numbers.row.updates[pass] ?? null }));
+    const values = views.map((view) => view.row.sampler.map((_, i) => kind.value(view, i)));
+    const most = kind.scale(values.flat());
+    for (const { numbers, spans } of this.tokens.filter((list) => list.numbers)) {
+      const r = this.rows.indexOf(numbers);
+      spans.forEach((span, index) => {
+        const i = numbers.action[index];
+        if (i === null) return;
+        const value = values[r][i];
+        span.classList.toggle("below", kind.flipped ? value > 0 : value < 0);
+        span.classList.toggle("unknown", !isNumber(value));
+        span.classList.toggle("clipped", Boolean(views[r].update?.tokens.clipped?.[i]));
+        span.style.setProperty("--strength", isNumber(value) ? Math.min(Math.abs(value) / most, 1).toFixed(3) : "0");
+      });
+    }
+    byId("group").dataset.scale = by === "mask" ? "mask" : kind.diverging ? "diverging" : "sequential";
+    const ramp = element("span", { class: `ramp${kind.flipped ? " flipped" : ""}`, "aria-hidden": "true" });
+    const ends = kind.ends(most).map((text) => element("span", {}, text));
+    const scale = [element("span", { class: "unseen" }, "Scale: "), ends[0], ramp, ends.at(-1)];
+    const isKnown = values.flat().some(isNumber);
+    fill(byId("scale"), isKnown ? scale : "The run wrote no numbers of this kind for these completions.");
+  }
+
+  /** Offer the updates that one can choose from; returns the one that is chosen. */
+  offerPasses({ passes, total }, wanted) {
+    const all = this.rows.map(({ row }) => row.updates);
+    const most = all.reduce((longest, updates) => (updates.length > longest.length ? updates : longest), []);
+    const options = most.map(({ epoch }, i) => [String(i), `epoch ${epoch}`]); // one update per row and epoch
+    if (total) options.unshift(["all", "all together"]);
+    fill(byId("pass"), options.map(([value, text]) => element("option", { value }, text)));
+    byId("pass-pair").hidden = most.length < 2 || !passes;
+    const chosen = options.some(([value]) => value === wanted) ? wanted : (options[0]?.[0] ?? "0");
+    byId("pass").value = chosen;
+    return passes ? chosen : "0";
+  }
+
+  // ---- choosing a token
+
+  choose(place, told = true) {
+    const { list, spans, numbers } = this.tokens[place.list];
+    this.unselect();
+    list.querySelector('[tabindex="0"]').tabIndex = -1;
+    spans[place.index].tabIndex = 0;
+    spans[place.index].setAttribute("aria-selected", "true");
+    this.chosen = place;
+    this.show(place);
+    if (!told) return;
+    byId("token-status").textContent = visible(this.sentence(place));
+    this.onToken(numbers && numbers.row.completion_index, numbers && place.index);
+  }
+
+  key(place, event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const { spans } = this.tokens[place.list];
+    const last = spans.length - 1;
+    const inList = (number, index) => this.tokens[number]?.spans[Math.min(index, this.tokens[number].spans.length - 1)];
+    const moves = {
+      ArrowLeft: () => spans[Math.max(place.index - 1, 0)],
+      ArrowRight: () => spans[Math.min(place.index + 1, last)],
+      ArrowUp: () => inNextLine(spans, place.index, -1),
+      ArrowDown: () => inNextLine(spans, place.index, 1),
+      Home: () => spans[0],
+      End: () => spans[last],
+      PageUp: () => inList(place.list - 1, place.index),
+      PageDown: () => inList(place.list + 1, place.index),
+      Escape: () => this.clear(),
+    };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    moves[event.key]()?.focus();
+  }
+
+  /** Choose the token that an address names. */
+  select(completion, index) {
+    const list = this.tokens.findIndex(({ numbers }) => numbers?.row.completion_index === completion);
+    if (list >= 0 && this.tokens[list].spans[index]) this.choose({ list, index }, false);
+  }
+
+  unselect() {
+    if (this.chosen) this.tokens[this.chosen.list].spans[this.chosen.index].setAttribute("aria-selected", "false");
+  }
+
+  /** No token is chosen any more. */
+  clear() {
+    this.unselect();
+    this.chosen = null;
+    this.show(null);
+    this.onToken(null, null);
+  }
+
+  // ---- what is known of a token
+
+  /** Its place, its text, and its numbers where it has some. */
+  facts({ list, index }) {
+    const { ids, numbers } = this.tokens[list];
+    const [text, flags] = tokenOf(ids[index]);
+    const position = numbers ? this.group.prompt.length + index : index;
+    const i = numbers?.action[index] ?? null;
+    let role = "not sampled by the policy (a tool's answer or the template): not in the loss";
+    if (!numbers) role = "part of the prompt, not in the loss";
+    else if (i !== null) {
+      const all = count(numbers.row.sampler.length, "token");
+      role = `in the loss: number ${i + 1} of ${all} that the policy sampled`;
+    }
+    return { id: ids[index], text, flags, numbers, position, i, role };
+  }
+
+  sentence(place) {
+    const { text, numbers, i, position, role } = this.facts(place);
+    const start = `${spoken(text)}, position ${position}, ${role}`;
+    if (i === null) return start;
+    const logProb = exact(difference(numbers.row.sampler[i], 0));
+    const advantage = signed(numbers.row.advantage, 4);
+    const [push, term] = [numbers.totals.push[i], numbers.totals.terms[i]].map(short);
+    return `${start}; log-prob ${logProb}, advantage ${advantage}, push ${push}, term ${term}`;
+  }
+
+  show(place) {
+    if (!place) {
+      const how = "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers.";
+      fill(byId("readout"), element("p", { class: "note" }, how));
+      return;
+    }
+    const facts = this.facts(place);
+    const { id, text, flags, numbers, position, role } = facts;
+    const looks = `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`;
+    const which = [
+      element("span", { class: looks, "data-key": "text" }, text ? markedText(text) : "empty"),
+      element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
+      element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
+      numbers && element("span", {}, `completion ${numbers.row.completion_index}`),
+      element("span", { "data-key": "role" }, role),
+      element("button", { type: "button", class: "plain", on: { click: () => this.clear() } }, "Close"),
+    ];
+    fill(byId("readout"), element("div", { class: "which" }, which), facts.i !== null && numberTable(facts));
+  }
+}
+
+/** The token under (or above) another one, in the line as it is set. */
+function inNextLine(spans, index, direction) {
+  const from = spans[index].getBoundingClientRect();
+  const distance = (box) => Math.abs(box.left + box.width / 2 - from.left - from.width / 2);
+  let best = null;
+  for (let i = index + direction; spans[i]; i += direction) {
+    const box = spans[i].getBoundingClientRect();
+    if (Math.abs(box.top - from.top) < from.height / 2) continue; // still in the same line
+    if (best && Math.abs(box.top - best.box.top) > from.height / 2) break; // in the line after the next
+    if (!best || distance(box) < distance(best.box)) best = { box, span: spans[i] };
+  }
+  return best?.span;
+}
+
+// ---- conversations
+
+/** The turns of a row as text: who wrote them, which tool calls they hold, and how much of them is trained. */
+function conversation(row) {
+  const lengths = (row.mask.join("").match(/1+/g) ?? []).map((run) => run.length);
+  const isCounted = row.turns.filter(([role]) => role === "assistant").length === lengths.length;
+  const turns = row.turns.map(([role, text]) => {
+    const isPolicy = role === "assistant";
+    const length = isPolicy && isCounted ? `${count(lengths.shift(), "token")} ` : "";
+    const known = `: ${length}${isPolicy ? "in the loss" : "not in the loss"}`;
+    const who = element("span", { class: "who" }, element("b", {}, isPolicy ? "policy" : role), known);
+    const said = element("div", { class: "said" }, withCalls(text));
+    return element("li", { class: isPolicy ? "turn policy" : "turn tool" }, who, said);
+  });
+  return element("ol", { class: "turns" }, turns);
+}
+
+/** A text in which calls of tools are set apart. */
+function withCalls(text) {
+  const parts = shortened(text, 20000).split(/(<tool_call>[\s\S]*?(?:<\/tool_call>|$))/);
+  return parts.map((part) => (part.startsWith("<tool_call>") ? element("code", { class: "call" }, part) : part));
+}
