@@ -209,7 +209,7 @@ def test_the_command_given_again_goes_on(script):
         (["--output", "others.jsonl"], "--output others.jsonl exists, and not all of it is questions about these"),
         (["--output", "."], "--output . cannot be written"),
         (["--corpus", "empty.jsonl"], r"no question could be made of empty.jsonl \(no template fits 3\)"),
-        (["--num-questions", "0"], "--num-questions must be 1 or more"),
+        (["--num-questions", "0"], "--num-questions must be at least 1"),
         (["--chunk-words", "20"], "--chunk-overlap 20 leaves no new words"),
         (["--base-url", "http://127.0.0.1/v1"], "--base-url and --served-model belong together"),
         (["--base-url", "http://127.0.0.1:1/v1", "--served-model", "m"], "--base-url http://127.0.0.1:1/v1 does not"),
