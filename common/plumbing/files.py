@@ -1,17 +1,7 @@
 """Files on the disk: their checksums, and writing that a kill cannot leave half done."""
 
 import os
-import zlib
 from pathlib import Path
-
-
-def crc32(path: Path, size: int | None = None) -> int:
-    """CRC-32 of a file, or of its first `size` bytes."""
-    crc, left = 0, path.stat().st_size if size is None else size
-    with path.open("rb") as file:
-        while block := file.read(min(left, 2**20)):
-            crc, left = zlib.crc32(block, crc), left - len(block)
-    return crc
 
 
 def replace_file(path: Path, content: bytes) -> None:
