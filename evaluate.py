@@ -10,7 +10,7 @@ directory. The same command with the same --output continues an evaluation that 
 that is complete. docs/evaluate.md explains every figure.
 """
 
-import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 import dataclasses
 import functools
 import json
@@ -27,13 +27,8 @@ import torch
 
 from common.errors import UserError
 from common.policy import Policy
-from evaluation.comparison import show_comparison
-from evaluation.directory import default_directory, locked
-from evaluation.session import evaluate
-from evaluation.suite import SUITES, parts, print_suite, summary
-from evaluation.table import print_table
 
-from common.plumbing.config import (
+from harness.base.config import (
     RESOLVED,
     Count,
     CountOrZero,
@@ -47,14 +42,19 @@ from common.plumbing.config import (
     Share,
     shown,
 )
-from common.plumbing.files import replace_file
-from common.plumbing.loading import load_policy
-from common.plumbing.machine import is_out_of_memory, out_of_memory
-from common.plumbing.parse import parse_config
-from common.plumbing.ranks import num_launched
-from common.plumbing.signals import signals_to
-from common.plumbing.start import run_main
-from common.plumbing.terminal import say
+from harness.base.files import replace_file
+from harness.base.ranks import num_launched
+from harness.base.terminal import say
+from harness.cli.parse import parse_config
+from harness.evaluation.comparison import show_comparison
+from harness.evaluation.evaluation_directory import default_directory, locked
+from harness.evaluation.evaluation_table import print_table
+from harness.evaluation.session import evaluate
+from harness.evaluation.suite import SUITES, parts, print_suite, summary
+from harness.models.loading import load_policy
+from harness.runs.machine import is_out_of_memory, out_of_memory
+from harness.runs.signals import signals_to
+from harness.runs.start import run_main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Config(ModelConfig):
     temperature: Positive = 1.0  # of the sampled answers: logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
     top_p: Share = 1.0
-    # what is asked and what is right: a file of common/tasks, or the path of your own
+    # what is asked and what is right: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
     # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
     data: OfData[InputPath | None] = None
@@ -145,5 +145,9 @@ def told_how_to_go_on(config: Config, directory: Path) -> Iterator[None]:
         raise
 
 
-if __name__ == "__main__":
+def program() -> None:
     run_main(main)
+
+
+if __name__ == "__main__":
+    program()

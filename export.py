@@ -9,7 +9,7 @@ What is written loads with plain transformers. It answers held-out questions gre
 is checked before anything is uploaded. docs/export.md explains what is written and what is not.
 """
 
-import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 import importlib.util
 import os
 import re
@@ -25,11 +25,21 @@ import torch
 
 from common.chat import decode
 from common.errors import UserError
-from exporting.answers import num_equal, num_prompts_equal, read_questions, trained_answers, written_answers
-from exporting.card import Card
-from exporting.source import Source, find_source
-from exporting.upload import check_push, list_files, push
-from exporting.weights import (
+
+from harness.base.checks import check_device, local_path
+from harness.base.config import Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
+from harness.base.ranks import num_launched
+from harness.base.terminal import printable, say
+from harness.cli.parse import parse_plain
+from harness.exporting.card import Card
+from harness.exporting.exported_answers import (
+    num_equal,
+    num_prompts_equal,
+    read_questions,
+    trained_answers,
+    written_answers,
+)
+from harness.exporting.exported_weights import (
     load_trained,
     refuse_quantised,
     write_adapter,
@@ -37,14 +47,10 @@ from exporting.weights import (
     write_model,
     write_quantised,
 )
-
-from common.plumbing.checks import check_device, local_path
-from common.plumbing.config import Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
-from common.plumbing.parse import parse_plain
-from common.plumbing.ranks import num_launched
-from common.plumbing.signals import signals_to
-from common.plumbing.start import NO_SPACE, run_main
-from common.plumbing.terminal import printable, say
+from harness.exporting.source import Source, find_source
+from harness.exporting.upload import check_push, list_files, push
+from harness.runs.signals import signals_to
+from harness.runs.start import NO_SPACE, run_main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,5 +225,9 @@ def _num_threads(source: Source) -> int:
     return threads if type(threads) is int and 0 < threads <= 256 else torch.get_num_threads()
 
 
-if __name__ == "__main__":
+def program() -> None:
     run_main(main)
+
+
+if __name__ == "__main__":
+    program()

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import tyro
 
-from common.tasks.audit.checks import examine
+from tasks.audit.examine_rows import examine
 from viewer.results import write_json
 
-from common.plumbing.config import RESOLVED, RunConfig
+from harness.base.config import RESOLVED, RunConfig
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 BENCHMARKS = ("asdiv", "math500", "aime24", "amc", "minerva", "olympiad_bench")

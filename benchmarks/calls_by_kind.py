@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from common.evaluate import mean
-from common.tasks.calculator import TRAIN_DATA
+from tasks.calculator import TRAIN_DATA
 
 RESULTS = Path(__file__).resolve().parent.parent / "experiment_multiturn_tool_calling" / "results"
 LAST = 20  # steps

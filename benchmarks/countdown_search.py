@@ -21,16 +21,16 @@ import torch
 import tyro
 
 from common.chat import decode, encode_prompt
-from common.datagen.countdown_grammar import tries
 from common.evaluate import EVALUATION, mean
 from common.sampling import sample
-from common.tasks import countdown
 from common.trajectory import Trajectory
+from tasks import countdown
+from tasks.grammars.countdown_grammar import tries
 from viewer.results import read_json, write_json
 
-from common.plumbing.config import PolicyConfig
-from common.plumbing.data import read_rows
-from common.plumbing.loading import load_policy
+from harness.base.config import PolicyConfig
+from harness.data.data import read_rows
+from harness.models.loading import load_policy
 
 RESULTS = Path(__file__).resolve().parent / "results" / "what_rl_teaches" / "counts.json"
 LINE = re.compile(r"(?P<expression>[^=]+)=(?P<step>[^=]+)=(?P<value>\d+)(?P<relation>[<>=])(?P<target>\d+)")

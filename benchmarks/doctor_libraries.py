@@ -1,6 +1,6 @@
 """What the loss doctor says of the losses of TRL and verl.
 
-    python benchmarks/doctor_libraries.py          # 2 minutes; needs requirements-bench.txt
+    python benchmarks/doctor_libraries.py          # 2 minutes; needs the extra bench
 
 verl 0.9.1 is examined if it can be imported (`pip install --no-deps verl==0.9.1`, and what it then asks for). Writes
 the entry doctor_libraries of benchmarks/results/measurements.json: all findings of every loss, with their numbers.
@@ -20,7 +20,7 @@ from doctor.apart import examine_apart
 from doctor.findings import NOT_EXAMINED, TRAP
 from viewer.results import write_json
 
-from common.plumbing.machine import describe_machine
+from harness.runs.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSSES = {  # of each library: the values of the constant in its docs/loss_*.py

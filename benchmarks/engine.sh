@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real vLLM server on a CPU: the tests of common/engines/vllm.py, and twelve steps of training on each of two models.
+# A real vLLM server on a CPU: the tests of harness/engines/vllm.py, and twelve steps of training on each of two models.
 #
 #     ENGINE_PYTHON=engine-env/bin/python benchmarks/engine.sh   # of an environment that has vLLM
 #
@@ -60,12 +60,12 @@ say() {
 # On the bundled policy; sets `url`.
 start_server() {
     local port flags
-    port=$("$python" -c 'from common.engines.server import free_port; print(free_port())')
+    port=$("$python" -c 'from harness.engines.server import free_port; print(free_port())')
     flags=(--model assets/tiny_policy --served-model-name policy --host 127.0.0.1 --port "$port" --dtype float32
         --max-model-len 512 --logprobs-mode processed_logprobs --generation-config vllm
         --enforce-eager --no-enable-chunked-prefill --kv-cache-memory-bytes 512M)
     say '' "python -m vllm.entrypoints.openai.api_server ${flags[*]/$port/PORT}"
-    VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 "$python" -m common.engines.server $$ \
+    VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 "$python" -m harness.engines.server $$ \
         "$ENGINE_PYTHON" -m vllm.entrypoints.openai.api_server "${flags[@]}" >"$work/server.log" 2>&1 &
     guard=$!
     url=http://127.0.0.1:$port
@@ -82,7 +82,7 @@ start_server() {
 describe() {
     "$python" - <<'PYTHON'
 import json, os
-from common.plumbing.machine import describe_machine
+from harness.runs.machine import describe_machine
 found = describe_machine()
 print("commit", found["commit"])
 print(f"machine: {found['machine']}, {os.cpu_count()} cores, shared")

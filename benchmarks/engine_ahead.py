@@ -24,8 +24,8 @@ import tyro
 
 from viewer.results import write_json
 
-from common.plumbing.config import ROOT
-from common.plumbing.machine import describe_machine
+from harness.base.config import ROOT
+from harness.runs.machine import describe_machine
 
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 FIRST = 6  # step that counts

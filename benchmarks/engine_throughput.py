@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 taskset -c 1 python benchmarks/engine_throughput.py --engine ENGINE_PYTHON     # 17 minutes, 10 GB
     python benchmarks/engine_throughput.py --engine ENGINE_PYTHON --device cuda --dtype bfloat16     # not tried
 
-ENGINE_PYTHON is the Python of an environment that has vLLM (requirements-engine.txt). Each setting starts a server;
+ENGINE_PYTHON is the Python of an environment that has vLLM 0.32.0. Each setting starts a server;
 then both ways sample the same number of tokens from the same prompts, in turns, and no row ends early. Processor
 seconds are those of this process, and for vLLM also those of all processes of the server. On a GPU only wall seconds
 mean much. Before the rounds, the engine's log-probs are compared with the policy's. A push is what training does after
@@ -33,20 +33,20 @@ import torch
 import tyro
 
 from common.chat import encode_prompt
-from common.engines.engine import Engine
-from common.engines.export import export
-from common.engines.server import ChildServer, free_port
-from common.engines.vllm import ENVIRONMENT, server_flags
 from common.experience import collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
 from common.sampling import sample
 from viewer.results import read_json, write_json
 
-from common.plumbing.config import DTYPES, ROOT, TINY_POLICY, ModelConfig
-from common.plumbing.engine import server_command
-from common.plumbing.loading import load_policy
-from common.plumbing.machine import describe_machine
+from harness.base.config import DTYPES, ROOT, TINY_POLICY, ModelConfig
+from harness.engines.engine import Engine
+from harness.engines.folder import export
+from harness.engines.for_run import server_command
+from harness.engines.server import ChildServer, free_port
+from harness.engines.vllm import ENVIRONMENT, server_flags
+from harness.models.loading import load_policy
+from harness.runs.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE = 8

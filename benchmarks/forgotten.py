@@ -30,8 +30,8 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 from viewer.results import read_json, read_runs, write_json
 
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
+from harness.base.config import RunConfig
+from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "benchmarks" / "results" / "what_rl_teaches" / "counts.json"

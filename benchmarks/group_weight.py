@@ -21,13 +21,13 @@ from common.experience import Experience, collate
 from common.loss import clipped_surrogate, masked_mean, masked_sum, probability_ratio
 from common.policy import Policy
 from common.sampling import sample
-from common.tasks import arithmetic as task
+from tasks import arithmetic as task
 from viewer.results import write_json
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import read_rows
-from common.plumbing.loading import load_policy
-from common.plumbing.machine import describe_machine
+from harness.base.config import RunConfig
+from harness.data.data import read_rows
+from harness.models.loading import load_policy
+from harness.runs.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE = 8

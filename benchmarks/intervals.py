@@ -5,8 +5,8 @@
 Each evaluation draws Q questions; a question is answered rightly with a probability of its own, drawn from a beta
 distribution, or with the same one. Four intervals of the same figure are compared: Wilson's as if all Q n answers were
 independent; mean +- 1.96 standard errors over questions (Miller 2024); the middle 95 % of a bootstrap over questions;
-and that of evaluation/intervals.py. Writes the entry intervals of benchmarks/results/measurements.json; --table prints
-it for docs/evaluate.md.
+and that of harness/evaluation/intervals.py. Writes the entry intervals of benchmarks/results/measurements.json; --table
+prints it for docs/evaluate.md.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ import tyro
 
 from common.evaluate import pass_at_k
 from common.keyed import keyed_generator
-from evaluation.intervals import mean_with_interval
 from viewer.results import read_json, write_json
 from viewer.table import Z, wilson
 
-from common.plumbing.machine import describe_machine
+from harness.evaluation.intervals import mean_with_interval
+from harness.runs.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 SAMPLES = 8

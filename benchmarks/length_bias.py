@@ -29,8 +29,8 @@ import tyro
 from seeds import Config as SeedsConfig
 from seeds import make_runs
 
-from common.datagen.arithmetic_grammar import KINDS, draw_question, render
-from common.tasks.arithmetic import messages
+from tasks.arithmetic import messages
+from tasks.grammars.arithmetic_grammar import KINDS, draw_question, render
 from viewer.bands import draw_comparison
 from viewer.results import read_runs
 

@@ -25,10 +25,10 @@ import tyro
 
 from viewer.results import read_json, write_json
 
-from common.plumbing.config import TINY_POLICY
-from common.plumbing.estimate import Shape, memory_of
-from common.plumbing.machine import describe_machine
-from common.plumbing.parse import parse_config
+from harness.base.config import TINY_POLICY
+from harness.cli.parse import parse_config
+from harness.models.estimate import Shape, memory_of
+from harness.runs.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"

@@ -4,7 +4,7 @@
 
 Times every call of a run that writes samples, and every one that draws its page, within complete runs of one thread.
 Opening is measured from the navigation to the first group of tokens on the screen, in a new page of headless Chromium,
-median of five. Writes the entry page of benchmarks/results/measurements.json. Needs requirements-browser.txt.
+median of five. Writes the entry page of benchmarks/results/measurements.json. Needs the extra browser.
 """
 
 import importlib.util
@@ -24,8 +24,8 @@ import tyro
 from viewer import report
 from viewer.results import write_json
 
-from common.plumbing import run as runs
-from common.plumbing.machine import describe_machine
+from harness.runs import run as runs
+from harness.runs.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"

@@ -22,7 +22,7 @@ from common.experience import Experience, collate
 from common.loss import approx_kl_divergence
 from common.policy import Policy
 
-from common.plumbing.loading import load_policy, make_reference
+from harness.models.loading import load_policy, make_reference
 
 Plant = Callable[[ModuleType], AbstractContextManager]  # of the train.py that is to have the mistake
 DROPOUT = 0.1  # as in the configs of GPT-2, and often for LoRA

@@ -40,10 +40,10 @@ from viewer.bands import draw_comparison
 from viewer.groups import read_run
 from viewer.results import keep_runs, read_json, read_runs, write_json
 
-from common.plumbing.machine import describe_machine, peak_memory_bytes
-from common.plumbing.run import Run
-from common.plumbing.start import run_main
-from common.plumbing.statistics import UpdateStatistics
+from harness.logs.statistics import UpdateStatistics
+from harness.runs.machine import describe_machine, peak_memory_bytes
+from harness.runs.run import Run
+from harness.runs.start import run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"

@@ -3,7 +3,7 @@
     python benchmarks/search_backends.py     # 3 CPU minutes, one thread; writes the entry search_backends of
                                              # benchmarks/results/measurements.json
 
-It needs requirements-search.txt. The backends are *words* (SQLite, BM25), *meaning* (vectors, every one compared) and
+It needs the extra search. The backends are *words* (SQLite, BM25), *meaning* (vectors, every one compared) and
 *server* (experiment_multiturn_qa/serve_index.py over the index of *words*, on this machine).
 
 Found: recall@k is the share of held-out questions of the bundled data whose supporting document is among the first k.
@@ -39,7 +39,8 @@ import psutil
 import torch
 import tyro
 
-from common.datagen.world_grammar import (
+from common.search import Hit, Index, SearchError
+from tasks.grammars.world_grammar import (
     ASKS,
     SECOND_SYLLABLES,
     YEARS,
@@ -50,13 +51,12 @@ from common.datagen.world_grammar import (
     names,
     one_hop,
 )
-from common.search import Hit, Index, SearchError
 from viewer.results import write_json
 
-from common.plumbing.config import ROOT
-from common.plumbing.machine import describe_machine
-from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.opening import build_index, open_index
+from harness.base.config import ROOT
+from harness.runs.machine import describe_machine
+from harness.search.opening import build_index, open_index
+from harness.search.search_config import SearchConfig
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 BACKENDS = ("words", "meaning", "server")

@@ -8,7 +8,7 @@ import itertools
 import re
 from typing import NamedTuple
 
-from common.tasks.arithmetic import given_answer, normalize_answer
+from tasks.arithmetic import given_answer, normalize_answer
 
 STYLES = ("step by step", "careful", "mixed", "neither")
 # The first thing that is wrong in a completion, from left to right

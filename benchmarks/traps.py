@@ -103,7 +103,7 @@ def train(config: Config, name: str, seed: int) -> None:
 
 def train_here(config: Config, name: str, seed: int) -> None:
     """The experiment's own `main`, with the mistake in it."""
-    from common.plumbing.start import run_main
+    from harness.runs.start import run_main
 
     setting = setting_of(name)
     spec = importlib.util.spec_from_file_location("train", ROOT / setting.experiment / "train.py")
@@ -159,11 +159,11 @@ def describe_run(run: Run, config: Config, name: str, seed: int) -> tuple[dict, 
 def evaluate_correctly(place: Path) -> dict[str, float]:
     """Accuracy of the trained policy of experiment_base with the correct sampler, on the questions of the run."""
     from common.evaluate import evaluate
-    from common.tasks import arithmetic as task
+    from tasks import arithmetic as task
 
-    from common.plumbing.config import RunConfig
-    from common.plumbing.data import read_rows
-    from common.plumbing.loading import load_policy
+    from harness.base.config import RunConfig
+    from harness.data.data import read_rows
+    from harness.models.loading import load_policy
 
     exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
     policy = load_policy(RunConfig(model=str(place / "final"), **exact))

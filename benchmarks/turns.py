@@ -40,8 +40,8 @@ from common.sampling import begin_rows, continue_rows
 from common.trajectory import Trajectory
 from viewer.results import write_json
 
-from common.plumbing.config import ROOT
-from common.plumbing.machine import describe_machine, peak_memory_bytes
+from harness.base.config import ROOT
+from harness.runs.machine import describe_machine, peak_memory_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE, PROMPT_TOKENS = 8, 101

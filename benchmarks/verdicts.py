@@ -22,11 +22,11 @@ from pathlib import Path
 import math_verify
 import tyro
 
-from common.tasks.math import golds
-from common.tasks.verdicts.judge import Judge
+from tasks.math import golds
+from tasks.verdicts.judge import Judge
 from viewer.results import write_json
 
-from common.plumbing.machine import describe_machine
+from harness.runs.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 FILES = ("math500", "minerva", "olympiad_bench", "aime24", "amc")

@@ -1,6 +1,6 @@
 """evaluate.py against lm-evaluation-harness: the same model, the same prompts, the same questions of GSM8K.
 
-    python -m venv lm_eval && lm_eval/bin/pip install -r requirements-lm-eval.txt      # an environment of its own
+    python -m venv lm_eval && lm_eval/bin/pip install -e '.[lm-eval]'      # an environment of its own
     OMP_NUM_THREADS=1 python benchmarks/vs_lm_eval.py --data test.jsonl --lm-eval lm_eval/bin/python
 
 `--data` is GSM8K's test file as published. The model is a freshly initialised Qwen2 of 0.9 million parameters that
@@ -45,7 +45,7 @@ DEFAULTS = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "
 @dataclass(frozen=True, kw_only=True)
 class Config:
     data: str  # GSM8K's test.jsonl
-    lm_eval: str = sys.executable  # the Python of an environment with requirements-lm-eval.txt
+    lm_eval: str = sys.executable  # the Python of an environment with the extra lm-eval
     questions: int = 500  # the first ones
     epochs: int = 25  # passes of the supervised training over the half of the questions
     repetitions: int = 1  # of every evaluation, for its time
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from viewer.results import write_json
 
-    from common.plumbing.machine import describe_machine
+    from harness.runs.machine import describe_machine
 
     config = tyro.cli(Config, args=arguments, description=__doc__)
     command = ["python", "benchmarks/vs_lm_eval.py", *(sys.argv[1:] if arguments is None else arguments)]
@@ -269,11 +269,11 @@ def our_prompts(model: Path, rows: list[dict]) -> tuple[list[list[int]], dict[st
     from common.chat import encode_prompt
     from common.experience import collate
     from common.logprobs import token_log_probs
-    from common.tasks.gsm8k import messages, solution
     from common.trajectory import Trajectory
+    from tasks.gsm8k import messages, solution
 
-    from common.plumbing.config import PolicyConfig
-    from common.plumbing.loading import load_policy
+    from harness.base.config import PolicyConfig
+    from harness.models.loading import load_policy
 
     policy = load_policy(PolicyConfig(model=str(model), device="cpu"))
     policy.eval()
@@ -361,7 +361,7 @@ def run_evaluate(job: dict) -> dict:
     """`python evaluate.py`, with a clock around the function that asks a batch of questions."""
     from importlib.util import module_from_spec, spec_from_file_location
 
-    from evaluation import session
+    from harness.evaluation import session
 
     spec = spec_from_file_location("evaluate", ROOT / "evaluate.py")
     evaluate = sys.modules["evaluate"] = module_from_spec(spec)

@@ -1,6 +1,6 @@
 """experiment_base against TRL's GRPOTrainer on the same work, side by side, in processes of their own.
 
-    pip install -r requirements-bench.txt
+    pip install -e '.[bench]'
     python benchmarks/vs_trl.py                   # 2 hours on two idle cores; --help shows how to run parts of it
 
 Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
@@ -93,7 +93,7 @@ def describe() -> dict:
     """Machine and versions with which a part was measured."""
     from importlib.metadata import version
 
-    from common.plumbing.machine import describe_machine
+    from harness.runs.machine import describe_machine
 
     return {"trl": version("trl"), "cores": os.cpu_count()} | describe_machine()
 
@@ -220,7 +220,7 @@ def start(job: Job, script: str = __file__) -> dict:
 def work(job: Job) -> None:
     """Do the job in this process."""
     if job.policy == "characters":
-        from common.tasks import arithmetic
+        from tasks import arithmetic
 
         arithmetic.reward = lambda row, text: {"correct": float(len(text.replace(" ", "")) % 10 == 0), "format": 0.0}
         arithmetic.solution = lambda row: "0123456789"
@@ -235,7 +235,7 @@ def measure(job: Job, train: Callable[[Job, "Clock", str], None]) -> None:
     clock = Clock(job)
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
         train(job, clock, directory)
-    from common.plumbing.machine import peak_memory_bytes
+    from harness.runs.machine import peak_memory_bytes
 
     print(
         json.dumps(
@@ -310,9 +310,9 @@ class Clock:
 def examine(policy, seed: int) -> float:
     """Sampled accuracy on the held-out questions, each asked four times."""
     from common.evaluate import evaluate
-    from common.tasks import arithmetic
+    from tasks import arithmetic
 
-    from common.plumbing.data import read_rows
+    from harness.data.data import read_rows
 
     rows = read_rows(str(arithmetic.EVAL_DATA), arithmetic.FIELDS)[:256]
     evaluation = evaluate(policy, rows, arithmetic, max_new_tokens=96, num_samples=4, seed=seed)
@@ -321,9 +321,9 @@ def examine(policy, seed: int) -> float:
 
 def checkpoint_of(job: Job, directory: str) -> str:
     """The directory of the policy that both trainers load."""
-    from common.tasks.arithmetic import TRAIN_DATA
+    from tasks.arithmetic import TRAIN_DATA
 
-    from common.plumbing.config import TINY_POLICY
+    from harness.base.config import TINY_POLICY
 
     if job.policy != "characters":
         return str(TINY_POLICY) if job.policy == "tiny" else job.policy
@@ -428,7 +428,7 @@ def train_trl(
     """TRL's GRPOTrainer with the settings of experiment_base; saving, reporting and progress bars are switched off.
 
     Args:
-        task: a module of common/tasks; None: that of experiment_base.
+        task: a module of tasks; None: that of experiment_base.
         change: called with the tokenizer first.
         settings: what else to set in its GRPOConfig.
     """
@@ -438,10 +438,10 @@ def train_trl(
     from trl import GRPOConfig, GRPOTrainer
 
     from common.policy import Policy
-    from common.tasks import arithmetic
+    from tasks import arithmetic
 
-    from common.plumbing.data import prompts_of_step, read_rows
-    from common.plumbing.loading import find_end_of_turn_ids
+    from harness.data.data import prompts_of_step, read_rows
+    from harness.models.loading import find_end_of_turn_ids
 
     task = task or arithmetic
     rows = read_rows(str(task.TRAIN_DATA), task.FIELDS)

@@ -36,9 +36,9 @@ from common.sampling import sample
 from viewer.groups import read_run
 from viewer.results import keep_runs, write_json
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import read_rows
-from common.plumbing.loading import load_policy
+from harness.base.config import RunConfig
+from harness.data.data import read_rows
+from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_SAMPLES = 256
@@ -67,7 +67,7 @@ class Asked:
     num_questions: int = 192  # the first ones of the file
     prefix: str = "<think>"  # what every completion is made to begin with
     max_new_tokens: int = 224
-    task: str = "arithmetic"  # a file of common/tasks
+    task: str = "arithmetic"  # a file of tasks
     model: str = "tiny"  # without `train`
     run: str | None = None  # name of the run; None: <case>-<name>
 
@@ -76,7 +76,7 @@ class Asked:
 
     @property
     def module(self) -> ModuleType:
-        return importlib.import_module(f"common.tasks.{self.task}")
+        return importlib.import_module(f"tasks.{self.task}")
 
     def rows(self) -> list[dict]:
         return read_rows(str(ROOT / self.data), self.module.FIELDS)[: self.num_questions]

@@ -1,4 +1,4 @@
-"""Sampling: Q prompts in, G completions of each out. `Engine.sample` of common/engines has the same signature.
+"""Sampling: Q prompts in, G completions of each out. `Engine.sample` of harness/engines has the same signature.
 
 A prompt is encoded once and its cache repeated for the group; a row that has ended its turn leaves the batch; every
 token is drawn with a random number that belongs to its row alone. So batching changes no sample, except where rounding

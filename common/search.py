@@ -1,6 +1,6 @@
 """Search: documents that a policy finds, instead of knowing them.
 
-An index answers `search(query, k)` with the documents that fit best; common/plumbing/retrieval has several kinds. The
+An index answers `search(query, k)` with the documents that fit best; harness/search has several kinds. The
 policy reads their texts, one a line, and never their ids or scores. All queries of a turn are sent to the index
 together, before the environment takes the turn of each conversation.
 """

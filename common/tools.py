@@ -3,7 +3,7 @@
 A tool's docstring and types are what the policy is told of it. Its answer is a text; one that begins with "error:" is a
 failure, which the policy reads like any other answer. Nothing that a policy writes raises an exception here.
 
->>> from common.calculator import calculator
+>>> from common.calculator_tool import calculator
 >>> text = 'So <tool_call>{"name": "calculator", "arguments": {"expression": "17*23"}}</tool_call>'
 >>> calls, rest = parse_calls(text, "hermes")
 >>> rest, calls[0].name, calls[0].arguments
@@ -21,7 +21,7 @@ from os.path import commonprefix
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from common.calculator import calculator
+from common.calculator_tool import calculator
 from common.chat import apply_template
 from common.errors import UserError
 

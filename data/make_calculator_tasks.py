@@ -1,7 +1,7 @@
 """Write the calculator's task: `calculator_tasks.jsonl` (training) and `calculator_tasks_heldout.jsonl` (evaluation).
 
 No question is in both files, or in the lessons of the tiny policy, also up to the order of commuting terms: `pool` of
-common/datagen/arithmetic_grammar.py assigns every sum to exactly one of the three.
+tasks/grammars/arithmetic_grammar.py assigns every sum to exactly one of the three.
 
     python data/make_calculator_tasks.py     # a few seconds; the same bytes every time
 """
@@ -10,7 +10,7 @@ import json
 import random
 from pathlib import Path
 
-from common.datagen.calculator_grammar import KINDS, draw_calculator_question, to_row
+from tasks.grammars.calculator_grammar import KINDS, draw_calculator_question, to_row
 
 SEED = 20260102
 

@@ -1,7 +1,7 @@
 """Write Countdown's problems: `countdown_tasks.jsonl` (training) and `countdown_tasks_heldout.jsonl` (evaluation).
 
 No problem is in both files, or in the lessons of the tiny policy, also with its numbers in another order: `pool` of
-common/datagen/countdown_grammar.py assigns every problem to exactly one of the three.
+tasks/grammars/countdown_grammar.py assigns every problem to exactly one of the three.
 
     python data/make_countdown_tasks.py     # a second; the same bytes every time
 """
@@ -10,7 +10,7 @@ import json
 import random
 from pathlib import Path
 
-from common.datagen.countdown_grammar import draw_problem, to_row
+from tasks.grammars.countdown_grammar import draw_problem, to_row
 
 SEED = 20260103
 

@@ -6,7 +6,7 @@ those of eight to ten are longer than any that it was taught. The lengths take t
 of them equally, and `--at-most num_terms=7` keeps five to seven. docs/what_rl_teaches.md uses them.
 
 No sum is in both files, in those of the bundled task, or in the warm start, also up to the order of commuting terms:
-`pool` of common/datagen/arithmetic_grammar.py assigns every sum to exactly one of the three.
+`pool` of tasks/grammars/arithmetic_grammar.py assigns every sum to exactly one of the three.
 
     python data/make_long_sums.py     # seconds; the same bytes every time
 """
@@ -15,7 +15,7 @@ import json
 import random
 from pathlib import Path
 
-from common.datagen.arithmetic_grammar import draw_question, to_row
+from tasks.grammars.arithmetic_grammar import draw_question, to_row
 
 SEED = 20260102
 LENGTHS = range(5, 11)

@@ -1,7 +1,7 @@
 """Write the bundled task: `math_tasks.jsonl` (training) and `math_tasks_heldout.jsonl` (evaluation).
 
 No question is in both files, or in the warm start of the tiny policy, also up to the order of commuting terms:
-`pool` of common/datagen/arithmetic_grammar.py assigns every sum to exactly one of the three.
+`pool` of tasks/grammars/arithmetic_grammar.py assigns every sum to exactly one of the three.
 
     python data/make_math_tasks.py     # a few seconds; the same bytes every time
 """
@@ -10,7 +10,7 @@ import json
 import random
 from pathlib import Path
 
-from common.datagen.arithmetic_grammar import KINDS, draw_question, to_row
+from tasks.grammars.arithmetic_grammar import KINDS, draw_question, to_row
 
 SEED = 20260101
 

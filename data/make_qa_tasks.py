@@ -15,7 +15,7 @@ import json
 import random
 from pathlib import Path
 
-from common.datagen.world_grammar import World, document, draw_question, make_world
+from tasks.grammars.world_grammar import World, document, draw_question, make_world
 
 SEED = 20261122
 NUM_ENTITIES = {"train": 1600, "heldout": 400}

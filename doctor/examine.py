@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from doctor import functions
+from doctor.examined_loss import Loss
 from doctor.findings import CHECKS, NOT_EXAMINED, NOTE, TRAP, Finding, Report, UnusableError, either
-from doctor.loss import Loss
 from doctor.objective import check_objective
 from doctor.user_file import UserFile
 from doctor.weights import check_weights

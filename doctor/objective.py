@@ -11,8 +11,8 @@ from itertools import chain
 import torch
 
 from doctor.batches import ACTION, PROMPT, PROMPT_COLUMNS, Batch, make_batch
+from doctor.examined_loss import Loss
 from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, agree, compare, number
-from doctor.loss import Loss
 
 INFINITY = float("inf")
 RATIOS = 0.305 + 0.01 * torch.arange(370)  # up to 4, none of them on the edge of a clip range

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from doctor.batches import ACTION, MAX_NEW_TOKENS, OTHER_ROWS, PADDING, PROMPT, PROMPT_COLUMNS, TOOL, Batch, make_batch
+from doctor.examined_loss import OF_THE_MINIBATCH, Loss, meaning
 from doctor.findings import NOTE, OK, TRAP, Finding, agree, compare, either, farthest, number
-from doctor.loss import OF_THE_MINIBATCH, Loss, meaning
 
 FIRST = (3, PROMPT_COLUMNS)  # row and column of the token that is sampled first in the longest row
 LEAKS = {  # kind of token: check, what one is called

@@ -23,7 +23,7 @@ Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group'
 per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
-import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,15 +38,15 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
-from common.plumbing.data import load_task, prompts_of_step
-from common.plumbing.held_out import evaluate_held_out
-from common.plumbing.loading import load_policy, make_reference
-from common.plumbing.parse import parse_config
-from common.plumbing.run import Run
-from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics, rollout_metrics
-from common.plumbing.task import Task
+from harness.base.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
+from harness.cli.parse import parse_config
+from harness.data.data import load_task, prompts_of_step
+from harness.data.held_out import evaluate_held_out
+from harness.data.task import Task
+from harness.logs.statistics import UpdateStatistics, rollout_metrics
+from harness.models.loading import load_policy, make_reference
+from harness.runs.run import Run
+from harness.runs.start import run_main, start_run
 
 
 @dataclass(frozen=True, kw_only=True)

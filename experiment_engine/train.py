@@ -18,7 +18,7 @@ count as the policy's own: importance sampling, truncated because a rare w can b
 Parent: experiment_accelerate; experiment_base explains everything else. Shapes are those of the parent.
 """
 
-import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from dataclasses import dataclass
 
 import torch
@@ -26,24 +26,24 @@ from accelerate import Accelerator
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_prompt
-from common.engines.engine import Engine, Sampling
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
 from common.parallel import gather, gather_rows, in_step, part_of, world_size
 from common.policy import Policy
 
-from common.plumbing.accelerator import clip_grad_norm_, prepare, start_accelerator
-from common.plumbing.config import Count, GroupSize, NotNegative, Positive, Share, ZeroOrOne
-from common.plumbing.data import load_task, prompts_of_step
-from common.plumbing.engine import EngineConfig, compare_with_engine, start_engine
-from common.plumbing.held_out import evaluate_held_out
-from common.plumbing.loading import load_policy, make_reference
-from common.plumbing.parse import parse_config
-from common.plumbing.run import Run
-from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics, rollout_metrics
-from common.plumbing.task import Task
+from harness.base.config import Count, GroupSize, NotNegative, Positive, Share, ZeroOrOne
+from harness.cli.parse import parse_config
+from harness.data.data import load_task, prompts_of_step
+from harness.data.held_out import evaluate_held_out
+from harness.data.task import Task
+from harness.engines.engine import Engine, Sampling
+from harness.engines.for_run import EngineConfig, compare_with_engine, start_engine
+from harness.logs.statistics import UpdateStatistics, rollout_metrics
+from harness.models.loading import load_policy, make_reference
+from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
+from harness.runs.run import Run
+from harness.runs.start import run_main, start_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,17 +7,17 @@
 An index of other documents is replaced at the moment when the new one is complete; who has opened the old one keeps it.
 """
 
-from common.plumbing.interrupt import handle_as_usual  # first: Ctrl-C during the imports shows no traceback
+from harness.base.interrupt import handle_as_usual  # first: Ctrl-C during the imports shows no traceback
 import time
 from collections.abc import Sequence
 
 import tyro
 
-from common.plumbing.config import shown
-from common.plumbing.retrieval.config import IndexConfig as Config
-from common.plumbing.retrieval.opening import build_index
-from common.plumbing.start import run_main
-from common.plumbing.terminal import say
+from harness.base.config import shown
+from harness.base.terminal import say
+from harness.runs.start import run_main
+from harness.search.opening import build_index
+from harness.search.search_config import IndexConfig as Config
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,7 @@ the part that answers it], "difficulty": ...}. The answer has one to six words; 
 question.
 
 A model behind an OpenAI-compatible server (--base-url; its key is read from the environment variable OPENAI_API_KEY)
-writes the questions, or without one a set of templates (common/plumbing/questions/templates.py). A model should have at
+writes the questions, or without one a set of templates (question_templates.py). A model should have at
 least some billion parameters.
 
 The difficulty is that of finding the part when the question itself is the query, among all parts: easy, if the part is
@@ -23,7 +23,7 @@ questions. No two are equal, up to case, punctuation and articles. Nothing is he
 The command can be interrupted, killed, and given again: it goes on behind the questions that are in the output.
 """
 
-from common.plumbing.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
+from harness.base.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
 import asyncio
 import functools
 import json
@@ -40,15 +40,15 @@ import tyro
 from common.errors import UserError
 from common.keyed import keyed_generator
 from common.search import Index
+from experiment_multiturn_qa.question_templates import MAX_ANSWER_WORDS, Draft, Templates, find_fault, normalise
 
-from common.plumbing.checks import is_text, local_path
-from common.plumbing.config import Count, Positive, Seed, shown
-from common.plumbing.questions.templates import MAX_ANSWER_WORDS, Draft, Templates, find_fault, normalise
-from common.plumbing.retrieval.config import IndexConfig, check_index, corpus_of
-from common.plumbing.retrieval.documents import Document, read_corpus
-from common.plumbing.retrieval.opening import build_index
-from common.plumbing.start import run_main
-from common.plumbing.terminal import printable, say, visible
+from harness.base.checks import is_text, local_path
+from harness.base.config import Count, Positive, Seed, shown
+from harness.base.terminal import printable, say, visible
+from harness.runs.start import run_main
+from harness.search.documents import Document, read_corpus
+from harness.search.opening import build_index
+from harness.search.search_config import IndexConfig, check_index, corpus_of
 
 DEPTH = 10  # of the search that measures the difficulty
 KEY = "OPENAI_API_KEY"

@@ -10,7 +10,7 @@
 result null. Whoever can reach the port can search: there are no passwords.
 """
 
-from common.plumbing.interrupt import handle_as_usual  # first: Ctrl-C during the imports shows no traceback
+from harness.base.interrupt import handle_as_usual  # first: Ctrl-C during the imports shows no traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,11 +21,11 @@ from annotated_types import Interval
 
 from common.errors import UserError
 
-from common.plumbing.config import Count
-from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.opening import check_search, open_index
-from common.plumbing.start import run_main
-from common.plumbing.terminal import say
+from harness.base.config import Count
+from harness.base.terminal import say
+from harness.runs.start import run_main
+from harness.search.opening import check_search, open_index
+from harness.search.search_config import SearchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Config(SearchConfig):
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     try:
-        from common.plumbing.retrieval import server
+        from harness.search import search_server as server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving needs {error.name}: pip install -r requirements-search.txt") from error
+        raise UserError(f"serving needs {error.name}: pip install -e '.[search]'") from error
     check_search(config)
     handle_as_usual()
     torch.set_num_threads(config.threads)

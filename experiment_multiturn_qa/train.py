@@ -12,13 +12,13 @@ A conversation is a row of ids that only grows: the policy is trained on exactly
     python experiment_multiturn_qa/train.py --no-tool         # the same without the search
     python experiment_multiturn_qa/train.py --corpus my_documents --questions my_questions.jsonl
 
-Parent: experiment_multiturn_tool_calling. Read next: common/search.py, and common/tasks/qa.py for the rewards.
+Parent: experiment_multiturn_tool_calling. Read next: common/search.py, and tasks/qa.py for the rewards.
 
 Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
 per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
-import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -40,21 +40,21 @@ from common.search import SEARCH_WEIGHTS, Searcher, SearchState
 from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
-from common.plumbing.accelerator import clip_grad_norm_, prepare, start_accelerator
-from common.plumbing.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
-from common.plumbing.context import context_length
-from common.plumbing.data import load_task, prompts_of_step
-from common.plumbing.held_out import evaluate_held_out
-from common.plumbing.loading import load_policy, make_reference
-from common.plumbing.parse import parse_config
-from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.opening import check_questions, open_index, search_sources
-from common.plumbing.run import Run
-from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics, rollout_metrics
-from common.plumbing.task import Task
-from common.plumbing.tool_files import check_turns, load_tools
-from common.plumbing.tool_processes import in_threads
+from harness.base.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
+from harness.cli.parse import parse_config
+from harness.data.context import context_length
+from harness.data.data import load_task, prompts_of_step
+from harness.data.held_out import evaluate_held_out
+from harness.data.task import Task
+from harness.logs.statistics import UpdateStatistics, rollout_metrics
+from harness.models.loading import load_policy, make_reference
+from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
+from harness.runs.run import Run
+from harness.runs.start import run_main, start_run
+from harness.search.opening import check_questions, open_index, search_sources
+from harness.search.search_config import SearchConfig
+from harness.tools.tool_files import check_turns, load_tools
+from harness.tools.tool_processes import in_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Config(SearchConfig, RunConfig):
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     # the bundled policy that knows tools, "tiny_tools", or any that --model of experiment_base can be
     model: str = "tiny_tools"
-    task: str = "qa"  # what is asked and rewarded: a file of common/tasks, or the path of your own
+    task: str = "qa"  # what is asked and rewarded: a file of tasks, or the path of your own
     tools: InputPath | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
     tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
     tool: bool = True  # offer the search; --no-tool asks the same questions without any tool

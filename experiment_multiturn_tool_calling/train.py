@@ -18,7 +18,7 @@ Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group'
 per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
 """
 
-import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ import torch
 from accelerate import Accelerator
 
 from common.advantages import STD_EPS, group_advantages, group_std
-from common.calculator import calculator
+from common.calculator_tool import calculator
 from common.chat import decode, encode_observation, encode_prompt
 from common.environment import CALL_WEIGHTS, State, env_step
 from common.experience import Experience, collate
@@ -40,19 +40,19 @@ from common.sampling import begin_rows, continue_rows
 from common.tools import call_form, schemas
 from common.trajectory import Trajectory
 
-from common.plumbing.accelerator import clip_grad_norm_, prepare, start_accelerator
-from common.plumbing.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
-from common.plumbing.context import context_length
-from common.plumbing.data import load_task, prompts_of_step
-from common.plumbing.held_out import evaluate_held_out
-from common.plumbing.loading import load_policy, make_reference
-from common.plumbing.parse import parse_config
-from common.plumbing.run import Run
-from common.plumbing.start import run_main, start_run
-from common.plumbing.statistics import UpdateStatistics, rollout_metrics
-from common.plumbing.task import Task
-from common.plumbing.tool_files import check_turns, load_tools
-from common.plumbing.tool_processes import in_threads
+from harness.base.config import Count, GroupSize, InputPath, NotNegative, Positive, RunConfig, Share
+from harness.cli.parse import parse_config
+from harness.data.context import context_length
+from harness.data.data import load_task, prompts_of_step
+from harness.data.held_out import evaluate_held_out
+from harness.data.task import Task
+from harness.logs.statistics import UpdateStatistics, rollout_metrics
+from harness.models.loading import load_policy, make_reference
+from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
+from harness.runs.run import Run
+from harness.runs.start import run_main, start_run
+from harness.tools.tool_files import check_turns, load_tools
+from harness.tools.tool_processes import in_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Config(RunConfig):
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     # the bundled policy that knows tools, "tiny_tools", or any that --model of experiment_base can be
     model: str = "tiny_tools"
-    task: str = "calculator"  # what is asked and rewarded: a file of common/tasks, or the path of your own
+    task: str = "calculator"  # what is asked and rewarded: a file of tasks, or the path of your own
     tools: InputPath | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
     tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
     tool: bool = True  # offer the calculator; --no-tool asks the same questions without any tool

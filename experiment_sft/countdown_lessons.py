@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 import torch
 
-from common.datagen.countdown_grammar import MAX_TARGET, Problem, Try, draw_nums, draw_problem, pool, tries
 from common.policy import Policy
+from tasks.grammars.countdown_grammar import MAX_TARGET, Problem, Try, draw_nums, draw_problem, pool, tries
 
 MAX_TRIES = 8
 SPREAD = 20.0  # lesson 3: a value is drawn in proportion to exp(-|value - target| / SPREAD)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common.datagen.arithmetic_grammar import KINDS, draw_question, render
+from tasks.grammars.arithmetic_grammar import KINDS, draw_question, render
 
 VOCAB_SIZE = 1024
 MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

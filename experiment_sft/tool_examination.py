@@ -14,17 +14,17 @@ import torch
 from tool_lessons import copying_row, search_in
 
 from common.chat import decode, encode_chat, encode_observation, encode_prompt
-from common.datagen.world_grammar import draw_question, make_world, to_row
 from common.evaluate import EVALUATION, mean
 from common.experience import collate
 from common.policy import Policy
 from common.sampling import begin_rows, continue_rows
-from common.tasks import arithmetic, calculator
 from common.tools import ToolCall, call_tool, parse_calls, schemas
 from common.tools import calculator as calculate
 from common.trajectory import Trajectory
+from tasks import arithmetic, calculator
+from tasks.grammars.world_grammar import draw_question, make_world, to_row
 
-from common.plumbing.data import read_rows
+from harness.data.data import read_rows
 
 MAX_TURNS, MAX_NEW_TOKENS = 4, 128
 NUM_SAMPLES = 8

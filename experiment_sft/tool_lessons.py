@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterator
 import torch
 from warm_start import COPY_FRAMES, answer_in_some_style, reasoned_answer, symbols
 
-from common.datagen.arithmetic_grammar import KINDS as BUNDLED_KINDS
-from common.datagen.arithmetic_grammar import Question, draw_question, render
-from common.datagen.calculator_grammar import draw_calculator_question
-from common.datagen.world_grammar import (
+from common.policy import Policy
+from common.tools import calculator, call_tool, parse_calls, schemas
+from tasks.grammars.arithmetic_grammar import KINDS as BUNDLED_KINDS
+from tasks.grammars.arithmetic_grammar import Question, draw_question, render
+from tasks.grammars.calculator_grammar import draw_calculator_question
+from tasks.grammars.world_grammar import (
     CAPITALS,
     FIRST_SYLLABLES,
     SECOND_SYLLABLES,
@@ -35,9 +37,7 @@ from common.datagen.world_grammar import (
     names,
     render_results,
 )
-from common.datagen.world_grammar import draw_question as draw_world_question
-from common.policy import Policy
-from common.tools import calculator, call_tool, parse_calls, schemas
+from tasks.grammars.world_grammar import draw_question as draw_world_question
 
 # Lesson 1: what is copied
 EXPRESSION_SHARE = 0.15  # sums of the calculator; the other rows copy one to three names

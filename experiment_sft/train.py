@@ -17,7 +17,7 @@ Rows of --data may have "tools", a list of JSON schemas, with calls and turns of
 the assistant with "weight": 0 is read and not learned.
 """
 
-import common.plumbing.interrupt  # Ctrl-C during the imports: no traceback
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,17 +37,17 @@ from common.evaluate import evaluate
 from common.experience import Experience, collate
 from common.keyed import keyed_generator
 from common.policy import Policy
-from common.tasks import arithmetic, countdown
 from common.trajectory import Trajectory
+from tasks import arithmetic, countdown
 
-from common.plumbing.config import DTYPES, Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
-from common.plumbing.context import check_prompts, context_length
-from common.plumbing.data import read_rows
-from common.plumbing.loading import load_policy, make_policy
-from common.plumbing.parse import parse_config
-from common.plumbing.run import Run
-from common.plumbing.start import run_main, start_run
-from common.plumbing.terminal import say
+from harness.base.config import DTYPES, Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
+from harness.base.terminal import say
+from harness.cli.parse import parse_config
+from harness.data.context import check_prompts, context_length
+from harness.data.data import read_rows
+from harness.models.loading import load_policy, make_policy
+from harness.runs.run import Run
+from harness.runs.start import run_main, start_run
 
 RESOLVED = {"new": {"lr": 1.5e-3}, "tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
 # What the policy is asked at the end, by lessons, and the budget of its answers in tokens

@@ -19,8 +19,8 @@ task's files.
 import random
 from collections.abc import Iterator
 
-from common.datagen.arithmetic_grammar import KINDS, Question, draw_question, render
-from common.tasks.arithmetic import messages
+from tasks.arithmetic import messages
+from tasks.grammars.arithmetic_grammar import KINDS, Question, draw_question, render
 
 Kind = tuple[int, int, bool]  # (num_terms, num_digits, has_product)
 
@@ -76,7 +76,7 @@ def reasoned_answer(question: Question, rng: random.Random) -> str:
 def symbols(question: Question) -> str:
     """The sum as the reasoning writes it.
 
-    >>> from common.datagen.arithmetic_grammar import Term
+    >>> from tasks.grammars.arithmetic_grammar import Term
     >>> symbols(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '47+7*8-18'
     """
@@ -87,7 +87,7 @@ def symbols(question: Question) -> str:
 def step_by_step(question: Question) -> str:
     """One step per operation, from left to right.
 
-    >>> from common.datagen.arithmetic_grammar import Term
+    >>> from tasks.grammars.arithmetic_grammar import Term
     >>> step_by_step(Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,)))))
     '7*8=56 47+56=103 103-18=85'
     """

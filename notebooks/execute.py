@@ -2,7 +2,7 @@
 
     python notebooks/execute.py
 
-It needs requirements-notebook.txt, one CPU core and about ten seconds. The kernel is the Python that runs this file.
+It needs the extra notebook, one CPU core and about ten seconds. The kernel is the Python that runs this file.
 What an editor stores beside the cells is left out, so that git shows what has changed.
 """
 

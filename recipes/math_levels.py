@@ -10,7 +10,7 @@ taken: those of MATH-500 are among the others. A row has `problem`, `level` ("Le
 Not tried with the hub, which cannot be reached from where this was written.
 """
 
-from common.plumbing.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
+from harness.base.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
 import json
 import os
 import re
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from common.errors import UserError
 
-from common.plumbing.data import read_rows
-from common.plumbing.start import run_main
-from common.plumbing.terminal import say
+from harness.base.terminal import say
+from harness.data.data import read_rows
+from harness.runs.start import run_main
 
 SUBJECTS = (
     "algebra",

@@ -21,7 +21,7 @@ import torch
 from torch import distributed
 
 import viewer
-from common.tasks import arithmetic, calculator, countdown, qa
+from tasks import arithmetic, calculator, countdown, qa
 
 torch.set_num_threads(1)
 

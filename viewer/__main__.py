@@ -54,8 +54,12 @@ def _show(config: Config) -> None:
     print(f"{printable(path)} ({path.stat().st_size / 1000:,.0f} KB)")
 
 
-if __name__ == "__main__":
+def program() -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
         sys.stderr.reconfigure(errors="backslashreplace")
     main()
+
+
+if __name__ == "__main__":
+    program()

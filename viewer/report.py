@@ -15,7 +15,7 @@ from shlex import quote
 
 from viewer.results import open_run
 from viewer.runs import Run, RunError, number, ranges, step_of
-from viewer.samples import Kept, describe, keep_steps
+from viewer.sampled_rows import Kept, describe, keep_steps
 
 HERE = Path(__file__).resolve().parent
 METRICS_PAGE = HERE.parent / "docs" / "metrics.md"

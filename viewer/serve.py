@@ -16,7 +16,7 @@ from pathlib import Path
 from viewer.report import live_page
 from viewer.results import open_run
 from viewer.runs import RunError, printable
-from viewer.samples import encode_step
+from viewer.sampled_rows import encode_step
 
 ADDRESS = "127.0.0.1"
 FILES = ("config.json", "summary.json", "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "diagnosis.jsonl")

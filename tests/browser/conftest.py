@@ -25,8 +25,8 @@ RUNS = {
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
     """Closed after the file: it keeps an event loop running, beside which later tests could start none."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: requirements-browser.txt")
-    pytest.importorskip("axe_playwright_python", reason="axe is not installed: requirements-browser.txt")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra browser")
+    pytest.importorskip("axe_playwright_python", reason="axe is not installed: the extra browser")
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM}; CHROMIUM can name another one")
     with api.sync_playwright() as playwright:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from common.engines.engine import Engine
 from common.policy import Policy
 
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
+from harness.base.config import RunConfig
+from harness.engines.engine import Engine
+from harness.models.loading import load_policy
 
 collect_ignore = ["stand_in"]  # pytest would import its package as `vllm`
 

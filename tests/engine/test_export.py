@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.engines.engine import fingerprint
-from common.engines.export import export
 from common.policy import Policy
 
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
+from harness.base.config import RunConfig
+from harness.engines.engine import fingerprint
+from harness.engines.folder import export
+from harness.models.loading import load_policy
 
 SEQUENCES = torch.randint(5, 1000, (3, 20), generator=torch.manual_seed(0))
 

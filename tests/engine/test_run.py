@@ -21,14 +21,14 @@ from safetensors.torch import load_file
 from common.errors import UserError
 from common.experience import collate
 from common.logprobs import token_log_probs
-from common.tasks.arithmetic import EVAL_DATA
 from common.trajectory import Trajectory
+from tasks.arithmetic import EVAL_DATA
 
-from common.plumbing.config import RunConfig
-from common.plumbing.engine import server_command
-from common.plumbing.loading import load_policy
-from common.plumbing.signals import StopRequest
-from common.plumbing.start import run_main
+from harness.base.config import RunConfig
+from harness.engines.for_run import server_command
+from harness.models.loading import load_policy
+from harness.runs.signals import StopRequest
+from harness.runs.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "experiment_engine" / "train.py"

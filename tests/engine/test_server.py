@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.engines.server import ChildServer, free_port, telling_line
 from common.errors import UserError
+
+from harness.engines.server import ChildServer, free_port, telling_line
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="what is left is found by Linux")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,7 @@ listener.serve_forever()
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
-from common.engines.server import ChildServer
+from harness.engines.server import ChildServer
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell switches off for what it runs with &
 server = ChildServer(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2]), {"ADDED": "yes"})
 forked = os.fork()

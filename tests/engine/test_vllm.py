@@ -10,10 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-import common.engines.engine
 from common.chat import encode_prompt
-from common.engines.engine import seed_of
-from common.engines.export import export
 from common.errors import EngineError
 from common.experience import collate
 from common.logprobs import token_log_probs
@@ -21,8 +18,11 @@ from common.policy import Policy
 from common.sampling import begin_rows, sample
 from common.trajectory import Trajectory
 
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
+import harness.engines.engine
+from harness.base.config import RunConfig
+from harness.engines.engine import seed_of
+from harness.engines.folder import export
+from harness.models.loading import load_policy
 
 CLOSE = 1e-4  # nats between two computations in float32
 QUESTIONS = ("What is 47 plus 29?", "What is 3 plus 4?", "What is 47 plus 29 plus 113 minus 25?")
@@ -226,7 +226,7 @@ def test_new_weights_wait_for_samples_of_the_old_ones(stand_in, connect, policy,
     server, are_sampled = stand_in(), []
     engine = connect(server.url)
     engine.push(policy)
-    real_wait, real_load = common.engines.engine.wait, engine.server.load
+    real_wait, real_load = harness.engines.engine.wait, engine.server.load
 
     def wait(futures: list) -> None:
         if futures:
@@ -242,7 +242,7 @@ def test_new_weights_wait_for_samples_of_the_old_ones(stand_in, connect, policy,
     server.engine.lock.acquire()
     engine.begin(policy, prompts, 4, **SETTINGS)
     scale(policy)
-    monkeypatch.setattr(common.engines.engine, "wait", wait)
+    monkeypatch.setattr(harness.engines.engine, "wait", wait)
     monkeypatch.setattr(engine.server, "load", load)
     engine.sample(policy, prompts, 4, **SETTINGS)
     assert are_sampled == [True]

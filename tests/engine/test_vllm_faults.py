@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import common.engines.http
-import common.engines.vllm
 from common.errors import EngineError
 from common.experience import collate
 from common.logprobs import token_log_probs
+
+import harness.engines.http
+import harness.engines.vllm
 
 COMPLETIONS, RELOAD, RESET = "/v1/completions", "/collective_rpc", "/reset_prefix_cache"
 SETTINGS = {"max_new_tokens": 6, "key": (0, 1)}
@@ -222,7 +223,7 @@ def test_weights_that_cannot_be_written_are_named(stand_in, connect, policy, tmp
 
 
 def test_a_busy_cache_is_waited_for(stand_in, connect, policy, monkeypatch):
-    monkeypatch.setattr(common.engines.vllm, "CACHE_SECONDS", 0.3)
+    monkeypatch.setattr(harness.engines.vllm, "CACHE_SECONDS", 0.3)
     server = stand_in()
     engine = connect(server.url)
     server.fault("busy_cache", 2, RESET)
@@ -238,7 +239,7 @@ def test_a_busy_cache_is_waited_for(stand_in, connect, policy, monkeypatch):
 
 
 def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(stand_in, connect, policy, monkeypatch):
-    monkeypatch.setattr(common.engines.http, "HEALTH", 0.2)
+    monkeypatch.setattr(harness.engines.http, "HEALTH", 0.2)
     server = stand_in()
     engine = connect(server.url)
     server.fault("hang", None, COMPLETIONS)
@@ -255,7 +256,7 @@ def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(stand_in, connec
 def test_a_server_that_hangs_is_given_up(stand_in, connect, policy, monkeypatch):
     """It is asked whether it is alive, and does not say so."""
     for name in ("HEALTH", "ALIVE"):
-        monkeypatch.setattr(common.engines.http, name, 0.3)
+        monkeypatch.setattr(harness.engines.http, name, 0.3)
     server = stand_in()
     engine = connect(server.url)
     engine.push(policy)

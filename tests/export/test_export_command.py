@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 from common.chat import decode, encode_prompt
 from common.errors import UserError
 from common.sampling import sample
-from exporting.answers import Questions
-from exporting.card import Card, code, escape, fenced, public_command
-from exporting.source import Source
 
-from common.plumbing.config import ModelConfig
-from common.plumbing.loading import load_policy
-from common.plumbing.start import run_main
+from harness.base.config import ModelConfig
+from harness.exporting.card import Card, code, escape, fenced, public_command
+from harness.exporting.exported_answers import Questions
+from harness.exporting.source import Source
+from harness.models.loading import load_policy
+from harness.runs.start import run_main
 
 pytestmark = pytest.mark.drawn
 
@@ -260,7 +260,7 @@ def test_every_byte_arrives_and_nothing_else(runs, export, tmp_path, hub, capsys
 @pytest.mark.parametrize("fault", ["token", "public", "network", "offline"])
 def test_what_fails_is_told_and_the_export_kept(load_script, tmp_path, hub, monkeypatch, fault):
     load_script("export.py")
-    push, is_private = sys.modules["exporting.upload"].push, False
+    push, is_private = sys.modules["harness.exporting.upload"].push, False
     (tmp_path / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
     if fault == "token":
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")

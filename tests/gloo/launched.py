@@ -6,7 +6,7 @@ from accelerate import Accelerator
 
 from common.errors import UserError
 
-from common.plumbing.processes import check_launch
+from harness.processes.processes import check_launch
 
 # write and not print, which puts the end of a line after it by itself: two processes share the output
 accelerator = Accelerator(cpu="--not-on-cpu" not in sys.argv)  # with cpu=False, processes without a GPU do not connect

@@ -24,8 +24,8 @@ import viewer
 from common.errors import UserError
 from common.parallel import gather, is_main
 
-from common.plumbing.ranks import EndedElsewhereError
-from common.plumbing.signals import leave
+from harness.base.ranks import EndedElsewhereError
+from harness.runs.signals import leave
 
 pytestmark = pytest.mark.all_questions
 

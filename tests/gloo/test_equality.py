@@ -28,7 +28,7 @@ from common.parallel import gather, part_of, rank
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from common.plumbing.statistics import UpdateStatistics
+from harness.logs.statistics import UpdateStatistics
 
 pytestmark = pytest.mark.all_questions
 
@@ -62,9 +62,9 @@ def load(experiment: str) -> ModuleType:
 def make_policy(scenario: str) -> Policy:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from common.plumbing.adapters import add_adapter
-    from common.plumbing.config import PolicyConfig
-    from common.plumbing.loading import exclude_frozen, load_policy
+    from harness.base.config import PolicyConfig
+    from harness.models.adapters import add_adapter
+    from harness.models.loading import exclude_frozen, load_policy
 
     if scenario == "lora_4bit":
         policy = load_policy(PolicyConfig(device="cpu", lora_rank=4, load_in="4bit"))

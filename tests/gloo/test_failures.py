@@ -38,8 +38,8 @@ ENVIRONMENT = {
 # arithmetic, with rewards that are not numbers, or that raise an error, for the last prompt of step 2: on the last rank
 TASK = """
 import os
-from common.tasks.arithmetic import *
-from common.tasks import arithmetic
+from tasks.arithmetic import *
+from tasks import arithmetic
 del solution  # which is asked for once per row, before training
 def reward(row, text):
     if row["question"] == {question!r} and "<answer>" in text and os.environ.get("FAULT") == "raise":
@@ -53,7 +53,7 @@ def reward(row, text):
 AND_COMPARE_POLICIES = """
 import runpy, sys
 from common.parallel import gather
-from common.plumbing.run import Run
+from harness.runs.run import Run
 save_final = Run.save_final
 def compare_and_save(run, policy):
     sums = gather([weight.double().sum().item() for weight in policy.parameters()])
@@ -66,7 +66,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 # The unchanged program, which waits less for the others.
 WITHOUT_PATIENCE = """
 import runpy, sys
-from common.plumbing import processes
+from harness.processes import processes
 processes.TIME_TO_MEET = 3.0
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -178,7 +178,7 @@ def copy_of(directory: Path, runs: Path) -> Path:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """Where launches start; it has a task whose rewards fail when FAULT says so."""
-    from common.plumbing.data import prompts_of_step, read_rows
+    from harness.data.data import prompts_of_step, read_rows
 
     place = tmp_path_factory.mktemp("place")
     rows = read_rows(str(ROOT / "data" / "math_tasks.jsonl"), {})

@@ -8,10 +8,10 @@ import torch
 
 from common.chat import encode_prompt
 from common.evaluate import evaluate
-from common.tasks import arithmetic as task
+from tasks import arithmetic as task
 
-from common.plumbing.config import PolicyConfig
-from common.plumbing.loading import load_policy
+from harness.base.config import PolicyConfig
+from harness.models.loading import load_policy
 
 EVAL_PROMPTS = 32
 

@@ -15,12 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from common.policy import Policy
 from common.sampling import sample
 
-import common.plumbing.loading
-from common.plumbing.adapters import add_adapter
-from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
-from common.plumbing.loading import load_policy, make_reference
-from common.plumbing.parse import parse_config
-from common.plumbing.pretrained import count_parameters
+import harness.models.loading
+from harness.base.config import RESOLVED, TINY_POLICY, RunConfig
+from harness.cli.parse import parse_config
+from harness.models.adapters import add_adapter
+from harness.models.loading import load_policy, make_reference
+from harness.models.pretrained import count_parameters
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13]]
 A_RUN = (
@@ -312,7 +312,7 @@ def test_a_rollout_does_not_change_gradients_over_4_bit_weights(monkeypatch, dty
     """On CPUs with AVX512-BF16 bitsandbytes repacks the weights in the first forward pass without gradient."""
     pytest.importorskip("bitsandbytes")
     with monkeypatch.context() as patch:
-        patch.setattr(common.plumbing.loading, "check_computation", lambda policy: None)  # it would be that first pass
+        patch.setattr(harness.models.loading, "check_computation", lambda policy: None)  # it would be that first pass
         policy = fill_adapters(load(load_in="4bit", lora_rank=4, dtype=dtype))
     before = gradients(policy)
     assert all(gradient.abs().max() > 0 for gradient in before.values())

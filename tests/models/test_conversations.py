@@ -18,7 +18,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from common.calculator import calculator
+from common.calculator_tool import calculator
 from common.chat import encode_chat, encode_observation, encode_prompt, removes_thoughts
 from common.environment import CALL_WEIGHTS
 from common.errors import UserError
@@ -27,14 +27,14 @@ from common.fast.cache import RowCache
 from common.fast.kept_rows import KeptRows
 from common.fast.matmul import use_fast_products
 from common.policy import Policy
-from common.tasks import calculator as calculator_task
 from common.tools import call_tool, parse_calls, schemas
 from common.trajectory import Trajectory
+from tasks import calculator as calculator_task
 
-from common.plumbing.config import TINY_POLICY
-from common.plumbing.statistics import rollout_metrics
-from common.plumbing.task import Task
-from common.plumbing.tool_files import check_turns
+from harness.base.config import TINY_POLICY
+from harness.data.task import Task
+from harness.logs.statistics import rollout_metrics
+from harness.tools.tool_files import check_turns
 
 CONTEXT = 512
 BUDGET = 64  # tokens of all turns together

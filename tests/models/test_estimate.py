@@ -11,12 +11,12 @@ from common.fast.cache import RowCache
 from common.sampling import next_logits
 from viewer.results import read_json
 
-from common.plumbing import estimate as estimating
-from common.plumbing.config import TINY_POLICY
-from common.plumbing.estimate import Shape, estimate, memory_of, savings
-from common.plumbing.loading import load_policy
-from common.plumbing.parse import parse_config
-from common.plumbing.pretrained import count_parameters
+from harness.base.config import TINY_POLICY
+from harness.cli.parse import parse_config
+from harness.models import estimate as estimating
+from harness.models.estimate import Shape, estimate, memory_of, savings
+from harness.models.loading import load_policy
+from harness.models.pretrained import count_parameters
 
 SMALL = ("--device", "cpu", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24")
 FULL, LORA = (), ("--lora-rank", "3")

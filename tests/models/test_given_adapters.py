@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.errors import UserError
 from common.evaluate import evaluate
 from common.policy import Policy
-from common.tasks import arithmetic
+from tasks import arithmetic
 
-from common.plumbing.config import RESOLVED, TINY_POLICY, RunConfig
-from common.plumbing.data import read_rows
-from common.plumbing.loading import load_policy, make_reference
-from common.plumbing.parse import parse_config
-from common.plumbing.settings import check_sources, describe_sources
+from harness.base.config import RESOLVED, TINY_POLICY, RunConfig
+from harness.cli.parse import parse_config
+from harness.data.data import read_rows
+from harness.models.loading import load_policy, make_reference
+from harness.runs.settings import check_sources, describe_sources
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
@@ -468,7 +468,7 @@ def test_a_hub_repository_with_an_adapter_is_refused(tmp_path, first, monkeypatc
 
 def test_every_setting_of_peft_is_known_or_off_by_default():
     """Otherwise an adapter that peft writes by default would be refused, or a new feature would be ignored."""
-    from common.plumbing import adapters
+    from harness.models import adapters
 
     unknown = {
         field.name: field.default

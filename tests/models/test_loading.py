@@ -37,11 +37,11 @@ from common.errors import UserError
 from common.policy import Policy
 from common.sampling import sample
 
-import common.plumbing.context
-from common.plumbing.config import TINY_POLICY, PolicyConfig
-from common.plumbing.context import check_context, check_prompts, context_length
-from common.plumbing.loading import load_policy, make_reference
-from common.plumbing.task import Row
+import harness.data.context
+from harness.base.config import TINY_POLICY, PolicyConfig
+from harness.data.context import check_context, check_prompts, context_length
+from harness.data.task import Row
+from harness.models.loading import load_policy, make_reference
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(4, 200, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -365,7 +365,7 @@ def encoded(monkeypatch) -> list[int]:
         lengths.append(len(ids))
         return ids
 
-    monkeypatch.setattr(common.plumbing.context, "encode_prompt", encode_and_note)
+    monkeypatch.setattr(harness.data.context, "encode_prompt", encode_and_note)
     return lengths
 
 

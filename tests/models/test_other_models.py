@@ -14,7 +14,7 @@ import torch
 
 from common.chat import decode
 from common.policy import Policy
-from common.tasks import arithmetic
+from tasks import arithmetic
 
 WAYS = {  # of training: the flags, and how much sampling and training log-probs may differ
     "float32, eager": (("--dtype", "float32", "--attn-implementation", "eager"), 1e-4),

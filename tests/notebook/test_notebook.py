@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-reason = "needs requirements-notebook.txt"
+reason = "needs the extra notebook"
 nbformat, _, _ = (pytest.importorskip(package, reason=reason) for package in ("nbformat", "nbclient", "ipykernel"))
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,13 +22,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.errors import UserError
-from common.tasks.arithmetic import EVAL_DATA
+from tasks.arithmetic import EVAL_DATA
 
-from common.plumbing.checkpoints import newest_checkpoint
-from common.plumbing.config import TINY_POLICY, RunConfig
-from common.plumbing.hub import commit_of
-from common.plumbing.settings import describe_sources
-from common.plumbing.start import run_main, start_run
+from harness.base.config import TINY_POLICY, RunConfig
+from harness.base.hub import commit_of
+from harness.runs.checkpoints import newest_checkpoint
+from harness.runs.settings import describe_sources
+from harness.runs.start import run_main, start_run
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
 
@@ -50,7 +50,7 @@ SHELL = {
 # The unchanged program, on a disk that hangs at the second checkpoint.
 ON_A_SLOW_DISK = """
 import runpy, sys, time
-from common.plumbing import checkpoints
+from harness.runs import checkpoints
 flush_to_disk = checkpoints.flush_to_disk
 def flush_slowly(path):
     if "step_4.partial" in str(path):
@@ -419,7 +419,7 @@ def test_a_run_has_one_process(tmp_path, train):
 def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monkeypatch):
     """Also if they start in the same second, as in a sweep."""
     second = datetime(2026, 1, 2, 3, 4, 5)
-    monkeypatch.setattr("common.plumbing.directory.datetime", SimpleNamespace(now=lambda: second))
+    monkeypatch.setattr("harness.runs.directory.datetime", SimpleNamespace(now=lambda: second))
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1)
     with ExitStack() as runs:
         names = [runs.enter_context(start_run(config)).directory.name for _ in range(3)]

@@ -13,11 +13,11 @@ import pytest
 import common.sampling
 from common.errors import UserError
 from common.policy import Policy
-from evaluation.answers import Completions
 
-from common.plumbing.config import PolicyConfig
-from common.plumbing.loading import load_policy
-from common.plumbing.start import run_main
+from harness.base.config import PolicyConfig
+from harness.evaluation.answers import Completions
+from harness.models.loading import load_policy
+from harness.runs.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--device", "cpu", "--max-new-tokens", "8")

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 import common.sampling
 from common.errors import UserError
 from common.policy import Policy
-from common.tasks.arithmetic import TRAIN_DATA
+from tasks.arithmetic import TRAIN_DATA
 
-from common.plumbing.config import TINY_POLICY
+from harness.base.config import TINY_POLICY
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE, SFT, LESSONS = "base", "sft", "lessons"  # the last: experiment_sft with the lessons that it makes itself
@@ -42,7 +42,7 @@ START = {
     ),
 }
 A_TASK = """
-from common.tasks.arithmetic import TRAIN_DATA
+from tasks.arithmetic import TRAIN_DATA
 EVAL_DATA = TRAIN_DATA
 REWARD_WEIGHTS = {"even": 1.0}
 def messages(row, system_prompt):

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from common.sampling import sample
-from common.tasks.arithmetic import EVAL_DATA
 from common.trajectory import Trajectory
+from tasks.arithmetic import EVAL_DATA
 
-from common.plumbing.config import TINY_POLICY
+from harness.base.config import TINY_POLICY
 
 ALL_WEIGHTS = {  # every value differs from the default, and so far that it changes the run
     "name": ["x"],

@@ -11,11 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from common.chat import encode_prompt
 from common.policy import Policy
-from common.tasks import arithmetic
-from common.tasks.arithmetic import TRAIN_DATA
+from tasks import arithmetic
+from tasks.arithmetic import TRAIN_DATA
 
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
+from harness.base.config import RunConfig
+from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
 

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from common.errors import UserError
-from common.tasks import arithmetic
+from tasks import arithmetic
 
-from common.plumbing.checkpoints import newest_checkpoint
-from common.plumbing.config import TINY_POLICY
-from common.plumbing.start import run_main
+from harness.base.config import TINY_POLICY
+from harness.runs.checkpoints import newest_checkpoint
+from harness.runs.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"
@@ -357,7 +357,7 @@ def test_the_loading_script_of_a_dataset_is_not_run(train):
 
 def test_every_call_that_could_run_foreign_code_forbids_it():
     """transformers asks the user instead, unless trust_remote_code=False is passed."""
-    files = [*ROOT.glob("common/**/*.py"), *ROOT.glob("experiment_*/*.py")]
+    files = [path for folder in ("common", "harness", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")]
     calls = [
         node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)
     ]
@@ -440,8 +440,8 @@ def test_a_name_is_not_used_twice_and_the_run_is_left_as_it_was(train):
 # Tasks ---------------------------------------------------------------------------------------------------------------
 
 FAILS_LATER = """
-from common.tasks.arithmetic import FIELDS, REWARD_WEIGHTS, TRAIN_DATA, EVAL_DATA, messages
-from common.tasks import arithmetic
+from tasks.arithmetic import FIELDS, REWARD_WEIGHTS, TRAIN_DATA, EVAL_DATA, messages
+from tasks import arithmetic
 calls = 0
 def reward(row, text):
     global calls
@@ -710,7 +710,7 @@ def test_data_and_templates_cannot_control_the_terminal(train, load_script, monk
     assert "chat template refuses the messages: 1+1?" in printed
     assert printed.count("\nerror:") == 1
     Path("my_task.py").write_text(
-        "from common.tasks.arithmetic import *\ndef describe(row, text): raise ValueError(row['question'])"
+        "from tasks.arithmetic import *\ndef describe(row, text): raise ValueError(row['question'])"
     )
     assert "raised ValueError: 1+1?" in run_and_read(capsys, load_script, *flags, "--task", "my_task.py")
     train(*flags)
@@ -814,7 +814,7 @@ def test_a_place_where_one_may_not_look_is_named(train):
         Path("closed").chmod(0o700)
 
 
-@pytest.mark.parametrize("module", ["common.plumbing.interrupt", "torch.nn", "tyro"])
+@pytest.mark.parametrize("module", ["harness.base.interrupt", "torch.nn", "tyro"])
 def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, module):
     """As soon as a certain module has been imported, of which Python tells."""
     command = [sys.executable, "-X", "importtime", str(ROOT / TRAIN), "--steps", "1"]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from common.errors import UserError
 
-from common.plumbing.terminal import POLICY, REWARD, TOOL
+from harness.base.terminal import POLICY, REWARD, TOOL
 
 pytestmark = pytest.mark.all_questions
 

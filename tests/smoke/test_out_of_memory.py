@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from common.errors import UserError
 
-from common.plumbing.machine import is_out_of_memory, out_of_memory
-from common.plumbing.parse import parse_config
+from harness.cli.parse import parse_config
+from harness.runs.machine import is_out_of_memory, out_of_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
@@ -110,7 +110,7 @@ while run(flags):
 """
 # Rewards that differ between completions of any kind: without them there would be nothing to learn.
 TASK = """
-from common.tasks.arithmetic import *
+from tasks.arithmetic import *
 del solution
 def reward(row, text):
     return dict.fromkeys(REWARD_WEIGHTS, float(len(text) % 2))

@@ -18,8 +18,8 @@ from common.experience import collate
 from common.logprobs import token_log_probs
 from common.sampling import sample
 
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
+from harness.base.config import RunConfig
+from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

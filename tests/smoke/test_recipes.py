@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from common.chat import begin_completions, decode, encode_prompt
 from common.errors import UserError
-from common.tasks import countdown
+from tasks import countdown
 
-from common.plumbing.settings import read_settings
+from harness.runs.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.name != "common.sh")

@@ -17,8 +17,8 @@ import httpx2
 from common.errors import UserError
 from common.search import Hit, SearchError
 
-from common.plumbing.retrieval.remote_index import RemoteIndex, read_answer
-from common.plumbing.retrieval.server import MAX_QUERIES, MAX_TOP_K, make_app
+from harness.search.remote_index import RemoteIndex, read_answer
+from harness.search.search_server import MAX_QUERIES, MAX_TOP_K, make_app
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_qa/serve_index.py"
@@ -137,8 +137,8 @@ def test_a_server_is_killed_started_again_and_ended(tmp_path, load_script, monke
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn"])
 def test_a_missing_package_is_named(load_script, monkeypatch, name):
-    monkeypatch.delitem(sys.modules, "common.plumbing.retrieval.server")
-    monkeypatch.delattr("common.plumbing.retrieval.server")
+    monkeypatch.delitem(sys.modules, "harness.search.search_server")
+    monkeypatch.delattr("harness.search.search_server")
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=rf"serving needs {name}: pip install -r requirements-search.txt"):
+    with pytest.raises(UserError, match=rf"serving needs {name}: pip install -e '\.\[search\]'"):
         load_script(SCRIPT).main(["--port", "0"])

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.tasks.arithmetic import EVAL_DATA, TRAIN_DATA
+from tasks.arithmetic import EVAL_DATA, TRAIN_DATA
 
-from common.plumbing.checks import check_ranges, flag
-from common.plumbing.config import LORA_LR_FACTOR, RESOLVED
-from common.plumbing.flags import read_marks
+from harness.base.checks import check_ranges, flag
+from harness.base.config import LORA_LR_FACTOR, RESOLVED
+from harness.base.flags import read_marks
 
 pytestmark = pytest.mark.drawn
 

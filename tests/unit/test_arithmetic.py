@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from common.datagen import arithmetic_grammar as grammar
-from common.datagen.arithmetic_grammar import MAX_TOTAL, Question, Term, pool
-from common.tasks import arithmetic as task
-from common.tasks.arithmetic import reward
+from tasks import arithmetic as task
+from tasks.arithmetic import reward
+from tasks.grammars import arithmetic_grammar as grammar
+from tasks.grammars.arithmetic_grammar import MAX_TOTAL, Question, Term, pool
 
 pytestmark = pytest.mark.all_questions
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.tasks.audit.__main__ import main
+from tasks.audit.__main__ import main
 from viewer.results import read_json
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import load_task
-from common.plumbing.row_checks import normalise
+from harness.base.config import RunConfig
+from harness.data.data import load_task
+from harness.data.row_checks import normalise
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "measurements.json"

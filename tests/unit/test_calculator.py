@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils import get_json_schema
 
-import common.calculator
-from common.calculator import MAX_DEPTH, MAX_DIGITS, MAX_EXPRESSION, calculator
-from common.datagen.arithmetic_grammar import pool
-from common.datagen.calculator_grammar import KINDS, MAX_RESULT, draw_calculator_question
-from common.tasks import calculator as calculator_task
+import common.calculator_tool
+from common.calculator_tool import MAX_DEPTH, MAX_DIGITS, MAX_EXPRESSION, calculator
+from tasks import calculator as calculator_task
+from tasks.grammars.arithmetic_grammar import pool
+from tasks.grammars.calculator_grammar import KINDS, MAX_RESULT, draw_calculator_question
 
 pytestmark = pytest.mark.all_questions
 
@@ -199,9 +199,9 @@ def test_any_text_has_a_short_answer(text):
 def test_python_never_parses_what_is_not_arithmetic(monkeypatch):
     """Not even a text with which its parser would only warn."""
     parsed = []
-    parse = common.calculator.ast.parse
+    parse = common.calculator_tool.ast.parse
     monkeypatch.setattr(
-        common.calculator.ast, "parse", lambda text, **settings: parsed.append(text) or parse(text, **settings)
+        common.calculator_tool.ast, "parse", lambda text, **settings: parsed.append(text) or parse(text, **settings)
     )
     for text in (*ESCAPES, *HOSTILE_TEXTS, "2+2"):
         calculator(text)
@@ -299,7 +299,7 @@ def test_its_docstring_describes_it():
     assert function["name"] == "calculator"
     assert function["parameters"]["required"] == ["expression"]
     assert "17*23" in function["parameters"]["properties"]["expression"]["description"]
-    assert all(name in function["description"] for name in common.calculator._FUNCTIONS)
+    assert all(name in function["description"] for name in common.calculator_tool._FUNCTIONS)
     assert ">>>" not in json.dumps(function)  # all of it stands in every prompt
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.chat import TEMPLATE_DATE, encode_chat, encode_prompt
 
-from common.plumbing.loading import find_end_of_turn_ids
+from harness.models.loading import find_end_of_turn_ids
 
 SYSTEM = {"role": "system", "content": "Answer."}
 QUESTION = {"role": "user", "content": "2+3"}

@@ -22,13 +22,14 @@ from common.errors import UserError
 from common.policy import Policy
 from common.sampling import _draw
 
-from common.plumbing import interrupt, machine
-from common.plumbing.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, NotNegative, RunConfig
-from common.plumbing.flags import read_comment, read_marks
-from common.plumbing.machine import peak_memory_bytes, with_threads
-from common.plumbing.parse import parse_config
-from common.plumbing.processes import own_device
-from common.plumbing.settings import describe_settings, read_settings
+from harness.base import interrupt
+from harness.base.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, NotNegative, RunConfig
+from harness.base.flags import read_comment, read_marks
+from harness.cli.parse import parse_config
+from harness.processes.processes import own_device
+from harness.runs import machine
+from harness.runs.machine import peak_memory_bytes, with_threads
+from harness.runs.settings import describe_settings, read_settings
 
 
 def parse(load_script, *argv: str) -> RunConfig:

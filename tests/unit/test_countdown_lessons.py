@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from common.datagen.countdown_grammar import MAX_STEP, MAX_TARGET, Problem, draw_problem, pool, tries
 from common.evaluate import evaluate
 from common.policy import Policy
-from common.tasks import countdown
+from tasks import countdown
+from tasks.grammars.countdown_grammar import MAX_STEP, MAX_TARGET, Problem, draw_problem, pool, tries
 
-from common.plumbing.config import BUNDLED, PolicyConfig
-from common.plumbing.data import read_rows
-from common.plumbing.loading import load_policy
+from harness.base.config import BUNDLED, PolicyConfig
+from harness.data.data import read_rows
+from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.tasks import countdown
+from tasks import countdown
 
-from common.plumbing.row_checks import try_solutions
-from common.plumbing.task import Row, Task
+from harness.data.row_checks import try_solutions
+from harness.data.task import Row, Task
 
 
 def decisions() -> list[tuple[dict, str, int, int]]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 
 from common.errors import UserError
-from common.tasks.arithmetic import FIELDS as REQUIRED
+from tasks.arithmetic import FIELDS as REQUIRED
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import load_task, prompts_of_step, read_rows
-from common.plumbing.hub import _load
-from common.plumbing.settings import check_sources, describe_sources
-from common.plumbing.task import bundled_tasks, import_task
+from harness.base.config import RunConfig
+from harness.base.hub import _load
+from harness.data.data import load_task, prompts_of_step, read_rows
+from harness.data.task import bundled_tasks, import_task
+from harness.runs.settings import check_sources, describe_sources
 
 pytestmark = pytest.mark.all_questions
 
@@ -302,13 +302,13 @@ def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
     """The id is left as it is, where a path becomes one relative to the task's file."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.py").write_text(
-        "from common.tasks.arithmetic import *\nTRAIN_DATA = 'owner/name:main'\nEVAL_DATA = 'data/rows.jsonl'\n"
+        "from tasks.arithmetic import *\nTRAIN_DATA = 'owner/name:main'\nEVAL_DATA = 'data/rows.jsonl'\n"
     )
     task = import_task(RunConfig(task="tasks/mine.py"))
     assert task.train_data == "owner/name:main"
     assert task.eval_data == str(tmp_path / "tasks" / "data" / "rows.jsonl")
     (tmp_path / "tasks" / "mine.py").write_text(
-        "from common.tasks.arithmetic import *\nTRAIN_DATA, EVAL_DATA = 'owner/name:main', None\n"
+        "from tasks.arithmetic import *\nTRAIN_DATA, EVAL_DATA = 'owner/name:main', None\n"
     )
     assert len(load_rows(task="tasks/mine.py")[1]) == 4
 

@@ -23,11 +23,11 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from common.errors import UserError
 
-from common.plumbing.config import TINY_POLICY
-from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.dense_index import DenseIndex, build_dense, load_encoder
-from common.plumbing.retrieval.documents import Document, content_hash
-from common.plumbing.retrieval.opening import open_index
+from harness.base.config import TINY_POLICY
+from harness.search.dense_index import DenseIndex, build_dense, load_encoder
+from harness.search.documents import Document, content_hash
+from harness.search.opening import open_index
+from harness.search.search_config import SearchConfig
 
 NAMES = ["Fardil", "Mabto", "Tinhur", "Jarce", "Lopeg", "Wisnar", "Quolde"]
 DOCUMENTS = [
@@ -188,7 +188,7 @@ def test_a_failed_build_leaves_nothing(encoders, tmp_path):
 
 def test_a_missing_package_is_named(monkeypatch, encoders):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(UserError, match="--encoder needs sentence_transformers: pip install -r requirements-search"):
+    with pytest.raises(UserError, match=r"--encoder needs sentence_transformers: pip install -e '\.\[search\]'"):
         load_encoder(encoders["static"])
 
 

@@ -13,10 +13,10 @@ from common.sampling import sample
 from viewer.groups import name_of
 from viewer.results import read_runs
 
-from common.plumbing.config import RunConfig
-from common.plumbing.diagnosis import Diagnosis
-from common.plumbing.loading import load_policy
-from common.plumbing.statistics import UpdateStatistics
+from harness.base.config import RunConfig
+from harness.logs.diagnosis import Diagnosis
+from harness.logs.statistics import UpdateStatistics
+from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
 
@@ -230,7 +230,7 @@ def test_findings_are_called_as_in_the_table_that_explains_them():
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     table = page[page.index("| finding | condition |") :].partition("\n\n")[0]
     rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    source = (ROOT / "common/plumbing/diagnosis.py").read_text(encoding="utf-8")
+    source = (ROOT / "harness/logs/diagnosis.py").read_text(encoding="utf-8")
     assert sorted(re.findall(r'found\["(.*)"\] = ', source)) == sorted(rows)
 
 

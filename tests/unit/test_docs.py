@@ -23,9 +23,9 @@ from common.policy import Policy
 from common.sampling import sample
 from viewer.results import read_runs
 
-from common.plumbing.checks import flag
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
+from harness.base.checks import flag
+from harness.base.config import RunConfig
+from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not what runs write, nor what environments install

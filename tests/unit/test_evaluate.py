@@ -12,15 +12,15 @@ import pytest
 from common.chat import decode, encode_prompt
 from common.evaluate import EVALUATION, Answer, Evaluation, evaluate, pass_at_k
 from common.sampling import sample
-from common.tasks import arithmetic
 from common.trajectory import Trajectory
+from tasks import arithmetic
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import load_task
-from common.plumbing.held_out import evaluate_held_out
-from common.plumbing.loading import load_policy
-from common.plumbing.start import start_run
-from common.plumbing.summary import divide_gain, summarise_gain
+from harness.base.config import RunConfig
+from harness.data.data import load_task
+from harness.data.held_out import evaluate_held_out
+from harness.logs.summary import divide_gain, summarise_gain
+from harness.models.loading import load_policy
+from harness.runs.start import start_run
 
 
 @pytest.mark.parametrize("n", range(1, 8))

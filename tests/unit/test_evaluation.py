@@ -15,31 +15,31 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 from common.policy import Policy
 from common.trajectory import Trajectory
-from evaluation import votes
-from evaluation.answers import GREEDY, Completions, make_batches
-from evaluation.comparison import check_shared, compare, read_results
-from evaluation.directory import begin, locked
-from evaluation.failures import failures
-from evaluation.figures import Answer, Answers, figures
-from evaluation.intervals import difference, mean_with_interval
-from evaluation.questions import content_of, load_questions
-from evaluation.session import evaluate
-from evaluation.suite import average, parts
-from evaluation.votes import majority, numbers_of_samples
 from viewer.results import read_json
 from viewer.table import wilson
 
-from common.plumbing.data import load_task
-from common.plumbing.held_out import evaluate_held_out
-from common.plumbing.loading import load_policy
-from common.plumbing.task import Row
+from harness.data.data import load_task
+from harness.data.held_out import evaluate_held_out
+from harness.data.task import Row
+from harness.evaluation import votes
+from harness.evaluation.answers import GREEDY, Completions, make_batches
+from harness.evaluation.comparison import check_shared, compare, read_results
+from harness.evaluation.evaluation_directory import begin, locked
+from harness.evaluation.failures import failures
+from harness.evaluation.figures import Answer, Answers, figures
+from harness.evaluation.intervals import difference, mean_with_interval
+from harness.evaluation.questions import content_of, load_questions
+from harness.evaluation.session import evaluate
+from harness.evaluation.suite import average, parts
+from harness.evaluation.votes import majority, numbers_of_samples
+from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME_ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 7)]
 
 # A random policy never answers right; whether this task finds an answer right depends on the length of its text
 LENGTHS = """
-from common.tasks.arithmetic import messages
+from tasks.arithmetic import messages
 REWARD_WEIGHTS = {"correct": 1.0, "brief": 0.0}
 def reward(row, text):
     return {"correct": float(len(text) % 3 == int(row["answer"]) % 3), "brief": 1 / (1 + len(text))}

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from common.tasks import arithmetic, gsm8k, qa
+from tasks import arithmetic, gsm8k, qa
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import load_task
-from common.plumbing.row_checks import try_solutions
-from common.plumbing.task import Row, Task
+from harness.base.config import RunConfig
+from harness.data.data import load_task
+from harness.data.row_checks import try_solutions
+from harness.data.task import Row, Task
 
 PUBLISHED = Path(__file__).resolve().parents[2].parent / "shared/data/gsm8k"  # beside the repository
 RAW = "She sold 48+24 = <<48+24=72>>72 clips.\n#### 72"

@@ -18,7 +18,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.accelerator import prepare
+from harness.processes.accelerator import prepare
 
 VOCAB = 24
 

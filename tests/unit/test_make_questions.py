@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from experiment_multiturn_qa.question_templates import Draft, Templates, find_fault
 
-from common.plumbing.questions.templates import Draft, Templates, find_fault
-from common.plumbing.retrieval.documents import Document, read_corpus
+from harness.search.documents import Document, read_corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = (

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.tasks import math as task
-from common.tasks.verdicts import judge as judge_module
-from common.tasks.verdicts.judge import Judge, has_library
+from tasks import math as task
+from tasks.verdicts import judge as judge_module
+from tasks.verdicts.judge import Judge, has_library
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import load_task
+from harness.base.config import RunConfig
+from harness.data.data import load_task
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = ROOT.parent / "shared" / "data" / "math_benchmarks"
@@ -230,7 +230,7 @@ def test_the_name_hides_no_module_of_python():
     import math
 
     assert math.sqrt(4) == 2
-    assert str(ROOT / "common/tasks") not in sys.path
+    assert str(ROOT / "tasks") not in sys.path
 
 
 @needs_library

@@ -79,9 +79,9 @@ def test_few_rows_and_other_dtypes_stay_with_pytorch(calls):
 
 
 def test_a_policy_uses_onednn_and_is_saved_unchanged(calls, tmp_path):
-    from common.plumbing.config import RunConfig
-    from common.plumbing.loading import load_policy
-    from common.plumbing.saving import save_policy
+    from harness.base.config import RunConfig
+    from harness.models.loading import load_policy
+    from harness.models.saving import save_policy
 
     policy = load_policy(RunConfig(device="cpu"))
     policy.model(torch.arange(300)[None])

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.datagen.world_grammar import (
+from tasks import qa
+from tasks.grammars.world_grammar import (
     KINDS,
     NOTHING_FOUND,
     document,
@@ -24,9 +25,8 @@ from common.datagen.world_grammar import (
     render_results,
     to_row,
 )
-from common.tasks import qa
 
-from common.plumbing.config import TINY_POLICY
+from harness.base.config import TINY_POLICY
 
 DATA = Path(qa.TRAIN_DATA).parent
 

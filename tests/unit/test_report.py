@@ -19,7 +19,7 @@ import pytest
 from viewer.__main__ import main
 from viewer.report import MOST_POINTS, write_report
 from viewer.runs import Run, RunError
-from viewer.samples import PAGE_BUDGET, describe, encode_step, keep_steps, pack
+from viewer.sampled_rows import PAGE_BUDGET, describe, encode_step, keep_steps, pack
 from viewer.serve import Server
 
 ROOT = Path(__file__).resolve().parents[2]

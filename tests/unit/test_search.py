@@ -19,10 +19,10 @@ import pytest
 from common.environment import env_step
 from common.errors import UserError
 from common.search import SEARCH_WEIGHTS, Hit, Searcher, SearchError, SearchState
-from common.tasks import qa
+from tasks import qa
 
-from common.plumbing.retrieval import remote_index
-from common.plumbing.retrieval.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_answer, write_request
+from harness.search import remote_index
+from harness.search.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_answer, write_request
 
 ROW = {"question": "Where was the one who built the ship Fardil born?", "answer": "Waplem", "supporting": ["s1", "p1"]}
 SHIP = Hit("s1", "The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.", 7.0)

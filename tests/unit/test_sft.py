@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from common.datagen import arithmetic_grammar, world_grammar
 from common.errors import UserError
 from common.experience import Experience
 from common.policy import Policy
 from common.tools import ToolCall, calculator, parse_calls, schemas
 from common.trajectory import Trajectory
+from tasks.grammars import arithmetic_grammar, world_grammar
 
-from common.plumbing.config import PolicyConfig
-from common.plumbing.loading import load_policy
+from harness.base.config import PolicyConfig
+from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -137,12 +137,10 @@ def test_no_two_python_files_are_equal():
 
 # What may import what -------------------------------------------------------------------------------------------------
 
-FIRST_SHELF = [
-    path
-    for folder in ("common", "common/tasks", "common/fast", "common/engines")
-    for path in sorted((ROOT / folder).glob("*.py"))
-]
-PLUMBING = sorted((ROOT / "common/plumbing").rglob("*.py"))
+FIRST_SHELF = [*sorted((ROOT / "common").rglob("*.py"))]
+TASKS = sorted((ROOT / "tasks").rglob("*.py"))
+HARNESS = sorted((ROOT / "harness").rglob("*.py"))
+ROOMS = ("common", "doctor", "harness", "tasks", "viewer")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -167,14 +165,20 @@ def violations(paths: list[Path], *forbidden: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_algorithm_files_never_import_plumbing():
-    assert len(FIRST_SHELF) > 12
-    assert violations(FIRST_SHELF, "common.plumbing", "common.datagen", "viewer") == []
+def test_common_imports_neither_tasks_nor_the_harness():
+    assert len(FIRST_SHELF) > 20
+    assert violations(FIRST_SHELF, "harness", "tasks", "viewer") == []
 
 
-def test_plumbing_imports_no_particular_task():
-    assert len(PLUMBING) > 15
-    assert violations(PLUMBING, "common.tasks", "common.datagen") == []
+def test_the_harness_imports_no_particular_task():
+    assert len(HARNESS) > 40
+    assert violations(HARNESS, "tasks") == []
+
+
+def test_no_two_files_have_the_same_name():
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if not path.name.startswith("__")]
+    names = [path.name for path in paths]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
 
 
 def test_the_doctor_examines_without_common():
@@ -187,12 +191,12 @@ def test_the_doctor_examines_without_common():
 def test_no_program_changes_where_modules_are_found():
     """`-e .` in requirements.txt does. Only the process of a user's tools gets the search path of the run's process."""
     changes = re.compile(r"sys\.path(\[.*\])? *\+?=|sys\.path\.(insert|append|extend)|site\.addsitedir")
-    folders = ("benchmarks", "common", "data", "docs", "doctor", "evaluation", "experiment_*", "notebooks", "viewer")
+    folders = (*ROOMS, "benchmarks", "data", "docs", "experiment_*", "notebooks")
     folders += ("tests/engine/stand_in",)  # a program, too
     paths = [path for folder in folders for kind in ("py", "ipynb") for path in ROOT.glob(f"{folder}/**/*.{kind}")]
     found = [path.relative_to(ROOT).as_posix() for path in paths if changes.search(path.read_text(encoding="utf-8"))]
     assert len(paths) > 100
-    assert found == ["common/plumbing/tool_worker.py"]
+    assert found == ["harness/tools/tool_worker.py"]
 
 
 def test_viewer_imports_nothing_of_common():
@@ -202,26 +206,26 @@ def test_viewer_imports_nothing_of_common():
 @pytest.mark.parametrize(
     "line",
     [
-        "import common.plumbing.run",
-        "from common import plumbing",
-        "def f():\n    from common.plumbing.run import Run",
+        "import harness.runs.run",
+        "from harness import runs",
+        "def f():\n    from harness.runs.run import Run",
     ],
 )
 def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     path = tmp_path / "file.py"
     path.write_text(line + "\n")
-    assert violations([path], "common.plumbing")
+    assert violations([path], "harness")
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
 def test_imports_of_train_files_are_two_blocks(path):
     """First what a reader opens, then, after a blank line, what a reader may skip."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    common = [line.startswith("from common.plumbing.") for line in lines if line.startswith("from common.")]
+    common = [line.startswith("from harness.") for line in lines if line.startswith(("from common.", "from harness."))]
     assert common == sorted(common)
     assert any(common)
-    assert lines[lines.index(next(line for line in lines if line.startswith("from common.plumbing."))) - 1] == ""
+    assert lines[lines.index(next(line for line in lines if line.startswith("from harness."))) - 1] == ""
 
 
 def test_helpers_beside_train_files_have_unique_names():

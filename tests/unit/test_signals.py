@@ -1,6 +1,6 @@
 """When Ctrl-C ends a run: after the step that it interrupts, or at once; and calls that take too long."""
 
-from common.plumbing.interrupt import PROGRAMS
+from harness.base.interrupt import PROGRAMS
 import re
 import shutil
 import signal
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.plumbing.config import RunConfig
-from common.plumbing.loading import load_policy
-from common.plumbing.signals import call_after
-from common.plumbing.start import start_run
+from harness.base.config import RunConfig
+from harness.models.loading import load_policy
+from harness.runs.signals import call_after
+from harness.runs.start import start_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,7 +71,7 @@ def test_before_and_after_all_steps_it_ends_the_run_at_once(events, moment):
 
 
 def test_every_program_that_ends_at_once_is_known():
-    imports_it = re.compile("^(import|from) common.plumbing.interrupt", re.MULTILINE)
+    imports_it = re.compile("^(import|from) harness.base.interrupt", re.MULTILINE)
     files = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]
     programs = [path for path in files if imports_it.search(path.read_text(encoding="utf-8"))]
     assert len(programs) > 10

@@ -24,14 +24,14 @@ import pytest
 from common.errors import UserError
 from common.search import SearchError
 
-from common.plumbing.checks import check_texts
-from common.plumbing.config import RunConfig
-from common.plumbing.parse import with_absolute_paths
-from common.plumbing.retrieval import sqlite_index
-from common.plumbing.retrieval.config import SearchConfig
-from common.plumbing.retrieval.documents import Document, content_hash
-from common.plumbing.retrieval.opening import check_questions, open_index, search_sources
-from common.plumbing.retrieval.sqlite_index import SqliteIndex, build_sqlite, query_phrases
+from harness.base.checks import check_texts
+from harness.base.config import RunConfig
+from harness.cli.parse import with_absolute_paths
+from harness.search import sqlite_index
+from harness.search.documents import Document, content_hash
+from harness.search.opening import check_questions, open_index, search_sources
+from harness.search.search_config import SearchConfig
+from harness.search.sqlite_index import SqliteIndex, build_sqlite, query_phrases
 
 SECONDS = 60  # longer than a search takes on the busiest machine
 TEXTS = {

@@ -11,17 +11,17 @@ import pytest
 
 from common.errors import UserError
 from common.evaluate import Answer, Evaluation
-from common.tasks import arithmetic, calculator, qa
 from common.trajectory import Trajectory
+from tasks import arithmetic, calculator, qa
 from viewer.results import read_runs
 
-from common.plumbing import row_checks
-from common.plumbing import task as task_module
-from common.plumbing.config import RunConfig
-from common.plumbing.data import load_task
-from common.plumbing.samples import describe_best
-from common.plumbing.summary import summarise_gain
-from common.plumbing.task import TAKEN, Task, _import_once, import_task
+from harness.base.config import RunConfig
+from harness.data import row_checks
+from harness.data import task as task_module
+from harness.data.data import load_task
+from harness.data.task import TAKEN, Task, _import_once, import_task
+from harness.logs.samples import describe_best
+from harness.logs.summary import summarise_gain
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """

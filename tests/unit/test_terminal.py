@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
 from common.evaluate import Evaluation
-from common.tasks import arithmetic
 from common.trajectory import Trajectory
+from tasks import arithmetic
 
-from common.plumbing.config import TINY_POLICY, RunConfig
-from common.plumbing.loading import load_policy
-from common.plumbing.samples import describe_best
-from common.plumbing.start import run_main
-from common.plumbing.summary import show_gain
-from common.plumbing.task import Row, Task
-from common.plumbing.terminal import POLICY, REWARD, TOOL, prepare_output, say, say_above_progress, visible
+from harness.base.config import TINY_POLICY, RunConfig
+from harness.base.terminal import POLICY, REWARD, TOOL, prepare_output, say, say_above_progress, visible
+from harness.data.task import Row, Task
+from harness.logs.samples import describe_best
+from harness.logs.summary import show_gain
+from harness.models.loading import load_policy
+from harness.runs.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "\x1b]0;mine\x07 \x1b[2J \x9b31m \u202e \u2066 \r \x08 \x00 \x7f [red] :smile: [/]"
@@ -48,11 +48,13 @@ def test_there_is_one_place_that_prints():
     """The tables of summary.py are the exception; their cells are made by `printable`, and tested below."""
     prints = ("print", "tqdm.write", "sys.stdout.write", "sys.stderr.write", "console.print", "warnings.warn")
     found = set()
-    for path in sorted(path for folder in ("common", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")):
+    for path in sorted(
+        path for folder in ("common", "harness", "tasks", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")
+    ):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in prints:
                 found.add((path.relative_to(ROOT).as_posix(), ast.unparse(node.func)))
-    allowed = ("common/plumbing/terminal.py", "common/plumbing/summary.py")
+    allowed = ("harness/base/terminal.py", "harness/logs/summary.py")
     assert found == {(allowed[0], "print"), (allowed[0], "tqdm.write"), (allowed[1], "console.print")}
 
 

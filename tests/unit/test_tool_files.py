@@ -16,9 +16,9 @@ from transformers.utils import get_json_schema
 
 from common.errors import UserError
 
-from common.plumbing import tool_processes
-from common.plumbing.tool_files import load_tools
-from common.plumbing.tool_processes import close, in_threads
+from harness.tools import tool_processes
+from harness.tools.tool_files import load_tools
+from harness.tools.tool_processes import close, in_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 30  # longer than a call takes on the busiest machine
@@ -101,7 +101,7 @@ def test_a_tool_is_described_as_its_function(tools):
 def test_arguments_and_answers_are_passed_on(tools):
     assert tools["echo"](value="ab", times=2) == "abab"
     assert tools["echo"]("é 😀\n\0 <|im_end|>") == "é 😀\n\0 <|im_end|>"
-    assert tools["evaluate"](code="statistics.__file__") != str(ROOT / "common/plumbing/statistics.py")
+    assert tools["evaluate"](code="statistics.__file__") != str(ROOT / "harness/logs/statistics.py")
     assert tools["evaluate"](code="Path(__file__).name") == "my_tools.py"
 
 
@@ -263,7 +263,7 @@ def test_a_map_keeps_the_order_and_passes_errors_on(parallel):
 PROGRAM = """
 import sys
 from pathlib import Path
-from common.plumbing.tool_processes import Workers, in_threads
+from harness.tools.tool_processes import Workers, in_threads
 path = sys.argv[1]
 workers = Workers(path, Path(path).read_bytes(), path, seconds=60)
 codes = ["(print(os.getpid()), time.sleep(60))", "(print(os.getpid()), 9 ** 9 ** 9)",

@@ -18,11 +18,11 @@ from transformers import AutoTokenizer
 from common import tools
 from common.environment import CALL_WEIGHTS, MAX_CALLS, OUTCOMES, State, env_step
 from common.errors import UserError
-from common.tasks import calculator as calculator_task
 from common.tools import MAX_CALL, MAX_RESULT, ToolCall, calculator, call_form, call_tool, parse_calls, schemas
+from tasks import calculator as calculator_task
 
-from common.plumbing.config import TINY_POLICY
-from common.plumbing.task import Task
+from harness.base.config import TINY_POLICY
+from harness.data.task import Task
 
 CALL = '{"name": "calculator", "arguments": {"expression": "17*23"}}'
 LLAMA_CALL = CALL.replace("arguments", "parameters")

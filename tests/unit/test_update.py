@@ -18,12 +18,12 @@ from common.logprobs import token_log_probs
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-from common.plumbing.config import RunConfig
-from common.plumbing.data import load_task
-from common.plumbing.loading import load_policy
-from common.plumbing.metrics import StepClock
-from common.plumbing.samples import TokenTexts, write_samples
-from common.plumbing.statistics import rollout_metrics
+from harness.base.config import RunConfig
+from harness.data.data import load_task
+from harness.logs.metrics import StepClock
+from harness.logs.samples import TokenTexts, write_samples
+from harness.logs.statistics import rollout_metrics
+from harness.models.loading import load_policy
 
 GROUP_SIZE = 2
 
@@ -266,8 +266,8 @@ def test_a_task_without_correct_has_no_right_completions():
 def test_costs_are_those_of_all_processes(monkeypatch, others):
     """Memory of the one that needs most, mean share of waiting, mean seconds by phase, with another process of two."""
     own = []
-    monkeypatch.setattr("common.plumbing.metrics.gather", lambda values: own.append(values) or [values, others])
-    monkeypatch.setattr("common.plumbing.metrics.peak_memory_bytes", lambda device: 1000)
+    monkeypatch.setattr("harness.logs.metrics.gather", lambda values: own.append(values) or [values, others])
+    monkeypatch.setattr("harness.logs.metrics.peak_memory_bytes", lambda device: 1000)
     clock = StepClock("cpu")
     with clock.waiting():
         time.sleep(0.01)

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.tasks.verdicts import judge as judge_module
-from common.tasks.verdicts.answers import as_number, changes_number, normalize
-from common.tasks.verdicts.judge import Judge, expression, has_library, is_too_large, num_workers, quick_verdict
+from tasks.verdicts import judge as judge_module
+from tasks.verdicts.answer_text import as_number, changes_number, normalize
+from tasks.verdicts.judge import Judge, expression, has_library, is_too_large, num_workers, quick_verdict
 
-from common.plumbing.tool_processes import Workers
+from harness.tools.tool_processes import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not installed")
@@ -336,7 +336,7 @@ def test_a_worker_is_alone_and_leaves_ctrl_c_to_the_run(judge):
 @needs_library
 def test_workers_end_with_a_parent_that_is_killed():
     program = (
-        "from common.tasks.verdicts.judge import Judge\n"
+        "from tasks.verdicts.judge import Judge\n"
         "judge = Judge(number_of_workers=2)\n"
         "judge.start()\n"
         "print(*[worker._process.pid for worker in judge._workers._idle], flush=True)\n"

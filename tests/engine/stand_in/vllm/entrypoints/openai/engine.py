@@ -30,7 +30,7 @@ from common.policy import Policy
 from common.sampling import _nucleus, continue_rows
 from common.trajectory import Trajectory
 
-from common.plumbing.pretrained import read_model, read_tokenizer
+from harness.models.pretrained import read_model, read_tokenizer
 
 from .refusals import DEAD, FAILED, RefusedRequest
 

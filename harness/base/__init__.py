@@ -1,0 +1,4 @@
+"""What all rooms stand on: settings and their checks, the terminal, ranks, files, the hub.
+
+No room is imported from here.
+"""

@@ -1,0 +1,200 @@
+"""Refuse settings that cannot work, before anything is loaded: one sentence, which names the flags."""
+
+import importlib.util
+import math
+import numbers
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+
+from harness.base.config import ADAPTER_SETTINGS, ModelConfig, PolicyConfig, shown
+from harness.base.flags import read_marks
+from harness.base.terminal import printable, say
+from harness.models.pretrained import read_template
+
+MAX_NAME_BYTES = 255  # of one file or directory, on nearly every file system
+
+
+def flag(name: str) -> str:
+    """
+    >>> flag("max_new_tokens")
+    '--max-new-tokens'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
+    """
+    >>> parse_numbers("--reward-weight", ("format=0.1",))
+    {'format': 0.1}
+
+    Raises:
+        UserError: a pair is not NAME=NUMBER.
+    """
+    values: dict[str, float] = {}
+    for pair in pairs:
+        name, _, number = pair.partition("=")
+        if name in values:
+            raise UserError(f"{flag} {pair}: {name} is given twice")
+        with suppress(ValueError):
+            values[name] = float(number)
+        if not name or not math.isfinite(values.get(name, math.nan)):
+            raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
+    return values
+
+
+def check_texts(config: object) -> None:
+    """Refuse text that no file can hold, which a broken terminal or a script can pass on, and paths that cannot exist.
+
+    Raises:
+        UserError: naming the flag.
+    """
+    for name, marks in read_marks(type(config)).items():
+        value = getattr(config, name)
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str) and ("\0" in text or not is_text(text)):
+                raise UserError(f"{flag(name)} {printable(text, 60)}: this is not UTF-8 text")
+            if isinstance(text, str) and marks.path is not None:
+                local_path(text, flag(name))
+
+
+def local_path(text: str, what: str) -> Path:
+    """`text` as a path, with its ~ replaced by a home directory, whether it exists or not.
+
+    Raises:
+        UserError: there can be no such path, or this user may not look there.
+    """
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:  # the others: of an unknown user's home directory; of NUL
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{what} {printable(text, 60)}: this path cannot be used ({reason})") from error
+    return path
+
+
+def check_ranges(config: object) -> None:
+    """Refuse numbers that are not finite, or out of the range that the field's type names.
+
+    Raises:
+        UserError: naming the flag and its value.
+    """
+    for name, marks in read_marks(type(config)).items():
+        value = getattr(config, name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value not in marks:
+            raise UserError(f"{flag(name)} must be {marks.range or 'finite'}, not {printable(str(value), 40)}")
+
+
+def check_combinations(config: ModelConfig) -> None:
+    """Refuse flags that contradict each other, or that need something that is not requested or not installed."""
+    if config.attn_implementation == "flash_attention_2" and config.dtype == "float32":
+        raise UserError("--attn-implementation flash_attention_2 computes in half precision: add --dtype bfloat16")
+    if config.load_in == "8bit" and config.dtype == "float32":
+        raise UserError("--load-in 8bit computes in half precision: omit --dtype, or make it bfloat16")
+    if isinstance(config, PolicyConfig):
+        _check_training(config)
+    if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
+
+
+def _check_training(config: PolicyConfig) -> None:
+    _check_minibatches(config)
+    if not config.lora_rank:
+        for name in ("lora_alpha",) if config.has_adapter else ("lora_alpha", "load_in", "save_merged"):
+            if getattr(config, name):
+                raise UserError(f"{flag(name)} needs an adapter to train: add --lora-rank 16, for example")
+    elif config.model == "new":
+        raise UserError("--lora-rank adapts a model that exists: give a --model, or omit it")
+    elif config.load_in is not None and config.adapter_path is not None:
+        raise UserError(
+            f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round what it "
+            "has learned: omit --lora-rank to train it further, or merge it first with --save-merged"
+        )
+    if getattr(config, "tools", None) and not config.tool:
+        raise UserError("--no-tool leaves no tool, and --tools gives some: omit one of them")
+    if getattr(config, "top_p", 1.0) < 1:
+        say(
+            "--top-p below 1: tokens are drawn from the most probable ones only, but trained under the full "
+            "distribution: the gradient is biased towards what was likely before"
+        )
+
+
+def check_model(config: ModelConfig) -> None:
+    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there.
+
+    Raises:
+        UserError: naming it, or the chat template that it is to have and that cannot be read.
+    """
+    if config.chat_template is not None:
+        read_template(config.chat_template)
+    path, base = config.model_path, config.base_path
+    if path is None:
+        return
+    if not path.is_dir():
+        raise UserError(f"--model {config.model}: there is no such directory (a hub id is owner/name)")
+    if config.adapter_path is not None:
+        if base is not None and not (base / "config.json").is_file():
+            raise UserError(
+                f"--model {shown(config.model)} is an adapter of {base}, where there is no model (no config.json): if "
+                f"it was moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
+            )
+    elif not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
+        policies = _policies_in(path)
+        raise UserError(
+            f"--model {shown(config.model)} holds no model (config.json) and no adapter ({ADAPTER_SETTINGS})"
+            + (f"; did you mean {shown(policies[0])}?" if policies else "")
+        )
+
+
+def _policies_in(directory: Path) -> list[Path]:
+    """What a run has saved, if this is its directory or that of its checkpoints: the final policy first."""
+    steps = [path for pattern in ("step_*", "checkpoints/step_*") for path in directory.glob(pattern)]
+    numbered = [(int(path.name[5:]), path) for path in steps if path.name[5:].isdecimal()]
+    found = [directory / "final", *(path for _, path in sorted(numbered, reverse=True))]
+    return [path for path in found if any((path / name).is_file() for name in ("config.json", ADAPTER_SETTINGS))]
+
+
+def check_name(name: str | None) -> None:
+    if name is None:
+        return
+    if name in ("", ".", "..") or len(Path(name).parts) != 1 or len(name.encode()) > MAX_NAME_BYTES:
+        raise UserError(f"--name {printable(repr(name), 60)} cannot be the name of a directory")
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that PyTorch does not know, or that this machine does not have."""
+    if name == "auto":
+        return
+    try:
+        device = torch.device(name)
+        num_devices = torch.get_device_module(device).device_count()  # what is no accelerator has no such module
+    except RuntimeError:
+        wanted = "cpu, cuda, cuda:<number>, another accelerator that PyTorch knows (mps, xpu), or auto"
+        raise UserError(f"--device must be {wanted}, not {printable(name, 40)}") from None
+    if (device.index or 0) >= num_devices:
+        raise UserError(f"--device {name}: this machine has {num_devices} device(s) of the kind {device.type}")
+
+
+def _check_minibatches(config: PolicyConfig) -> None:
+    minibatch_size = getattr(config, "minibatch_size", None)
+    if minibatch_size is None:
+        return
+    group_size, rows = config.group_size, config.prompts_per_step * config.group_size
+    if minibatch_size % group_size:
+        raise UserError(f"--minibatch-size {minibatch_size} is not a multiple of --group-size {group_size}")
+    if minibatch_size > rows:
+        raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rows} rows of a rollout")
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8."""
+    return isinstance(value, str) and (value.isascii() or value.encode(errors="ignore").decode() == value)

@@ -1,0 +1,275 @@
+"""The settings that every experiment has and none teaches, and the table that resolves their defaults.
+
+An experiment's `Config` inherits from `RunConfig` and adds what it teaches. A field says everything about its flag: the
+comment is its help, with the default that None stands for after "None: ", and the type its range, and its group.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import torch
+from annotated_types import Ge, Gt, Interval
+
+from common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY_POLICY = ROOT / "assets" / "tiny_policy"
+# The second knows tools, the third searches for expressions
+BUNDLED = {
+    "tiny": TINY_POLICY,
+    "tiny_tools": ROOT / "assets" / "tiny_policy_tools",
+    "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
+}
+ADAPTER_SETTINGS = "adapter_config.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Numbers in a range, which --help shows and the command line is held to; they are finite
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+ZeroOrOne = Annotated[int, Interval(ge=0, le=1)]
+GroupSize = Annotated[int, Ge(2)]  # a group is its own baseline
+Seed = Annotated[int, Interval(ge=0, le=10**18)]  # what PyTorch takes
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Interval(gt=0, le=1)]
+
+
+@dataclass(frozen=True)
+class IsPath:
+    """A mark of text that can name a file or a directory, and so is checked early."""
+
+    is_input: bool = False  # a run reads it; config.json keeps its absolute path, to resume from any directory
+
+
+LocalPath = Annotated[str, IsPath()]
+InputPath = Annotated[str, IsPath(is_input=True)]
+
+
+class Group(Enum):
+    """Where --help shows a flag. An experiment's own flags need no group: theirs is the first one."""
+
+    POLICY = "policy"
+    DATA = "data and task"
+    SEARCH = "search"
+    ENGINE = "engine"
+    EVALUATION = "evaluation"
+    RUN = "run"
+
+
+T = TypeVar("T")
+OfPolicy = Annotated[T, Group.POLICY]
+OfData = Annotated[T, Group.DATA]
+OfSearch = Annotated[T, Group.SEARCH]
+OfEngine = Annotated[T, Group.ENGINE]
+OfEvaluation = Annotated[T, Group.EVALUATION]
+OfRun = Annotated[T, Group.RUN]
+
+# What a flag that was left at None becomes, by the kind of policy. A test holds the texts of --help to these figures.
+RESOLVED = {
+    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128},
+    "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},
+}
+# LoRA learns best at some ten times the learning rate of full fine-tuning, whatever its rank (Schulman and Thinking
+# Machines Lab 2025, "LoRA Without Regret").
+LORA_LR_FACTOR = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What every program that loads a model needs."""
+
+    # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
+    # adapter
+    model: OfPolicy[LocalPath] = "tiny"
+    # file of a chat template (Jinja), for models that have none, such as base models; None: the model's own
+    chat_template: OfPolicy[InputPath | None] = None
+    seed: OfRun[Seed] = 0  # seed of sampling
+    # CPU threads; auto: OMP_NUM_THREADS, else 1 for the bundled policies and the physical cores for other models
+    threads: OfRun[Literal["auto"] | Count] = "auto"
+    # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
+    device: OfPolicy[str] = "auto"
+    # arithmetic, and the dtype of frozen weights; trained weights are float32, and bfloat16 is autocast over them;
+    # None: bfloat16 for models other than the bundled one on cuda, else float32
+    dtype: OfPolicy[Literal["float32", "bfloat16"] | None] = None
+    # how attention is computed; auto: flash_attention_2 if it is installed and usable (cuda, bfloat16), else sdpa
+    attn_implementation: OfPolicy[Literal["auto", "sdpa", "eager", "flash_attention_2"]] = "auto"
+    load_in: OfPolicy[Literal["8bit", "4bit"] | None] = None  # hold the weights quantised (bitsandbytes)
+
+    @property
+    def model_path(self) -> Path | None:
+        """The directory that `model` names, or None if it is a hub id or "new"."""
+        return None if self.model == "new" else find_directory(self.model)
+
+    @property
+    def adapter_path(self) -> Path | None:
+        """The directory that `model` names, if that holds a LoRA adapter and no model."""
+        path = self.model_path
+        is_adapter = path is not None and (path / ADAPTER_SETTINGS).is_file() and not (path / "config.json").exists()
+        return path if is_adapter else None
+
+    @property
+    def base_path(self) -> Path | None:
+        """The directory of the model, or of that which the adapter was trained on; None if it is a hub id or "new"."""
+        return self.model_path if self.adapter_path is None else find_directory(read_base(self.adapter_path))
+
+    @property
+    def base(self) -> str:
+        """The same as an absolute path, or the hub id."""
+        if self.base_path is not None:
+            return str(self.base_path.resolve())
+        return self.model if self.adapter_path is None else read_base(self.adapter_path)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Of low rank (LoRA), on frozen weights."""
+        return self.adapter_path is not None
+
+    @property
+    def kind(self) -> str:
+        """Which row of a table of resolved defaults applies: "tiny" also for a policy of the bundled one's shape."""
+        if self.model == "new":
+            return "new"
+        is_tiny = self.base_path is not None and _shape(self.base_path) == _shape(TINY_POLICY)
+        return "tiny" if is_tiny else "full"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig(ModelConfig):
+    """What every program that trains a policy needs in addition."""
+
+    # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
+    # adapter, which is trained further, or with --lora-rank merged into its base
+    model: str = "tiny"
+    seed: int = 0  # seed of data order, sampling and minibatches
+    gradient_checkpointing: OfPolicy[bool] = False  # recompute activations in the backward pass: less memory, more time
+    lora_rank: OfPolicy[CountOrZero] = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
+    lora_alpha: OfPolicy[Positive | None] = None  # adapters are scaled by alpha / rank; None: twice the rank
+    load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs an adapter
+    save_merged: OfPolicy[bool] = False  # with an adapter: also write final_merged/, a model with the adapter merged in
+    # held-out questions per evaluation; without --eval-data this many rows of --data are held out
+    eval_prompts: OfEvaluation[Count] = 256
+    checkpoint_every: OfRun[CountOrZero] = 20  # steps between checkpoints; 0: only on Ctrl-C
+    keep_checkpoints: OfRun[Count] = 2  # how many of the newest checkpoints are kept
+    estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
+    # also log to Weights & Biases; without its package, a key or a network the run continues
+    wandb: OfRun[bool] = False
+    name: OfRun[str | None] = None  # the run's name; None: date, time and seed
+    runs_dir: OfRun[LocalPath] = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
+    # directory of a run to resume, with its own settings: only --steps may be raised, and batch sizes changed; None:
+    # a new run
+    resume: OfRun[LocalPath | None] = None
+
+    @property
+    def has_adapter(self) -> bool:
+        """A new one, or the one that `model` names."""
+        return self.lora_rank > 0 or self.adapter_path is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(PolicyConfig):
+    """What every experiment with rewards needs in addition."""
+
+    # what is asked and rewarded: a file of tasks, or the path of your own
+    task: OfData[LocalPath] = "arithmetic"
+    reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
+    # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
+    data: OfData[InputPath | None] = None
+    # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
+    # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
+    eval_data: OfEvaluation[InputPath | None] = None
+    at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
+    max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
+    # the system turn of every question; None: none for the bundled policy, the task's own for other models
+    system_prompt: OfData[str | None] = None
+    # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained
+    completion_prefix: OfData[str | None] = None
+    eval_every: OfEvaluation[CountOrZero] = 10  # steps between evaluations (greedy only); 0: only before and after
+    # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
+    samples_every: OfRun[CountOrZero] = 1
+    progress: OfRun[tuple[str, ...]] = ()  # metrics that the progress line also shows, e.g. policy/clipped
+    # completions sampled at the same time, which bounds the memory of the KV cache
+    generation_batch_size: OfRun[Count] = 128
+
+
+def shown(source: str | Path) -> str:
+    """A path as one would type it: relative to the current directory if it is inside; anything else as it is."""
+    path = Path(source)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else source)
+
+
+def find_directory(model: str) -> Path | None:
+    """The directory of a model, whether it exists or not; None for a hub id."""
+    if model in BUNDLED:
+        return BUNDLED[model]
+    path = Path(model).expanduser()
+    return None if is_hub_id(model) and not path.is_dir() else path
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id, owner/name.
+
+    >>> is_hub_id("Qwen/Qwen2.5-0.5B-Instruct"), is_hub_id("my models/llama"), is_hub_id("../x")
+    (True, False, False)
+    """
+    is_id = re.fullmatch(r"\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", name, re.ASCII) is not None
+    return is_id and ".." not in name and "--" not in name and not name.endswith(".git")
+
+
+def read_base(adapter: Path) -> str:
+    """The hub id or the directory of the model that an adapter was trained on.
+
+    Raises:
+        UserError: the adapter does not say.
+    """
+    try:
+        name = json.loads((adapter / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        Path(name).expanduser().exists()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # the last: unknown users, and deep nesting
+        name = None
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")
+    return name
+
+
+def _shape(model_path: Path) -> tuple[int, int] | None:
+    """Vocabulary size and hidden size of a Hugging Face model directory."""
+    try:
+        settings = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        return settings["vocab_size"], settings["hidden_size"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _find_device() -> str:
+    """CUDA, else another accelerator that PyTorch finds, else the CPU."""
+    if torch.cuda.is_available():
+        return "cuda"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+
+
+def resolve(config: ConfigT, defaults: dict) -> ConfigT:
+    """The settings, with every None and "auto" resolved from the machine, the model, and `defaults`."""
+    device = _find_device() if config.device == "auto" else config.device
+    on_cuda = device.startswith("cuda")
+    dtype = config.dtype
+    if dtype is None:
+        fits = on_cuda and config.kind == "full" and torch.cuda.is_bf16_supported()
+        dtype = "bfloat16" if fits or config.load_in == "8bit" else "float32"
+    attention = config.attn_implementation
+    if attention == "auto":
+        has_flash = on_cuda and dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
+        attention = "flash_attention_2" if has_flash else "sdpa"
+    left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
+    if config.has_adapter and "lr" in left_open:
+        left_open["lr"] *= LORA_LR_FACTOR
+    return dataclasses.replace(config, device=device, dtype=dtype, attn_implementation=attention, **left_open)

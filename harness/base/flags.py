@@ -1,0 +1,122 @@
+"""The flags of a command line, as the fields of a `Config` declare them: groups, ranges, and what `--help` shows."""
+
+import dataclasses
+import inspect
+import math
+import operator
+import textwrap
+from collections.abc import Iterator
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+from harness.base.config import Group, IsPath
+from harness.base.terminal import say
+
+WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # by their names in annotated_types
+
+
+@dataclasses.dataclass
+class Marks:
+    """What the type of a field says about its flag, in its own class or in one from which that inherits."""
+
+    group: Group | None = None
+    path: IsPath | None = None
+    limits: dict[str, float] = dataclasses.field(default_factory=dict)  # by the names of WORDS
+
+    def __contains__(self, value: float) -> bool:
+        is_within = all(getattr(operator, name)(value, end) for name, end in self.limits.items())
+        return is_within and (isinstance(value, int) or math.isfinite(value))
+
+    @property
+    def range(self) -> str:
+        """
+        >>> Marks(limits={"gt": 0, "le": 1}).range, Marks(limits={"ge": 1}).range
+        ('above 0 and at most 1', 'at least 1')
+        """
+        return " and ".join(f"{WORDS[name]} {end:g}" for name, end in self.limits.items())
+
+
+def read_marks(config_class: type) -> dict[str, Marks]:
+    """The marks of every field. What a class declares goes before what it inherits."""
+    found = {field.name: Marks() for field in dataclasses.fields(config_class)}
+    for parent in reversed(config_class.__mro__):
+        for name in found.keys() & inspect.get_annotations(parent).keys():
+            marks = found[name]
+            for mark in _metadata(inspect.get_annotations(parent)[name]):
+                if isinstance(mark, Group):
+                    marks.group = mark
+                elif isinstance(mark, IsPath):
+                    marks.path = mark
+                else:
+                    ends = {word: getattr(mark, word, None) for word in WORDS}
+                    marks.limits |= {word: end for word, end in ends.items() if end is not None}
+    return found
+
+
+def _metadata(hint: object) -> Iterator[object]:
+    """Of every `Annotated` in a type."""
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+        hint = hint.__origin__
+    for argument in get_args(hint):
+        yield from _metadata(argument)
+
+
+def make_flags(config: object) -> type:
+    """The flags in their groups, a dataclass of dataclasses for tyro, with the values of `config` as the defaults."""
+    import tyro
+
+    types, marks = get_type_hints(type(config)), read_marks(type(config))
+    first = getattr(config, "FIRST_GROUP", "algorithm")
+    grouped: dict[str, list] = {first: [], **{group.value: [] for group in Group}}
+    for field in dataclasses.fields(config):
+        text, _, resolved = read_comment(type(config), field.name).partition("None: ")
+        default, takes_many = getattr(config, field.name), types[field.name] == tuple[str, ...]
+        argument = tyro.conf.arg(
+            help=text.rstrip("; ") or resolved,
+            help_behavior_hint=f"({_hint(marks[field.name], default, resolved)})",
+            aliases=getattr(config, "ALIASES", {}).get(field.name),
+            metavar=("NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ...") if takes_many else None,
+        )
+        flag_type = Annotated[types[field.name], argument]
+        if field.name in getattr(config, "POSITIONAL", ()):
+            flag_type = tyro.conf.Positional[flag_type]
+        group = marks[field.name].group
+        grouped[first if group is None else group.value].append(
+            (field.name, flag_type, dataclasses.field(default=default))
+        )
+    groups = [
+        (
+            group.replace(" ", "_"),
+            Annotated[dataclasses.make_dataclass("Group", flags, kw_only=True), tyro.conf.arg(name=group, help="")],
+        )
+        for group, flags in grouped.items()
+        if flags
+    ]
+    return dataclasses.make_dataclass("Flags", groups, kw_only=True)
+
+
+def read_comment(config_class: type, name: str) -> str:
+    """The comment beside a field or above it, as tyro reads it where fields are in no groups."""
+    from tyro._docstrings import get_field_docstring
+
+    return get_field_docstring(config_class, name, ()) or ""
+
+
+def _hint(marks: Marks, default: object, resolved: str) -> str:
+    """Range and default of a flag, as `--help` shows them behind its comment."""
+    if default is None:
+        shown = resolved or "none"
+    elif isinstance(default, bool):
+        shown = "on" if default else "off"
+    else:
+        shown = (" ".join(default) if isinstance(default, tuple) else str(default)) or "none"
+    return f"{marks.range}; default: {shown}" if marks.limits else f"default: {shown}"
+
+
+def show_description(text: str, width: int) -> None:
+    """Print what a program is and does, its paragraphs wrapped to the width of the terminal, indented lines unchanged.
+
+    It is printed here because tyro joins the lines of a paragraph and does not wrap it.
+    """
+    for paragraph in text.strip("\n").split("\n\n"):
+        say((paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, min(width, 120))) + "\n")

@@ -1,0 +1,148 @@
+"""Datasets of the hub, and whether it answers.
+
+It is asked once, with little patience: its own client tries again for a minute when nobody answers.
+"""
+
+import functools
+import os
+import re
+from pathlib import Path
+
+from common.errors import UserError
+
+from harness.base.checks import local_path
+from harness.base.config import is_hub_id
+from harness.base.terminal import say, short
+
+TIMEOUT = 10  # seconds
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # and no hub's names
+
+
+def must_be_cached(what: str, name: str) -> bool:
+    """Whether `name` has to come from this machine's cache, because the hub is switched off or does not answer.
+
+    Args:
+        what: "model" or "dataset".
+        name: its id, owner/name.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
+
+    if constants.is_offline_mode():
+        return True
+    ask = HfApi().model_info if what == "model" else HfApi().dataset_info
+    try:
+        ask(name, timeout=TIMEOUT)
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"{name}: its owners ask for an agreement: give it at https://huggingface.co/{name}, then log in with "
+            "`hf auth login`"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(f"{name}: the hub has no such {what}, or shows it to its owners only") from error
+    except Exception as error:  # whatever a network can do to a request; the client has no common class for it
+        problem = f"{name}: the hub does not answer ({' '.join(str(error).split())})"
+        if what == "dataset":  # their loader asks the hub again, five times, unless this is set from the start
+            raise UserError(f"{problem}; with HF_HUB_OFFLINE=1 a copy in this machine's cache is used") from error
+        if try_to_load_from_cache(name, "config.json") is None:
+            raise UserError(f"{problem}, and this machine's cache does not hold the {what}") from error
+        say(f"{problem}; the copy in this machine's cache is used")
+        return True
+    return False
+
+
+def commit_of(what: str, name: str) -> str | None:
+    """The commit of a model or a dataset: the hub's newest, or if it does not answer that of this machine's cache."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    try:
+        if not constants.is_offline_mode():
+            return (HfApi().model_info if what == "model" else HfApi().dataset_info)(name, timeout=TIMEOUT).sha
+    except Exception:  # whatever a network can do to a request; `must_be_cached` has told the user
+        pass
+    path = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=what) / "refs" / "main"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def is_hub_source(source: str, path: Path | None = None) -> bool:
+    """Whether data are those of a hub dataset, `owner/name[:subset[:split]]`, and not of a file.
+
+    Args:
+        path: where the file would be; None: where `source` says.
+    """
+    path = local_path(source, "the data file") if path is None else path
+    return is_hub_id(source.partition(":")[0]) and not path.exists() and path.suffix not in FILES
+
+
+def find_source(value: object, file: Path, what: str) -> str | None:
+    """The data that a task names, `what`, as its own: a path, relative to its file, or a hub dataset.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | Path):
+        raise UserError(f"{what} must be a path, not {short(value)}")
+    path = file.resolve().parent / local_path(str(value), what)
+    return value if isinstance(value, str) and is_hub_source(value, path) else str(path)
+
+
+def read_split(source: str) -> list[dict]:
+    """The rows of a split of a hub dataset, by default of "train".
+
+    Raises:
+        UserError: it cannot be loaded, or has no such subset or split; the sentence names those that it has.
+    """
+    name, subset, split = _parts(source)
+    splits, split = _load(name, subset, os.getcwd()), split or "train"
+    if split not in splits:
+        raise UserError(
+            f"the dataset {f'{name}:{subset}'.rstrip(':')} has no split {split!r} (there are: {', '.join(splits)}): "
+            f"{name}:{subset}:{next(iter(splits))}, for example"
+        )
+    return splits[split].to_list()
+
+
+def find_test_split(source: str) -> str | None:
+    """The source with the split "test", if it names no split and the dataset has that one."""
+    name, subset, split = _parts(source)
+    return f"{name}:{subset}:test" if not split and "test" in _load(name, subset, os.getcwd()) else None
+
+
+def _parts(source: str) -> list[str]:
+    """
+    >>> _parts("openai/gsm8k:main:test"), _parts("owner/name"), _parts("owner/name::test")
+    (['openai/gsm8k', 'main', 'test'], ['owner/name', '', ''], ['owner/name', '', 'test'])
+    """
+    return [*source.split(":", 2), "", ""][:3]
+
+
+@functools.lru_cache(maxsize=2)  # training data and held-out data can be two splits of one dataset
+def _load(name: str, subset: str, _directory: str):
+    """All splits of a dataset: those who load one split download all of them."""
+    import datasets
+
+    must_be_cached("dataset", name)
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, subset or None, trust_remote_code=False)
+    except Exception as error:  # the hub client raises many kinds, which make no difference to a user
+        source = f"{name}:{subset}" if subset else name
+        if subsets := _subsets(str(error)):
+            problem = f"has no subset {subset!r}" if subset else "has several subsets"
+            raise UserError(f"the dataset {name} {problem} (there are: {subsets}): give {name}:SUBSET") from error
+        raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
+
+
+def _subsets(message: str) -> str:
+    """The subsets that datasets names when one is missing: of a repository, or of this machine's cache.
+
+    >>> _subsets("BuilderConfig 'x' not found. Available: ['main', 'socratic']")
+    'main, socratic'
+    """
+    listed = re.search(r"(?:[Aa]vailable.*?: \[|There are multiple .* in the cache: )([^\]\n]*)", message)
+    return listed[1].replace("'", "") if listed else ""

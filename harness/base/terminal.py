@@ -1,0 +1,135 @@
+"""All printing: nothing that a model, a data set or a user's file wrote can control the terminal."""
+
+import errno
+import io
+import logging
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, TextIO
+
+from harness.base.ranks import is_speaker
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+# The beginnings of the lines of a conversation that is printed, and their colors: cyan, yellow, green
+POLICY, TOOL, REWARD = "  policy", "  tool", "  reward"
+_COLORS = {POLICY: 36, TOOL: 33, REWARD: 32}
+
+
+def say(text: str, stream: TextIO | None = None, anyway: bool = False) -> None:
+    """Print on stdout, or on `stream`. The lines are those of `text`; what else is not printable is replaced.
+
+    Of several processes the main one prints, and others only what must be said `anyway`.
+    """
+    if anyway or is_speaker():
+        print(visible(text), file=stream, flush=anyway)
+
+
+def say_above_progress(text: str) -> bool:
+    """Print above a progress bar; whether anybody can read it."""
+    from tqdm import tqdm
+
+    if not is_speaker():
+        return True
+    try:
+        tqdm.write(_colored(visible(text)))
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, and of a closed terminal
+            raise
+        return False
+    return True
+
+
+def progress_bar(done: int, total: int, is_shown: bool) -> "tqdm":
+    """A line that counts the steps which are left, from `done + 1` to `total`."""
+    from tqdm import tqdm
+
+    return tqdm(
+        range(done + 1, total + 1),
+        initial=done,
+        total=total,
+        bar_format="{desc} [{elapsed}<{remaining}]",
+        dynamic_ncols=True,
+        mininterval=0.1 if sys.stderr.isatty() else 10,  # a log file needs no line per step
+        disable=not is_shown,
+    )
+
+
+def _colored(text: str) -> str:
+    """The lines of a conversation in colors, on a terminal that is to show them (https://no-color.org)."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    lines = [(_COLORS.get(re.match(" *[a-z]*", line)[0]), line) for line in text.split("\n")]
+    return "\n".join(line if color is None else f"\x1b[{color}m{line}\x1b[0m" for color, line in lines)
+
+
+def visible(text: str) -> str:
+    """A replacement character for everything that is not printable (control and bidi characters), but line breaks.
+
+    >>> visible("a title: \\x1b]0;mine\\x07\\n\\u202enext line")
+    'a title: \\ufffd]0;mine\\ufffd\\n\\ufffdnext line'
+    """
+    return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
+
+
+def printable(text: str, width: int) -> str:
+    """One line of at most `width` characters.
+
+    >>> printable("red: \\x1b[31m\\n  next line", width=40)
+    'red: \\ufffd[31m next line'
+    """
+    line = " ".join(text[: 20 * width].split())  # what follows would not be shown
+    return visible(line if len(line) <= width else line[: width - 4].rstrip() + " ...")
+
+
+def short(value: object) -> str:
+    """A value that a user's code has given, for an error message."""
+    try:
+        return printable(repr(value), 80)
+    except Exception:  # of the value's own class
+        return f"a {type(value).__name__}"
+
+
+def describe_error(error: BaseException, module: ModuleType) -> str:
+    """An error in one line, with the line of the task's file that it comes from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
+    if isinstance(error, SyntaxError) and error.lineno:
+        lines = [error.lineno]
+    place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
+    text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+
+
+def clean_log(library: str) -> None:
+    """Let what a library logs pass through `visible`, without the library's colors: it names files and weights."""
+    for handler in logging.getLogger(library).handlers:
+        handler.addFilter(_make_visible)
+
+
+def _make_visible(record: logging.LogRecord) -> bool:
+    record.msg, record.args = visible(re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())), ()
+    return True
+
+
+def prepare_output() -> None:
+    """Make printing possible whatever stdout and stderr are, and let tracebacks of errors pass through `say`."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # None: closed by the shell; the next file that is opened would take its number
+        if stream is None or (name == "stdout" and not is_speaker()):
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):  # in PYTHONIOENCODING=ascii not every question can be encoded
+            stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = lambda *error: say("".join(traceback.format_exception(*error)).rstrip("\n"), sys.stderr)
+
+
+def discard_output() -> None:
+    """Print nowhere from now on, as nobody reads stdout any more; what is printed when Python exits would raise."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())

@@ -1,0 +1,4 @@
+"""Tasks and their rows: read, checked, held out, and fitted into the context.
+
+task.py imports what `--task` names.
+"""

@@ -1,0 +1,161 @@
+"""Reads rows: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
+
+import sys
+from collections.abc import Iterator
+
+from common.errors import UserError
+from common.keyed import keyed_generator
+
+from harness.base.checks import local_path, parse_numbers
+from harness.base.config import RunConfig, shown
+from harness.base.hub import find_test_split, is_hub_source, read_split
+from harness.base.ranks import together
+from harness.base.terminal import say
+from harness.data.row_checks import hold_out, say_what_is_shared, try_solutions
+from harness.data.rows import Fields, FieldsError, find_problem, placed, read_jsonl
+from harness.data.task import Row, Task, import_task, suggest_task
+
+
+@together()
+def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
+    """The task that `--task` names, with its training and evaluation rows, filtered alike.
+
+    Without `--eval-data`, a task with files of its own is evaluated on its held-out file, and a user's `--data` on the
+    test file that comes with it, see `find_test_data`. Otherwise `--data` is divided: `--eval-prompts` rows, chosen by
+    `--seed`, are held out.
+
+    Args:
+        more_weights: of reward components that the experiment gives, next to those of the task.
+        tools: JSON schemas of the tools that the policy may call.
+
+    Raises:
+        UserError: the task, a file or a row cannot be used, or too few rows are left.
+    """
+    task = import_task(config, more_weights)
+    task.tools = tools
+    source, eval_source = find_sources(config, task)
+    train_rows = load_rows(source, config, task)
+    if eval_source is not None:
+        eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
+    elif len(train_rows) <= config.eval_prompts:
+        raise UserError(
+            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
+            "is left to train on: lower --eval-prompts or give --eval-data"
+        )
+    else:
+        train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
+    prompts_per_step = getattr(config, "prompts_per_step", 1)
+    if len(train_rows) < prompts_per_step:
+        raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
+    say_what_is_shared(train_rows, eval_rows)
+    try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
+    task.try_out(train_rows[0])
+    if note := task.note():
+        say(f"{task}: {note}", sys.stderr)
+    task.data, task.held_out_data = source, eval_source
+    task.train_rows, task.eval_rows = train_rows, eval_rows
+    return task
+
+
+def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
+    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out.
+
+    Raises:
+        UserError: the task has no data of its own, and none are given.
+    """
+    source = config.data if config.data is not None else task.train_data
+    if source is None:
+        raise UserError(f"{task} has no data of its own: give --data")
+    eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
+    return source, find_test_data(source) if eval_source is None else eval_source
+
+
+def read_rows(source: str, fields: Fields) -> list[Row]:
+    """The rows of a JSONL file, or of a split of a hub dataset `owner/name[:subset[:split]]`, by default "train".
+
+    Args:
+        fields: the fields that every row must have, and their types.
+
+    Raises:
+        UserError: naming file, line and what is wrong.
+    """
+    rows = []
+    for row in scan_rows(source, fields):
+        if isinstance(row, UserError):
+            raise row
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{shown(source)} has no rows")
+    return rows
+
+
+def scan_rows(source: str, fields: Fields) -> Iterator[Row | UserError]:
+    """The same, with the error of a row that cannot be used in its place."""
+    path = local_path(source, "the data file")
+    for row in _read_hub(source) if is_hub_source(source) else read_jsonl(path):
+        problem = None if isinstance(row, UserError) else find_problem(row, fields)
+        yield row if problem is None else FieldsError(row, problem)
+
+
+def _read_hub(source: str) -> Iterator[Row]:
+    for number, row in enumerate(read_split(source), start=1):
+        yield placed(row, f"{source}, row {number}")
+
+
+def find_test_data(source: str) -> str | None:
+    """What training data come with to evaluate on, and a sentence about it: None if there is nothing.
+
+    That is `test.jsonl` beside a file `train.jsonl`, or the split "test" of a hub dataset whose split is not named.
+    """
+    if is_hub_source(source):
+        found = find_test_split(source)
+    else:
+        path = local_path(source, "the data file")
+        beside = path.parent / "test.jsonl"
+        found = str(beside) if path.name == "train.jsonl" and beside.is_file() else None
+    if found is not None:
+        say(f"evaluated on {shown(found)}, which comes with {shown(source)} (--eval-data names another)")
+    return found
+
+
+def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
+    """The rows of a source that pass the filters, with a hint if they are those of another task."""
+    try:
+        rows = read_rows(source, task.fields)
+    except FieldsError as error:
+        raise UserError(f"{error}{suggest_task(error.row, config.task)}") from None
+    return filter_rows(rows, config, task, source)
+
+
+def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
+    """Those that `--at-most` and `--max-question-length` keep, with the question that the task asks."""
+    kept = rows
+    for field, most in parse_numbers("--at-most", config.at_most).items():
+        for row in kept:
+            if isinstance(row.get(field), bool) or not isinstance(row.get(field), int | float):
+                raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
+        kept = [row for row in kept if row[field] <= most]
+    for row in kept:  # all of them, also to see that each can be asked
+        row.question = task.question(row)
+    if config.max_question_length is not None:
+        kept = [row for row in kept if len(row.question) <= config.max_question_length]
+    if not kept:
+        raise UserError(
+            f"none of the {len(rows)} rows of {shown(source)} passes the filters (--at-most, --max-question-length)"
+        )
+    return kept
+
+
+def prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
+    """Which rows step 1, 2, ... trains on: a new permutation of all rows every epoch, keyed by (seed, epoch).
+
+    An epoch ends before a step that it could not fill, so that no step holds a prompt twice.
+
+    >>> first, second = (set(prompts_of_step(5, 2, step, seed=0)) for step in (1, 2))
+    >>> len(first), len(second), first & second
+    (2, 2, set())
+    """
+    steps_per_epoch = num_rows // prompts_per_step
+    epoch, position = divmod(step - 1, steps_per_epoch)
+    order = keyed_generator("data order", seed, epoch).permutation(num_rows)
+    return order[position * prompts_per_step : (position + 1) * prompts_per_step].tolist()

@@ -1,0 +1,116 @@
+"""What is wrong with rows: a run looks for it before it trains, and the audit (`tasks/audit`) reports all of it.
+
+Rows that no completion can solve: each gold answer is tried as its own solution. Held-out questions that training asks.
+"""
+
+import math
+import re
+import time
+import unicodedata
+
+from common.errors import UserError
+from common.keyed import keyed_generator
+
+from harness.base.terminal import printable, say
+from harness.data.rows import is_empty
+from harness.data.task import Row, Task, suggest_task
+
+PATIENCE = 10  # seconds for the solutions of all rows together
+
+_SPACING = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!;: ]|\$")  # of LaTeX
+_PUNCTUATION = re.compile(r"[\"'`\u2018\u2019\u201c\u201d;:!?]|[.,](?!\d)|(?<!\d)[.,]")
+_THOUSANDS, _SIGN = re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), re.compile(r"\s*([^\w\s])\s*")
+
+
+def try_solutions(task: Task, rows: list[Row], name: str) -> None:
+    """Reward the solution of every row, for as long as `PATIENCE` lasts; does nothing for a task without `solution`.
+
+    Args:
+        name: what `--task` calls it.
+
+    Raises:
+        UserError: the solution of a row does not earn `correct` = 1, or, in a task without `correct`, no reward.
+    """
+    began = time.monotonic()
+    for number, row in enumerate(rows):
+        if time.monotonic() - began > PATIENCE:
+            say(f"{task}: the solutions of {number} of {len(rows)} rows were tried in {PATIENCE} s, and are rewarded")
+            return
+        text = task.solution(row)
+        if text is None:
+            return
+        if fault := solution_fault(task, row, text):
+            raise UserError(f"{row.place}: {_reason(task, row, fault, name)}")
+
+
+def solution_fault(task: Task, row: Row, text: str) -> str | None:
+    """What the solution of a row earns, if that is not what a right answer earns."""
+    rewards = task.reward(row, text)
+    measure = "correct =" if "correct" in rewards else "a total reward of"
+    earned = rewards["correct"] if "correct" in rewards else task.total_reward(rewards)
+    is_earned = earned == 1 if "correct" in rewards else earned > 0
+    if is_earned or not math.isfinite(earned):  # others are a fault of the reward, which the run reports
+        return None
+    return f"{printable(repr(text), 80)} earns {measure} {earned:g}"
+
+
+def empty_golds(task: Task, row: Row) -> list[str]:
+    """The fields of a row that should hold its answer, and are empty."""
+    return [field for field in sorted({*task.fields, "answer"} & row.keys()) if is_empty(row[field])]
+
+
+def _reason(task: Task, row: Row, fault: str, name: str) -> str:
+    if empty := empty_golds(task, row):
+        fields = " and ".join(map(repr, empty))
+        return f"the field {fields} is empty, so that no completion can be right: remove the row"
+    reason = f"no completion can be right, because the row's own solution {fault}"
+    if suggestion := suggest_task(row, name):
+        return reason + suggestion
+    hashes = " (of GSM8K's answers keep what follows ####)" if "####" in str(row.get("answer")) else ""
+    form = f"the form that reward(row, text) of {task} compares with{hashes}"
+    return f"{reason}: bring the row to {form}, or correct its solution(row)"
+
+
+def hold_out(rows: list[Row], num_held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Divide rows into those of training and those that are held out, which are chosen by the seed."""
+    order = keyed_generator("split", seed).permutation(len(rows))
+    rows = [rows[index] for index in order]
+    return rows[num_held_out:], rows[:num_held_out]
+
+
+def say_what_is_shared(train_rows: list[Row], eval_rows: list[Row]) -> None:
+    if known := sum(map(len, shared_questions(train_rows, eval_rows))):
+        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
+
+
+def shared_questions(
+    train_rows: list[Row], eval_rows: list[Row]
+) -> tuple[list[tuple[Row, Row]], list[tuple[Row, Row]]]:
+    """Held-out rows whose questions training asks as well, each with the first such row of training.
+
+    Returns:
+        exactly: with the same question.
+        nearly: with one that differs in case, spaces and punctuation only.
+    """
+    asked = {row.question: row for row in reversed(train_rows)}
+    exactly = [(row, asked[row.question]) for row in eval_rows if row.question in asked]
+    asked = {normalise(row.question): row for row in reversed(train_rows)}
+    others = [(row, normalise(row.question)) for row in eval_rows]
+    found = {id(row) for row, _ in exactly}
+    return exactly, [(row, asked[text]) for row, text in others if text in asked and id(row) not in found]
+
+
+def normalise(question: str) -> str:
+    r"""A question without what two copies of it can differ in: case, spaces, punctuation, thousands commas, LaTeX's \$.
+
+    What a formula means is kept: operators, brackets and the points of decimals.
+
+    >>> normalise("He  paid $1,080.50;\nHow much is $x + \\left(2\\right)$?"), normalise("2-3") == normalise("2+3")
+    ('he paid 1080.50 how much is x+(2)', False)
+    """
+    text = unicodedata.normalize("NFKC", question).casefold()
+    if "\\" in text or "$" in text:  # most texts hold neither, and training normalises all of them
+        text = _SPACING.sub(" ", text)
+    if "," in text:
+        text = _THOUSANDS.sub("", text)
+    return " ".join(_SIGN.sub(r"\1", _PUNCTUATION.sub(" ", text)).split())

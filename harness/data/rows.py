@@ -1,0 +1,143 @@
+"""Rows of a JSONL file, each with its place, or with what is wrong there in the place of the row."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import UserError
+
+from harness.base.checks import is_text
+from harness.base.config import shown
+from harness.base.terminal import printable
+
+Fields = dict[str, type | tuple[type, ...]]
+
+# What other files begin with
+_FORMATS = {
+    (b"PAR1",): "a Parquet file",
+    (b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd"): "a compressed file",
+    (b"\xff\xfe", b"\xfe\xff"): "text in UTF-16",
+}
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
+_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+
+
+class Row(dict):
+    """A row of data that knows where it is from, for error messages, and its question once the task has asked it."""
+
+    place, question = "a row", ""  # the place is file and line
+
+
+class FieldsError(UserError):
+    """A row that lacks a field, or has something in it that cannot be used."""
+
+    def __init__(self, row: Row, problem: str):
+        super().__init__(f"{row.place}: {problem}")
+        self.row = row
+
+
+def read_jsonl(path: Path) -> Iterator[Row | UserError]:
+    """The rows of a file in their order; in the place of a line that is no row, the error that says why.
+
+    Blank lines are skipped, and so is a byte order mark. Lines may end in CR LF.
+
+    Raises:
+        UserError: the file cannot be read, or is of another format.
+    """
+    file = shown(path)  # once: for every row it would take longer than reading them
+    if path.is_dir():
+        raise UserError(f"{file}: there is no such file, but a directory: name one of its files")
+    if path.exists() and not path.is_file():  # it could be read only once
+        raise UserError(f"{file} is a pipe or a device: write its rows to a file, and name that")
+    if not path.is_file():
+        raise UserError(f"{file}: there is no such file (a hub dataset is owner/name[:subset[:split]])")
+    try:
+        with path.open("rb") as lines:
+            _refuse_other_formats(path, lines.read(1000).removeprefix(_BYTE_ORDER_MARK))
+            lines.seek(0)
+            for number, line in enumerate(lines, start=1):
+                if bare := line.removeprefix(_BYTE_ORDER_MARK).strip():
+                    yield _read_line(bare, f"{file}:{number}")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror})") from error
+
+
+def _refuse_other_formats(path: Path, head: bytes) -> None:
+    kind = next((kind for starts, kind in _FORMATS.items() if head.startswith(starts)), None)
+    if path.suffix.lower() in (".csv", ".tsv"):
+        kind = "a table"
+    elif head.lstrip().startswith(b"["):
+        kind = "one JSON array, and a row must be a JSON object of its own"
+    if kind is not None:
+        reader = {".parquet": "parquet", ".csv": "csv"}.get(path.suffix.lower(), "json")
+        raise UserError(
+            f"{shown(path)} is {kind}: JSONL in UTF-8 is read (one object per line), or a dataset of the hub "
+            f"(owner/name); datasets.Dataset.from_{reader}(FILE).to_json('rows.jsonl') writes JSONL"
+        )
+
+
+def _read_line(line: bytes, place: str) -> Row | UserError:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        return UserError(f"{place}: not JSON ({error.msg} at column {error.colno}); every line must be one object")
+    except UnicodeDecodeError as error:
+        return UserError(f"{place}: not UTF-8 text ({error.reason})")
+    except RecursionError:
+        return UserError(f"{place}: lists or objects are nested too deeply to be read")
+    except ValueError:  # of Python, whose integers are read up to some thousand digits
+        return UserError(f"{place}: an integer has too many digits to be read")
+    if not isinstance(fields, dict):
+        return UserError(f"{place}: a row must be a JSON object, not {type(fields).__name__}")
+    return placed(fields, place)
+
+
+def placed(fields: dict, place: str) -> Row:
+    row = Row(fields)
+    row.place = place
+    return row
+
+
+def find_problem(row: dict, fields: Fields) -> str | None:
+    """What keeps a row from having the fields that it must have, with values of their types; None if it has them."""
+    for field, wanted in fields.items():
+        if field not in row:
+            return f"the field {field!r} is missing (there are: {printable(', '.join(row), 200)})"
+        if not _is_usable(row[field], wanted):
+            wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+            value = printable(json.dumps(row[field], default=str), 80)
+            kinds = [_NAMES.get(kind, kind.__name__) for kind in wanted]
+            kinds = [kind for kind in kinds if kind != "a whole number" or "a number" not in kinds]
+            return f"the field {field!r} cannot be {value}, but {' or '.join(kinds)}"
+    return None
+
+
+def is_empty(value: object) -> bool:
+    """Whether a gold answer is none: no text, none behind GSM8K's ####, or a list of nothing else.
+
+    >>> [is_empty(value) for value in ("", " ", "2+2=4\\n#### ", [], ["", " "], None, 0, "#### 4")]
+    [True, True, True, True, True, True, False, False]
+    """
+    if isinstance(value, list):
+        return all(map(is_empty, value))
+    return value is None or (isinstance(value, str) and not value.rpartition("####")[2].strip())
+
+
+def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
+    """Whether a value is of a wanted type, and JSON: without NaN, infinities, and halves of a surrogate pair."""
+    if isinstance(value, str):
+        is_json = is_text(value)
+    elif isinstance(value, float):
+        is_json = math.isfinite(value)
+    elif isinstance(value, list | dict):
+        try:
+            is_json = is_text(json.dumps(value, allow_nan=False, ensure_ascii=False, default=str))
+        except ValueError:
+            return False
+    else:
+        is_json = True
+    if isinstance(value, bool) or not isinstance(value, wanted):  # Python counts bool among the integers
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        return type(value) in wanted or (type(value) is int and float in wanted)
+    return is_json

@@ -1,0 +1,316 @@
+"""A task as its file defines it, with every call checked: what a user's file gets wrong is told in one sentence.
+
+The README's section "Your own task" lists what such a file defines.
+"""
+
+import functools
+import importlib
+import math
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType, UnionType
+
+from common.environment import OUTCOMES
+from common.errors import UserError
+
+from harness.base.checks import is_finite, is_text, local_path, parse_numbers
+from harness.base.config import RunConfig, shown
+from harness.base.hub import find_source
+from harness.base.terminal import describe_error, say, short
+from harness.data.rows import Row, find_problem
+
+BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
+# Names of other metrics, and beginnings of such names, which a description cannot have.
+TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
+TAKEN |= {"failed_searches"} | {f"{outcome}_calls" for outcome in OUTCOMES}
+TAKEN_PREFIXES = ("accuracy", "reward_", "pass@")
+PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
+
+
+class TaskError(UserError):
+    """A fault of a task's functions; a run that it ends can be resumed once it is corrected."""
+
+
+class Task:
+    """The functions and constants of a task's file.
+
+    Args:
+        module: the file, imported.
+        name: what the user calls it.
+        weights: NAME=NUMBER, as in `--reward-weight`.
+        more_weights: of components that the experiment gives; the task's functions know nothing of them.
+
+    Raises:
+        UserError: the file lacks a function or a constant, or one of them cannot be used.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        name: str,
+        weights: tuple[str, ...] = (),
+        more_weights: dict[str, float] | None = None,
+    ):
+        self._name, self._module = name, module
+        for function, arguments in (("messages", "row, system_prompt"), ("reward", "row, text")):
+            if not callable(getattr(module, function, None)):
+                raise UserError(f"{self}: it defines no function {function}({arguments})")
+        self.weights = self._read_weights(weights, more_weights or {})
+        self._components = module.REWARD_WEIGHTS.keys()  # those that its own `reward` gives
+        self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
+        self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
+        for field, wanted in self.fields.items():
+            if not all(isinstance(kind, type) for kind in (wanted if isinstance(wanted, tuple) else (wanted,))):
+                raise UserError(f"{self}: FIELDS must name a type, or a tuple of types, for {field!r}")
+        self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
+        self.path = Path(module.__file__)
+        self.train_data, self.eval_data = (
+            find_source(getattr(module, name, None), self.path, f"{self}: {name}")
+            for name in ("TRAIN_DATA", "EVAL_DATA")
+        )
+        self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
+        self.tools: list[dict] | None = None  # schemas of those that every prompt presents
+        self.train_rows: list[Row] = []
+        self.eval_rows: list[Row] = []
+        self.fits_context = False  # whether it is known that all rows do
+        self._has_warned = False  # of a number that is not finite
+        self._described: set[str] | None = None  # the names that `describe` gave the first time
+        self._running: tuple[float, str, Row] | None = None  # since when which function has been running, of which row
+        self._told: tuple[float, str, Row] | None = None  # of which of these the user knows
+        self._watcher: threading.Thread | None = None
+
+    def __str__(self) -> str:
+        return f"--task {self._name}"
+
+    def messages(self, row: dict, system_prompt: str = "") -> list[dict]:
+        """The conversation that asks the question of a row."""
+        what = "a list of role and content"
+        found = self._call("messages", row, system_prompt, kind=list, what=what)
+        if not found or not all(map(_is_turn, found)):
+            raise self._error("messages", row, f"must return {what}, not {short(found)}")
+        return found
+
+    def reward(self, row: dict, text: str) -> dict[str, float]:
+        """The reward components of a completion; a total is their sum, weighted by `weights`."""
+        found = self._call("reward", row, text, kind=dict, what="a dict of components")
+        for component in self._components - found.keys():
+            raise self._error("reward", row, f"lacks the component {component!r} of REWARD_WEIGHTS")
+        for component in found.keys() - self._components:
+            problem = f"has a component {component!r} without a weight: give it one in REWARD_WEIGHTS (0: log it)"
+            raise self._error("reward", row, problem)
+        rewards = {name: self._number("reward", row, name, found[name]) for name in self._components}
+        for component, value in rewards.items():
+            if self.weights[component] and not math.isfinite(value) and not self._has_warned:
+                self._has_warned = True  # one sentence is enough; the run counts the updates that it skips
+                self._tell("reward", row, f"gives {component!r} the value {value}; an update with it is skipped")
+        return rewards
+
+    def prepare(self, rows: list[dict], texts: list[str]) -> None:
+        """Tell the task of completions that it will be asked to reward, if it defines `prepare`."""
+        if rows and hasattr(self._module, "prepare"):
+            self._call("prepare", rows, texts)
+
+    def note(self) -> str | None:
+        """What the task wants the user to know before a run, if it defines `note`."""
+        return self._call("note", kind=str | None, what="a str or None") if hasattr(self._module, "note") else None
+
+    def describe(self, row: dict, text: str) -> dict[str, float]:
+        """What else the task measures of a completion; empty if it defines no `describe`."""
+        if not hasattr(self._module, "describe"):
+            return {}
+        found = self._call("describe", row, text, kind=dict, what="a dict of numbers")
+        self._described = set(found) if self._described is None else self._described
+        if set(found) != self._described:
+            names = ", ".join(sorted(map(str, set(found) ^ self._described)))
+            problem = f"must return the same names for every completion; it differs in {names}"
+            raise self._error("describe", row, problem)
+        if wrong := [name for name in found if not is_text(name) or name in TAKEN or name.startswith(TAKEN_PREFIXES)]:
+            raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
+        return {name: self._number("describe", row, name, value) for name, value in found.items()}
+
+    def solution(self, row: dict) -> str | None:
+        """A completion that earns the reward of a row; None if the task defines no `solution`."""
+        return self._call("solution", row, kind=str, what="a str") if hasattr(self._module, "solution") else None
+
+    @property
+    def has_vote(self) -> bool:
+        return hasattr(self._module, "vote")
+
+    def vote(self, row: dict, text: str) -> str | None:
+        """What a completion answers, in one spelling, for tasks that define `vote`; None: nothing."""
+        return self._call("vote", row, text, kind=str | None, what="a str or None")
+
+    def right_answer(self, row: dict) -> object:
+        """The answer to a row, for people: what its solution answers, if the task can tell, else its field `answer`."""
+        text = self.solution(row)
+        voted = self.vote(row, text) if text is not None and self.has_vote else None
+        return row.get("answer", text) if voted is None else voted
+
+    def total_reward(self, rewards: dict[str, float]) -> float:
+        """The weighted sum of a completion's reward components."""
+        return sum(weight * rewards.get(component, 0.0) for component, weight in self.weights.items() if weight)
+
+    def try_out(self, row: dict) -> None:
+        """Reward and describe an empty completion, so that a task that cannot work is refused early."""
+        self.reward(row, "")
+        self.describe(row, "")
+        self._has_warned = False
+
+    def question(self, row: dict) -> str:
+        """What a row asks, for people: the last turn of its conversation."""
+        return self.messages(row)[-1]["content"]
+
+    def kind(self, row: dict) -> tuple:
+        """What kind of question a row asks."""
+        return tuple(repr(row.get(field)) for field in self.kind_fields)
+
+    def _call(self, function: str, *arguments, kind: type | UnionType = object, what: str = ""):
+        """What a function of the file returns, which must be of a kind, in words `what`."""
+        first = arguments[0] if arguments else {}
+        row = first if isinstance(first, dict) else first[0]  # `prepare` is told of many
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
+            self._watcher.start()
+        self._running = (time.monotonic(), function, row)
+        try:
+            found = getattr(self._module, function)(*arguments)
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            raise self._error(function, row, f"raised {describe_error(error, self._module)}") from error
+        finally:
+            self._running = None
+        if not isinstance(found, kind):
+            raise self._error(function, row, f"must return {what}, not {short(found)}")
+        return found
+
+    def tell_if_slow(self) -> None:
+        """Tell the user, once, of a call that has been running for long. Another thread looks after it.
+
+        Not SIGALRM: that is for the user's code, which may limit its own time with it.
+        """
+        running = self._running
+        if running is not None and running is not self._told and time.monotonic() - running[0] > PATIENCE:
+            self._told = running
+            self._tell(*running[1:], f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
+
+    def _number(self, function: str, row: dict, name: str, value) -> float:
+        if not isinstance(value, str):
+            with suppress(Exception):  # of the value's own class
+                return float(value)
+        raise self._error(function, row, f"gives {name!r} the value {short(value)}, which is not a number")
+
+    def _tell(self, function: str, row: dict, problem: str) -> None:
+        say(str(self._error(function, row, problem)), sys.stderr, anyway=True)  # another process does not know it
+
+    def _error(self, function: str, row: dict, problem: str) -> TaskError:
+        return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
+
+    def _read_weights(self, given: tuple[str, ...], more_weights: dict[str, float]) -> dict[str, float]:
+        """The weights of all reward components: the task's own, those of the experiment, and as `given`."""
+        own = getattr(self._module, "REWARD_WEIGHTS", None)
+        if not isinstance(own, dict) or not own or not all(is_text(k) and is_finite(v) for k, v in own.items()):
+            raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {short(own)}")
+        if "total" in own:
+            raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
+        if taken := own.keys() & more_weights.keys():
+            problem = f"the experiment itself rewards {min(taken)!r}: give the task's component another name"
+            raise UserError(f"{self}: {problem}")
+        weights = {component: float(weight) for component, weight in (own | more_weights).items()}
+        for component, weight in parse_numbers("--reward-weight", given).items():
+            if component not in weights:
+                raise UserError(f"--reward-weight {component}: {self} has the components {', '.join(weights)}")
+            weights[component] = weight
+        if not any(weights.values()):
+            raise UserError(f"{self}: the weights of all components are 0, so that nothing would be learned")
+        return weights
+
+    def _constant(self, name: str, wanted: type, default):
+        value = getattr(self._module, name, default)
+        if not isinstance(value, wanted):
+            raise UserError(f"{self}: {name} must be a {wanted.__name__}, not {short(value)}")
+        return value
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, dict) and is_text(turn.get("role")) and is_text(turn.get("content"))
+
+
+def _watch(task: "weakref.ref[Task]") -> None:
+    """Look at a task as long as anybody uses it."""
+    while (watched := task()) is not None:
+        watched.tell_if_slow()
+        del watched
+        time.sleep(min(0.5, PATIENCE / 5))
+
+
+def import_task(config: RunConfig, more_weights: dict[str, float] | None = None) -> Task:
+    """The task that `--task` names, with its weights and without its rows.
+
+    Raises:
+        UserError: there is no such task, or its file cannot be used.
+    """
+    return task_of(config.task, config.reward_weight, more_weights)
+
+
+def task_of(name: str, weights: tuple[str, ...] = (), more_weights: dict[str, float] | None = None) -> Task:
+    """The task of this name or path. Arguments and errors as of `Task`."""
+    return Task(import_named(name), shown(name), weights, more_weights)
+
+
+def bundled_tasks() -> list[str]:
+    """The names of the files of tasks; a package there is a part of a task, or a program."""
+    return sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
+
+
+def import_named(name: str) -> ModuleType:
+    """The module that `--task` names: a bundled one, or a file of the user."""
+    bundled = bundled_tasks()
+    if name in bundled:
+        return importlib.import_module(f"tasks.{name}")
+    path = local_path(name, "--task")
+    if not path.is_file():
+        raise UserError(f"--task {name}: there is no such file, and the bundled tasks are: {', '.join(bundled)}")
+    return _import_once(path.resolve(), path.stat().st_mtime_ns, name)
+
+
+@functools.cache  # the command line and the run ask for the same file
+def _import_once(path: Path, _changed_at: int, name: str) -> ModuleType:
+    return import_file(path, "task", name)[0]
+
+
+def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
+    """A user's file, which `--<flag>` calls `name`, as a module, and its content.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    module = ModuleType(f"{flag}_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look their module up there
+    try:
+        # not by an import loader: it would take bytecode of an older version that was written in the same second
+        source = path.read_bytes()
+        exec(compile(source, path, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise UserError(f"--{flag} {name}: the file cannot be imported: {describe_error(error, module)}") from error
+    return module, source
+
+
+def suggest_task(row: Row, name: str) -> str:
+    """The end of a sentence about a row that a bundled task, `name`, cannot use: which ones can; empty if none can."""
+    others = set(bundled_tasks()) - {name} if name in bundled_tasks() else ()  # a user's own task is no mistake
+    fitting = [f"--task {other}" for other in sorted(others) if _accepts(other, row)]
+    return f"; rows like this one are those of {' or '.join(fitting)}" if fitting else ""
+
+
+def _accepts(name: str, row: Row) -> bool:
+    """Whether a row has the fields of a bundled task, and its own solution is right."""
+    task = task_of(name)
+    try:
+        text = task.solution(row) if find_problem(row, task.fields) is None else None
+        return text is not None and task.reward(row, text).get("correct") == 1
+    except UserError:  # a fault of its functions with such a row
+        return False

@@ -1,0 +1,231 @@
+"""Sampling by an inference engine: a server that holds a copy of the policy's weights, and answers in token ids.
+
+Three things can go wrong without an error: the engine samples with old weights, its log-probs are those of another
+distribution, or what it sampled is not what is trained on. So weights are pushed whenever they have changed, log-probs
+are compared with the trainer's by whoever trains, and every answer is checked here.
+"""
+
+import asyncio
+import math
+import time
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from common.errors import EngineError
+from common.keyed import keyed_generator
+from common.parallel import gather, is_main
+from common.policy import Policy
+from common.sampling import begin_rows, in_groups
+from common.trajectory import Trajectory
+
+from harness.engines.folder import export
+from harness.engines.vllm import VLLM, Completion
+
+MOST_REQUESTS = 64  # at the same time, one for each prompt; the engine makes batches of them
+SEEDS = 2**62  # that prompts are given; completion j of a prompt has its seed + j
+ROUNDING = 1e-4  # nats that rounding can put a log-prob above 0
+
+
+class Sampling(NamedTuple):
+    """Trajectories that an engine works on, in the background."""
+
+    engine: "Engine"
+    future: "Future[list[Trajectory]]"
+    seconds: dict[str, float]
+
+    def result(self) -> list[Trajectory]:
+        """The trajectories of this rank, when they are complete. All ranks call it together.
+
+        Raises:
+            EngineError: on every rank, if it is raised on any, so that none waits for one that has ended.
+        """
+        rows, error = [], None
+        try:
+            rows = self.future.result()
+        except EngineError as raised:
+            error = raised
+        raise_together(error)
+        self.engine.seconds = self.seconds
+        return rows
+
+
+class Engine:
+    """An inference engine. Its `sample` can be used in place of `common.sampling.sample`.
+
+    Args:
+        url: http://host:port.
+        folder: where weights are written for the engine, which must see it under the same path.
+        dtype: of the engine's weights.
+
+    Raises:
+        EngineError: there is no such server, or one that cannot serve here; the sentence says what to do.
+    """
+
+    length_flag = "--max-model-len"  # of the server, for `max_length`
+
+    def __init__(self, url: str, folder: Path, dtype: torch.dtype = torch.float32):
+        self.server = VLLM(url, dtype)
+        self.folder, self.dtype = folder, dtype
+        self.max_length = self.server.max_length  # of a prompt and its completion
+        self.seconds = {"weights": 0.0, "generation": 0.0}  # of the samples whose `result` was the last one
+        self._holds: object = None  # which weights the engine has, see `fingerprint`; None: not known
+        self._newest: Future = Future()  # what the engine works on
+        self._newest.set_result([])
+
+    def sample(self, policy: Policy, prompts: list[list[int]], group_size: int, **settings) -> list[Trajectory]:
+        """Sample `group_size` completions of every prompt: see `common.sampling.sample`, with these differences.
+
+        Random numbers are the engine's: one seed per prompt, from `key` and the prompt's index, plus the completion's
+        index. `generation_batch_size` has no effect: the engine makes its own batches. Under `top_p` below 1,
+        log-probs recorded by vLLM are those of the tokens that could be drawn.
+
+        Raises:
+            EngineError: a prompt and its budget are too long for the engine, it has failed, or its answer is wrong.
+        """
+        return self.begin(policy, prompts, group_size, **settings).result()
+
+    def begin(
+        self,
+        policy: Policy,
+        prompts: list[list[int]],
+        group_size: int,
+        *,
+        max_new_tokens: int,
+        key: tuple[int, ...],
+        prompt_index: list[int] | None = None,
+        rows: range | None = None,
+        top_p: float = 1.0,
+        greedy: bool = False,
+        push: bool = True,
+        **_,
+    ) -> Sampling:
+        """`sample` in the background: returns as soon as the engine has the weights, which may change from then on.
+
+        A call waits for the one before. All ranks call it together.
+
+        Args:
+            push: False: sample with the weights that the engine has, unless none were pushed yet.
+        """
+        trajectories = begin_rows(prompts, group_size, prompt_index, rows)
+        longest = max(map(len, prompts), default=0)
+        if longest + max_new_tokens > self.max_length:
+            raise EngineError(
+                f"{self.server.client.about} takes sequences of up to {self.max_length} tokens, not a prompt of "
+                f"{longest} and a completion of up to {max_new_tokens}: start it with a longer {self.length_flag}"
+            )
+        wait([self._newest])  # the engine must not be given weights while it samples
+        seconds, began = {"weights": 0.0, "generation": 0.0}, time.perf_counter()
+        if (push or self._holds is None) and self.push(policy):
+            seconds["weights"] = time.perf_counter() - began
+        settings = {
+            "max_tokens": max_new_tokens,
+            "temperature": 0.0 if greedy else policy.temperature,
+            "top_p": 1.0 if greedy else top_p,
+            "stop_token_ids": policy.end_of_turn_ids,
+        }
+        groups = in_groups(trajectories, group_size, rows)
+        num_ids = policy.model.get_input_embeddings().weight.shape[0]
+        self._newest = self.server.client.submit(self._answer(groups, key, settings, num_ids, seconds))
+        return Sampling(self, self._newest, seconds)
+
+    def push(self, policy: Policy) -> bool:
+        """Give the engine the policy's weights, if it does not have them; whether that was needed.
+
+        All ranks call it together; the main one writes the weights, and the others wait.
+        """
+        from safetensors import SafetensorError  # of a full disk
+
+        mark = fingerprint(policy)
+        if not any(gather(mark != self._holds)):  # the same on all ranks, of which none samples any more
+            return False
+        self._holds, error = None, None  # a push that fails can leave a part of the new weights, or none at all
+        if is_main():
+            try:
+                export(policy, self.folder, self.dtype)
+                self.server.load(self.folder)
+            except (OSError, SafetensorError) as fault:
+                where = f"for {self.server.client.about} could not be written to {self.folder}"
+                error = EngineError(f"the weights {where} ({fault})")
+            except EngineError as fault:
+                error = fault
+        raise_together(error)
+        self._holds = mark
+        return True
+
+    def costs(self) -> dict[str, float]:
+        """Seconds for the weights and for the generation of the samples whose `result` was the last one."""
+        return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+
+    def close(self) -> None:
+        """Let requests that still wait for an answer end."""
+        self.server.client.close()
+
+    async def _answer(
+        self, groups: list[list[Trajectory]], key: tuple[int, ...], settings: dict, num_ids: int, seconds: dict
+    ) -> list[Trajectory]:
+        """Ask for all completions, and write them into their trajectories."""
+        began, gate = time.perf_counter(), asyncio.Semaphore(MOST_REQUESTS)
+
+        async def complete(group: list[Trajectory]) -> list[Completion]:
+            async with gate:
+                return await self.server.complete(group[0].ids, len(group), seed_of(key, group[0]), settings)
+
+        answers = await asyncio.gather(*map(complete, groups))
+        seconds["generation"] = time.perf_counter() - began
+        for group, completions in zip(groups, answers, strict=True):
+            if len(completions) != len(group):
+                raise self.server.wrong(f"{len(completions)} completions instead of {len(group)}")
+            for row, completion in zip(group, completions, strict=True):
+                self._check(completion, settings["max_tokens"], settings["stop_token_ids"], num_ids)
+                row.finish_reason = "stop" if completion.has_stopped else "length"
+                row.act(completion.ids, completion.log_probs)
+        return [row for group in groups for row in group]
+
+    def _check(self, completion: Completion, max_new_tokens: int, end_of_turn_ids: list[int], num_ids: int) -> None:
+        """
+        Raises:
+            EngineError: it cannot be what was sampled.
+        """
+        ids, log_probs, has_stopped = completion
+        if not isinstance(ids, list) or not isinstance(log_probs, list):
+            raise self.server.wrong("ids or log-probs that are not lists")
+        ends = [position for position, token in enumerate(ids) if token in end_of_turn_ids]
+        if not all(type(token) is int and 0 <= token < num_ids for token in ids):
+            raise self.server.wrong(f"ids that are not tokens of the policy, which has {num_ids}")
+        if len(log_probs) != len(ids):
+            raise self.server.wrong(f"{len(log_probs)} log-probs for {len(ids)} tokens")
+        if not all(isinstance(value, float | int) and -math.inf < value <= ROUNDING for value in log_probs):
+            raise self.server.wrong("a log-prob that is not finite, or above 0")
+        if not 1 <= len(ids) <= max_new_tokens:
+            raise self.server.wrong(f"{len(ids)} tokens, with a budget of {max_new_tokens}")
+        if ends not in ([], [len(ids) - 1]):
+            raise self.server.wrong("tokens after an end of turn")
+        if has_stopped != bool(ends) or (not ends and len(ids) < max_new_tokens):
+            raise self.server.wrong("a completion whose end does not agree with its reason to finish")
+
+
+def raise_together(error: EngineError | None) -> None:
+    """Raise the error of this rank, or else the first one of another. All ranks call it together."""
+    for sentence in gather(None if error is None else str(error)):
+        if sentence is not None:
+            raise EngineError(sentence) from error
+
+
+def fingerprint(policy: Policy) -> tuple:
+    """Changes whenever a weight does: torch counts the writes into each tensor, and another one is elsewhere.
+
+    Not counted are writes past autograd (`weight.data.copy_`), and memory can be used again: so a few numbers of each
+    weight are in it, too.
+    """
+    weights = list(policy.parameters())
+    numbers = [weight.detach().flatten()[:: max(1, weight.numel() // 64)].double().sum() for weight in weights]
+    marks = [(weight.data_ptr(), weight._version) for weight in weights]
+    return (*marks, *torch.stack(numbers).tolist())
+
+
+def seed_of(key: tuple[int, ...], row: Trajectory) -> int:
+    """The seed of a row: that of its prompt plus its completion's index. Those of two prompts are far apart."""
+    return int(keyed_generator("engine", *key, row.prompt_index).integers(SEEDS)) + row.completion_index

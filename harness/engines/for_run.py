@@ -1,0 +1,116 @@
+"""An inference engine for a run: its flags, its start and end, and whether it samples from the trained policy."""
+
+import shlex
+import shutil
+import tempfile
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from common.errors import EngineError, UserError
+from common.experience import Experience
+from common.parallel import gather, is_main
+from common.policy import Policy
+
+from harness.base.config import DTYPES, OfEngine, RunConfig
+from harness.base.ranks import on_main, together
+from harness.base.terminal import say
+from harness.data.context import check_context, fitting_length
+from harness.data.task import Task
+from harness.engines.engine import Engine
+from harness.engines.folder import export
+from harness.engines.server import ChildServer, free_port
+from harness.engines.vllm import ENVIRONMENT, server_flags
+from harness.logs.diagnosis import sampling_limit
+from harness.processes.processes import requested_launch
+from harness.runs.run import Run
+
+LOG = "engine.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(RunConfig):
+    """What an experiment needs in addition if an engine samples for it."""
+
+    # address of a vLLM server that runs, such as http://127.0.0.1:8000; None: one is started with --engine-start
+    engine_url: OfEngine[str | None] = None
+    # the Python that has vLLM, and further flags for its server, which this run starts and ends:
+    # "/opt/vllm/bin/python --gpu-memory-utilization 0.4"; None: --engine-url names one that runs
+    engine_start: OfEngine[str | None] = None
+    # of the engine's weights; None: that of --dtype
+    engine_dtype: OfEngine[Literal["float32", "bfloat16"] | None] = None
+
+
+def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:
+    """The engine that `config` names, which is started first if it says so, and ends with the run.
+
+    Raises:
+        UserError: there is none, it cannot be started, a prompt is too long for it, or the policy is sharded.
+    """
+    if requested_launch().sharding is not None:
+        raise UserError("experiment_engine pushes whole weights to its engine: start it without FSDP and DeepSpeed")
+    folder, dtype = run.directory / "engine", DTYPES[config.engine_dtype or config.dtype]
+    servers: list[ChildServer] = []  # of the main process
+    if is_main():
+        run.contexts.callback(shutil.rmtree, folder, ignore_errors=True)  # as large as the model
+
+    def start() -> str:
+        export(policy, folder, dtype)
+        port, log = free_port(), run.directory / LOG
+        flags = server_flags(folder, port, fitting_length(config, task, policy), dtype, config.device)
+        say(f"starting an engine, which can take a minute; what it prints is in {log}")
+        try:
+            servers.append(ChildServer(server_command(config.engine_start, flags), port, log, ENVIRONMENT))
+        except UserError as error:
+            if not log.exists() or not log.stat().st_size:
+                raise
+            kept = Path(tempfile.mkdtemp(prefix="engine-")) / LOG  # the directory of a new run is removed
+            shutil.copyfile(log, kept)
+            raise UserError(str(error).replace(str(log), str(kept))) from error
+        run.contexts.enter_context(closing(servers[0]))
+        return f"http://127.0.0.1:{port}"
+
+    url = config.engine_url or on_main(start)
+    with together():
+        engine = Engine(url, folder, dtype)
+    for server in servers:
+        engine.server.client.ending = partial(server.ending, within=5.0)
+    run.contexts.enter_context(closing(engine))
+    check_context(config, task, policy, engine)
+    task.fits_context = True  # no evaluation need look again
+    return engine
+
+
+def server_command(start: str, flags: list[str]) -> list[str]:
+    """The Python of `start` (--engine-start) with `flags`. Those of `start` come last, and win."""
+    words = shlex.split(start)
+    split = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    return [*words[:split], *flags, *words[split:]]
+
+
+def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, over the action tokens of all ranks.
+
+    Raises:
+        UserError: so far that the engine does not sample from the policy. No update has been made from its samples.
+    """
+    mask = experience.action_mask.bool()
+    weights = experience.importance_weights[mask]  # in float32, to which clamping has rounded the cap, too
+    difference = (experience.old_log_probs - experience.sampler_log_probs)[mask].abs()
+    is_capped = weights >= config.importance_cap if config.importance_cap else torch.zeros_like(weights)
+    parts = gather([len(weights), *(float(values.double().sum()) for values in (difference, is_capped))])
+    count, *sums = (sum(values) for values in zip(*parts, strict=True))
+    mean, capped = (value / count for value in sums)
+    limit = sampling_limit(config)
+    if not mean <= limit:  # also if it is not a number; on all ranks alike, which together keep their progress
+        raise EngineError(
+            f"the log-probs of the engine differ from the trainer's by {mean:.2g} nats on average, with {limit:g} as "
+            "the limit: it does not have the policy's weights, or the temperature is not in its log-probs "
+            "(--logprobs-mode processed_logprobs); no update was made from these samples"
+        )
+    largest = max(gather(float(difference.max()) if len(difference) else 0.0))
+    return {"policy/sampling_log_prob_difference_max": largest, "policy/importance_capped": capped}

@@ -1,0 +1,139 @@
+"""The difference between two evaluations of the same questions, and the questions that make it.
+
+Questions are the same if their rows hold the same, wherever they are from. Of two evaluations that share only some
+questions, these are compared, and it is said how many.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from common.errors import UserError
+from common.evaluate import pass_at_k
+
+from harness.base.checks import flag, is_finite
+from harness.base.terminal import printable, say
+from harness.evaluation.intervals import difference
+
+SHOWN = 5  # questions of each kind on the terminal
+WITH_CONSEQUENCES = (  # settings beside the model that two evaluations should share
+    *(
+        "task",
+        "system_prompt",
+        "completion_prefix",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "seed",
+        "dtype",
+        "load_in",
+    ),
+)
+Key = tuple[str, int]  # the content of a row, and which of the equal rows it is
+
+
+def read_results(source: str) -> dict:
+    """results.json of another evaluation, given by its path or its directory.
+
+    Raises:
+        UserError: there is no such file, or it holds no results.
+    """
+    path = Path(source).expanduser()
+    path = path / "results.json" if path.is_dir() else path
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "(is it complete?)" if isinstance(error, FileNotFoundError) else f"({printable(str(error), 100)})"
+        raise UserError(f"--compare {source}: there is no results.json of an evaluation {reason}") from error
+    questions = results.get("questions") if isinstance(results, dict) else None
+    if not isinstance(questions, list) or not questions or not all(map(_is_question, questions)):
+        raise UserError(f"--compare {source}: this is not results.json of an evaluation of one set of questions")
+    return results | {"path": str(path)}
+
+
+def _is_question(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("row"), str)
+        and is_finite(entry.get("greedy"))
+        and all(is_finite(entry[name]) for name in ("mean", "right") if name in entry)
+    )
+
+
+def _by_key(results: dict) -> dict[Key, dict]:
+    seen: Counter[str] = Counter()
+    found = {}
+    for entry in results["questions"]:
+        found[entry["row"], seen[entry["row"]]] = entry
+        seen[entry["row"]] += 1
+    return found
+
+
+def check_shared(other: dict, rows: list[str]) -> None:
+    """
+    Args:
+        rows: the contents of the rows that are to be asked.
+
+    Raises:
+        UserError: the other evaluation asked none of these questions.
+    """
+    if not {entry["row"] for entry in other["questions"]} & set(rows):
+        raise UserError(
+            f"--compare {other['path']}: it asked {len(other['questions'])} other questions, none of these "
+            f"{len(rows)}: give the results of the same --task and --data"
+        )
+
+
+def compare(other: dict, own: dict, seed: int) -> dict:
+    """The section `comparison` of results.json: own figures minus the other evaluation's, question by question."""
+    there, here = _by_key(other), _by_key(own)
+    pairs = [(there[key], here[key]) for key in here if key in there]
+    differences = {"greedy accuracy": _difference(pairs, "greedy", seed)}
+    n_before, n_after = ((side.get("sampled") or {}).get("n", 0) for side in (other, own))
+    if k := min(n_before, n_after):
+        label = f"mean@{n_after}" if n_before == n_after else f"mean@{n_after} - mean@{n_before}"
+        differences[label] = _difference(pairs, "mean", seed)
+        if k > 1:
+            before, after = zip(*pairs, strict=True)
+            passed = (
+                [pass_at_k(n, entry["right"], k) for entry in side]
+                for n, side in ((n_before, before), (n_after, after))
+            )
+            differences[f"pass@{k}"] = difference(*passed, seed=seed)._asdict()
+    became = {
+        kind: [new["question"] for old, new in pairs if (old["greedy"] == 1, new["greedy"] == 1) == change]
+        for kind, change in (("became_right", (False, True)), ("became_wrong", (True, False)))
+    }
+    return {
+        "with": other["path"],
+        "questions": len(pairs),
+        "only_here": len(here) - len(pairs),
+        "only_there": len(there) - len(pairs),
+        "other_settings": {
+            name: [other.get(name), own.get(name)] for name in WITH_CONSEQUENCES if other.get(name) != own.get(name)
+        },
+        "differences": differences,
+        **became,
+    }
+
+
+def _difference(pairs: list[tuple[dict, dict]], name: str, seed: int) -> dict:
+    before, after = zip(*((old[name], new[name]) for old, new in pairs), strict=True)
+    return difference(before, after, seed)._asdict()
+
+
+def show_comparison(comparison: dict) -> None:
+    """Print the differences, and the first of the questions whose greedy answer became right or wrong."""
+    say(f"\ndifference to {comparison['with']}, over {comparison['questions']} questions that both asked:")
+    if comparison["only_here"] or comparison["only_there"]:
+        say(f"  {comparison['only_here']} questions were asked only here, {comparison['only_there']} only there")
+    for name, (there, here) in comparison["other_settings"].items():
+        values = [printable(json.dumps(value), 60) for value in (here, there)]
+        say(f"  beside the model, another setting: {flag(name)} {values[0]}, there {values[1]}")
+    for name, estimate in comparison["differences"].items():
+        say("  {:28} {value:+.3f} [{low:+.3f}, {high:+.3f}]".format(name, **estimate))
+    for kind in ("became_right", "became_wrong"):
+        questions = comparison[kind]
+        say(f"  {len(questions)} greedy answers {kind.replace('_', ' ')}" + (", for example:" if questions else ""))
+        for question in questions[:SHOWN]:
+            say(f"    {printable(question, 100)}")

@@ -1,0 +1,60 @@
+"""Upload a directory to the Hugging Face hub."""
+
+from pathlib import Path
+
+from common.errors import UserError
+
+from harness.base.config import is_hub_id
+from harness.base.terminal import printable, say
+
+
+def check_push(name: str, needs_token: bool) -> None:
+    """
+    Raises:
+        UserError: it is not owner/name, or there is no token.
+    """
+    from huggingface_hub import get_token
+
+    if not is_hub_id(name):
+        raise UserError(f"--push {printable(name, 80)}: a repository of the hub is owner/name")
+    if needs_token and get_token() is None:
+        raise UserError("--push needs a token of the hub that may write: hf auth login, or the variable HF_TOKEN")
+
+
+def list_files(directory: Path) -> None:
+    """Print what an upload would send."""
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        say(f"  {path.relative_to(directory)}  {path.stat().st_size:,} bytes")
+
+
+def push(directory: Path, name: str, private: bool) -> str:
+    """Make the repository if there is none, and send all files in one commit; returns its address.
+
+    Raises:
+        UserError: the hub cannot be reached or refuses, or a repository that is to be private is public.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    api = HfApi()
+    try:
+        address = str(api.create_repo(name, private=private or None, exist_ok=True))
+        if private and not api.repo_info(name).private:
+            raise UserError(f"--private: {name} exists already, and is public; nothing was uploaded to it")
+        api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload the exported model")
+    except UserError:
+        raise
+    except Exception as error:  # of the library, of its HTTP client or of its storage
+        raise UserError(
+            f"--push {name}: {_reason(error)}; what was exported is complete, and can be sent later: "
+            f"hf upload {name} {directory}"
+        ) from error
+    return address
+
+
+def _reason(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return f"the hub refuses the token ({status}): it must be allowed to write there"
+    return f"the hub could not be used ({printable(str(error) or type(error).__name__, 300)})"

@@ -1,0 +1,144 @@
+"""One sentence for the user when a run looks wrong; docs/metrics.md explains the rules."""
+
+import json
+import math
+from pathlib import Path
+from statistics import mean, stdev
+
+from harness.base.config import PolicyConfig
+
+# How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens. They come from matrix products
+# of different shapes, and differ by some 1e-6 after float32 rounding, by some 1e-2 after bfloat16 rounding.
+MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
+MAX_STALE_DIFFERENCE = 1.0  # where an engine samples with weights that are several steps old, on purpose
+
+
+def sampling_limit(config: PolicyConfig) -> float:
+    """How far they may differ in this run, in which an engine can sample."""
+    if getattr(config, "push_every", 1) > 1:
+        return MAX_STALE_DIFFERENCE
+    is_rounded = "bfloat16" in (config.dtype, getattr(config, "engine_dtype", None))
+    is_older = getattr(config, "steps_ahead", 0) > 0  # a step changes log-probs by some 1e-2
+    is_cut = hasattr(config, "engine_url") and config.top_p < 1  # an engine's log-probs are those within the nucleus
+    return MAX_SAMPLING_DIFFERENCE["bfloat16" if is_rounded or is_older or is_cut else "float32"]
+
+
+class Diagnosis:
+    """Watches the metrics of a run, and says in one sentence, once, what looks wrong and what to try."""
+
+    def __init__(self, config: PolicyConfig):
+        self._config = config
+        self._history: list[dict[str, float]] = []
+        self._said: set[str] = set()
+        self.findings: dict[str, str] = {}  # what holds at the last step: sentences, also those that were said before
+
+    def check(self, metrics: dict[str, float]) -> list[str]:
+        """Look at one more step's metrics, and past those that are not finite; the sentences that are new."""
+        self._history.append({name: value for name, value in metrics.items() if math.isfinite(value)})
+        self.findings = self._about_updates() | self._about_samples()
+        new = [sentence for finding, sentence in self.findings.items() if finding not in self._said]
+        self._said |= self.findings.keys()
+        return new
+
+    def write(self, path: Path, step: int) -> None:
+        """Add a line for each finding that holds at this step."""
+        for finding, sentence in self.findings.items():
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "finding": finding, "sentence": sentence}) + "\n")
+
+    def _last(self, name: str, count: int) -> list[float]:
+        """The values of the last `count` steps; none where one of them lacks it, or there are not so many yet."""
+        values = [entry[name] for entry in self._history[-count:] if name in entry]
+        return values if len(values) == count else []
+
+    def _mean(self, name: str, count: int = 5) -> float:
+        """Their mean; where there are none it is not a number, for which no comparison holds."""
+        return mean(self._last(name, count) or [math.nan])
+
+    def _least(self, name: str, count: int) -> float:
+        """The least of them, or not a number."""
+        return min(self._last(name, count), default=math.nan)
+
+    def _about_updates(self) -> dict[str, str]:
+        """Sentences, by what they find in the words of docs/metrics.md."""
+        config, found = self._config, {}
+        if self._mean("loss/skipped", 1) > 0:
+            found["a gradient is not finite"] = (
+                "the gradient was not finite, and its update was skipped: lower --lr, and see that every reward is a "
+                "number; three such steps in a row end the run"
+            )
+        difference = self._mean("policy/sampling_log_prob_difference", 1)
+        off, limit = abs(self._mean("policy/first_ratio", 1) - 1), sampling_limit(config)
+        if difference > limit or off > limit:
+            what = f"log-probs of the same tokens differ by {difference:.2g} nats on average"
+            what = what if difference > limit else f"the first ratio differs from 1 by {off:.2g}"
+            remedy = "" if config.dtype == "float32" else "--dtype float32 and "
+            found["sampling and training disagree about the policy"] = (
+                f"sampling and training disagree about the policy: {what} (in {config.dtype} below {limit:g} is "
+                f"usual), so that the gradient is that of another policy: try {remedy}--attn-implementation eager; if "
+                "it stays, the sampler or a mask is wrong"
+            )
+        now, correct, alike = map(self._mean, ("policy/entropy", "reward/correct", "group/zero_reward_variance"))
+        first = [entry["policy/entropy"] for entry in self._history[:5] if "policy/entropy" in entry]
+        if len(self._history) >= 10 and first and now <= 0.05 * mean(first) and correct <= 0.9 and not alike < 0.9:
+            found["the entropy collapses"] = (
+                f"the entropy has collapsed from {mean(first):.3f} to {now:.4f} nats per token, with {correct:.2f} of "
+                "the answers right: completions of a group are all alike, and nothing is left to compare: lower --lr, "
+                "or raise --kl-weight or --temperature"
+            )
+        if (kl := self._mean("loss/kl")) > 1:
+            found["the KL grows without bound"] = (
+                f"the KL to the policy at the start has reached {kl:.2g} nats per token: the policy is leaving what "
+                "it could do before: lower --lr or raise --kl-weight"
+            )
+        if (share := self._mean("policy/clipped")) > 0.3:
+            found["too many tokens are clipped"] = (
+                f"the clip has silenced {share:.0%} of the action tokens in the last five steps, which no longer "
+                "learn: lower --lr or --epochs-per-step, or raise --minibatch-size"
+            )
+        norm = self._mean("loss/grad_norm", 20)
+        if self._least("loss/grad_clipped", 20) == 1 and norm > 5 * config.max_grad_norm:
+            found["every gradient is scaled down, and by much"] = (
+                f"every gradient of the last twenty steps was scaled down, from {norm:.1f} to --max-grad-norm "
+                f"{config.max_grad_norm:g}: the steps' lengths no longer tell small gradients from large ones: raise "
+                "--max-grad-norm, or lower --kl-weight if it is high"
+            )
+        return found
+
+    def _about_samples(self) -> dict[str, str]:
+        found = {}
+        if self._least("group/zero_reward_variance", 10) == 1:
+            cause = "ask easier questions (--data), reward partial success (--reward-weight), or raise --group-size or "
+            cause += "--temperature"
+            if self._mean("reward/correct", 10) > 0.5:
+                cause = "the questions are solved: ask harder ones (--data)"
+            found["all rewards of every group are equal"] = (
+                "for ten steps all completions of a group have earned the same (mean "
+                f"{self._mean('reward/total', 10):.2f}): every advantage is 0, and nothing is learned: {cause}"
+            )
+        if (share := self._mean("completion/truncated")) > 0.2:
+            never = " (none ended by itself: the policy may not know its end-of-turn token)"
+            found["completions are cut off"] = (
+                f"{share:.0%} of the completions of the last five steps were cut off"
+                f"{never if self._least('completion/truncated', 5) == 1 else ''}, most of them before their answer: "
+                f"raise --max-new-tokens, now {self._config.max_new_tokens}"
+            )
+        steps = [entry for entry in self._history if "reward/total" in entry]  # without evaluations before and after
+        if len(steps) >= 60:
+            first, last = ([entry["reward/total"] for entry in part] for part in (steps[:20], steps[-20:]))
+            correct = mean(entry.get("reward/correct", 0.0) for entry in steps[-20:])
+            noise = ((stdev(first) ** 2 + stdev(last) ** 2) / 20) ** 0.5
+            if mean(last) - mean(first) <= 2 * noise and correct <= 0.9:
+                found["no rise beyond noise"] = (
+                    f"the reward has not risen beyond noise in {len(steps)} steps ({mean(first):.2f} at first, "
+                    f"{mean(last):.2f} now): raise --lr (now {self._config.lr:g}) or lower --kl-weight, and read "
+                    "samples.jsonl: does the reward pay what you want?"
+                )
+        failures, calls = self._mean("completion/failed_searches"), self._mean("reward/calls")
+        if failures > 0.1 * calls:
+            found["searches fail"] = (
+                f"{failures / calls:.0%} of the calls of the last five steps were searches that the index could not "
+                "answer, so that the policy learns that searching does not help: see what is wrong with --search-url, "
+                "or raise --search-seconds"
+            )
+        return found

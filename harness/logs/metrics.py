@@ -1,0 +1,177 @@
+"""A run's numbers: what a step costs, and where they go: metrics.jsonl, TensorBoard, and W&B if it is requested."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from common.parallel import gather
+
+from harness.runs.machine import peak_memory_bytes
+
+PROGRESS = {  # what the progress line shows, if it is logged
+    "reward/total": "reward {:.2f}",
+    "reward/correct": "correct {:.2f}",
+    "completion/length": "length {:.1f}",
+    "loss/kl": "KL {:.3f}",
+    "loss/total": "loss {:.4f}",
+    "time/tokens_per_second": "{:,.0f} tokens/s",
+}
+
+
+class StepClock:
+    """Runs from the beginning of a step: its time, by phase, and the part of it spent waiting for other processes."""
+
+    def __init__(self, device: str):
+        self._device = device
+        self.start()
+
+    def start(self) -> None:
+        self._began = self._lap_began = time.perf_counter()
+        self._waited = 0.0
+        self._laps: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap, or the beginning of the step, as spent in this phase."""
+        if not self._device.startswith("cpu"):
+            torch.accelerator.synchronize()  # what has only been queued is of this phase, too
+        now = time.perf_counter()
+        self._laps[phase] = self._laps.get(phase, 0.0) + now - self._lap_began
+        self._lap_began = now
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time within the block as spent waiting for other processes."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    def costs(self, num_tokens: int) -> dict[str, float]:
+        """Seconds since the beginning of the step, tokens per second for so many tokens of all processes, and memory.
+
+        The seconds of each phase are means over processes, `time/waiting` is the mean over processes of the share of
+        the step's seconds that they waited, and `memory/peak_bytes` is that of the process that needs most.
+        """
+        seconds = time.perf_counter() - self._began
+        own = (self._waited / seconds, self._laps, peak_memory_bytes(self._device))
+        shares, laps, peaks = zip(*gather(own), strict=True)
+        return {
+            "time/step": seconds,
+            **{f"time/{phase}": sum(times[phase] for times in laps) / len(laps) for phase in self._laps},
+            "time/tokens_per_second": num_tokens / seconds,
+            **({"time/waiting": sum(shares) / len(shares)} if any(shares) else {}),
+            "memory/peak_bytes": max(peaks),
+        }
+
+
+class MetricsLog:
+    """One line of metrics.jsonl per step, and the same numbers in TensorBoard and W&B.
+
+    Args:
+        directory: of the run.
+        history: the lines that a resumed run's metrics.jsonl holds already. TensorBoard and W&B get them once more, so
+            that they hold exactly what metrics.jsonl holds.
+        wandb_settings: keyword arguments of `wandb.init`, or None for no W&B.
+        tell: prints a sentence.
+    """
+
+    def __init__(self, directory: Path, history: list[dict], wandb_settings: dict | None, tell: Callable[[str], None]):
+        self._directory = directory
+        self._tell = tell
+        self._not_shown = history  # until there is a new line, so that a run that fails before it changes nothing
+        self._events = None
+        self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one line; a number that is not finite is left out, as JSON has no name for it."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": step, **finite}) + "\n")
+        for row in (*self._not_shown, {"step": step, **finite}):
+            self._show(**row)
+        self._not_shown = []
+
+    def _show(self, step: int, **metrics: float) -> None:
+        """Give one line to TensorBoard and W&B."""
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            for path in self._directory.glob("events.out.tfevents.*"):
+                path.unlink()
+            self._events = SummaryWriter(str(self._directory))
+        for name, value in metrics.items():
+            self._events.add_scalar(name, value, step)
+        if self._wandb is not None:
+            try:
+                self._wandb.log(metrics, step=step)
+            except Exception as error:  # whatever it is, it must not end the run
+                self._tell(f"--wandb: {error}; logging continues without it")
+                self._wandb = None
+
+    def close(self) -> None:
+        if self._events is not None:
+            try:
+                self._events.close()
+            except OSError as error:  # it must not hide what ended the run
+                self._tell(f"the TensorBoard events are not complete: {error}")
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def finite(value: object) -> object:
+    """`value` with None instead of every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tuple[str, ...] = ()) -> str:
+    """
+    Args:
+        more: keys of `metrics` that are shown, too.
+
+    >>> progress_line(3, 80, {"reward/total": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5})
+    'step 3/80  reward 0.50  KL 0.012  1,234 tokens/s'
+    >>> progress_line(3, 80, {"loss/total": 0.5, "policy/clipped": 0.0123}, more=("policy/clipped",))
+    'step 3/80  loss 0.5000  clipped 0.0123'
+    """
+    hidden = "loss/total" if "reward/total" in metrics else None  # near 0 whatever is learned (docs/metrics.md)
+    parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key != hidden]
+    parts += [f"{key.rpartition('/')[2]} {metrics[key]:.4g}" for key in more if key in metrics]
+    return "  ".join([f"step {step}/{num_steps}", *parts])
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSONL file of a run, up to a line that was cut off by a kill; none if there is no file."""
+    rows = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
+    """A W&B run: online, otherwise offline, otherwise None; each fallback with a sentence."""
+    try:
+        import wandb
+    except ImportError:
+        tell("--wandb: the package is not installed (pip install wandb); logging continues without it")
+        return None
+    settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
+    for mode in ({}, {"mode": "offline"}):
+        try:
+            if not mode and wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+                raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
+            return wandb.init(**(settings | mode))
+        except Exception as error:  # a wrong key, no network, a full disk: none of them may stop the run
+            next_step = "continuing without it" if mode else "logging offline, to be sent later with `wandb sync`"
+            tell(f"--wandb: {' '.join(str(error).split())}; {next_step}")
+    return None

@@ -1,0 +1,189 @@
+"""samples.jsonl: what was sampled, with everything that the loss sees of it, and tokens.jsonl: the texts of its tokens.
+
+docs/metrics.md lists their fields.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+from common.experience import Experience
+from common.parallel import gather_rows, part_of, world_size
+from common.trajectory import Trajectory
+
+from harness.base.ranks import on_main
+from harness.base.terminal import POLICY, REWARD, TOOL, printable
+from harness.data.task import Task
+from harness.logs.metrics import finite, read_lines
+from harness.logs.statistics import RowUpdate, UpdateStatistics
+
+MOST_TURNS = 12  # of a conversation that is printed
+
+# Byte-level tokenizers write each byte of a token as one character: a printable one as itself, any other as the next of
+# those from U+0100 on (GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py).
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+
+
+def write_samples(
+    path: Path,
+    tokens: "TokenTexts",
+    step: int,
+    task: Task,
+    group_size: int,
+    trajectories: list[Trajectory],
+    experience: Experience,
+    statistics: UpdateStatistics,
+) -> None:
+    """Append two groups of most steps and all groups of every tenth step, one line per completion, from all ranks.
+
+    Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled. A number that is not
+    finite becomes null, as JSON has no name for it.
+
+    Args:
+        tokens: gets the ids first, so that the text of every one of them is known.
+        group_size: G; the ranks have equal parts of the step's rows, in the order of the ranks.
+    """
+    num_rows = world_size() * len(trajectories)
+    kept = num_rows if step % 10 == 0 else 2 * group_size
+    entries = []
+    for index, (number, trajectory) in enumerate(zip(part_of(num_rows), trajectories, strict=True)):
+        if number >= kept:
+            break
+        row = task.train_rows[trajectory.prompt_index]
+        entry = {"step": step, "question": task.question(row), "answer": task.right_answer(row)}
+        entry |= {"text": trajectory.text}
+        entry |= {"turns": trajectory.turns} if trajectory.turns else {}
+        entry |= {"return": task.total_reward(trajectory.rewards)}
+        entry |= _describe_row(trajectory, index, experience, statistics)
+        entries.append((trajectory.ids, json.dumps(finite(entry), default=str) + "\n"))
+    entries = gather_rows(entries)
+
+    def write() -> None:
+        tokens.add(step, (i for ids, _ in entries for i in ids))
+        with path.open("a", encoding="utf-8") as samples:
+            samples.writelines(line for _, line in entries)
+
+    on_main(write)
+
+
+def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:
+    """What samples.jsonl holds of row `index` of a rollout."""
+
+    def per_token(values: torch.Tensor, compact: Callable[[float], float] = in_millionths) -> list[float]:
+        return [0.0] + [compact(value) for value in values[: len(row.ids) - 1].tolist()]
+
+    def of_update(update: RowUpdate) -> dict:
+        """Log-probs like all others; six significant digits of what can be of any size."""
+        others = {name: x for name, x in update.tokens.items() if name not in ("log_probs", "entropy")}
+        lists = {name: per_token(x, in_six_digits) for name, x in others.items()}
+        place = {"epoch": update.epoch, "minibatch": update.minibatch}
+        return place | {"log_probs": per_token(update.tokens["log_probs"])} | lists
+
+    updates = statistics.rows.get((row.prompt_index, row.completion_index), [])  # none if it had no gradient
+    if experience.old_log_probs is not None:
+        old = experience.old_log_probs[index]
+    else:
+        old = updates[0].tokens["log_probs"] if updates else experience.sampler_log_probs[index]
+    reference = experience.log_probs_ref
+    return {
+        "prompt_index": row.prompt_index,
+        "completion_index": row.completion_index,
+        "prompt_length": row.prompt_length,
+        "ids": row.ids,
+        "action_mask": row.action_mask,
+        "sampler_log_probs": [round(value, 6) for value in row.sampler_log_probs],
+        "old_log_probs": per_token(old),
+        "log_probs_ref": None if reference is None else per_token(reference[index]),
+        "entropy": per_token(updates[0].tokens["entropy"]) if updates else None,
+        "rewards": row.rewards,
+        "advantage": experience.advantages[index, 0].item(),
+        "finish_reason": row.finish_reason,
+        "updates": [of_update(update) for update in updates],
+    }
+
+
+def in_millionths(value: float) -> float:
+    return round(value, 6)
+
+
+def in_six_digits(value: float) -> float:
+    """
+    >>> in_six_digits(0.000123456789), in_six_digits(1.0)
+    (0.000123457, 1)
+    """
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded.is_integer() else rounded  # two characters less in each of many 0s and 1s
+
+
+def describe_best(task: Task, group: list[Trajectory]) -> str:
+    """The best completion of a group: in two lines, or with a line per turn if there are several."""
+    best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
+    question = printable(task.question(task.train_rows[best.prompt_index]), 120)
+    reward = f"{task.total_reward(best.rewards):g}"
+    if not best.turns:
+        return f"{question}\n  -> {printable(best.text, 240)} (reward {reward})"
+    names = {"assistant": POLICY, "tool": TOOL}
+    turns = [f"{names[role]} {printable(text, 240)}" for role, text in best.turns[:MOST_TURNS]]
+    return "\n".join([question, *turns, f"{REWARD} {reward}"])
+
+
+class TokenTexts:
+    """Writes one line of tokens.jsonl per token id, when it is first sampled or read.
+
+    A line is `{"step", "id", "text"}`, with `"special": true` for tokens that are no ordinary text, and
+    `"end_of_turn": true` for those that end a turn. `path` may hold those of a resumed run already.
+    """
+
+    def __init__(self, path: Path, tokenizer, end_of_turn_ids: list[int]):
+        self._path, self._tokenizer = path, tokenizer
+        self._added = tokenizer.added_tokens_decoder
+        self._ends = set(end_of_turn_ids)
+        self._special = {i for i, token in self._added.items() if token.special} | {*tokenizer.all_special_ids}
+        self._known = {line.get("id") for line in read_lines(path)}
+
+    def add(self, step: int, ids: Iterable[int]) -> None:
+        new = sorted(set(ids) - self._known)
+        if not new:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step} | self._describe(i)) + "\n" for i in new)
+        self._known.update(new)
+
+    def _describe(self, i: int) -> dict:
+        marks = {"special": i in self._special or i in self._ends, "end_of_turn": i in self._ends}
+        return {"id": i, "text": self.text(i)} | {name: True for name, is_so in marks.items() if is_so}
+
+    def text(self, i: int) -> str:
+        """The text of one token, with its leading space; bytes that are no complete text as `<0xE2><0x82>`.
+
+        Empty for an id that no token has: some models have more rows in their embeddings than tokens.
+        """
+        if i in self._added:
+            return self._added[i].content
+        piece = self._tokenizer.convert_ids_to_tokens(i)
+        if not isinstance(piece, str):
+            return ""
+        if "\u2581" in piece:  # SentencePiece's space, which `decode` drops at the beginning
+            return piece.replace("\u2581", " ")
+        text = self._tokenizer.decode([i], clean_up_tokenization_spaces=False)
+        if "\ufffd" not in text:
+            return text
+        if not set(piece) <= _BYTES.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's bytes
+            return piece
+        return _text_of(bytes(_BYTES[character] for character in piece))
+
+
+def _text_of(raw: bytes) -> str:
+    """
+    >>> _text_of("\u20ac".encode()), _text_of("\u20ac".encode()[:2])
+    ('€', '<0xE2><0x82>')
+    """
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in raw)

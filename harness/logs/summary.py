@@ -1,0 +1,134 @@
+"""What a run has gained: the figures of summary.json, and the tables at the end of a run."""
+
+from pathlib import Path
+
+from common.evaluate import Answer, Evaluation, mean
+
+from harness.base.terminal import printable, say
+from harness.data.task import Task
+from harness.runs.machine import peak_memory_bytes
+
+SHOWN = {  # of evaluate(): what the closing table shows first, and under which label
+    "greedy/accuracy": "greedy accuracy",
+    "sampled/accuracy": "sampled accuracy (mean@8)",
+    "sampled/pass@8": "at least one of 8 right (pass@8)",
+    "sampled/length": "completion length (tokens)",
+}
+
+
+def summarise_steps(steps: list[dict], device: str) -> dict:
+    """Duration, speed and memory, from the lines of metrics.jsonl."""
+    timed = [row for row in steps if "time/step" in row]
+    seconds = sum(row["time/step"] for row in timed)
+    num_tokens = sum(row["time/tokens_per_second"] * row["time/step"] for row in timed)
+    return {
+        "steps": max((row["step"] for row in timed), default=0),
+        "seconds": round(seconds, 1),
+        "tokens_per_second": round(num_tokens / seconds, 1) if timed else 0.0,
+        "peak_memory_bytes": max([row["memory/peak_bytes"] for row in timed] + [peak_memory_bytes(device)]),
+    }
+
+
+def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:
+    """Accuracy before and after, all metrics of both evaluations, and where the gain comes from."""
+    kinds = [task.kind(row) for row in task.eval_rows]
+    return {
+        "accuracy_before": before.metrics.get("greedy/accuracy"),
+        "accuracy_after": after.metrics.get("greedy/accuracy"),
+        "before": before.metrics,
+        "after": after.metrics,
+        "gain": divide_gain(before.answers, after.answers, kinds),
+    }
+
+
+def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -> dict[str, float]:
+    """How much of the gain in sampled accuracy comes from other styles of answer, and how much from better answers.
+
+        accuracy = sum_s w_s a_s,      w_s: share of the answers in style s;  a_s: their accuracy
+        gain     = sum_s (w_s' - w_s) a_s  +  sum_s w_s' (a_s' - a_s)
+                   choice of style            better answers, style by style
+
+    The styles are the first names that the task describes as 0 or 1 and of which exactly one is 1 in every answer: for
+    the bundled task `reasoned` and `direct`. The gain is divided for every kind of question separately, and averaged:
+    hard kinds are reasoned about more often, and over all kinds together a change in their mix would be mistaken for
+    skill.
+
+    Args:
+        before, after: answers to the same questions. If no answer of a kind has a style, the accuracy that does not
+            exist is taken from the other evaluation.
+        kinds: of the questions.
+
+    Returns:
+        The parts, by name; empty if there are no styles.
+
+    >>> styles = ({"reasoned": 1.0, "direct": 0.0}, {"reasoned": 0.0, "direct": 1.0})
+    >>> before = [Answer(0, 1.0, styles[0]), Answer(0, 0.0, styles[1])]
+    >>> divide_gain(before, after=[Answer(0, 1.0, styles[0]), Answer(0, 1.0, styles[0])], kinds=[(3, 2)])
+    {'choice of style': 0.5, 'better if reasoned': 0.0, 'better if direct': 0.0}
+    """
+    styles = _styles(before + after) if before and after else []
+    parts = {"choice of style": 0.0, **{f"better if {style}": 0.0 for style in styles}} if styles else {}
+    for kind in {kinds[answer.question] for answer in before}:
+        old, new = ([answer for answer in side if kinds[answer.question] == kind] for side in (before, after))
+        for style in styles:
+            share, share_after = (mean([answer.description[style] for answer in side]) for side in (old, new))
+            accuracy, accuracy_after = _accuracies(old, new, style)
+            weight = len(old) / len(before)
+            parts["choice of style"] += weight * (share_after - share) * accuracy
+            parts[f"better if {style}"] += weight * share_after * (accuracy_after - accuracy)
+    return parts
+
+
+def _styles(answers: list[Answer]) -> list[str]:
+    if any(answer.description.keys() != answers[0].description.keys() for answer in answers):
+        return []  # the task was changed between two parts of a run
+    names = [name for name, value in answers[0].description.items() if isinstance(value, float)]  # an int is a count
+    flags = [name for name in names if {answer.description[name] for answer in answers} <= {0.0, 1.0}]
+    for styles in (*(flags[:end] for end in range(2, len(flags))), flags):
+        if all(sum(answer.description[name] for name in styles) == 1 for answer in answers):
+            return styles
+    return []
+
+
+def _accuracies(before: list[Answer], after: list[Answer], style: str) -> tuple[float, float]:
+    """Accuracy before and after among the answers of a style."""
+    old, new = ([answer.correct for answer in side if answer.description[style]] for side in (before, after))
+    known = mean(old or new or [0.0])
+    return known, mean(new) if new else known
+
+
+def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation, gain: dict) -> None:
+    """Print held-out figures before and after, three questions answered before and after, and where to look next."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title=f"{len(task.eval_rows)} held-out questions")
+    for heading in ("", "before", "after"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    sampled = (name for name in before.metrics | after.metrics if name.startswith("sampled/"))
+    for name in dict.fromkeys([*SHOWN, *sampled]):
+        values = [side.metrics.get(name) for side in (before, after)]
+        if values != [None, None]:
+            words = name.removeprefix("sampled/").replace("accuracy_", "accuracy if ").replace("_", " ")
+            cells = ("-" if value is None else f"{value:.3f}" for value in values)
+            table.add_row(Text(printable(SHOWN.get(name, words), 60)), *cells)
+    console.print(table)
+    if any(gain.values()):
+        say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
+
+    table = Table(title="The greedy answer", show_lines=True)
+    for heading in ("question", "right", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    for row, *texts in list(zip(task.eval_rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
+        right = task.right_answer(row)
+        cells = (task.question(row), "" if right is None else str(right), *texts)
+        table.add_row(*(Text(printable(text, 160)) for text in cells))  # text, not rich's markup
+    console.print(table)
+    say(
+        f"run:          {directory}\n"
+        f"curve:        {directory / 'curve.png'}\n"
+        f"page:         {directory / 'report.html'}\n"
+        f"TensorBoard:  tensorboard --logdir {directory.parent}"
+    )

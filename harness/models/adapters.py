@@ -1,0 +1,174 @@
+"""LoRA adapters: a new one, one that an earlier run has trained, and the reference of a run that trains one.
+
+adapter_config.json         rank, alpha, adapted layers, and the base: the model that the adapter was trained on
+adapter_model.safetensors   A and B of every adapted layer
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from common.policy import Policy, PolicyOutput
+
+from harness.base.config import ADAPTER_SETTINGS
+from harness.models.pretrained import check_finite
+
+# Fields of adapter_config.json that say what the adapter computes, and are kept
+KEPT = (
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
+# Fields that say how it was made. Dropout is off here. Whatever else is set makes it something other than W x + B A x
+IGNORED = (
+    *("auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode", "lora_dropout", "runtime_config"),
+    *("eva_config", "megatron_core", "qalora_group_size"),
+)
+MAX_RANK = 8192  # beyond the width of most models
+ALLOWED = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "revision": (None, "main"),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others also change the base
+}
+
+
+def is_lora(policy: Policy) -> bool:
+    return getattr(policy.model, "peft_config", None) is not None
+
+
+def add_adapter(model: torch.nn.Module, rank: int, alpha: float | None = None, seed: int = 0) -> torch.nn.Module:
+    """LoRA (arXiv 2106.09685) on every linear layer but the head: W x becomes W x + (alpha / rank) B A x, B = 0."""
+    from peft import LoraConfig
+
+    alpha = 2 * rank if alpha is None else alpha
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # A is random
+        return _inject(model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear"))
+
+
+def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
+    """Put the adapter of the directory `path` on its base, ready to be trained further, in float32.
+
+    Raises:
+        UserError: it is not an adapter for this model, it lacks weights, or it computes something other than LoRA.
+    """
+    from peft import LoraConfig, set_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from safetensors.torch import load_file
+
+    settings = _read_settings(path)
+    source = path / "adapter_model.safetensors"
+    if not source.is_file():
+        raise UserError(f"the adapter {path} has no {source.name}")
+    try:
+        weights = load_file(source)
+        with torch.random.fork_rng():  # what is drawn is replaced
+            model = _inject(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+        loaded = set_peft_model_state_dict(model, weights)
+    except Exception as error:  # a damaged file can raise anything
+        reason = " ".join(str(error).split())
+        raise UserError(f"the adapter {path} cannot be put on its base {model.name_or_path}: {reason}") from error
+    missing = [name for name in loaded.missing_keys if "lora_" in name]  # B would silently stay 0
+    for names, fault in ((missing, "lacks weights that"), (loaded.unexpected_keys, "has other weights than")):
+        if names:
+            raise UserError(
+                f"the adapter {path} {fault} its {ADAPTER_SETTINGS} describes for the base {model.name_or_path}: "
+                f"{names[0]} for one"
+            )
+    check_finite(f"the adapter {path}", weights.items())
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    if model.config.tie_word_embeddings and any(isinstance(module, BaseTunerLayer) for module in ends):
+        raise UserError(f"the adapter {path} adapts one of the embeddings and the LM head, which share their weights")
+    return model
+
+
+def adds_something(model: torch.nn.Module) -> bool:
+    """Whether the adapter of `model` has been trained: in a new one B = 0."""
+    return any(weight.any() for name, weight in model.named_parameters() if "_B." in name)
+
+
+def merge_adapter(model: torch.nn.Module) -> torch.nn.Module:
+    """The plain model with W + (alpha / rank) B A in place of W."""
+    return model.merge_and_unload()
+
+
+def _inject(model: torch.nn.Module, settings) -> torch.nn.Module:
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
+        return get_peft_model(model, settings)
+
+
+def _read_settings(path: Path) -> dict:
+    """What adapter_config.json says about the computation, if all of it can be done here."""
+    try:
+        fields = dict(json.loads((path / ADAPTER_SETTINGS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{path / ADAPTER_SETTINGS} cannot be read ({error})") from error
+    for name, value in fields.items():
+        is_off = name in KEPT or name in IGNORED or value in (None, False, {}, [])
+        if not (value in ALLOWED[name] if name in ALLOWED else is_off):
+            raise UserError(
+                f"the adapter {path} has {name}={json.dumps(value)} in its {ADAPTER_SETTINGS}: only plain LoRA "
+                "adapters of a language model can be trained on here"
+            )
+    for rank in (fields.get("r"), *dict(fields.get("rank_pattern") or {}).values()):
+        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+            raise UserError(f"the adapter {path} has a rank of {json.dumps(rank)[:40]} in its {ADAPTER_SETTINGS}")
+    return {name: fields[name] for name in KEPT if name in fields}
+
+
+class _Reference(Policy):
+    """A policy that shares the model of another one, but not its adapter."""
+
+    def __init__(self, policy: Policy):
+        ids = (policy.end_of_turn_ids, policy.pad_id)
+        super().__init__(policy.model, policy.tokenizer, *ids, policy.temperature, policy.compute_dtype)
+        self._of = (policy,)  # not as a module: that would be a second way to the same weights
+
+    @property
+    def trained(self) -> Policy:
+        return self._of[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.trained.device  # not that of the weights, which can be offloaded
+
+
+class WithoutAdapter(_Reference):
+    """A policy with a new LoRA adapter as it was before any training, at no memory of its own."""
+
+    def forward(self, *arguments, **options) -> PolicyOutput:
+        with self.model.disable_adapter():
+            return super().forward(*arguments, **options)
+
+
+class WithAdapterAsItWas(_Reference):
+    """A policy whose LoRA adapter an earlier run has trained, as it was before this one: with a copy of the adapter."""
+
+    def __init__(self, policy: Policy):
+        super().__init__(policy)
+        self._weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        self._copies = [weight.detach().clone() for weight in self._weights]
+
+    @torch.no_grad()  # autograd would not notice the exchange
+    def forward(self, *arguments, **options) -> PolicyOutput:
+        self._exchange()
+        try:
+            return super().forward(*arguments, **options)
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        if not any(weight is self._weights[0] for weight in self.model.parameters()):
+            raise UserError(
+                "the reference of an adapter that is trained further is not available where weights are sharded: use "
+                "--kl-weight 0, or a configuration without sharding"
+            )
+        for index, weight in enumerate(self._weights):
+            weight.data, self._copies[index] = self._copies[index], weight.data

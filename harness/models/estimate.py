@@ -1,0 +1,199 @@
+"""`--estimate`: the memory that a run needs, by a formula, before anything is trained. No weights are read.
+
+A trained value takes 4 bytes, its gradient 4, and Adam's moments 8; a frozen one 2 to 4, or less if it is quantised.
+Sampling and the update do not overlap, so the larger one counts. docs/real_models.md compares it with measured runs.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from common.chat import encode_prompt
+from common.errors import UserError
+from common.logprobs import MAX_LOGITS
+from common.parallel import is_main, world_size
+
+from harness.base.checks import flag
+from harness.base.config import ADAPTER_SETTINGS, TINY_POLICY, PolicyConfig, shown
+from harness.base.hub import must_be_cached
+from harness.base.terminal import say
+from harness.data.task import Task
+from harness.models.pretrained import read_config, read_template, read_tokenizer
+
+# 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those
+QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
+PROGRAM = 0.5e9  # bytes of Python and its libraries, on a CPU; of CUDA, its context
+ROOM = 32  # tokens that the cache has room for beyond its last, see common/fast/cache.py
+IN_PIECES = 0.6  # of activations and logits, on a CPU: what the C library's allocator keeps after they are freed
+AUTOCAST = 2.6  # bytes per value that bfloat16 arithmetic keeps: most have 2, those of norms 4
+LONGEST = 32  # rows whose prompts are encoded: those with the longest texts
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
+FULL = 0.95  # of a device's memory: above it, fragmentation alone can be too much
+GB = 1e9
+LAUNCHES = (
+    "multi_gpu",
+    "fsdp2",
+)  # files of accelerate_configs/: every process holds all, or a shard of what is trained
+
+
+class Shape:
+    """The sizes of a model, from its config alone.
+
+    Raises:
+        UserError: the config cannot be read, or transformers cannot build a model from it.
+    """
+
+    def __init__(self, config: PolicyConfig):
+        from transformers import AutoModelForCausalLM
+
+        source = str(TINY_POLICY) if config.model == "new" else config.base
+        whole = read_config(source, Path(source).is_dir() or must_be_cached("model", source))
+        try:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(whole, dtype=torch.float32)
+        except Exception as error:  # transformers raises many kinds
+            raise UserError(f"--estimate: no model can be built from this config: {error}") from error
+        text = whole.get_text_config()
+        self.layers, self.heads = text.num_hidden_layers, text.num_attention_heads
+        self.vocabulary, self.hidden = model.get_input_embeddings().weight.shape
+        head_size = getattr(text, "head_dim", None) or self.hidden // self.heads
+        self.queries = self.heads * head_size
+        self.keys = (getattr(text, "num_key_value_heads", None) or self.heads) * head_size
+        self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
+        self.parameters = model.num_parameters()
+        self.largest = max(weight.numel() for weight in model.parameters())
+        head = model.get_output_embeddings()
+        linear = [x.weight for x in model.modules() if type(x).__name__ in ("Linear", "Conv1D") and x is not head]
+        self.in_linear = sum(weight.numel() for weight in linear)
+        self.ends_of_linear = sum(sum(weight.shape) for weight in linear)  # inputs and outputs
+
+
+def estimate(config: PolicyConfig, task: Task | None) -> None:
+    """Print what the run needs, and what would lower it. Nothing is trained or written."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shape, prompt = Shape(config), 0 if task is None else longest_prompt(config, task)
+    if not is_main():
+        return
+    processes, room = max(2, world_size(), torch.cuda.device_count()), device_memory(config.device)
+    one = memory_of(config, shape, prompt)
+    columns = [one, *(memory_of(config, shape, prompt, launch, processes) for launch in LAUNCHES)]
+    trained = rank_of(config) * shape.ends_of_linear or shape.parameters
+    say(f"{shown(config.model)}: {shape.parameters:,} parameters, {trained:,} trained; {config.dtype}, {config.device}")
+    table = Table("GB per device", "one", *(f"{launch} x{processes}" for launch in LAUNCHES), box=None)
+    for part in one:
+        table.add_row(part, *(f"{bytes_of[part] / GB:.2f}" for bytes_of in columns))
+    Console(width=120).print(table)
+    share = one["total"] / room
+    fits = "fits" if share <= FULL else "does not fit" if share > 1 else "hardly fits"
+    say(f"one process {fits}: {one['total'] / GB:.1f} of {room / GB:.1f} GB ({share:.0%})")
+    found = [f"{flags} ({saved / GB:.2g} GB)" for saved, flags in savings(config, shape, prompt)[:3]]
+    say("less memory: " + ("; ".join(found) or "no flag helps much"))
+
+
+def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "one", processes: int = 1) -> dict:
+    """Bytes per device, by part and in total, with a longest prompt of so many tokens; `LAUNCHES` lists launches."""
+    rank, on_cpu, shards = rank_of(config), config.device == "cpu", processes if launch == "fsdp2" else 1
+    arithmetic = 2 if config.dtype == "bfloat16" else 4  # bytes
+    trained, frozen = (rank * shape.ends_of_linear, shape.parameters) if rank else (shape.parameters, 0)
+    packed = shape.in_linear if config.load_in else 0
+    weights = QUANTISED.get(config.load_in, 0) * packed + arithmetic * (frozen - packed) + 4 * trained
+    group, completion = getattr(config, "group_size", 1), getattr(config, "max_new_tokens", 0)
+    rows = getattr(config, "prompts_per_step", 1) * group
+    if hasattr(config, "tokens_per_batch"):  # supervised: rows of this many tokens are trained on
+        prompt, completion = 0, min(config.max_length, config.tokens_per_batch)
+        rows = config.tokens_per_batch // completion
+    rows, evaluated = math.ceil(rows / processes), math.ceil(8 * config.eval_prompts / processes)
+    micro = min(config.micro_batch_size, rows)
+
+    casts = 2 * shape.parameters if arithmetic == 2 and not rank and shards == 1 else 0  # which autocast keeps
+    gathered = arithmetic * shape.parameters if shards > 1 else 0  # of all layers for a rollout, of two for the update
+    sampling = casts + gathered + _cache(config, shape, prompt + completion, max(rows, evaluated))
+    shares = group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
+    kept = _activations(config, shape, micro, prompt, completion, shares)
+    kept += 3 * 4 * min(MAX_LOGITS, micro * completion * shape.vocabulary)  # logits
+    largest = 0 if rank else 4 * shape.largest  # the gradient of one weight, before it is added
+    gathered *= 1 - shape.in_linear / shape.parameters * (1 - 2 / shape.layers)
+    update = casts + gathered + kept * (1 + IN_PIECES * on_cpu) + largest
+    # Adam computes with one weight at a time, or with all together
+    step = 2 * largest if on_cpu and not rank else 4 * trained / shards
+    held = {
+        "weights": weights / shards,
+        "gradients and optimizer": 12 * trained / shards,
+        "reference": 4 * shape.parameters if getattr(config, "kl_weight", 0) > 0 and not rank else 0,
+        "program, buffers of DDP": PROGRAM + (4 * trained if launch == "multi_gpu" else 0),
+    }
+    phases = {"sampling: KV cache, logits": sampling, "update: activations, logits": max(update, step)}
+    return held | phases | {"total": sum(held.values()) + max(phases.values())}
+
+
+def _cache(config: PolicyConfig, shape: Shape, length: int, most_rows: int) -> float:
+    """Keys, values and logits of the rows that are sampled at the same time."""
+    if not hasattr(config, "generation_batch_size") or hasattr(config, "engine_url"):  # none are, or by an engine
+        return 0
+    rows = min(config.generation_batch_size, most_rows)
+    layer = 2 * rows * (length + ROOM) * shape.keys * (2 if config.dtype == "bfloat16" else 4)
+    longer = 1 + (0 if config.device == "cpu" else shape.queries / shape.keys)  # one layer's copy; its repeated heads
+    return layer * (shape.layers + longer) + 32 * rows * shape.vocabulary  # log-probs in float32, sums in float64
+
+
+def _activations(config: PolicyConfig, shape: Shape, rows: int, prompt: int, completion: int, shares: bool) -> float:
+    """What a decoder of Llama's kind keeps for the backward pass: with checkpoints, of one layer and all inputs."""
+    tokens, rank = rows * (prompt + completion), rank_of(config)
+    if shares:  # each prompt is run once for its group
+        tokens = math.ceil(rows / config.group_size) * (prompt - 1) + rows * completion
+    norms = 4 if rank else 6  # inputs and outputs, and what is multiplied by weights that are trained
+    values = tokens * (norms * shape.hidden + 2 * shape.queries + 2 * shape.keys + 4 * shape.inner + 7 * rank)
+    values += 2 * rows * prompt * shape.keys if shares else 0  # keys and values of the prompt, for each of its rows
+    layer = values * (AUTOCAST if config.dtype == "bfloat16" else 4)
+    return layer + 4 * shape.layers * tokens * shape.hidden if config.gradient_checkpointing else layer * shape.layers
+
+
+def savings(config: PolicyConfig, shape: Shape, prompt: int) -> list[tuple[float, str]]:
+    """The bytes that a flag saves in one process, with the flag, the most first."""
+    halves = ("micro_batch_size", "generation_batch_size", "max_new_tokens")
+    options = {f"{flag(name)} {value}": {name: value} for name in halves if (value := getattr(config, name, 0) // 2)}
+    options |= {"--gradient-checkpointing": {"gradient_checkpointing": True}, "--dtype bfloat16": {"dtype": "bfloat16"}}
+    options |= {"--kl-weight 0": {"kl_weight": 0.0}} if hasattr(config, "kl_weight") else {}
+    adapter, quantised = {"lora_rank": 16}, {"load_in": "4bit"}
+    if rank_of(config):
+        options |= {"--load-in 4bit": quantised}
+    else:
+        options |= {"--lora-rank 16": adapter, "--lora-rank 16 --load-in 4bit": adapter | quantised}
+    before, found = memory_of(config, shape, prompt)["total"], []
+    for flags, changes in options.items():
+        found.append((before - memory_of(replace(config, **changes), shape, prompt)["total"], flags))
+    return sorted((pair for pair in found if pair[0] > 0.01 * before), reverse=True)
+
+
+def rank_of(config: PolicyConfig) -> int:
+    """The rank of the adapter that is trained; 0: all weights are."""
+    if config.lora_rank or config.adapter_path is None:
+        return config.lora_rank
+    return int(json.loads((config.adapter_path / ADAPTER_SETTINGS).read_text(encoding="utf-8")).get("r", 8))
+
+
+def longest_prompt(config: PolicyConfig, task: Task) -> int:
+    """In tokens, of all rows of training and evaluation."""
+    has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
+    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, config.base_path is not None)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    if tokenizer.chat_template is None:
+        raise UserError(f"--model {shown(config.model)} has no chat template: give it one with --chat-template FILE")
+    rows = sorted([*task.train_rows, *task.eval_rows], key=lambda row: -len(row.question))[:LONGEST]
+    messages = [task.messages(row, config.system_prompt) for row in rows]
+    return max(len(encode_prompt(tokenizer, each, task.tools)) for each in messages)
+
+
+def device_memory(device: str) -> float:
+    """How many bytes of memory the device has, or this process may have."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    limit = MEMORY_LIMIT.read_text(encoding="utf-8").strip() if MEMORY_LIMIT.is_file() else "max"
+    return min(psutil.virtual_memory().total, int(limit) if limit.isdecimal() else math.inf)

@@ -1,0 +1,169 @@
+"""Read models and tokenizers of Hugging Face, and check them; code of a model is never run, and nobody is asked.
+
+A tokenizer must be able to render a conversation and name ids that the model has; all weights must be numbers.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from common.chat import encode_prompt
+from common.errors import UserError
+
+from harness.base.config import shown
+from harness.base.terminal import clean_log
+
+PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
+
+
+def refuse_adapter(source: str, local_files_only: bool) -> None:
+    """
+    Raises:
+        UserError: there is an adapter, which transformers would load as something that is neither trained nor saved.
+    """
+    from transformers.utils import find_adapter_config_file
+
+    if find_adapter_config_file(source, local_files_only=local_files_only) is None:
+        return
+    if Path(source).is_dir():
+        raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
+    raise UserError(
+        f"{source} is an adapter: download it, with `hf download {source} --local-dir adapter` for example, and give "
+        "its directory: --model ./adapter"
+    )
+
+
+def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:
+    """The causal language model of a hub id or a directory.
+
+    Raises:
+        UserError: it cannot be loaded, or lacks weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    clean_log("transformers")
+    options |= {"local_files_only": local_files_only, "output_loading_info": True}
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, dtype=dtype, **options)
+    except Exception as error:  # a damaged file can raise anything, a KeyError for example
+        raise UserError(f"the model {source} could not be loaded: {_reason(error)}") from error
+    if loading["missing_keys"]:  # transformers would give them random numbers
+        raise UserError(f"the model {source} lacks weights, {sorted(loading['missing_keys'])[0]} for one")
+    return model
+
+
+def read_config(source: str, local_files_only: bool):
+    """The config of a model that is not loaded.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
+    except Exception as error:
+        raise UserError(f"the config of {source} could not be read: {_reason(error)}") from error
+
+
+def read_tokenizer(source: str, local_files_only: bool):
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
+    except Exception as error:
+        raise UserError(f"the tokenizer of {source} could not be loaded: {_reason(error)}") from error
+
+
+def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
+    """Every id that ends an assistant turn: the tokenizer's and the generation config's (Llama 3 has several).
+
+    Raises:
+        ValueError: there is none, so that no completion could ever end, or one is not an id.
+    """
+    configured = getattr(generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    ids = [i for i in [tokenizer.eos_token_id, *configured] if i is not None]
+    for i in ids:
+        if type(i) is not int:  # a bool is not an id either
+            raise ValueError(f"the generation config's end-of-turn id (eos_token_id) {i!r} is not a whole number")
+    if not ids:
+        raise ValueError("neither the tokenizer nor the generation config names an end-of-turn (eos) token")
+    return sorted(set(ids))
+
+
+def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids: int) -> None:
+    """
+    Args:
+        num_ids: how many rows the model's embedding has.
+
+    Raises:
+        ValueError: the chat template renders nothing, or an id is beyond the embedding.
+    """
+    try:
+        prompt = encode_prompt(tokenizer, PROBE)
+    except UserError:  # it may want other messages; those that the run has are seen before it trains
+        prompt = [pad_id]
+    if not prompt:
+        raise ValueError("the chat template renders nothing for a plain question")
+    # Special tokens beyond it are common (Gemma 3's image token) and harmless as long as they are not used
+    ordinary = [i for token, i in tokenizer.get_vocab().items() if token not in tokenizer.all_special_tokens]
+    for what, ids in (
+        ("the end-of-turn id", end_of_turn_ids),
+        ("the padding id", [pad_id]),
+        ("the chat template's id", prompt),
+        ("the tokenizer's id", ordinary),
+    ):
+        for i in (min(ids), max(ids)):
+            if not 0 <= i < num_ids:
+                raise ValueError(f"{what} {i} is not among the {num_ids} ids that the model has")
+
+
+def read_template(source: str) -> str:
+    """The chat template in a file.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        template = Path(source).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"--chat-template {shown(source)} cannot be read ({reason})") from error
+    if not template.strip():
+        raise UserError(f"--chat-template {shown(source)} is empty")
+    return template
+
+
+def count_parameters(model: torch.nn.Module) -> dict[str, int]:
+    """As summary.json has them; shared weights count once, and a 4-bit weight as the weights that it packs."""
+    if any(hasattr(weight, "ds_numel") for weight in model.parameters()):  # sharded by DeepSpeed: numel is of the shard
+        sizes = [(weight.ds_numel, weight.requires_grad) for weight in model.parameters()]
+        return {"parameters": sum(n for n, _ in sizes), "trained_parameters": sum(n for n, trained in sizes if trained)}
+    return {"parameters": model.num_parameters(), "trained_parameters": model.num_parameters(only_trainable=True)}
+
+
+def describe_parameters(model: torch.nn.Module) -> str:
+    total, trained = count_parameters(model).values()
+    return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
+
+
+def check_finite(owner: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """
+    Raises:
+        UserError: a weight of `owner` is NaN or infinite.
+    """
+    for name, weight in weights:
+        if not weight.is_floating_point() or not weight.numel():
+            continue
+        # extremes are NaN if any number is, and unlike isfinite they need no memory of the weight's size
+        if not torch.stack(weight.detach().aminmax()).isfinite().all():
+            raise UserError(f"the weights of {owner} hold NaN or infinite numbers: {name} for one")
+
+
+def _reason(error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        return "it needs code of its own, which is never run here: use a model that transformers itself has code for"
+    return reason

@@ -1,0 +1,215 @@
+"""The processes that a launcher has started: they meet, share the devices of their machine, and are as many as asked.
+
+Where Accelerate cannot start what it was asked for, it starts less without a word. On a machine without a GPU, for
+example, `accelerate launch --cpu --num_processes 2` of Accelerate 1.15 starts one process, and a configuration file for
+FSDP gives plain data parallelism.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
+import torch
+from torch import distributed
+
+from common.errors import UserError
+from common.parallel import world_size
+
+from harness.base.config import ConfigT
+from harness.base.ranks import num_launched, together
+from harness.base.terminal import say
+from harness.runs.signals import call_after, leave
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # experiment_accelerate_ddp does without it
+
+TIME_TO_MEET = 600.0  # seconds for which the first process waits for the last one
+PATIENCE = timedelta(hours=1)  # for which they wait later: for the longest rollout, or a slow disk
+# Accelerate's ways of sharding: their types, and files that ask for them
+SHARDED = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
+FILES = {"fsdp": "accelerate_configs/fsdp2.yaml", "deepspeed": "accelerate_configs/deepspeed_zero2.yaml"}
+WHERE = "in the configuration file or on the command line of accelerate"
+
+
+def start_processes(config: ConfigT) -> ConfigT:
+    """Meet the other processes, or be one alone; the settings with the device of this one.
+
+    Raises:
+        UserError: they cannot meet, or cannot share the devices or the rows of a step.
+    """
+    config = dataclasses.replace(config, device=own_device(config.device))
+    if torch.device(config.device).type == "cuda":
+        torch.cuda.set_device(torch.device(config.device).index or 0)
+    meet("nccl" if config.device.startswith("cuda") else "gloo")
+    with together():
+        check_divides("--prompts-per-step times --group-size", config.prompts_per_step * config.group_size, "rows")
+    return config
+
+
+def own_device(device: str) -> str:
+    """The device of this process where the settings say `device`: of several processes, one GPU each."""
+    if num_launched() == 1 or torch.device(device).type != "cuda":
+        return device
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(f"process {local_rank} of this machine has no GPU: start at most {torch.cuda.device_count()}")
+    return f"cuda:{local_rank}"
+
+
+def check_divides(name: str, count: int, what: str) -> None:
+    """Refuse what the processes cannot have equal parts of."""
+    if count % world_size():
+        raise UserError(
+            f"{name}: {count} {what} cannot be divided among {world_size()} processes: use a multiple of "
+            f"{world_size()}, or another number of processes"
+        )
+
+
+# Meeting
+
+
+def meet(backend: str) -> None:
+    """Start the process group, through which ranks talk to each other; also that of one process."""
+    if distributed.is_initialized():
+        return
+    place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
+    try:
+        with meeting():
+            distributed.init_process_group(backend, timeout=PATIENCE, **(place or _place_after_restart()))
+    except ValueError as error:  # a variable of the launcher is missing
+        raise _could_not_meet(error) from error
+
+
+def num_restarts() -> int:
+    """How often torchrun has started the processes again (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _place_after_restart() -> dict:
+    """Where processes meet that were started again: torchrun's store can hold the addresses of those that ended."""
+    if not num_restarts():
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
+    store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
+    store = distributed.PrefixStore(f"restart {num_restarts()}", store)
+    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": num_launched()}
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """End the process, with a sentence, if it does not meet the others in the block within `TIME_TO_MEET`."""
+
+    def give_up() -> None:
+        say(f"error: {_could_not_meet(TimeoutError(f'waited for {TIME_TO_MEET:.0f} s'))}", sys.stderr, anyway=True)
+        leave(2)
+
+    try:
+        with call_after(TIME_TO_MEET, give_up):  # torch has no limit for a port where a stranger is silent
+            yield
+    except distributed.DistError as error:
+        raise _could_not_meet(error) from error
+
+
+def _could_not_meet(error: Exception) -> UserError:
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    return UserError(
+        f"the {num_launched()} processes could not meet at {place} ({' '.join(str(error).split())[:200]}): choose "
+        "another port (--master-port, or --main_process_port of accelerate launch), and see that each is started"
+    )
+
+
+# What Accelerate was asked for
+
+
+class Requested(NamedTuple):
+    num_processes: int | None  # on all machines together; None: not said
+    sharding: str | None  # "fsdp" or "deepspeed"; None: not asked for
+    accumulation: int = 1  # Accelerate's gradient_accumulation_steps
+
+
+def requested_launch() -> Requested:
+    """What the environment asks for, and the command line of `accelerate launch` with its configuration file."""
+    processes = int(os.environ.get("WORLD_SIZE", 0))
+    accumulation = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1))
+    sharding = [name for name in SHARDED if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"]
+    arguments = _arguments_of_accelerate_launch()
+    if arguments is not None:
+        from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+        from accelerate.commands.launch import launch_command_parser
+
+        args = launch_command_parser().parse_args(arguments)
+        asked = args.num_processes or 0
+        if args.config_file or (Path(default_config_file).is_file() and not args.cpu):  # as accelerate launch decides
+            config = load_config_from_file(args.config_file)
+            asked = asked or config.num_processes
+            if not args.multi_gpu:  # which overrides the type in the file
+                sharding += [name for name, kind in SHARDED.items() if config.distributed_type == kind]
+        processes = max(processes, asked)
+        accumulation = max(accumulation, args.gradient_accumulation_steps or 1)
+    return Requested(processes or None, sharding[0] if sharding else None, accumulation)
+
+
+def check_launch(accelerator: "Accelerator") -> None:
+    """Refuse a launch that is not what was asked for, or that the training does not support; on every rank alike.
+
+    Raises:
+        UserError: other processes than asked for, or without the sharding that was asked for; gradient accumulation by
+            Accelerate, fp16 or fp8, FSDP 1.
+    """
+    asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
+    on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UserError(
+            f"mixed_precision {accelerator.mixed_precision} is not supported, because it needs a scaled loss: set "
+            f"bf16, or no, {WHERE}"
+        )
+    plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number
+    steps = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
+    steps = max(asked.accumulation, accelerator.gradient_accumulation_steps, steps if isinstance(steps, int) else 1)
+    if steps > 1:
+        raise UserError(
+            f"gradient_accumulation_steps {steps} is not supported, because Accelerate would divide a loss by it that "
+            f"is a mean already: set 1 {WHERE}, and --micro-batch-size for less memory"
+        )
+    processes = asked.num_processes or got
+    count = f"{processes} process{'es' if processes > 1 else ''}"
+    if asked.sharding and kind != SHARDED[asked.sharding]:
+        here = f"use torchrun --nproc-per-node {processes} {script}, which does not shard"
+        there = f"use accelerate launch --config_file {FILES[asked.sharding]} {script}"
+        raise UserError(
+            f"{SHARDED[asked.sharding]} with {count} was asked for, but Accelerate gave {kind.value} with {got}: "
+            + (f"it needs a GPU for each process; on this machine {here}" if on_cpu else there)
+        )
+    if kind == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
+        raise UserError(f"fsdp_version 1 is not supported: set 2 {WHERE}, as {FILES['fsdp']} does")
+    if processes != got and got > 1:
+        raise UserError(
+            f"{count} were asked for, but Accelerate started {got}: give a multiple of the number of machines"
+        )
+    if processes != got:
+        alone = ", each for itself" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        start = "torchrun --nproc-per-node" if on_cpu else "accelerate launch --multi_gpu --num_processes"
+        raise UserError(f"{count} were asked for, but Accelerate started 1{alone}: use {start} {processes} {script}")
+
+
+def _arguments_of_accelerate_launch() -> list[str] | None:
+    """Those of the process that started this one; None if that is not `accelerate launch`."""
+    try:
+        words = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:  # it has ended, or may not be looked at
+        return None
+    names = [Path(word).name for word in words]
+    for start in (0, 1, 2):  # without the interpreter, after it, and after its -m
+        match names[start : start + 2]:
+            case ["accelerate" | "accelerate.commands.accelerate_cli", "launch"]:
+                return words[start + 2 :]
+            case ["accelerate-launch" | "accelerate.commands.launch", *_]:
+                return words[start + 1 :]
+    return None

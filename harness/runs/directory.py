@@ -1,0 +1,140 @@
+"""A run's directory: made for a new run, or brought back to its newest checkpoint, which resumes a run.
+
+It is locked, so that no two processes write into it.
+"""
+
+import dataclasses
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock, Timeout
+
+from common.errors import UserError
+
+from harness.runs.checkpoints import newest_checkpoint, remove_logs, restore_logs
+from harness.base.config import PolicyConfig
+from harness.runs.settings import (
+    BATCH_SIZES,
+    ENGINE_PLACES,
+    check_sources,
+    describe_settings,
+    read_settings,
+    write_settings,
+)
+from harness.base.terminal import say
+
+LOCK = ".lock"  # the operating system releases it when the process ends, however it ends
+BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # what a kill can leave of a run that has not begun
+
+
+class RunDirectory(NamedTuple):
+    path: Path
+    lock: FileLock | None  # None: another process, the main one, holds it
+    step: int = 0  # of the checkpoint that the run continues from; 0: there is none
+    history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
+
+
+def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
+    """Make and lock `<runs-dir>/<experiment>/<name>`, and write config.json.
+
+    Without --name the name is date, time and seed, and then unique.
+
+    Raises:
+        UserError: a run of that name exists, or the directory cannot be made.
+    """
+    settings = describe_settings(config, machine) | {"sources": sources}
+    parent = Path(config.runs_dir).expanduser() / experiment
+    name = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
+    directory, number = parent / name, 1
+    while not _is_new(directory):
+        if config.name is not None:
+            raise UserError(
+                f"the run {directory} exists already; choose another --name, or resume it: --resume {directory}"
+            )
+        number += 1
+        directory = parent / f"{name}-{number}"
+    lock = lock_directory(directory)
+    try:
+        write_settings(directory, settings)
+    except OSError as error:
+        shutil.rmtree(directory)
+        lock.release()
+        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
+    flags = dataclasses.asdict(config).items()
+    say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
+    return RunDirectory(directory, lock)
+
+
+def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
+    """Lock the run, find the checkpoint to continue from, and bring the run's files back to its step.
+
+    Args:
+        sources: what the run is made from now, see `describe_sources`.
+
+    Raises:
+        UserError: it is a run of another experiment, is in use, is beyond `--steps`, was made from something else, has
+            lost something, or its files cannot be written. Nothing is changed then.
+    """
+    directory = Path(config.resume).expanduser()
+    settings = read_settings(directory, type(config))
+    if settings["experiment"] != experiment:
+        raise UserError(f"--resume {directory} is a run of {settings['experiment']}, not of {experiment}")
+    lock = lock_directory(directory)
+    try:
+        step, history = _restore(directory, config, settings, machine, sources)
+    except BaseException:
+        lock.release()
+        raise
+    say(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
+    return RunDirectory(directory, lock, step, tuple(history))
+
+
+def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:
+    """Lock a directory, or refuse to, if another process has: it is `doing` what this one wants to."""
+    lock = FileLock(directory / LOCK, blocking=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{directory} is in use: another process is {doing}") from None
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror})") from error
+    return lock
+
+
+def _is_new(directory: Path) -> bool:
+    """Make a directory, unless there is one."""
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        if not directory.is_dir():
+            raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None
+        return False
+    except OSError as error:
+        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
+    return True
+
+
+def _restore(
+    directory: Path, config: PolicyConfig, settings: dict, machine: dict, sources: dict
+) -> tuple[int, list[dict]]:
+    check_sources(directory, settings.get("sources", {}), sources, has_failed=settings.get("task_failed", False))
+    try:
+        found = newest_checkpoint(directory / "checkpoints")
+        if found is not None and found.step > getattr(config, "steps", found.step):
+            raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
+        history = [] if found is None else restore_logs(directory, found)
+        if found is None:
+            remove_logs(directory)
+        for name in ("versions", "machine", "commit", "processes"):
+            before = settings.get(name, 1 if name == "processes" else None)
+            if before != machine[name]:
+                say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
+        settings |= {"sources": sources, "task_failed": False}
+        changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
+        settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
+        write_settings(directory, settings)
+    except OSError as error:
+        raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error
+    return (0 if found is None else found.step), history

@@ -1,0 +1,234 @@
+"""A run: the directory that it writes, its progress, and when it has to stop.
+
+runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl  diagnosis.jsonl  events.out...
+                         checkpoints/step_N/  before.json  final/  final_merged/  base/  summary.json  curve.png
+                         report.html  .lock
+"""
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+from common.evaluate import Evaluation
+from common.experience import Experience
+from common.parallel import is_main
+from common.policy import Policy
+from common.trajectory import Trajectory
+
+from harness.runs.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
+from harness.base.config import PolicyConfig
+from harness.logs.diagnosis import Diagnosis
+from harness.runs.directory import RunDirectory
+from harness.base.files import replace_file
+from harness.data.held_out import read_before
+from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines
+from harness.models.pretrained import count_parameters
+from harness.base.ranks import EndedElsewhereError, launcher, on_main
+from harness.logs.samples import TokenTexts, describe_best, write_samples
+from harness.models.saving import save_base, save_final
+from harness.runs.settings import experiment_of
+from harness.runs.signals import StopRequest
+from harness.logs.statistics import UpdateStatistics
+from harness.logs.summary import show_gain, summarise_gain, summarise_steps
+from harness.data.task import Task
+from harness.base.terminal import printable, progress_bar, say_above_progress
+
+MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
+
+
+class Run:
+    """Where a run writes. `start_run` makes it."""
+
+    def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict):
+        self.directory = directory.path
+        self._checkpoints = self.directory / "checkpoints"
+        self._lock = directory.lock  # held until the run is closed
+        self.config = config
+        self.task = task
+        self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
+        self.stop_reason: str | None = None  # why training must end after this step
+        self._machine = machine  # as described when the run started: the checkout may have changed since
+        self._diagnosis = Diagnosis(config)
+        self._num_skipped = 0  # consecutive steps
+        self._parameters: dict[str, int] = {}  # how many, for the summary
+        self._tokens: TokenTexts | None = None  # None: not known before `restore`
+        self.stop = StopRequest(self.tell, self.resume_command)
+        self._bar = None
+        self._last_step = 0
+        self._clock = StepClock(config.device)
+        self.contexts = ExitStack()  # left when the run is closed
+        # What the newest complete step has left, while nothing has changed it: `checkpoint`'s first arguments
+        self._complete: tuple | None = None
+        for row in directory.history:
+            self._diagnosis.check(row)  # what it has said already
+        self._metrics = None
+        if is_main():
+            wandb = None
+            if config.wandb:
+                wandb = {"project": experiment_of(config), "name": self.directory.name}
+                wandb |= {"config": dataclasses.asdict(config)}
+            self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
+
+    @property
+    def resume_command(self) -> str:
+        return f"{launcher()} {shlex.quote(sys.argv[0])} --resume {shlex.quote(str(self.directory))}"
+
+    def tell(self, sentence: str) -> None:
+        """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
+        if not say_above_progress(sentence):
+            self.stop.is_made = True
+
+    def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
+        """Give a resumed run's policy and optimizer the state of its checkpoint, and get to know the policy's tokens.
+
+        Args:
+            accelerator: of Accelerate, if it has prepared the two; their state is then read, and written, by it.
+        """
+        if self.resumed_at:
+            path = self._checkpoints / f"step_{self.resumed_at}"
+            read_checkpoint(path, policy, optimizer, accelerator)
+        self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
+
+    def steps(self, num_steps: int) -> Iterator[int]:
+        """Count the steps that are left, behind a progress bar, and end the run after one that has a reason to.
+
+        Raises:
+            KeyboardInterrupt: after a step during which the user has asked to stop.
+            UserError: after a step for which `log` has found a `stop_reason`.
+        """
+        self._last_step = num_steps
+        self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
+        for step in self._bar:
+            self.step = step
+            self._clock.start()
+            yield step
+            if self.stop_reason is not None and is_main():
+                raise UserError(self.stop_reason)
+            if self.stop_reason is not None:
+                raise EndedElsewhereError
+            if self.stop.is_agreed:
+                raise KeyboardInterrupt
+        self._bar = None
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count the time within the block as spent waiting for other processes, see `costs`."""
+        return self._clock.waiting()
+
+    def lap(self, phase: str) -> None:
+        """Say that a phase of the step has ended: its seconds are logged as `time/<phase>`, see `costs`."""
+        self._clock.lap(phase)
+        if phase == "log_probs":  # the update follows
+            self._complete = None
+
+    def costs(self, num_tokens: int) -> dict[str, float]:
+        """Seconds of this step up to now, tokens per second for so many tokens, and peak memory."""
+        return self._clock.costs(num_tokens)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop.
+
+        The metrics that are not about time are the same on all processes, and so are the conclusions.
+        """
+        on_main(lambda: self._metrics.write(step, metrics))
+        if self._bar is not None:
+            more = getattr(self.config, "progress", ())
+            for key in set(more) - metrics.keys() if step == self.resumed_at + 1 else ():
+                self.tell(f"--progress {printable(key, 60)}: the step has no such metric; metrics.jsonl has all names")
+            self._bar.set_description_str(progress_line(step, self._last_step, metrics, more), refresh=False)
+        for sentence in self._diagnosis.check(metrics):
+            self.tell(f"step {step}: {sentence}")
+        on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
+        self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
+        if self._num_skipped == MAX_SKIPPED:
+            hint = f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
+            hint += " without --lora-rank" if self.config.lora_rank > 0 else ""
+            self.stop_reason = (
+                f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
+                f"again with a lower --lr{hint if self._checkpoints.exists() else ''}"
+            )
+
+    def log_samples(
+        self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics
+    ) -> None:
+        """Keep what was sampled, and print one completion now and then."""
+        every = self.config.samples_every
+        if every == 0 or step % every:
+            return
+        if step % 10 == 0 or step == 1:
+            self.tell(f"step {step}: {describe_best(self.task, trajectories[: self.config.group_size])}")
+        path, group_size = self.directory / SAMPLES, self.config.group_size
+        write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
+
+    def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
+        """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
+
+        None is due while updates are being skipped: what led to that is nothing to continue from.
+        """
+        self._complete = (step, policy, optimizer, accelerator)
+        every = self.config.checkpoint_every
+        is_due = self.stop.agree() or (every and (step % every == 0 or step == self._last_step))
+        if is_due:
+            self.keep_progress()
+
+    def keep_progress(self) -> None:
+        """Write a checkpoint of the newest complete step, if there is none and no update has begun since."""
+        if self._complete is None or self._num_skipped:
+            return
+        step, policy, optimizer, accelerator = self._complete
+        on_main(lambda: save_base(self.config, policy, self.directory / "base"))
+        write_checkpoint(self.directory, step, policy, optimizer, self.config.keep_checkpoints, accelerator)
+        self._complete = None
+
+    @property
+    def has_before(self) -> bool:
+        """Whether the evaluation before training has been logged."""
+        return on_main(lambda: read_before(self.directory / BEFORE) is not None)
+
+    def log_before(self, evaluation: Evaluation) -> None:
+        """Log the evaluation before training as step 0, and keep it for a run that is resumed."""
+        on_main(lambda: replace_file(self.directory / BEFORE, json.dumps(evaluation).encode()))
+        if not self.resumed_at:
+            self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
+
+    def save_final(self, policy: Policy) -> Path:
+        """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
+        self._parameters = count_parameters(policy.model)
+        return save_final(self.config, policy, self.directory)
+
+    def finish(self, after: Evaluation) -> None:
+        """Log the evaluation after training, write the summary and the figure, and print what was gained."""
+        self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
+        on_main(lambda: self._finish(after))
+
+    def _finish(self, after: Evaluation) -> None:
+        before = read_before(self.directory / BEFORE)
+        results = summarise_gain(self.task, before, after)
+        self.write_summary(results)
+        show_gain(self.directory, self.task, before, after, results["gain"])
+
+    def write_summary(self, results: dict) -> None:
+        """Write summary.json, with `results` first, curve.png and report.html."""
+        rows = read_lines(self.directory / METRICS)
+        summary = results | summarise_steps(rows, self.config.device) | self._parameters | self._machine
+        (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
+        if rows:  # without a step there is nothing to draw
+            from viewer import draw_run  # not before a run ends
+
+            draw_run(self.directory)
+
+    def close(self) -> None:
+        self.contexts.close()
+        if is_main():
+            self._metrics.close()
+            self._lock.release()
+
+    def request_stop(self, *_) -> None:
+        """On Ctrl-C or SIGTERM, see `StopRequest.receive`."""
+        self.stop.receive(is_in_step=self._bar is not None)

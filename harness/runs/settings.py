@@ -1,0 +1,153 @@
+"""config.json of a run: every setting as resolved, the command, the machine, and what the run was made from.
+
+What it was made from are the contents of its model, data and task, by checksum or commit.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import sys
+import typing
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+
+from harness.base.checks import flag
+from harness.base.config import ModelConfig, PolicyConfig
+from harness.base.files import replace_file
+from harness.base.hub import commit_of
+from harness.base.ranks import is_first_here
+from harness.data.task import Task
+from harness.base.terminal import say
+
+# What config.json holds besides flags
+NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
+NOT_FLAGS |= {"about", "loss"}  # what train.py says about itself, and about the terms of its loss
+# Flags of where a run finds its engine, which a resumed run may change; experiments without an engine have none
+ENGINE_PLACES = ("engine_url", "engine_start")
+BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they bound memory and change no update
+MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # of a Hugging Face directory
+
+
+def write_settings(directory: Path, settings: dict) -> None:
+    """Replace config.json, completely or not at all."""
+    replace_file(directory / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
+
+
+def change_settings(directory: Path, **changes: object) -> None:
+    """Replace some entries of config.json."""
+    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    write_settings(directory, settings | changes)
+
+
+def read_settings(directory: Path, config_class: type[PolicyConfig], what: str = "--resume") -> dict:
+    """The settings of a run; those that `config_class` knows must be of its types.
+
+    Args:
+        what: how the user has named the directory.
+    """
+    try:
+        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{what} {directory}: no config.json of a run can be read there ({error})") from error
+    if not isinstance(settings, dict) or not isinstance(settings.get("experiment"), str):
+        run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
+        hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
+        raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")
+    from pydantic import TypeAdapter, ValidationError
+
+    wanted = typing.get_type_hints(config_class, include_extras=True)
+    for name in {field.name for field in dataclasses.fields(config_class)} & settings.keys():
+        value = settings[name]
+        try:
+            TypeAdapter(wanted[name]).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
+        except ValidationError:
+            raise UserError(f"{what} {directory}: config.json is damaged: {name} cannot be {value!r}") from None
+    return settings
+
+
+def experiment_of(config: PolicyConfig) -> str:
+    """The name of the directory of the train.py that defines the settings' class."""
+    return Path(sys.modules[type(config).__module__].__file__).resolve().parent.name
+
+
+def describe_settings(config: PolicyConfig, machine: dict) -> dict:
+    script = sys.modules[type(config).__module__]
+    settings = dataclasses.asdict(config) | machine | {"experiment": experiment_of(config), "command": sys.argv}
+    settings["about"] = (script.__doc__ or "").strip().partition("\n")[0]
+    settings["loss"] = inspect.getdoc(getattr(script, "policy_loss", None)) or ""
+    if machine.get("processes", 1) > 1:
+        settings["device"] = torch.device(config.device).type  # without the number of the main process's GPU
+    return settings
+
+
+# What a run was made from
+
+
+def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
+    """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
+
+    The model's only in one process of each machine: it can be large.
+    """
+    sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools")}
+    if is_first_here():
+        sources |= {"model": config.model_path or config.model}
+        sources |= {"base": config.base} if config.adapter_path is not None else {}
+    if task is not None:
+        sources |= {"data": task.data, "eval_data": task.held_out_data, "task": task.path}
+    described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}
+    return {name: source for name, source in described.items() if source["content"] is not None}
+
+
+def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict], has_failed: bool) -> None:
+    """Refuse to resume a run from a model, data or a task that are no longer what they were.
+
+    Args:
+        has_failed: the run ended with an error of its task, so that the task, or its data, may have been corrected.
+    """
+    _check_evaluation(directory, before.get("eval_data"), now.get("eval_data"))
+    for name in before.keys() & now.keys():
+        then, content = before[name]["content"], now[name]["content"]
+        if content == then:
+            continue
+        label = "the base of --model" if name == "base" else flag(name)
+        what = f"{label} {now[name]['source']} is not what it was when {directory} began"
+        if not has_failed or name in ("model", "base"):
+            raise UserError(
+                f"{what} ({then[:12]} then, {content[:12]} now): a resumed run needs the same content: restore it, or "
+                "start a new run"
+            )
+        say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
+
+
+def _check_evaluation(directory: Path, before: dict | None, now: dict | None) -> None:
+    """Refuse to hold out rows of the data now if they were evaluated on a file before, and the other way round.
+
+    A hub dataset that is in one of them only is no sign of that: its commit may not have been known.
+    """
+    if before is None and now is not None and Path(now["source"]).is_file():
+        raise UserError(f"{now['source']} was not there when {directory} began, which held out rows of --data: move it")
+    if now is None and before is not None and Path(before["source"]).is_absolute():
+        raise UserError(f"{before['source']}, which {directory} is evaluated on, is no longer there: restore it")
+
+
+def _describe(name: str, source: str | Path) -> dict:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        content = _sha256([file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES])
+    elif path.is_file():
+        content = _sha256([path])
+    else:
+        content = commit_of("model" if name in ("model", "base") else "dataset", str(source).partition(":")[0])
+    return {"source": str(source), "content": content}
+
+
+def _sha256(paths: list[Path]) -> str:
+    """SHA-256 of files: of one its content's, of several that of their names and contents."""
+    if len(paths) == 1:
+        with paths[0].open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return hashlib.sha256("".join(f"{path.name} {_sha256([path])}\n" for path in paths).encode()).hexdigest()

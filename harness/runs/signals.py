@@ -1,0 +1,158 @@
+"""How a program ends: on Ctrl-C or SIGTERM, after a call that takes too long, and which of several processes says why.
+
+A launcher ends all processes as soon as one has ended, also one that is about to speak.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import NoReturn
+
+from torch import distributed
+
+from common.parallel import gather, rank
+
+from harness.base.ranks import num_launched
+
+SAME_CTRL_C = 2.0  # seconds in which signals to several processes count as one
+# Seconds after which torchrun kills what it has asked to end; its option --shutdown-timeout cannot be seen from here
+GRACE = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+HEAD_START = 3.0  # seconds for the main process, which often finds the same error, and says it best
+LONGEST_END = 20.0  # seconds of a main process that has an error: it may have files to close
+LOST = "the connection to another process was lost: its own message, or the launcher's, says why it ended"
+
+
+@contextmanager
+def signals_to(handler: Callable[..., None]) -> Iterator[None]:
+    """Let `handler` receive Ctrl-C and SIGTERM within the block, in the main thread, where Python allows it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+@contextmanager
+def call_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
+    """Call `function`, in another thread, if the block takes longer than `seconds`."""
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class StopRequest:
+    """Whether a run has been asked to stop, in this process and in any.
+
+    Args:
+        tell: prints a sentence.
+        resume_command: of the run.
+    """
+
+    def __init__(self, tell: Callable[[str], None], resume_command: str):
+        self._tell = tell
+        self._resume_command = resume_command
+        self._received_at = -SAME_CTRL_C
+        self.is_made = False
+        self.is_agreed = False  # by all processes
+        self.is_interrupted = False  # stopped at once, not at the end of a step
+
+    def agree(self) -> bool:
+        """Whether any process has been asked; all call it together."""
+        self.is_agreed = any(gather(self.is_made))
+        return self.is_agreed
+
+    def receive(self, is_in_step: bool) -> None:
+        """On a signal: in a step, let it end and write a checkpoint; elsewhere, or a second time, stop now."""
+        now = time.monotonic()
+        if num_launched() > 1 and now < self._received_at + SAME_CTRL_C:
+            return  # the terminal signals every process, and then torchrun passes its own signal on
+        self._received_at = now
+        if not is_in_step or self.is_made:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        self.is_made = True
+        sentence = "stopping: this step is finished first, and a checkpoint written (Ctrl-C again: at once)"
+        if num_launched() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # also accelerate launch, which is torchrun
+            sentence += (
+                f"; the launcher kills a step that takes longer than {GRACE:g} s: in that case resume with: "
+                f"{self._resume_command}"
+            )
+        self._tell(sentence)
+
+
+# Several processes
+
+
+def may_say_why(otherwise: bool = True) -> bool:
+    """Whether this process is to say why the launch ends: the main one if it can, else the first that knows.
+
+    Args:
+        otherwise: what to do where processes cannot know of each other: each was started by hand, and they have not
+            met, or the main one has gone.
+    """
+    if num_launched() == 1:
+        return True
+    store = _find_store()
+    with suppress(distributed.DistError):
+        if store is not None:
+            return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(_key(), 1) == 1
+    return otherwise
+
+
+def wait_until_said() -> None:
+    """Wait for the main process, which has an error that this one only knows of."""
+    store = _find_store()
+    with suppress(distributed.DistError):
+        if store is not None:
+            _is_said(store, LONGEST_END)
+
+
+def ignore_further_signals() -> None:
+    """Let a process that is ending say so: the terminal tells every one of Ctrl-C, and then torchrun does once more."""
+    if num_launched() > 1:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def leave(status: int) -> NoReturn:
+    """End one of several processes at once: the threads of a process group can abort one that ends as usual."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _find_store() -> distributed.TCPStore | None:
+    """What processes can agree through before they have met, or when one has gone: of torchrun, or the main process."""
+    if not distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    with suppress(KeyError, ValueError, distributed.DistError):  # the process that held it has gone
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+    return None
+
+
+def _is_said(store: distributed.TCPStore, patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while not store.check([_key()]):  # its `wait` would print that nothing came
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _key() -> str:
+    """Another one after torchrun has started the processes again: its store is still the same."""
+    return f"said {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

@@ -1,0 +1,165 @@
+"""Starting a program and its run: a new directory or a resumed one, and what the user is told when it ends early."""
+
+import dataclasses
+import errno
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+from torch import distributed
+
+from common.errors import EngineError, UserError
+from common.parallel import is_main, rank, world_size
+
+from harness.base.checks import flag
+from harness.base.config import PolicyConfig
+from harness.runs.directory import RunDirectory, make_directory, open_resumed_run
+from harness.runs.machine import describe_machine, is_out_of_memory, out_of_memory
+from harness.base.ranks import (
+    EndedElsewhereError,
+    check_alike,
+    has_lost_others,
+    is_speaker,
+    num_launched,
+    on_main,
+    together,
+)
+from harness.runs.run import Run
+from harness.runs.settings import change_settings, describe_sources, experiment_of
+from harness.runs.signals import LOST, ignore_further_signals, leave, may_say_why, signals_to, wait_until_said
+from harness.data.task import Task, TaskError
+from harness.base.terminal import discard_output, prepare_output, say
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
+
+
+def run_main(main: Callable[[], object]) -> None:
+    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2.
+
+    If nobody reads its output any more, as after `| head`, the status is 141, that of a program which SIGPIPE ends.
+    """
+    prepare_output()
+    try:
+        status = _call(main)
+        if not status and distributed.is_initialized():
+            distributed.destroy_process_group()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+        status = 141
+    if num_launched() > 1:
+        leave(status or 0)
+    if status:
+        sys.exit(status)
+
+
+def _call(main: Callable[[], object]) -> int:
+    """The exit status of a program."""
+    try:
+        main()
+    except EndedElsewhereError:
+        wait_until_said()
+        return 2
+    except KeyboardInterrupt as interrupt:
+        ignore_further_signals()
+        if may_say_why(otherwise=is_speaker()):
+            say(f"\n{str(interrupt) or 'interrupted'}", sys.stderr, anyway=True)
+        return 130
+    except SystemExit as end:  # after --help, for example
+        return end.code
+    except Exception as error:
+        if not isinstance(error, UserError) and not has_lost_others(error):
+            raise
+        ignore_further_signals()
+        if may_say_why():
+            sentence = str(error if isinstance(error, UserError) else LOST).replace("\n", " ")
+            # the main process may know nothing of another one's error, and be in the middle of a line
+            start = f"\nerror: process {rank()}: " if rank() > 0 else "error: "
+            say(start + sentence, sys.stderr, anyway=True)
+        return 2
+    return 0
+
+
+@contextmanager
+def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None) -> Iterator[Run]:
+    """Make the run's directory and write its settings, before anything slow happens; or resume a run.
+
+    The experiment is the directory of the train.py that defines the class of `config`.
+
+    Within the block the directory is locked, and Ctrl-C and SIGTERM end the step that is running and write a
+    checkpoint. A run that ends with an error before anything was logged leaves no directory.
+
+    Args:
+        searched: which documents the policy can search, see `search_sources`.
+
+    Raises:
+        UserError: a run of that name exists or is in use, the directory cannot be made, or the disk is full.
+    """
+    experiment = experiment_of(config)
+    if num_launched() > world_size():
+        raise UserError(
+            f"{experiment} trains in one process, but {num_launched()} were started: start it with python, or several "
+            "processes of experiment_accelerate"
+        )
+    torch.set_num_threads(config.threads)
+    if config.estimate:
+        from harness.models.estimate import estimate  # not above: it imports much
+
+        estimate(config, task)
+        raise SystemExit(0)
+    run = _open_run(experiment, config, task, searched or {})
+    with signals_to(run.request_stop):
+        try:
+            yield run
+        except (Exception, KeyboardInterrupt) as error:
+            _raise_what_is_told(error, run, config)
+        finally:
+            run.close()
+
+
+def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) -> NoReturn:
+    """Raise what the user is told of an error that ends a run, with the command that resumes it, if one can."""
+    from safetensors import SafetensorError
+
+    resume = f"resume with: {run.resume_command}"
+    # during an import, for example, an interrupt can become an error of another kind
+    if isinstance(error, KeyboardInterrupt) or run.stop.is_interrupted:
+        raise KeyboardInterrupt(f"interrupted; {resume}") from None
+    is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
+    if is_main() and not is_kept:
+        shutil.rmtree(run.directory)
+    if has_lost_others(error):
+        raise UserError(LOST + (f"; {resume}" if run.directory.exists() else "")) from error
+    if is_out_of_memory(error):
+        raise out_of_memory(config, error, run.resume_command if is_kept else None) from error
+    if isinstance(error, EngineError) and is_kept:
+        run.keep_progress()
+        raise UserError(f"{error}; when the engine can be used again, {resume}") from error
+    if isinstance(error, TaskError) and is_kept:
+        change_settings(run.directory, task_failed=True)  # so that a corrected one is accepted
+        raise UserError(f"{error}. When it is corrected, {resume}") from error
+    # what safetensors raises has no errno; it comes from save_final
+    if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
+        raise UserError(f"{run.directory} could not be written ({error}); when there is space, {resume}") from error
+    raise error
+
+
+def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
+    """The run, whose directory the main process makes, or brings back to its checkpoint."""
+    machine = describe_machine() | {"processes": world_size()}
+    flags = dataclasses.asdict(config).items()
+    with together():
+        sources = describe_sources(config, task) | searched
+    check_alike({flag(name): value for name, value in flags if name not in ("device", "threads")})
+    check_alike({f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
+    opened = []
+
+    def open_directory() -> RunDirectory:
+        opened.append((open_resumed_run if config.resume else make_directory)(experiment, config, machine, sources))
+        return opened[0]._replace(lock=None)  # which cannot be sent to other processes
+
+    directory = on_main(open_directory)
+    return Run(opened[0] if opened else directory, config, task, machine)

@@ -1,0 +1,168 @@
+"""Search by meaning: vectors of a sentence-transformers model, compared exactly. It needs the extra search.
+
+An index is one safetensors file: the vectors (N, D), of length 1, the documents as lines of JSON, and what they were
+made from. It is read through the page cache, which all processes of a machine share. Every query is compared with every
+document; a corpus of many millions is better left to a server with an approximate index (--search-url).
+"""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from common.errors import UserError
+from common.search import Hit
+
+from harness.base.config import is_hub_id, shown
+from harness.base.hub import must_be_cached
+from harness.base.terminal import printable, say
+from harness.search.documents import Document, content_hash, whole
+
+MAX_QUERY = 2000  # characters: what follows is not encoded; models read 512 tokens, or fewer
+BATCH = 128  # texts that are encoded together
+FORMAT = "search by meaning, 1"
+
+
+def load_encoder(encoder: str):
+    """A sentence-transformers model, on the accelerator if there is one.
+
+    Raises:
+        UserError: there is no such model, or a package is missing.
+    """
+    path = Path(encoder).expanduser()
+    if not encoder or not (path.is_dir() or is_hub_id(encoder)):
+        raise UserError(f"--encoder {encoder} is neither a directory nor a hub id such as intfloat/e5-base-v2")
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ModuleNotFoundError as error:
+        raise UserError(f"--encoder needs {error.name}: pip install -e '.[search]'") from error
+    is_here = path.is_dir() or must_be_cached("model", encoder)
+    try:
+        model = SentenceTransformer(str(path) if path.is_dir() else encoder, local_files_only=is_here)
+    except Exception as error:  # whatever is wrong with its files; the libraries have no common class for it
+        problem = printable(f"{type(error).__name__}: {error}", 200)
+        raise UserError(f"--encoder {encoder} is not a sentence-transformers model ({problem})") from error
+    return model.eval()
+
+
+def checksum(model: torch.nn.Module) -> str:
+    """SHA-256 of the weights, the vocabulary and the prompts, wherever the model comes from."""
+    digest = hashlib.sha256(json.dumps([model.prompts, sorted(model.tokenizer.get_vocab().items())]).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def build_dense(path: Path, documents: Iterable[Document], encoder: str, model) -> str:
+    """Write an index, completely or not at all.
+
+    Args:
+        encoder: the name of the model, for error messages.
+
+    Returns:
+        the content hash of the documents.
+
+    Raises:
+        UserError: the encoder gives no finite numbers, or the file cannot be written, or would replace another one.
+    """
+    if path.exists():
+        _read_about(path)
+    documents = list(documents)
+    say(f"encoding {len(documents)} documents for {shown(path)}")
+    texts = [whole(document.text) for document in documents]
+    vectors = model.encode_document(texts, batch_size=BATCH, normalize_embeddings=True, convert_to_tensor=True)
+    vectors = vectors.float().cpu().contiguous()
+    if not vectors.isfinite().all():
+        raise UserError("--encoder gives vectors that are not numbers")
+    rows = [json.dumps([whole(document.id), text]).encode() for document, text in zip(documents, texts, strict=True)]
+    tensors = {
+        "vectors": vectors,
+        "ends": torch.tensor([len(row) for row in rows]).cumsum(0),
+        "documents": torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8),
+    }
+    about = {"format": FORMAT, "content": content_hash(documents), "encoder": checksum(model), "name": encoder}
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file(tensors, partial, metadata=about)
+        partial.chmod(0o644)  # safetensors makes files that no other user can read
+        os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"the index {shown(path)} cannot be written ({error})") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+    return about["content"]
+
+
+def _read_about(path: Path) -> dict[str, str]:
+    """
+    Raises:
+        UserError: there is no such index.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        problem = printable(str(error), 200)
+        raise UserError(f"--index {shown(path)} is not an index for --encoder ({problem})") from error
+    if about.get("format") != FORMAT:
+        raise UserError(f"--index {shown(path)} is not an index for --encoder")
+    return about
+
+
+class DenseIndex:
+    """Vectors in a file, and the model that has made them.
+
+    Several threads may search; one of them does at a time, as tokenizers allow no more. Which queries are encoded
+    together can change a score in its last digits.
+    """
+
+    def __init__(self, path: Path, model, rebuild: str = ""):
+        """
+        Args:
+            rebuild: the command that makes the index anew, for error messages.
+
+        Raises:
+            UserError: the file cannot be read, or holds vectors of another encoder.
+        """
+        about = _read_about(path)
+        if about["encoder"] != checksum(model):
+            again = f": build it with {rebuild}" if rebuild else ""
+            raise UserError(
+                f"--index {shown(path)} was made with another encoder, or other weights ({about['name']}){again}"
+            )
+        with safe_open(path, framework="pt") as file:  # its tensors are views of the file
+            self._vectors, self._ends, self._documents = map(file.get_tensor, ("vectors", "ends", "documents"))
+        self.path, self._model, self._lock = path, model, threading.Lock()
+        self.num_documents, self.content_hash, self.corpus = len(self._ends), about["content"], about["name"]
+
+    def search(self, query: str, k: int) -> list[Hit]:
+        """The `k` hits whose vectors have the largest inner products with that of the query."""
+        return self.search_all([query], k)[0]
+
+    def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
+        """What `search` gives for each query; all are encoded together. Nothing limits their time."""
+        from sentence_transformers.util import dot_score, semantic_search
+
+        if not queries:
+            return []
+        texts = [whole(query[:MAX_QUERY]) for query in queries]
+        with self._lock:
+            vectors = self._model.encode_query(
+                texts, batch_size=BATCH, normalize_embeddings=True, convert_to_tensor=True, show_progress_bar=False
+            )
+            found = semantic_search(vectors.float().cpu(), self._vectors, top_k=k, score_function=dot_score)
+        return [[Hit(*self._document(hit["corpus_id"]), hit["score"]) for hit in hits] for hits in found]
+
+    def _document(self, number: int) -> tuple[str, str]:
+        """Id and text."""
+        begin = int(self._ends[number - 1]) if number else 0
+        return tuple(json.loads(self._documents[begin : int(self._ends[number])].numpy().tobytes()))

@@ -1,0 +1,157 @@
+"""Open the index that the flags name, or make it first; and whether questions and documents belong together."""
+
+import time
+from functools import partial
+from pathlib import Path
+
+from filelock import FileLock
+
+from common.errors import UserError
+from common.search import Index, supporting
+
+from harness.base.checks import local_path
+from harness.base.config import shown
+from harness.base.ranks import together
+from harness.base.terminal import printable, say
+from harness.data.task import Task
+from harness.search.documents import content_hash, read_corpus
+from harness.search.search_config import (
+    IndexConfig,
+    SearchConfig,
+    build_command,
+    check_index,
+    check_search,
+    corpus_of,
+)
+from harness.search.sqlite_index import SqliteIndex, build_sqlite
+
+
+@together()
+def open_index(config: SearchConfig) -> Index:
+    """The index of the documents of `--corpus`, which is made if there is none; of several processes one makes it.
+
+    Raises:
+        UserError: flags contradict each other, a document cannot be read, or the index is of other documents.
+    """
+    check_search(config)
+    if config.search_url is not None:
+        from harness.search.remote_index import RemoteIndex
+
+        index = RemoteIndex(config.search_url, config.search_seconds)
+        index.check()
+        say(f"search: the server {index}")
+        return index
+    if config.index is not None and config.corpus is None:
+        path = local_path(config.index, "--index")
+        index = SqliteIndex(path, config.search_seconds, build_command(config, path))
+        say(f"search: {index.num_documents:,} documents in the index {shown(path)}")
+        return index
+    return _open_for_corpus(config, config.search_seconds)
+
+
+def build_index(config: IndexConfig) -> Index:
+    """The index of the documents of `--corpus`; one of other documents is replaced.
+
+    Raises:
+        UserError: flags contradict each other, a document cannot be read, or the index cannot be written.
+    """
+    check_index(config)
+    return _open_for_corpus(config, seconds=5, replace=True)
+
+
+def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]:
+    """What a run searches, for config.json: a resumed run is refused when its documents are others.
+
+    A server cannot tell what its documents are.
+    """
+    if index is None or config.search_url is not None:
+        return {}
+    name, source = ("index", config.index) if config.corpus is None and config.index else ("corpus", corpus_of(config))
+    return {name: {"source": source, "content": index.content_hash}}
+
+
+def check_questions(config: SearchConfig, index: Index | None, task: Task) -> None:
+    """Look for the documents that the rows of a task name as supporting; say so if some of them are not there.
+
+    An index without its corpus, and a server, are not asked: they do not list their documents.
+
+    Raises:
+        UserError: none of them is there.
+    """
+    if index is None or config.search_url is not None or (config.index is not None and config.corpus is None):
+        return
+    named = {name for row in task.train_rows + task.eval_rows for name in supporting(row)}
+    missing = set(named)
+    if named:
+        for document in read_corpus(corpus_of(config), config.chunk_words, config.chunk_overlap):
+            missing -= {document.id, document.id.rpartition("#")[0]}
+    if not missing:
+        return
+    what = f"the documents that the questions in {shown(task.data)} name as supporting"
+    where, example = shown(corpus_of(config)), printable(min(missing), 80)
+    if missing == named:
+        raise UserError(
+            f"none of {what}, such as {example!r}, is in {where}: give the --questions that belong to --corpus, and "
+            "the --chunk-words and --chunk-overlap with which they were made"
+        )
+    say(f"{len(missing)} of {len(named)} of {what} are not in {where}, such as {example!r}: nothing can find them")
+
+
+def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False) -> Index:
+    corpus, skipped, began, is_new = corpus_of(config), [], time.monotonic(), False
+    read = partial(read_corpus, corpus, config.chunk_words, config.chunk_overlap)
+    content = content_hash(read(skipped))
+    if skipped:
+        names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        say(f"search: {shown(corpus)} has no text, and so no document, in {len(skipped):,} places: {names}")
+    path = _index_path(config, corpus, content)
+    command = build_command(config, path, corpus)
+    if config.encoder is None:
+        build, reopen = partial(build_sqlite, corpus=corpus), partial(SqliteIndex, path, seconds, command)
+    else:
+        from harness.search.dense_index import DenseIndex, build_dense, load_encoder
+
+        model = load_encoder(config.encoder)
+        build = partial(build_dense, encoder=config.encoder, model=model)
+        reopen = partial(DenseIndex, path, model, command)
+
+    def is_there() -> bool:
+        try:
+            return reopen().content_hash == content
+        except UserError:
+            return False
+
+    if not path.exists() or (replace and not is_there()):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.parent / ".search_index.lock"):
+                if not is_there():  # else another process has made it in the meantime
+                    is_new = True
+                    build(path, read())
+        except OSError as error:
+            raise UserError(f"the index {shown(path)} cannot be written ({error.strerror})") from error
+    index = reopen()
+    if index.content_hash != content:
+        raise UserError(
+            f"the index {shown(path)} was built from other documents ({index.num_documents:,}, content "
+            f"{index.content_hash[:12]}) than --corpus {shown(corpus)} has now (content {content[:12]}): give another "
+            f"--index, or build it anew with {command}"
+        )
+    how = f" (built in {time.monotonic() - began:.1f} s)" if is_new else ""
+    say(f"search: {index.num_documents:,} documents in {shown(corpus)}, index {shown(path)}{how}")
+    return index
+
+
+def _index_path(config: IndexConfig, corpus: str, content: str) -> Path:
+    """
+    Raises:
+        UserError: there can be no such file.
+    """
+    if config.index is not None:
+        return local_path(config.index, "--index")
+    encoder = "".join(letter if letter.isalnum() else "-" for letter in config.encoder or "")[-40:]
+    kind = "sqlite" if config.encoder is None else f"{encoder}.dense"
+    runs = local_path(config.runs_dir, "--runs-dir")
+    if resume := getattr(config, "resume", None):  # perhaps from another directory, to which --runs-dir is relative
+        runs = Path(resume).expanduser().resolve().parents[1]
+    return runs / "search_index" / f"{Path(corpus).resolve().stem[:40]}-{content[:12]}.{kind}"

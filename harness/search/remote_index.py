@@ -1,0 +1,229 @@
+"""Search on a server that speaks the protocol of Search-R1's retrieval servers (Jin et al. 2025).
+
+    POST <url>/retrieve   {"queries": [...], "topk": k, "return_scores": true}
+    answer                {"result": [[{"document": {"id": ..., "contents": ...}, "score": ...}, ...], ...]}
+
+One list for each query. `null` in place of a list is an addition of experiment_multiturn_qa/serve_index.py: this query
+has failed, alone. What other servers do is accepted: they leave out ids (the title is taken), scores (then a hit is the
+document itself), or `contents` (title and text are taken), and give more than k hits (the first k are taken).
+
+Whatever the server does, or fails to do, becomes a `SearchError` for the queries that it concerns, in the time limit.
+"""
+
+import asyncio
+import json
+import math
+import netrc
+import threading
+from collections.abc import Sequence
+
+import httpx2
+
+from common.errors import UserError
+from common.search import Hit, SearchError
+
+from harness.base.terminal import printable, say_above_progress
+from harness.search.documents import whole
+
+QUERIES_PER_REQUEST = 16  # a request that fails, or is answered too late, takes all of its queries with it
+MAX_BYTES = 2**23  # of the answer to a request
+HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+# seconds that an unused connection is kept: less than servers do, which would close it while a request is on its way
+KEPT = 2.0
+START = "`python experiment_multiturn_qa/serve_index.py` starts one"
+
+
+class RemoteIndex:
+    """The index of a server. Several threads may search; the requests have a thread of their own, with its loop."""
+
+    def __init__(self, url: str, seconds: float):
+        """
+        Args:
+            url: of the server, with or without `/retrieve`. A password for it stands in ~/.netrc.
+            seconds: until when all queries of a call are answered; those that are not then have failed.
+
+        Raises:
+            UserError: this is not the URL of a server, or it holds a password.
+        """
+        self._url, self._seconds, self._is_down = _read_url(url), seconds, False
+        self._client = httpx2.AsyncClient(
+            auth=_read_passwords(),
+            headers=HEADERS,
+            limits=httpx2.Limits(max_connections=100, keepalive_expiry=KEPT),
+            timeout=None,  # of all pieces of an answer together, see `_send`
+            # proxies that the environment names are for other machines than this one
+            trust_env=self._url.host not in ("localhost", "127.0.0.1", "::1"),
+        )
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def __str__(self) -> str:
+        return str(self._url)
+
+    def check(self) -> None:
+        """Search once.
+
+        Raises:
+            UserError: there is no server, or it is not one of these.
+        """
+        [answer] = self._ask(["document"], k=1)
+        if isinstance(answer, SearchError):
+            raise UserError(f"--search-url {self}: {_explain(answer)}; {START}") from answer
+
+    def search(self, query: str, k: int) -> list[Hit]:
+        """At most `k` hits.
+
+        Raises:
+            SearchError: there is no answer.
+        """
+        [answer] = self.search_all([query], k)
+        if isinstance(answer, SearchError):
+            raise answer
+        return answer
+
+    def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
+        """The hits of each query, or why there are none; it tells the user when all begin to fail, and to work."""
+        answers = self._ask(queries, k)
+        failures = [answer for answer in answers if isinstance(answer, SearchError)]
+        if len(failures) < len(answers) and self._is_down:
+            self._is_down = False
+            say_above_progress(f"searches at {self} work again")
+        elif failures and len(failures) == len(answers) and not self._is_down:
+            self._is_down = True
+            say_above_progress(f"searches at {self} fail: {_explain(failures[0])}; the run goes on")
+        return answers
+
+    def _ask(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
+        """All requests at once, over connections that are kept from turn to turn."""
+        parts = [queries[start : start + QUERIES_PER_REQUEST] for start in range(0, len(queries), QUERIES_PER_REQUEST)]
+        futures = [asyncio.run_coroutine_threadsafe(self._send(part, k), self._loop) for part in parts]
+        try:
+            return [answer for future in futures for answer in future.result()]
+        finally:  # after Ctrl-C
+            for future in futures:
+                future.cancel()
+
+    async def _send(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
+        """One request, and what each of its queries has become."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                return read_answer(await self._post(write_request(queries, k)), len(queries), k)
+        except SearchError as error:
+            failure = error
+        except TimeoutError:
+            failure = SearchError(f"the search server gave no answer within {self._seconds:g} s")
+        except Exception as error:  # whatever a peer can do to a connection; the libraries have no common class for it
+            what = "cannot be reached" if isinstance(error, httpx2.ConnectError) else "ended the connection"
+            failure = SearchError(f"the search server {what}")
+            failure.__cause__ = error
+        return [failure for _ in queries]
+
+    async def _post(self, content: bytes) -> bytes:
+        """The body of the answer.
+
+        Raises:
+            SearchError: it has another status than 200, or is too long.
+        """
+        async with self._client.stream("POST", self._url, content=content) as response:
+            if response.status_code != 200:
+                raise SearchError(f"the search server answered with status {response.status_code}")
+            body = bytearray()
+            async for block in response.aiter_raw():  # what is compressed all the same is not unpacked, and no JSON
+                body += block
+                if len(body) > MAX_BYTES:
+                    raise SearchError(f"the search server's answer is longer than {MAX_BYTES} bytes")
+        return bytes(body)
+
+
+def _explain(error: SearchError) -> str:
+    """For the user: also what the library said."""
+    cause = printable(str(error.__cause__ or ""), 200)
+    return f"{error} ({cause})" if cause else str(error)
+
+
+def _read_url(text: str) -> httpx2.URL:
+    try:
+        url = httpx2.URL(text.strip())
+        is_server = url.scheme in ("http", "https") and url.host and 0 < (url.port or 80) < 2**16
+    except (httpx2.InvalidURL, ValueError):
+        is_server = False
+    if not is_server:
+        raise UserError(
+            f"--search-url {printable(text, 100)} is not the URL of a server, such as http://127.0.0.1:8000"
+        )
+    if url.userinfo:
+        raise UserError(
+            "--search-url holds a password, which config.json of the run would keep: omit it, and write it into "
+            f"~/.netrc: machine {printable(url.host, 100)} login NAME password PASSWORD"
+        )
+    path = url.path.rstrip("/")
+    return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
+
+
+def _read_passwords() -> httpx2.Auth | None:
+    """Those of ~/.netrc, by machine."""
+    try:
+        return httpx2.NetRCAuth()
+    except (OSError, RuntimeError, netrc.NetrcParseError):  # the second: there is no home directory
+        return None
+
+
+# The protocol ---------------------------------------------------------------------------------------------------------
+
+
+def write_request(queries: Sequence[str], k: int) -> bytes:
+    return json.dumps({"queries": list(map(whole, queries)), "topk": k, "return_scores": True}).encode()
+
+
+def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | SearchError]:
+    """The hits that a server's answer has for each query, at most `k`, or an error in their place.
+
+    Raises:
+        SearchError: nothing in it can be used.
+    """
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):  # the latter: too many brackets
+        raise SearchError("the search server's answer is not JSON") from None
+    results = content.get("result") if isinstance(content, dict) else None
+    if not isinstance(results, list):
+        raise SearchError("the search server's answer has no list of results")
+    if len(results) != num_queries:
+        raise SearchError(f"the search server gave {len(results)} results instead of {num_queries}")
+    return [_read_hits(result, k) for result in results]
+
+
+def _read_hits(result: object, k: int) -> list[Hit] | SearchError:
+    if result is None:
+        return SearchError("the search server could not answer this query")
+    try:
+        return [_read_hit(item, rank) for rank, item in enumerate(_checked(result, list)[:k])]
+    except (TypeError, ValueError, OverflowError):  # the latter: an integer that no float can hold
+        return SearchError("the search server's answer has results that cannot be read")
+
+
+def _read_hit(item: object, rank: int) -> Hit:
+    """
+    Raises:
+        TypeError, ValueError, OverflowError: this is not a hit.
+    """
+    document = _checked(_checked(item, dict).get("document", item), dict)
+    title, text, score = document.get("title"), document.get("contents"), item.get("score")
+    if text is None:
+        text = _checked(document.get("text"), str)
+        text = text if title is None else f"{_checked(title, str)}\n{text}"
+    name = document.get("id")
+    name = str(_checked((title or "") if name is None else name, str, int))
+    if score is None or "document" not in item:
+        score = -rank  # the order is the server's
+    if not math.isfinite(_checked(score, int, float)):
+        raise ValueError
+    (name + _checked(text, str)).encode()  # ValueError: half of a surrogate pair
+    return Hit(name, text, float(score))
+
+
+def _checked(value: object, *kinds: type) -> object:
+    """The value, which must be of one of the kinds; True is none of them."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise TypeError
+    return value

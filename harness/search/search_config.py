@@ -1,0 +1,85 @@
+"""The flags of searching: which documents, and how."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from common.errors import UserError
+
+from harness.base.checks import check_ranges, flag
+from harness.base.config import ROOT, Count, CountOrZero, InputPath, LocalPath, OfSearch, Positive
+
+BUNDLED_CORPUS = ROOT / "data" / "qa_documents.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """Which documents there are to search, and their index."""
+
+    # documents to search: a directory of .txt and .md files, or JSONL with id and text; None: data/qa_documents.jsonl
+    corpus: OfSearch[InputPath | None] = None
+    # file of the index, made when it does not exist; without --corpus it is used as it is; None: one for the content of
+    # the corpus, in <runs-dir>/search_index
+    index: OfSearch[InputPath | None] = None
+    # search by meaning with this sentence-transformers model, a hub id or a directory; None: by words (BM25)
+    encoder: OfSearch[InputPath | None] = None
+    chunk_words: OfSearch[Count] = 100  # longer documents are cut into chunks of at most this many words
+    chunk_overlap: OfSearch[CountOrZero] = 20  # words at the end of a chunk with which the next one begins
+    # where runs are kept: <runs-dir>/<experiment>/<name>/, and indexes: <runs-dir>/search_index/
+    runs_dir: LocalPath = "runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig(IndexConfig):
+    """What a program that searches needs, in an experiment next to `RunConfig`."""
+
+    ALIASES: ClassVar = {"data": ["--questions"], "eval_data": ["--eval-questions"]}  # other names of flags
+
+    top_k: OfSearch[Count] = 2  # documents that a search gives the policy
+    # ask a server that speaks Search-R1's protocol, such as http://127.0.0.1:8000, instead of an index on this machine;
+    # a password for it is read from ~/.netrc
+    search_url: OfSearch[str | None] = None
+    # time limit of a search, but for one by meaning; the policy reads an error instead of its result
+    search_seconds: OfSearch[Positive] = 5.0
+
+
+def corpus_of(config: IndexConfig) -> str:
+    return config.corpus if config.corpus is not None else str(BUNDLED_CORPUS)
+
+
+def build_command(config: IndexConfig, path: Path, corpus: str = "CORPUS") -> str:
+    """What one types to build an index anew."""
+    words = ["python", "experiment_multiturn_qa/build_index.py", "--corpus", corpus, "--index", str(path)]
+    words += ["--encoder", config.encoder] if config.encoder is not None else []
+    for name in ("chunk_words", "chunk_overlap"):
+        if (value := getattr(config, name)) != getattr(IndexConfig, name):
+            words += [flag(name), str(value)]
+    return shlex.join(words)
+
+
+def check_index(config: IndexConfig) -> None:
+    """
+    Raises:
+        UserError: a number is out of range, or the chunks would not end.
+    """
+    check_ranges(config)
+    if config.chunk_overlap >= config.chunk_words:
+        raise UserError(
+            f"--chunk-overlap {config.chunk_overlap} leaves no new words in a chunk: it must be below --chunk-words "
+            f"{config.chunk_words}"
+        )
+
+
+def check_search(config: SearchConfig) -> None:
+    """
+    Raises:
+        UserError: a number is out of range, or flags contradict each other.
+    """
+    check_index(config)
+    if config.search_url is not None:
+        for name in ("corpus", "index", "encoder"):
+            if getattr(config, name) is not None:
+                raise UserError(f"--search-url searches the documents of a server: omit it, or {flag(name)}")
+    if config.encoder is not None and config.index is not None and config.corpus is None:
+        raise UserError("--index with --encoder needs --corpus, too: an index by meaning is opened for its documents")

@@ -1,0 +1,114 @@
+"""Read data as training would, and report what is wrong with them, before anyone trains on them.
+
+    python -m tasks.audit --task gsm8k --data data/train.jsonl
+    python -m tasks.audit --task my_task.py --data my_rows.jsonl --eval-data my_test.jsonl --json report.json
+
+Problems are what a run refuses, or what makes its figures wrong: rows that cannot be read, gold answers that the reward
+does not accept, the same question with different answers, questions that training and evaluation share, prompts that do
+not fit. Notes are worth a look. Exit status: 0 without a problem, 1 with one, 2 if the task or the data cannot be used.
+"""
+
+from harness.base.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+
+from harness.base.checks import check_model, check_ranges, check_texts
+from harness.base.config import RESOLVED, Count, RunConfig, Seed
+from harness.base.files import replace_file
+from harness.base.terminal import printable, say
+from harness.runs.start import run_main
+
+SHOWN = 3  # rows of a finding that people see
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    task: str  # what is asked and rewarded, as in training: a file of tasks, or the path of your own
+    data: str | None = None  # as in training: a JSONL file, or a hub dataset owner/name[:subset[:split]]
+    eval_data: str | None = None  # as in training; None: what training would evaluate on, if that is a file of its own
+    at_most: tuple[str, ...] = ()  # NAME=NUMBER, as in training: keep rows whose field NAME is at most NUMBER
+    max_question_length: Count | None = None  # as in training: keep questions of at most this many characters
+    model: str = "tiny"  # whose tokens and context lengths are measured in: as in training
+    chat_template: str | None = None  # as in training: file of a chat template, for models that have none
+    system_prompt: str | None = None  # as in training; None: none for the bundled policy, the task's for other models
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: as in training
+    eval_prompts: Count = 256  # as in training: rows that are held out of --data, if nothing else is evaluated on
+    seed: Seed = 0  # as in training: of the rows that are held out
+    json: str | None = None  # file that the report is written to as well, with the places of all rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    import tyro
+
+    tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
+    config = tyro.cli(
+        Config, args=argv, description=__doc__, prog="python -m tasks.audit", config=(tyro.conf.DisallowNone,)
+    )
+    handle_as_usual()
+    check_ranges(config)
+    names = ("task", "data", "eval_data", "at_most", "max_question_length", "model", "chat_template", "system_prompt")
+    names += ("eval_prompts", "seed")
+    settings = RunConfig(**{name: getattr(config, name) for name in names})
+    check_texts(settings)
+    check_model(settings)
+    if settings.kind not in RESOLVED:
+        raise UserError(f"--model {config.model} has no tokenizer of its own")
+    budget = config.max_new_tokens or RESOLVED[settings.kind]["max_new_tokens"]
+
+    from tasks.audit.examine_rows import examine  # what takes seconds to import
+
+    report = examine(settings, budget)
+    if config.json is not None:
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        try:
+            replace_file(Path(config.json), text.encode(errors="replace"))
+        except OSError as error:
+            raise UserError(f"--json {config.json}: it cannot be written ({error.strerror})") from error
+    print_report(report)
+    sys.exit(1 if found(report, problems=True) else 0)
+
+
+def found(report: dict, problems: bool) -> list[dict]:
+    return [finding for finding in report["findings"] if finding["rows"] and finding["is_problem"] is problems]
+
+
+def print_report(report: dict) -> None:
+    for of, source in report["sources"].items():
+        num_rows, num_kept = report["rows"][of], report["rows_after_filters"][of]
+        filtered = f", {num_rows - num_kept:,} filtered out" if num_rows > num_kept else ""
+        say(f"{of}: {source}, {num_rows:,} rows{filtered}")
+    if "evaluation" not in report["sources"]:
+        held_out = report["held_out"]
+        say(f"evaluation: no file of its own; a run holds out {held_out or 'rows'} of --data")
+    for title, findings in (("problems", found(report, problems=True)), ("notes", found(report, problems=False))):
+        say(f"\n{title}: none" if not findings else f"\n{title}")
+        for finding in findings:
+            say(f"  {finding['rows']:>6,} ({finding['rows'] / max(1, finding['of']):.1%})  {finding['what']}")
+            for example in finding["examples"][:SHOWN]:
+                say("            " + printable(f"{example['place'].rpartition('/')[2]}: {example['text']}", 120))
+            if finding["rows"] > SHOWN:
+                say("            ...")
+    context = "unlimited" if report["context"] is None else f"{report['context']:,}"
+    say(
+        f"\ntokens of {report['model']} (context {context}; --max-new-tokens {report['max_new_tokens']:,})\n"
+        f"  {'':36}{'texts':>8}{'median':>8}{'90 %':>8}{'99 %':>8}{'longest':>9}{'limit':>8}   beyond it"
+    )
+    for lengths in report["tokens"]:
+        percentiles = "".join(f"{lengths[share]:>8,}" for share in ("median", "90%", "99%"))
+        limit = "none" if lengths["limit"] is None else f"{lengths['limit']:,}"
+        beyond = f"{lengths['beyond_limit']:,} ({lengths['beyond_limit'] / lengths['texts']:.1%})"
+        title = lengths["what"]
+        say(f"  {title:36}{lengths['texts']:>8,}{percentiles}{lengths['longest']:>9,}{limit:>8}   {beyond}")
+
+
+def program() -> None:
+    run_main(main)
+
+
+if __name__ == "__main__":
+    program()

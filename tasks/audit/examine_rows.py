@@ -1,0 +1,401 @@
+"""The audit itself: files are read as training would, and all faulty rows are found, not only the first."""
+
+import math
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+
+from common.chat import encode_prompt
+from common.errors import UserError
+from tasks.countdown import evaluate_expression
+from tasks.math import boxes
+from tasks.verdicts.answer_text import is_balanced
+
+from harness.base.config import RunConfig, shown
+from harness.base.hub import must_be_cached
+from harness.data.context import context_of
+from harness.data.data import filter_rows, find_sources, scan_rows
+from harness.data.row_checks import empty_golds, hold_out, normalise, shared_questions, solution_fault
+from harness.data.rows import FieldsError
+from harness.data.task import Row, Task, import_task, suggest_task
+from harness.models.pretrained import read_config, read_template, read_tokenizer
+
+FINDINGS = {  # of a file: what people read, and whether it is a problem
+    "unusable": ("rows that cannot be used", True),
+    "empty_golds": ("empty gold answers", True),
+    "refused_golds": ("gold answers that are not accepted as their own", True),
+    "ill_formed_golds": ("gold answers that do not parse", True),
+    "conflicts": ("same question, different gold answers", True),
+    "repeated": ("same question again, same gold answer", False),
+    "13_words": ("13 words in a row in common with an earlier one", False),
+    "long_prompts": ("prompts without room for a completion", True),
+    "control_characters": ("control or replacement characters", True),
+    "boxed_in_question": ("gold answer is in a box in the question", True),
+    "answer_in_question": ("gold answer is in the question", False),
+    "wrong_calculations": ("a calculation of the worked solution is wrong", False),
+}
+SHARED_FINDINGS = {
+    "exactly": ("evaluation questions that are training questions", True),
+    "normalised": ("the same but for case, spaces and punctuation", True),
+    "13_words": ("other ones with 13 words in a row in common", False),
+}
+RUN = 13  # words in a row that two questions hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
+MOST_WITH_A_RUN = 10  # training questions; a run that more of them have is an instruction
+MOST_BOXES = 3  # of a question, that are tried as its answer
+EXAMPLES = 10  # rows of a finding whose text is in the report; of all others only the place
+CHUNK = 1000  # rows that a task judges at once
+
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w]|[.,]\d)")
+_ANNOTATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")  # of a calculation in GSM8K's worked solutions
+_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)")
+# Signs that no question needs: of direction, and what a wrong decoding leaves behind
+_NO_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufffd")
+Found = Iterator[tuple[str, Row, str]]  # a finding's name, the row, and what is worth showing of it
+
+
+def examine(config: RunConfig, max_new_tokens: int) -> dict:
+    """Audit the data of a task: a report of what JSON can hold.
+
+    Raises:
+        UserError: the task, a file as a whole, or the model's tokenizer cannot be used, or no row can be read.
+    """
+    task = import_task(config)
+    prompt = config.system_prompt
+    if prompt is None:
+        prompt = "" if config.kind == "tiny" else task.system_prompt
+    tokenizer, context = _load_tokenizer(config)
+    source, eval_source = find_sources(config, task)
+    sources = {"training": source} | ({"evaluation": eval_source} if eval_source is not None else {})
+    findings, lengths, num_rows, kept = [], [], {}, {}
+    for of, name in sources.items():
+        rows, unusable = _read(task, config, name)
+        num_rows[of] = len(rows)
+        rows = kept[of] = filter_rows(rows, config, task, name)
+        prompts = [len(encode_prompt(tokenizer, task.messages(row, prompt))) for row in rows]
+        room = context - max_new_tokens
+        long = [pair for pair in zip(prompts, rows, strict=True) if pair[0] > room]
+        found = defaultdict(list)
+        for kind, row, text in (
+            *_gold_faults(task, rows),
+            *_repeated(task, rows),
+            *(("13_words", row, f"as {other.place}: {run}") for row, other, run in _share_a_run(_first(rows))),
+            *(("long_prompts", row, f"{length} tokens: {row.question}") for length, row in long),
+            *_suspicious(task, rows),
+        ):
+            found[kind].append((row.place, text))
+        found["unusable"] = unusable
+        for kind, (title, is_problem) in FINDINGS.items():
+            num_read = len(rows) if kind != "unusable" else num_rows[of] + len(unusable)
+            findings.append(_finding(f"{of}_{kind}", f"{of}: {title}", is_problem, found[kind], num_read))
+        texts = [text for text in map(worked_solution, rows) if text is not None]
+        solutions = list(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
+        lengths += _lengths(f"{of}_prompts", f"{of}: prompts", prompts, room)
+        lengths += _lengths(f"{of}_solutions", f"{of}: worked solutions in the rows", solutions, max_new_tokens)
+    num_kept, held_out = {of: len(rows) for of, rows in kept.items()}, None
+    if eval_source is None and len(kept["training"]) > config.eval_prompts:
+        held_out = config.eval_prompts
+        kept["training"], kept["evaluation"] = hold_out(kept["training"], held_out, config.seed)
+    if "evaluation" in kept:
+        findings += _shared_findings(kept["training"], kept["evaluation"], of_one_file=held_out is not None)
+    return {
+        "task": shown(config.task),
+        "sources": {of: shown(name) for of, name in sources.items()},
+        "rows": num_rows,
+        "rows_after_filters": num_kept,
+        "held_out": held_out,
+        "model": shown(config.model),
+        "context": None if context == math.inf else int(context),
+        "max_new_tokens": max_new_tokens,
+        "findings": findings,
+        "tokens": lengths,
+    }
+
+
+def _finding(name: str, title: str, is_problem: bool, found: list[tuple[str, str]], num_examined: int) -> dict:
+    """One kind of thing that can be wrong, and the rows with it."""
+    return {
+        "name": name,
+        "what": title,
+        "is_problem": is_problem,
+        "rows": len(found),
+        "of": num_examined,
+        "examples": [{"place": place, "text": text} for place, text in found[:EXAMPLES]],
+        "places": [place for place, _ in found],
+    }
+
+
+def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dict]:
+    """How long some texts are; a percentile is the smallest length that this share of the texts does not exceed."""
+    if not tokens:
+        return []
+    ordered = sorted(tokens)
+    percentiles = {share: ordered[max(0, -(-share * len(tokens) // 100) - 1)] for share in (50, 90, 99)}
+    return [
+        {
+            "name": name,
+            "what": title,
+            "texts": len(tokens),
+            "median": percentiles[50],
+            "90%": percentiles[90],
+            "99%": percentiles[99],
+            "longest": ordered[-1],
+            "limit": None if limit == math.inf else int(limit),
+            "beyond_limit": sum(length > limit for length in tokens),
+        }
+    ]
+
+
+def _load_tokenizer(config: RunConfig) -> tuple[object, float]:
+    """The tokenizer of `--model`, as a run would have it, and the length of the model's context.
+
+    Raises:
+        UserError: it cannot be loaded, or has no chat template.
+    """
+    is_here = config.base_path is not None or must_be_cached("model", config.base)
+    has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
+    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    if tokenizer.chat_template is None:
+        raise UserError(f"--model {config.model} has no chat template: give it one with --chat-template FILE (Jinja)")
+    return tokenizer, context_of(read_config(config.base, is_here))
+
+
+def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
+    """The rows that can be read and asked, and the places and problems of those that cannot.
+
+    Raises:
+        UserError: there is none that can, with the problem of the first one.
+    """
+    usable, unusable, first = [], [], None
+    for row in scan_rows(source, task.fields):
+        try:
+            if isinstance(row, UserError):
+                raise row
+            row.question = task.question(row)
+            usable.append(row)
+        except UserError as error:
+            first = first or error
+            place, _, problem = str(error).partition(": ")
+            unusable.append((row.place, _problem(error, row)) if isinstance(row, Row) else (place, problem))
+    if not usable:
+        hint = suggest_task(first.row, config.task) if isinstance(first, FieldsError) else ""
+        raise UserError(
+            f"no row of {shown(source)} can be used: {first}{hint}" if first else f"{shown(source)} has no rows"
+        )
+    return usable, unusable
+
+
+def _problem(error: UserError, row: Row) -> str:
+    return str(error).partition(f"{row.place} ")[2] or str(error)
+
+
+def _gold_faults(task: Task, rows: list[Row]) -> Found:
+    """Rows without a gold answer, and rows whose solution is not rewarded as right, or is not one answer."""
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        texts = {id(row): text for row in chunk if (text := _solution(task, row)) is not None}
+        known = [row for row in chunk if id(row) in texts]
+        task.prepare(known, [texts[id(row)] for row in known])
+        for row in chunk:
+            try:
+                text = task.solution(row)
+                fault = None if text is None else solution_fault(task, row, text)
+            except UserError as error:
+                text, fault = None, _problem(error, row)
+            if empty_golds(task, row):
+                yield "empty_golds", row, row.question
+            elif fault is not None:
+                yield "refused_golds", row, fault
+            elif text is not None and (fault := latex_fault(given(text))):
+                yield "ill_formed_golds", row, f"{fault}: {given(text)}"
+
+
+def _repeated(task: Task, rows: list[Row]) -> Found:
+    """Questions that were asked before, with the same gold answer or another one.
+
+    Two gold answers are the same if the reward accepts one for the other's row.
+    """
+    first: dict[str, Row] = {}
+    for row in rows:
+        before = first.setdefault(normalise(row.question), row)
+        if before is not row and _agree(task, before, row):
+            yield "repeated", row, f"as {before.place}: {row.question}"
+        elif before is not row:
+            golds = f"{_shown_gold(task, row)} and {_shown_gold(task, before)}"
+            yield "conflicts", row, f"as {before.place}, answers {golds}: {row.question}"
+
+
+def _agree(task: Task, row: Row, other: Row) -> bool:
+    text = task.solution(row)
+    if text is None:
+        return row.get("answer") == other.get("answer")
+    return text == task.solution(other) or task.reward(other, text).get("correct") == 1
+
+
+def _first(rows: list[Row]) -> list[Row]:
+    """Of rows that ask the same, the first."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        first.setdefault(normalise(row.question), row)
+    return list(first.values())
+
+
+def _shared_findings(train_rows: list[Row], eval_rows: list[Row], of_one_file: bool) -> list[dict]:
+    """Evaluation questions that training asks as well; of one file, the runs of words are among its other findings."""
+    exactly, nearly = shared_questions(train_rows, eval_rows)
+    shared = {id(row) for row, _ in (*exactly, *nearly)}
+    others = [row for row in eval_rows if id(row) not in shared]
+    found = {
+        "exactly": [(row.place, f"as {other.place}: {row.question}") for row, other in exactly],
+        "normalised": [(row.place, f"as {other.place}: {row.question}") for row, other in nearly],
+    }
+    if not of_one_file:
+        shared = _share_a_run(others, train_rows)
+        found["13_words"] = [(row.place, f"as {other.place}: {run}") for row, other, run in shared]
+    return [_finding(f"shared_{kind}", *SHARED_FINDINGS[kind], found[kind], len(eval_rows)) for kind in found]
+
+
+def _share_a_run(rows: list[Row], earlier: list[Row] | None = None) -> Iterator[tuple[Row, Row, str]]:
+    """Rows with a run of `RUN` words that an earlier one has, of the same rows or of others; that one, and the run."""
+    wanted = {run for row in rows for run in _runs(row.question)}
+    having: dict[str, list[int]] = defaultdict(list)  # by a run, the first rows that have it
+    others = rows if earlier is None else earlier
+    for index, row in enumerate(others):
+        for run in wanted.intersection(_runs(row.question)):
+            if len(having[run]) <= MOST_WITH_A_RUN:
+                having[run].append(index)
+    for index, row in enumerate(rows):
+        shared = [(having[run][0], run) for run in _runs(row.question) if 0 < len(having[run]) <= MOST_WITH_A_RUN]
+        if before := [(first, run) for first, run in shared if earlier is not None or first < index]:
+            first, run = min(before, key=lambda pair: pair[0])
+            yield row, others[first], run
+
+
+def _runs(question: str) -> list[str]:
+    words = re.findall(r"\w+", normalise(question))
+    return [" ".join(words[start : start + RUN]) for start in range(len(words) - RUN + 1)]
+
+
+def _suspicious(task: Task, rows: list[Row]) -> Found:
+    r"""Characters that are not text, answers that could be copied from the question, wrong calculations.
+
+    A `\boxed{}` of a question that the reward accepts is the solution of an earlier part, for example.
+    """
+    asked = [(row, text) for row in rows for text in boxes(row.question)[:MOST_BOXES]]
+    texts = [f"<answer>{text}</answer>" for _, text in asked]
+    for start in range(0, len(asked), CHUNK):
+        task.prepare([row for row, _ in asked[start : start + CHUNK]], texts[start : start + CHUNK])
+    accepted = {
+        id(row): text
+        for (row, text), completion in reversed(list(zip(asked, texts, strict=True)))
+        if task.reward(row, completion).get("correct") == 1
+    }
+    for row in rows:
+        if codes := sorted({f"U+{ord(letter):04X}" for text in _texts(row) for letter in text if _is_no_text(letter)}):
+            yield "control_characters", row, f"{' '.join(codes)}: {row.question}"
+        if id(row) in accepted:
+            yield "boxed_in_question", row, f"{accepted[id(row)]}: ...{row.question[-200:]}"
+        gold = given(_solution(task, row) or "")
+        if gold and holds(row.question, gold):
+            yield "answer_in_question", row, f"{gold}: {row.question}"
+        answer = row.get("answer")
+        calculations = _ANNOTATION.findall(answer) if isinstance(answer, str) else []
+        if wrong := [f"{left}={right}" for left, right in calculations if is_wrong(left, right)]:
+            yield "wrong_calculations", row, wrong[0]
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _texts(entry)
+
+
+def _is_no_text(letter: str) -> bool:
+    return letter not in "\n\t\r" and (letter in _NO_TEXT or unicodedata.category(letter) == "Cc")
+
+
+def _solution(task: Task, row: Row) -> str | None:
+    try:
+        return task.solution(row)
+    except UserError:
+        return None
+
+
+def _shown_gold(task: Task, row: Row) -> str:
+    return given(_solution(task, row) or str(row.get("answer", "")))
+
+
+def given(solution: str) -> str:
+    r"""The answer that a solution gives: in `<answer>`, or in `\boxed{}`, or the whole text.
+
+    >>> given("<think>1+1=2</think><answer> 2 </answer>"), given("So \\boxed{\\frac{1}{2}}"), given("2")
+    ('2', '\\frac{1}{2}', '2')
+    """
+    if found := re.search(r"<answer>(.*)</answer>", solution, re.DOTALL):
+        return found[1].strip()
+    found = re.search(r"\\boxed\{(.*)\}", solution, re.DOTALL)
+    return (found[1] if found else solution).strip()
+
+
+def latex_fault(gold: str) -> str | None:
+    r"""What keeps a gold answer from being one answer in LaTeX or plain text.
+
+    >>> [latex_fault(gold) for gold in ("\\frac{1}{2}", "[0, 1)", "\\frac{1}{2", "$x", "['9.6']", "18", "\\$5")]
+    [None, None, 'braces do not match', 'an odd number of $', 'a list written as text', None, None]
+    """
+    bare = re.sub(r"\\\\|\\[{}$]", "", gold)
+    if not is_balanced(bare):
+        return "braces do not match"
+    if bare.count("$") % 2:
+        return "an odd number of $"
+    return "a list written as text" if re.fullmatch(r"\[(['\"]).*\1\]", gold, re.DOTALL) else None
+
+
+def holds(question: str, gold: str) -> bool:
+    """Whether a text holds an answer as a whole number or a whole word.
+
+    >>> holds("Of 1,080 eggs 3.5 break.", "1080"), holds("Of 1,080 eggs", "80"), holds("5.0 or 6?", "5")
+    (True, False, True)
+    >>> holds("Is a or b larger?", "b"), holds("Is aab larger?", "b")
+    (True, False)
+    """
+    if _NUMBER.fullmatch(gold):
+        return any(Fraction(n.replace(",", "")) == Fraction(gold.replace(",", "")) for n in _NUMBER.findall(question))
+    return re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", question) is not None
+
+
+def is_wrong(left: str, right: str) -> bool:
+    """Whether both sides are numbers, and differ by more than one unit in the last digit of the right one.
+
+    >>> is_wrong("48/2", "24"), is_wrong("2/3", ".67"), is_wrong("10*.5", "5.0"), is_wrong("9*2", "16")
+    (False, False, False, True)
+    """
+    value, result = _value(left), _value(right)
+    digits = len(right.partition(".")[2].strip())
+    return value is not None and result is not None and abs(value - result) >= Fraction(1, 10**digits)
+
+
+def _value(text: str) -> Fraction | None:
+    """The exact value of an expression that may hold decimals, thousands commas, percent and currency signs."""
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|[$ ]", "", text)
+    text = re.sub(r"([\d.]+)%", r"(\1/100)", text)
+    text = _DECIMAL.sub(lambda found: f"({int(found[1] + found[2])}/1{'0' * len(found[2])})", text)
+    return evaluate_expression(re.sub(r"(?<!\d)0+(?=\d)", "", text))
+
+
+def worked_solution(row: Row) -> str | None:
+    """How a row is solved: MATH's `solution`, or what GSM8K's `answer` says before its `####`; None if it has none.
+
+    >>> worked_solution({"answer": "48/2=<<48/2=24>>24 clips\\n#### 24"}), worked_solution({"answer": "24"})
+    ('48/2=24 clips\\n#### 24', None)
+    """
+    answer, solution = row.get("answer"), row.get("solution")
+    if isinstance(solution, str) and solution.strip():
+        return solution
+    # without what GSM8K notes for a calculator, which nobody is asked to write
+    return re.sub(r"<<[^<>]*>>", "", answer) if isinstance(answer, str) and "\n####" in answer else None

@@ -1,0 +1,327 @@
+r"""Countdown: make a target from given numbers, each used exactly once, with + - * / and parentheses.
+
+A row is `{"nums": [19, 36, 55, 7], "target": 65}`, as in the dataset Jiayi-Pan/Countdown-Tasks-3to4. The policy should
+end with `<answer>55+36-19-7</answer>`. Many answers are right, so that the reward evaluates the expression: exactly, as
+a fraction, over a syntax tree of which only a few nodes are allowed. Nothing that a policy writes is executed.
+
+What counts, where a text without tags is in one `<answer>`; `valid` is 1 if each number is used exactly once:
+
+| numbers    | target | what is answered                         | correct | valid | because                        |
+|------------|--------|------------------------------------------|---------|-------|--------------------------------|
+| 19 36 55 7 | 65     | 55+36-19-7                               | 1       | 1     |                                |
+| 19 36 55 7 | 65     | ( 55 + 36 ) - (19 + 7)                   | 1       | 1     | spaces do not matter           |
+| 19 36 55 7 | 65     | 55+36-19                                 | 0       | 0     | 7 is missing                   |
+| 19 36 55 7 | 79     | 55+36-19+7                               | 1       | 1     |                                |
+| 19 36 55 7 | 65     | 55+36-19+7                               | 0       | 1     | the value is 79                |
+| 1 4        | 8      | 4+4                                      | 0       | 0     | uses 4 twice, and misses 1     |
+| 3 3        | 9      | 3*3                                      | 1       | 1     | 3 is given twice               |
+| 3 5        | 11     | 3+5+3                                    | 0       | 0     | uses 3 twice                   |
+| 1 2        | 12     | 12                                       | 0       | 0     | digits are not joined          |
+| 2 3        | 8      | 2**3                                     | 0       | 0     | powers are no operation here   |
+| 7 2        | 3      | 7//2                                     | 0       | 0     | nor is division that rounds    |
+| 7 2        | 1      | 7%2                                      | 0       | 0     | nor the remainder              |
+| 7 2        | 3      | 7/2                                      | 0       | 1     | the value is 7/2, not rounded  |
+| 7 2 4      | 14     | 7/2*4                                    | 1       | 1     | fractions on the way are exact |
+| 8 3 3      | 8      | 8/3*3                                    | 1       | 1     | also those that floats round   |
+| 5 5 3      | 3      | 3/(5-5)                                  | 0       | 0     | division by zero has no value  |
+| 3 5        | 2      | -3+5                                     | 1       | 1     | a sign: the number used is 3   |
+| 3 5        | -8     | -(3+5)                                   | 1       | 1     |                                |
+| 3 5        | 8      | 5--3                                     | 1       | 1     |                                |
+| 3 5        | 15     | 3×5                                      | 1       | 1     | × ÷ − are the same operations  |
+| 6 3 1      | 1      | 6÷3−1                                    | 1       | 1     |                                |
+| 3 5        | 15     | 3x5                                      | 0       | 0     | x is a letter                  |
+| 3 5        | 15     | 3(5)                                     | 0       | 0     | products need their sign       |
+| 3 5        | 15     | [3*5]                                    | 0       | 0     | only round parentheses         |
+| 3 5        | 15     | \(3 \times 5\)                           | 0       | 0     | LaTeX is not an expression     |
+| 3 5        | 15     | $3*5$                                    | 0       | 0     |                                |
+| 3 5        | 15     | 3*5=15                                   | 0       | 0     | an equation is no expression   |
+| 3 5        | 15     | 15=3*5                                   | 0       | 0     |                                |
+| 3 5        | 15     | 15                                       | 0       | 0     |                                |
+| 3 5        | 15     | 3.0*5                                    | 0       | 0     | numbers are used as given      |
+| 3 5        | 15     | 03*5                                     | 0       | 0     |                                |
+| 3 5        | 15     | 3*5.                                     | 0       | 0     |                                |
+| 3 5        | 15     | ٣*5                                      | 0       | 0     | digits are those of ASCII      |
+| 1000 2     | 1002   | 1,000+2                                  | 0       | 0     |                                |
+| 1000 2     | 1002   | 1_000+2                                  | 0       | 0     |                                |
+| 1000 2     | 1002   | 1e3+2                                    | 0       | 0     |                                |
+| 16 2       | 18     | 0x10+2                                   | 0       | 0     |                                |
+| 3 5        | 15     | The answer is 3*5                        | 0       | 0     | words are not an expression    |
+| 3 5        | 15     | 3*5 # 1                                  | 0       | 0     |                                |
+| 3 5        | 15     | 3*                                       | 0       | 0     |                                |
+| 3 5        | 15     | <answer></answer>                        | 0       | 0     |                                |
+| 3 5        | 15     | <think>3*5</think>                       | 0       | 0     | no answer                      |
+| 3 5        | 15     | <think><answer>3*5</answer></think>      | 0       | 0     | an answer inside the thought   |
+| 3 5        | 15     | <answer>3*5                              | 0       | 0     | the answer never ends          |
+| 3 5        | 15     | <answer>3</answer><answer>3*5</answer>   | 0       | 0     | two answers                    |
+| 3 5        | 15     | <answer>3*5</answer><answer>3*5</answer> | 0       | 0     |                                |
+| 3 5        | 15     | <answer><answer>3*5</answer></answer>    | 0       | 0     | nested tags                    |
+| 3 5        | 15     | So <answer>3*5</answer>, I think.        | 1       | 1     | words outside the answer       |
+
+An equation is refused although one can see what is meant: the policy is asked for an expression, and the reward of
+TinyZero, with which figures are compared, refuses it, too. `describe` logs how often that happens (`equation`).
+"""  # noqa: RUF002
+
+import ast
+import functools
+import itertools
+import operator
+import re
+from fractions import Fraction
+from pathlib import Path
+
+from tasks.arithmetic import given_answer
+from tasks.calculator import is_well_formed
+
+_DATA = Path(__file__).resolve().parents[1] / "data"
+TRAIN_DATA = _DATA / "countdown_tasks.jsonl"
+EVAL_DATA = _DATA / "countdown_tasks_heldout.jsonl"
+FIELDS = {"nums": list, "target": (int, float, str)}  # what every row must have
+KIND_FIELDS = ("num_numbers",)  # questions that agree in these are of one kind
+REWARD_WEIGHTS = {"correct": 1.0, "valid": 0.0, "answered": 0.0, "format": 0.0}
+SYSTEM_PROMPT = (
+    "You are given some numbers and a target. Find an expression whose value is the target. It must use each of the "
+    "numbers exactly once, and may use +, -, *, / and parentheses. Think step by step inside <think> and </think>, "
+    "then give only the expression inside <answer> and </answer>, for example <answer>(1 + 2) * 4 / 3</answer>."
+)
+MAX_EXPRESSION = 300  # characters, which bounds the depth and all numbers on the way
+MAX_NUMBERS = 6  # of a row, so that `solution` finds one, or that there is none, in half a second
+
+_SIGNS = str.maketrans("\u00d7\u00f7\u2212", "*/-")
+_EXPRESSION = re.compile(r"(?!.*(?<![0-9])0[0-9])[0-9()+*/ -]+")  # no leading zeros; all else is for Python's parser
+_RESULT = re.compile(r"=[0-9()+*/<>=-]*+")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def messages(row: dict, system_prompt: str = "") -> list[dict]:
+    """The conversation that asks for an expression, with a system turn unless `system_prompt` is empty.
+
+    >>> messages({"nums": [19, 36, 55, 7], "target": 65})
+    [{'role': 'user', 'content': 'Make 65 from 19, 36, 55, 7.'}]
+    """
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": f"Make {_shown(row['target'])} from {_listed(row)}."}]
+
+
+def reward(row: dict, text: str) -> dict[str, float]:
+    """Reward one completion, by named components; only `correct` has a weight unless `--reward-weight` gives more.
+
+    - `correct`: the only `<answer>` outside `<think>` is an expression of each number exactly once, and of the
+      target's value;
+    - `valid`: the same for any value;
+    - `answered`: there is such an answer, whatever it holds. With the weights 0.9 of `correct` and 0.1 of this one, the
+      reward is 1 or 0.1 or 0, as TinyZero's;
+    - `format`: the text is any number of thoughts, then one answer, and nothing else.
+
+    >>> row = {"nums": [19, 36, 55, 7], "target": 65}
+    >>> reward(row, "<think>55+36-19+7=79</think><answer>55+36-19-7</answer>")
+    {'correct': 1.0, 'valid': 1.0, 'answered': 1.0, 'format': 1.0}
+    >>> reward(row, "<answer>55+36-19+7</answer>")
+    {'correct': 0.0, 'valid': 1.0, 'answered': 1.0, 'format': 1.0}
+    """
+    answer = given_answer(text)
+    is_right, is_valid = judge(row, answer) if answer is not None else (False, False)
+    return {
+        "correct": float(is_right),
+        "valid": float(is_valid),
+        "answered": float(answer is not None),
+        "format": float(is_well_formed(text)),
+    }
+
+
+def describe(row: dict, text: str) -> dict[str, float]:
+    """What else to log of a completion.
+
+    - `tries`: how many results (`=`) are written outside the answer; `(7+5)*2=12*2=24<55` is one;
+    - `false_claim`: the answer is an expression, and not a right one;
+    - `gives_up`: the answer is none, as in `<answer>none</answer>`;
+    - `equation`: the answer is an equation that has a right expression at its left or right.
+
+    >>> describe({"nums": [3, 5], "target": 2}, "<think>3-5=-2<2</think><answer>5-3=2</answer>")
+    {'tries': 1.0, 'false_claim': 0.0, 'gives_up': 0.0, 'equation': 1.0}
+    """
+    answer = given_answer(text)
+    given = answer or ""
+    is_expression = read_expression(given) is not None
+    is_equation = given.count("=") == 1 and any(judge(row, side)[0] for side in given.split("="))
+    return {
+        "tries": float(len(_RESULT.findall(text)) - len(_RESULT.findall(given))),
+        "false_claim": float(is_expression and not judge(row, given)[0]),
+        "gives_up": float(answer is not None and not is_expression and "=" not in given),
+        "equation": float(is_equation),
+    }
+
+
+def vote(row: dict, text: str) -> str | None:
+    """Optional: what a completion answers, in one spelling; two expressions of one value are two answers.
+
+    >>> vote({}, "<answer> 3 \u00d7 5 </answer>")
+    '3*5'
+    """
+    answer = given_answer(text)
+    return None if answer is None else "".join(answer.translate(_SIGNS).split())
+
+
+def solution(row: dict) -> str:
+    """A completion that earns `correct` = 1, or a sentence that says that there is none, and earns nothing.
+
+    >>> solution({"nums": [19, 36, 55, 7], "target": 65})
+    '<answer>((36+55)-19)-7</answer>'
+    >>> solution({"nums": [1, 1], "target": 3})
+    'No expression makes 3 from 1, 1.'
+    """
+    numbers, target = _numbers(row), _whole(row["target"])
+    if not numbers or target is None:
+        return f"Numbers must be whole and not negative, and the target whole: {_listed(row)}; {row['target']}."
+    if len(numbers) > MAX_NUMBERS:
+        return f"{len(numbers)} numbers are too many to search: {MAX_NUMBERS} at most."
+    expression = find_expression(numbers, target)
+    return f"<answer>{expression}</answer>" if expression else f"No expression makes {target} from {_listed(row)}."
+
+
+def judge(row: dict, expression: str) -> tuple[bool, bool]:
+    """Whether an expression is right for a row; and whether it uses each number exactly once, whatever its value."""
+    found = read_expression(expression)
+    if found is None:
+        return False, False
+    value, used = found
+    is_valid = sorted(used) == sorted(_numbers(row))
+    return is_valid and value == _whole(row["target"]), is_valid
+
+
+def evaluate_expression(text: str) -> Fraction | None:
+    """The exact value of an expression; None if it is none, or has no value.
+
+    >>> [evaluate_expression(text) for text in ("7/2", "3 × (5 − 7)", "1/(2-2)", "2**3", "__import__('os')")]
+    [Fraction(7, 2), Fraction(-6, 1), None, None, None]
+    """  # noqa: RUF002
+    found = read_expression(text)
+    return found[0] if found is not None else None
+
+
+def read_expression(text: str) -> tuple[Fraction, list[int]] | None:
+    """The value of an expression, and the numbers in it; None if it is none, or has no value.
+
+    The length of an expression is limited, so that neither the depth of its tree nor the digits of a number on the way
+    can exceed it. Python's parser sees only digits, + - * / and parentheses.
+    """
+    text = text.strip()
+    if len(text) > MAX_EXPRESSION:
+        return None
+    text = " ".join(text.translate(_SIGNS).split())
+    if _EXPRESSION.fullmatch(text) is None:
+        return None
+    used: list[int] = []
+    try:
+        return _value(ast.parse(text, mode="eval").body, used), used
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, used: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            used.append(number)
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            value = _value(operand, used)
+            return -value if isinstance(node.op, ast.USub) else value
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
+            return _OPERATORS[type(sign)](_value(left, used), _value(right, used))
+    raise SyntaxError  # what else these characters can spell: 2**3, 7//2, 2(3), ()
+
+
+def find_expression(numbers: list[int], target: int | Fraction) -> str | None:
+    """An expression of all the numbers, each used once, of the target's value; None if there is none.
+
+    Any sign inside an expression can be brought to its front, so that absolute values are searched. The search goes
+    down from the target: an expression is a op b, where a and b share no number; for every value a of the smaller part,
+    b is one of five, which are searched for in the greater part. Of up to three numbers all values are in a table. Four
+    numbers take a millisecond, six at most half a second; each more, where there is no solution, fifty times as long.
+
+    >>> find_expression([3, 3, 8, 8], 24), find_expression([2, 3], -5), find_expression([1, 1], 3)
+    ('8/(3-(8/3))', '-(2+3)', None)
+    """
+    found = _search(tuple(sorted(numbers)), abs(Fraction(target)))
+    return f"-({found})" if found and target < 0 else found
+
+
+def _search(numbers: tuple[int, ...], target: Fraction) -> str | None:
+    if len(numbers) <= 3:
+        return _values(numbers).get(target)
+    for small, great in _splits(numbers):
+        for a, expression in _values(small).items():
+            needed = [(target - a, "{0}+{1}") if target >= a else (a - target, "{0}-{1}"), (target + a, "{1}-{0}")]
+            if a:
+                needed += [(target / a, "{0}*{1}"), (target * a, "{1}/{0}")]
+            if a and target:
+                needed.append((a / target, "{0}/{1}"))
+            for b, pattern in needed:
+                if found := _search(great, b):
+                    return pattern.format(_term(expression), _term(found))
+            if a == target == 0:  # which any expression of the others makes
+                return f"{_term(expression)}*({'+'.join(map(str, great))})"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _values(numbers: tuple[int, ...]) -> dict[Fraction, str]:
+    """The absolute values of all expressions of all the numbers, and an expression of each."""
+    if len(numbers) == 1:
+        return {Fraction(numbers[0]): str(numbers[0])}
+    found: dict[Fraction, str] = {}
+    for small, great in _splits(numbers):
+        for (a, x), (b, y) in itertools.product(_values(small).items(), _values(great).items()):
+            x, y = _term(x), _term(y)
+            made = [(a + b, f"{x}+{y}"), (a - b, f"{x}-{y}") if a >= b else (b - a, f"{y}-{x}"), (a * b, f"{x}*{y}")]
+            made += [(a / b, f"{x}/{y}")] if b else []
+            made += [(b / a, f"{y}/{x}")] if a else []
+            for value, expression in made:
+                found.setdefault(value, expression)
+    return found
+
+
+def _splits(numbers: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """All ways to divide numbers into a smaller and a greater part, neither empty; each once, small ones first.
+
+    >>> _splits((1, 2, 2))
+    [((1,), (2, 2)), ((2,), (1, 2))]
+    """
+    indices = range(len(numbers))
+    found = {}
+    for size in range(1, len(numbers) // 2 + 1):
+        for chosen in itertools.combinations(indices, size):
+            small = tuple(numbers[i] for i in chosen)
+            great = tuple(numbers[i] for i in indices if i not in chosen)
+            if (great, small) not in found:
+                found[small, great] = None
+    return list(found)
+
+
+def _term(expression: str) -> str:
+    return expression if expression.isdecimal() else f"({expression})"
+
+
+def _numbers(row: dict) -> list[int]:
+    """The numbers of a row; none if one of them cannot be used."""
+    numbers = [_whole(number) for number in row["nums"]]
+    return numbers if all(number is not None and number >= 0 for number in numbers) else []
+
+
+def _whole(number: object) -> int | None:
+    """A whole number, also one in a text or a float, as files and tables have it.
+
+    >>> [_whole(number) for number in (7, "7", 7.0, "-7", 7.5, "x", True, None)]
+    [7, 7, 7, -7, None, None, None, None]
+    """
+    if isinstance(number, str):
+        return int(number) if re.fullmatch(r"-?[0-9]{1,100}", number.strip()) else None
+    is_whole = isinstance(number, int | float) and not isinstance(number, bool) and number % 1 == 0
+    return int(number) if is_whole else None
+
+
+def _shown(number: object) -> str:
+    return str(number if (whole := _whole(number)) is None else whole)
+
+
+def _listed(row: dict) -> str:
+    return ", ".join(map(_shown, row["nums"]))

@@ -1,0 +1,243 @@
+r"""GSM8K: word problems of a few steps, whose answers are numbers (Cobbe et al. 2021, arXiv 2110.14168).
+
+A row is as published: `question`, and an `answer` that ends in `#### 1,080`. An `answer` that is only the number will
+do, too, as text or as a number of JSON. The policy should end with `<answer>1080</answer>`. The two are compared as
+numbers, exactly. What counts, where an answer without tags is in one `<answer>`:
+
+| gold  | what is answered                            | correct | because                                           |
+|-------|---------------------------------------------|---------|---------------------------------------------------|
+| 18    | 18                                          | 1       |                                                   |
+| 18    | 81                                          | 0       |                                                   |
+| 1,080 | 1,080                                       | 1       |                                                   |
+| 1,080 | 1080                                        | 1       | commas separate thousands                         |
+| 1080  | 1,080                                       | 1       |                                                   |
+| 1,080 | 10,80                                       | 0       | and nothing else                                  |
+| 1.08  | 1,08                                        | 0       |                                                   |
+| 1,080 | 1 080                                       | 0       | two numbers                                       |
+| 18    | 18.00                                       | 1       |                                                   |
+| 18    | 18.                                         | 1       | the end of a sentence                             |
+| 18    | 18.5                                        | 0       |                                                   |
+| 0.5   | .50                                         | 1       |                                                   |
+| 0.1   | 0.10000000000000001                         | 0       | no rounding                                       |
+| 18    | 018                                         | 1       |                                                   |
+| 18    | +18                                         | 1       |                                                   |
+| -10   | -10                                         | 1       |                                                   |
+| -10   | - 10                                        | 1       |                                                   |
+| -10   | −10                                         | 1       | a minus sign is as good as a hyphen               |
+| -10   | 10                                          | 0       |                                                   |
+| 0     | -0                                          | 1       |                                                   |
+| 18    | $18                                         | 1       | a currency sign                                   |
+| 18    | $ 18.00                                     | 1       |                                                   |
+| -10   | -$10                                        | 1       |                                                   |
+| -10   | $-10                                        | 1       |                                                   |
+| 18    | 18€                                         | 1       |                                                   |
+| 18    | \$18                                        | 1       | LaTeX's currency sign                             |
+| 18    | $18$                                        | 1       | LaTeX's mathematics                               |
+| 18    | \(18\)                                      | 0       | no other LaTeX                                    |
+| 18    | \boxed{18}                                  | 0       | the tags have said that it is the answer          |
+| 18    | **18**                                      | 0       | no Markdown                                       |
+| 18    | 18 dollars                                  | 1       | a unit, which is not compared                     |
+| 18    | 18 miles per hour.                          | 1       |                                                   |
+| 18    | 18 km/h                                     | 1       |                                                   |
+| 18    | 18 cents                                    | 1       | not even where it matters                         |
+| 25    | 25%                                         | 1       | percent is a unit: GSM8K's golds are without      |
+| 25    | 25 \%                                       | 1       |                                                   |
+| 25    | 0.25                                        | 0       |                                                   |
+| 2,000 | 2 thousand                                  | 0       | what changes the number is no unit                |
+| 2     | 2 thousand                                  | 0       |                                                   |
+| 2     | 2 millions                                  | 0       | numerals and multiples, of any script             |
+| 2     | 2万                                          | 0       |                                                   |
+| 2     | 2 bn                                        | 0       |                                                   |
+| 2     | 2 quarters                                  | 0       | fractions, even if coins are called so            |
+| 2     | 2 hundredths                                | 0       |                                                   |
+| 2     | 2 ½                                         | 0       |                                                   |
+| 2     | 2 squared                                   | 0       | operations                                        |
+| 2     | 2 times two                                 | 0       |                                                   |
+| 2     | 2 more than twelve                          | 0       | comparisons                                       |
+| 2     | 2 at least                                  | 0       |                                                   |
+| 2     | 2 maybe twenty                              | 0       |                                                   |
+| 2     | 2 more eggs                                 | 1       | a difference is a number of eggs, too             |
+| 2     | 2 and a half                                | 0       |                                                   |
+| 18    | 18k                                         | 0       |                                                   |
+| 18    | 18 m2                                       | 0       | a unit has no digits                              |
+| 18    | 18 eggs, which she sells at once            | 0       | a unit has at most four words                     |
+| 0.5   | 1/2                                         | 1       | a fraction in lowest terms                        |
+| 18    | 36/2                                        | 0       | a division left to the reader                     |
+| 18    | 9*2                                         | 0       |                                                   |
+| 1.5   | 1 1/2                                       | 0       |                                                   |
+| 0.5   | \frac{1}{2}                                 | 0       |                                                   |
+| 1000  | 1e3                                         | 0       |                                                   |
+| 18    | 0x12                                        | 0       |                                                   |
+| 18    | １８                                          | 0       | digits are those of ASCII                         |
+| 18    | 18, 20                                      | 0       | several answers                                   |
+| 18    | 18 or 20                                    | 0       |                                                   |
+| 18    | 18 or twenty                                | 0       |                                                   |
+| 8     | 8:30                                        | 0       |                                                   |
+| 18    | 18-20                                       | 0       | a range                                           |
+| 18    | 18 to 20                                    | 0       |                                                   |
+| 18    | about 18                                    | 0       | nothing is in front of the number but its sign    |
+| 18    | = 18                                        | 0       |                                                   |
+| 18    | x = 18                                      | 0       |                                                   |
+| 18    | The answer is 18                            | 0       |                                                   |
+| 18    | eighteen                                    | 0       |                                                   |
+| 18    | <answer></answer>                           | 0       |                                                   |
+| 18    | <think>9 * 2</think> <answer>18</answer>    | 1       |                                                   |
+| 18    | It is <answer>18</answer>, I think.         | 1       |                                                   |
+| 18    | <think>It is <answer>18</answer>.</think>   | 0       | an answer inside the thought                      |
+| 18    | <think>9 * 2 = 18</think>                   | 0       | no answer                                         |
+| 18    | <answer>18</answer> <answer>18</answer>     | 0       | two answers                                       |
+| 18    | <answer>17</answer> No: <answer>18</answer> | 0       |                                                   |
+| 18    | <answer>18                                  | 0       | the answer never ends                             |
+| 18    | <answer><answer>18</answer></answer>        | 0       |                                                   |
+| 18    | <answer>18<think>20</answer></think></answer> | 0     | a thought inside the answer                       |
+| 18    | <answer><b>18</b></answer>                  | 0       |                                                   |
+| 18    | <think></think> #### 18                     | 0       | other forms: `describe` logs how often they occur |
+| 18    | <think></think> \boxed{18}                  | 0       |                                                   |
+| 18    | <think></think> The answer is 18.           | 0       |                                                   |
+"""  # noqa: RUF002
+
+import json
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+from tasks.arithmetic import given_answer, messages  # noqa: F401  # what is asked
+from tasks.verdicts.answer_text import MOST_UNIT_WORDS, changes_number
+
+TRAIN_DATA, EVAL_DATA = "openai/gsm8k:main", "openai/gsm8k:main:test"
+FIELDS = {"question": str, "answer": (str, int, float)}  # what every row must have
+REWARD_WEIGHTS = {"correct": 1.0, "strict_format": 0.0, "soft_format": 0.0, "integer_answer": 0.0, "length": 0.0}
+SYSTEM_PROMPT = (
+    "Think step by step inside <think> and </think>, then give only the final answer, a number without unit, inside "
+    "<answer> and </answer>."
+)
+MAX_LENGTH = 2000  # characters, from which on `length` is 0
+MAX_ANSWER = 100  # characters, and more are not read as a number
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+_STRICT = re.compile(r"<think>\s*+(?:[^<]|<(?!/?think>|/?answer>))++</think>\s*+<answer>[^<>]*+</answer>")
+_SIGN, _CURRENCY = r"(?:[-+\u2212] ?)?", r"(?:\\?\$ ?|[€£¥₹] ?)?"
+_NUMBER = re.compile(
+    rf"(?P<sign>{_SIGN}){_CURRENCY}(?P<inner>{_SIGN})"
+    r"(?:(?P<over>[0-9]+) ?/ ?(?P<under>[0-9]+)|(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?P<decimals>\.[0-9]+)?)"
+    r" ?[$€£¥₹]?(?P<unit>(?: ?\\?%)?(?: ?[^\W\d_][^\d,;:=+*<>\\\n]*)?)\.?"
+)
+
+
+def reward(row: dict, text: str) -> dict[str, float]:
+    r"""Reward one completion, by named components; only `correct` has a weight unless `--reward-weight` gives more.
+
+    - `correct`: the only `<answer>` outside `<think>` is the gold number, by the table above;
+    - `strict_format`: the text is one thought, not empty, then one answer, and nothing else but spaces and line ends;
+    - `soft_format`: the share of the four tags that the text has exactly once, wherever they are;
+    - `integer_answer`: the only `<answer>` outside `<think>` is a whole number by the table, right or wrong;
+    - `length`: max(0, 1 - characters / 2000), which is more for shorter texts.
+
+    Only `correct` depends on the gold answer. The others can be earned without solving anything, so that their weights
+    should be small.
+
+    >>> row = {"question": "What do 9 eggs cost, at $2 each?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
+    >>> reward(row, "<think>9 * 2 = 18</think>\n<answer>$18.00</answer>")
+    {'correct': 1.0, 'strict_format': 1.0, 'soft_format': 1.0, 'integer_answer': 1.0, 'length': 0.9755}
+    >>> reward(row, "<think>9 + 2 = 11</think> The answer is 11.")
+    {'correct': 0.0, 'strict_format': 0.0, 'soft_format': 0.5, 'integer_answer': 0.0, 'length': 0.9785}
+    """
+    number, wanted = read_number(given_answer(text) or ""), gold(row)
+    return {
+        "correct": float(number is not None and number == wanted),
+        "strict_format": float(_STRICT.fullmatch(text.strip()) is not None),
+        "soft_format": sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS),
+        "integer_answer": float(number is not None and number.denominator == 1),
+        "length": max(0.0, 1 - len(text) / MAX_LENGTH),
+    }
+
+
+def describe(row: dict, text: str) -> dict[str, float]:
+    r"""What else to log: how often the form of the answer costs its reward.
+
+    - `unread`: there is an answer between tags, and it is no number by the table;
+    - `boxed`, `hashes`, `sentence`: there is none, but a `\boxed{`, a `####`, or "answer is", in this order;
+    - `right_elsewhere`: `correct` is 0, but the last number of the text is the gold one. If this is frequent, the
+      policy solves more than it is rewarded for.
+
+    >>> describe({"answer": "#### 18"}, "<think>9 * 2</think> The answer is 18.")
+    {'unread': 0.0, 'boxed': 0.0, 'hashes': 0.0, 'sentence': 1.0, 'right_elsewhere': 1.0}
+    """
+    answer = given_answer(text)
+    forms = {"boxed": "\\boxed{" in text, "hashes": "####" in text, "sentence": "answer is" in text}
+    form = next((name for name, is_used in forms.items() if is_used and answer is None), None)
+    numbers = re.findall(r"(?:(?<![0-9)])-)?[0-9][0-9,]*(?:\.[0-9]+)?", text[-MAX_LENGTH:])  # of 2-1: 1
+    last = read_number(numbers[-1].rstrip(",")) if numbers else None
+    is_correct = answer is not None and read_number(answer) == gold(row)
+    return {
+        "unread": float(answer is not None and read_number(answer) is None),
+        **{name: float(name == form) for name in forms},
+        "right_elsewhere": float(last is not None and last == gold(row) and not is_correct),
+    }
+
+
+def solution(row: dict) -> str:
+    """A completion that earns `correct` = 1, unless the gold answer of the row is no number.
+
+    >>> solution({"answer": "She sold 48+24 = <<48+24=72>>72 clips.\\n#### 72"})
+    '<answer>72</answer>'
+    """
+    return f"<answer>{_gold_text(row)}</answer>"
+
+
+def vote(row: dict, text: str) -> str | None:
+    """Optional: what a completion answers, in one spelling; None if that is no number.
+
+    >>> [vote({}, f"<answer>{answer}</answer>") for answer in ("$1,080.00", "1080 clips", "1/3", "blue")]
+    ['1080', '1080', '1/3', None]
+    """
+    answer = given_answer(text)
+    number = None if answer is None else read_number(answer)
+    return None if number is None else str(number)
+
+
+def gold(row: dict) -> Fraction | None:
+    """The number of a row's answer; None if it has none that can be read.
+
+    >>> [gold({"answer": answer}) for answer in ("so 540 * 2 = 1,080\\n#### 1,080", "$1,080", 0.1, 1e22, "blue")]
+    [Fraction(1080, 1), Fraction(1080, 1), Fraction(1, 10), Fraction(10000000000000000000000, 1), None]
+    """
+    return read_number(_gold_text(row))
+
+
+def read_number(text: str) -> Fraction | None:
+    r"""The number that a text is, by the table of this file; None if it is none, or more than one.
+
+    >>> [read_number(text) for text in ("$1,080.50", "1/2", "18 dollars", "18 or 20", "eighteen")]
+    [Fraction(2161, 2), Fraction(1, 2), Fraction(18, 1), None, None]
+    """
+    text = text.strip()
+    if len(text) > MAX_ANSWER:
+        return None
+    if len(text) > 2 and text[0] == text[-1] == "$":  # LaTeX's $18$
+        text = text[1:-1].strip()
+    match = _NUMBER.fullmatch(text)
+    if match is None or (match["sign"] and match["inner"]):
+        return None
+    if len(re.findall(r"\w+", match["unit"])) > MOST_UNIT_WORDS or changes_number(match["unit"]):
+        return None
+    if match["over"]:
+        number = _in_lowest_terms(int(match["over"]), int(match["under"]))
+    elif match["whole"] or match["decimals"]:
+        number = Fraction((match["whole"].replace(",", "") or "0") + (match["decimals"] or ""))
+    else:
+        return None
+    is_negative = (match["sign"] or match["inner"])[:1] in ("-", "\u2212")
+    return -number if number is not None and is_negative else number
+
+
+def _in_lowest_terms(over: int, under: int) -> Fraction | None:
+    is_lowest = under > 1 and Fraction(over, under).denominator == under
+    return Fraction(over, under) if is_lowest else None
+
+
+def _gold_text(row: dict) -> str:
+    answer = row["answer"]
+    if isinstance(answer, str):
+        return answer.rpartition("####")[2].strip()  # all of it without ####
+    return format(Decimal(json.dumps(answer)), "f")  # 0.1 is what it says, not the nearest binary fraction

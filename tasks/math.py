@@ -1,0 +1,204 @@
+r"""Competition mathematics, with answers that are expressions: MATH and the benchmarks that papers report.
+
+A row is `{"problem": "What is $1/2 + 1/3$?", "answer": "\\frac{5}{6}"}`. `answer` is text, a number, or a list of
+spellings, any of which counts (Minerva and OlympiadBench have lists). Without `answer`, the gold answer is what the
+last `\boxed{}` of `solution` holds, as in the MATH dataset. The policy should end with `\boxed{\frac{5}{6}}`, or with
+`<answer>\frac{5}{6}</answer>`.
+
+What a completion answers:
+
+| in the completion | its answer |
+|---|---|
+| one `<answer>` outside the thought | what it holds, or the last `\boxed{}` in it; a `\boxed{}` elsewhere is ignored |
+| several `<answer>` outside the thought | none |
+| no closed `<answer>`, any number of `\boxed{}` | the last complete `\boxed{}` (or `\fbox{}`); of nested, the inner |
+| only in the thought, or a thought that does not end | none |
+| `</think>` without `<think>` | a thought that the prompt has begun: what follows it counts |
+
+When an answer equals the gold answer, decided by the first of these that can tell:
+
+1. They are equal as text in one spelling (`verdicts/answers.py`): no spacing, sizes, dollar signs or final full stop;
+   `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without bold,
+   colour, underlining, and "The answer is", `=` or `\approx` in front of it.
+2. Both are exact numbers: integers, decimals, fractions, mixed numbers, `8.7 \times 10^{8}` and `8.7e8`, with thousands
+   commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly. Words that
+   change the number are no unit: it is multiplied by a thousand, million or dozen, and any others make it no number.
+3. math-verify says so (`verdicts/expressions.py`), within a limit of time. Without it, the answer is wrong. It is
+   not asked where an answer holds dots, or words that are no unit: it would leave them out.
+
+| gold answer | right | wrong |
+|---|---|---|
+| `72` | `72\%`, `72.0` | `0.72` |
+| `62.5\%` | `62.5`, `0.625` | `6.25` |
+| `\frac{1}{3}` | `1/3`, `0.333333` (six decimals) | `0.33` |
+| `1\frac{4}{5}` | `9/5`, `1.8` | `4/5` |
+| `8.7 \times 10^{8}` | `8.7e8`, `870000000` | `8.7 \times 10^{7}` |
+| `10,\!080` | `10,080`, `10080` | `10.08` |
+| `\$18.90` | `18.9`, `18.90 \text{ dollars}` | `1890` |
+| `5.4 \text{ cents}` | `5.4`, `5.4 \text{ euros}`: a unit is not compared | `54` |
+| `2000000` | `2\text{ million}`, `2 \times 10^6` | `2` |
+| `3` | `3\text{ cm}`, `\mathbf{3}` | `3\text{ million}`, `3\mathrm{i}`, `3\text{ or more}`, `3\text{.5}`, `3\ldots` |
+| `932` | `= 932`, `\approx 932`, `**932**`, `\textcolor{blue}{932}`, `The answer is 932.` | `\approx 931` |
+| `90^\circ` | `90`, `90 degrees` | `\frac{\pi}{2}` |
+| `x=5` | `5`, `x = 5.0` | `y=5` |
+| `5` | `x=5`, `2+3=5`: the last value counts | `5 \text{ or } 6`, `5, 6` |
+| `52_8` | `52`: the base is not compared | `42` |
+| `\text{(C)}` | `C`, `(C)` | `D` |
+| `\text{even}` | `Even` | `odd` |
+| `(3,4]` | `\left(3, 4\right]` | `[3,4]` |
+| `(2,4)` (a point or an interval) | `(2.0, 4)`, `2, 4` | `(4,2)` |
+| `1,-2` | `-2, 1`, `\{-2, 1\}`: a list has no order | `1`, `1, -2, 3` |
+| `1 \pm \sqrt{19}` | `1+\sqrt{19}, 1-\sqrt{19}` | `1+\sqrt{19}` |
+| `\begin{pmatrix} 1/2 \\ 2 \end{pmatrix}` | `\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}` | `(1/2, 2)` |
+| `(a+5)(b+2)` | `ab+2a+5b+10` | `ab+10` |
+| `x^2` | `x \cdot x` | `x^2+C`: a constant is a symbol |
+| `2k+2` | `2(k+1)` | `2n+2` |
+
+math-verify does not tell capital from small letters; where a gold answer has a letter in both, it is not asked.
+"""
+
+import re
+
+from tasks.verdicts.answer_text import normalize
+from tasks.verdicts.judge import NOTE, Judge, has_library
+
+FIELDS = {"problem": str}  # what every row must have, besides `answer` or `solution`
+KIND_FIELDS = ("level",)  # of MATH; other files have none
+REWARD_WEIGHTS = {"correct": 1.0, "format": 0.0, "boxed": 0.0}
+SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
+
+_JUDGE = Judge()  # keeps the verdicts; its processes begin when one is needed, or with `note`
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"\\boxed\s++([^\s${}]++)")
+
+
+def messages(row: dict, system_prompt: str = "") -> list[dict]:
+    """The conversation that asks `row["problem"]`, with a system turn unless `system_prompt` is empty.
+
+    Raises:
+        ValueError: the row has neither `answer` nor `solution`.
+    """
+    if "answer" not in row and "solution" not in row:
+        raise ValueError("a row needs a field 'answer', or a 'solution' that ends in \\boxed{}")
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": row["problem"]}]
+
+
+def prepare(rows: list[dict], texts: list[str]) -> None:
+    """Optional: judge all completions of a rollout together, in several processes; `reward` then looks it up."""
+    answers = [given_answer(text) for text in texts]
+    _JUDGE.prepare((golds(row), answer) for row, answer in zip(rows, answers, strict=True) if answer is not None)
+
+
+def reward(row: dict, text: str) -> dict[str, float]:
+    r"""Reward one completion, by named components.
+
+    `correct` is 1 if the answer equals a gold answer. At weight 0: `format` is 1 if all thoughts are closed and one
+    answer, by one `<answer>` or one `\boxed{}`, is given outside of them; `boxed` is 1 if a `\boxed{}` is.
+
+    >>> row = {"problem": "What is $1 - 1/4$?", "answer": "\\frac{3}{4}"}
+    >>> reward(row, r"That is $\boxed{0.75}$.")
+    {'correct': 1.0, 'format': 1.0, 'boxed': 1.0}
+    >>> reward(row, r"<think>\boxed{3/4}</think><answer>4/3</answer>")
+    {'correct': 0.0, 'format': 1.0, 'boxed': 0.0}
+    """
+    answer, outside = given_answer(text), outside_thought(text)
+    num_tags, num_boxes = outside.count("<answer>"), len(boxes(outside))
+    is_closed = text.count("<think>") <= text.count("</think>")
+    return {
+        "correct": float(answer is not None and _JUDGE.verdict(golds(row), answer) is True),
+        "format": float(is_closed and answer is not None and (num_tags == 1 or (num_tags == 0 and num_boxes == 1))),
+        "boxed": float(num_boxes > 0),
+    }
+
+
+def describe(row: dict, text: str) -> dict[str, float]:
+    """What else to log: whether there is an answer, and whether it could not be judged in time, and counts as wrong."""
+    answer = given_answer(text)
+    is_undecided = answer is not None and _JUDGE.verdict(golds(row), answer) is None
+    return {"answered": float(answer is not None), "undecided": float(is_undecided)}
+
+
+def solution(row: dict) -> str:
+    r"""Optional: a completion that earns `correct` = 1.
+
+    >>> solution({"answer": [" 9.6\n"]}), solution({"solution": r"So $x=\boxed{\sqrt{2}}$."})
+    ('<answer>9.6</answer>', '<answer>\\sqrt{2}</answer>')
+    """
+    return f"<answer>{(golds(row) or [''])[0]}</answer>"
+
+
+def vote(row: dict, text: str) -> str | None:
+    r"""Optional: what a completion answers, in one spelling; `0.5` and `\frac12` remain two, unlike in `reward`.
+
+    >>> vote({}, r"\boxed{\left( 3, \dfrac\pi 2 \right)}")
+    '(3,\\frac\\pi2)'
+    """
+    answer = given_answer(text)
+    return None if answer is None else normalize(answer)
+
+
+def note() -> str | None:
+    """Optional: what the user is told once, before a model is loaded: that math-verify is not there, if so.
+
+    The processes begin here, so that they are ready when the first rollout is.
+    """
+    _JUDGE.start()
+    return None if has_library() else NOTE
+
+
+def golds(row: dict) -> list[str]:
+    r"""The gold answers of a row, any of which is right; none if there is none that is text or a number.
+
+    >>> golds({"answer": 142.0}), golds({"answer": ["0.01\n", "$\\frac{1}{100}$"]}), golds({"answer": " "})
+    (['142'], ['0.01', '$\\frac{1}{100}$'], [])
+    """
+    found = row["answer"] if "answer" in row else boxes(str(row.get("solution")))[-1:]
+    texts = [_spelled(gold) for gold in (found if isinstance(found, list) else [found])]
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+def _spelled(gold: object) -> str:
+    if isinstance(gold, bool) or not isinstance(gold, str | int | float) or gold != gold:
+        return ""
+    return str(int(gold)) if isinstance(gold, float) and gold.is_integer() else str(gold).strip()
+
+
+def given_answer(text: str) -> str | None:
+    r"""What a completion answers, by the rules above; None: nothing.
+
+    >>> [given_answer(text) for text in (r"\boxed{1} or \boxed{\frac{1}{2}}", "<answer>3", "<think><answer>5</answer>")]
+    ['\\frac{1}{2}', None, None]
+    """
+    outside = outside_thought(text)
+    tagged = re.findall(r"<answer>((?:[^<]|<(?!/?answer>))*+)</answer>", outside)
+    if len(tagged) > 1:
+        return None
+    boxed = boxes(tagged[0] if tagged else outside)
+    answer = boxed[-1].strip() if boxed else tagged[0].strip() if tagged else None
+    return None if answer is not None and "<think>" in answer else answer  # a thought in it: not one answer
+
+
+def outside_thought(text: str) -> str:
+    """A completion with `<think>` in the place of each thought; an unclosed one never ends."""
+    head, *thoughts = text.split("<think>")
+    return "<think>".join([head.rpartition("</think>")[2], *(thought.partition("</think>")[2] for thought in thoughts)])
+
+
+def boxes(text: str) -> list[str]:
+    r"""What the `\boxed{}` of a text hold, in the order in which they begin. The time is linear in the text's length.
+
+    >>> boxes(r"\boxed{\left\{1\right.} \boxed{a \boxed{b}} \boxed{c"), boxes(r"$\boxed 5$")
+    (['\\left\\{1\\right.', 'a \\boxed{b}', 'b'], ['5'])
+    """
+    open_braces: list[int | None] = []  # where what they hold begins, of boxes
+    found: list[tuple[int, int]] = []
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "}":
+            begin = open_braces.pop() if open_braces else None
+            if begin is not None:
+                found.append((begin, brace.start()))
+        elif brace[0] == "{" or len(brace[0]) > 2:
+            open_braces.append(None if brace[0] == "{" else brace.end())
+    complete = [text[begin:end] for begin, end in sorted(found)[-3:]]
+    return complete or _BARE_BOX.findall(text)[-1:]

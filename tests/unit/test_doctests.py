@@ -1,0 +1,25 @@
+"""The examples in docstrings, module by module."""
+
+import builtins
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("common", "doctor", "harness", "tasks", "viewer")
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for package in PACKAGES
+    for path in (ROOT / package).rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_module_are_true(name):
+    results = doctest.testmod(importlib.import_module(name))
+    vars(builtins).pop("_", None)  # the last value that an example has shown
+    assert results.attempted
+    assert not results.failed
