@@ -365,7 +365,8 @@ def test_every_call_that_could_run_foreign_code_forbids_it():
     loaders = [call for call, name in zip(calls, names, strict=True) if name in ("from_pretrained", "load_dataset")]
     assert len(loaders) >= 3
     for call in loaders:
-        assert "trust_remote_code=False" in ast.unparse(call), ast.unparse(call)
+        text = ast.unparse(call)
+        assert "trust_remote_code=False" in text or text.startswith("GenerationConfig."), text
 
 
 def test_a_template_without_system_turn_gets_a_suggestion(train):
