@@ -27,7 +27,7 @@ from common.parallel import gather, is_main
 from harness.base.ranks import EndedElsewhereError
 from harness.runs.signals import leave
 
-pytestmark = pytest.mark.all_questions
+pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "experiment_engine"
@@ -146,7 +146,7 @@ def rows_of(directory: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_processes", [2, 3])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_several_processes_train_as_one(runs_of, alone, experiment, num_processes):
     new, (old, _) = runs_of(num_processes)[0] / experiment / "x", alone(experiment)
