@@ -52,9 +52,9 @@ from harness.evaluation.evaluation_table import print_table
 from harness.evaluation.session import evaluate
 from harness.evaluation.suite import SUITES, parts, print_suite, summary
 from harness.models.loading import load_policy
-from harness.runs.machine import is_out_of_memory, out_of_memory
-from harness.runs.signals import signals_to
-from harness.runs.start import run_main
+from harness.run.machine import is_out_of_memory, out_of_memory
+from harness.run.signals import signals_to
+from harness.run.start import run_main
 
 
 @dataclass(frozen=True, kw_only=True)

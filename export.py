@@ -49,8 +49,8 @@ from harness.exporting.exported_weights import (
 )
 from harness.exporting.source import Source, find_source
 from harness.exporting.upload import check_push, list_files, push
-from harness.runs.signals import signals_to
-from harness.runs.start import NO_SPACE, run_main
+from harness.run.signals import signals_to
+from harness.run.start import NO_SPACE, run_main
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from doctor.apart import examine_apart
 from doctor.findings import NOT_EXAMINED, TRAP
 from viewer.results import write_json
 
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSSES = {  # of each library: the values of the constant in its docs/loss_*.py

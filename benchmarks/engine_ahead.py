@@ -25,7 +25,7 @@ import tyro
 from viewer.results import write_json
 
 from harness.base.config import ROOT
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
 FIRST = 6  # step that counts

@@ -46,7 +46,7 @@ from harness.engines.for_run import server_command
 from harness.engines.server import ChildServer, free_port
 from harness.engines.vllm import ENVIRONMENT, server_flags
 from harness.models.loading import load_policy
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE = 8

@@ -27,7 +27,7 @@ from viewer.results import write_json
 from harness.base.config import RunConfig
 from harness.data.data import read_rows
 from harness.models.loading import load_policy
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE = 8

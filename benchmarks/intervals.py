@@ -23,7 +23,7 @@ from viewer.results import read_json, write_json
 from viewer.table import Z, wilson
 
 from harness.evaluation.intervals import mean_with_interval
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 SAMPLES = 8

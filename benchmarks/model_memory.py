@@ -28,7 +28,7 @@ from viewer.results import read_json, write_json
 from harness.base.config import TINY_POLICY
 from harness.cli.parse import parse_config
 from harness.models.estimate import Shape, memory_of
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"

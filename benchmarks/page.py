@@ -24,8 +24,8 @@ import tyro
 from viewer import report
 from viewer.results import write_json
 
-from harness.runs import run as runs
-from harness.runs.machine import describe_machine
+from harness.run import run as runs
+from harness.run.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"

@@ -41,9 +41,9 @@ from viewer.groups import read_run
 from viewer.results import keep_runs, read_json, read_runs, write_json
 
 from harness.logs.statistics import UpdateStatistics
-from harness.runs.machine import describe_machine, peak_memory_bytes
-from harness.runs.run import Run
-from harness.runs.start import run_main
+from harness.run.machine import describe_machine, peak_memory_bytes
+from harness.run.run import Run
+from harness.run.start import run_main
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"

@@ -54,7 +54,7 @@ from tasks.grammars.world_grammar import (
 from viewer.results import write_json
 
 from harness.base.config import ROOT
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 from harness.search.opening import build_index, open_index
 from harness.search.search_config import SearchConfig
 

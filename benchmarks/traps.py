@@ -103,7 +103,7 @@ def train(config: Config, name: str, seed: int) -> None:
 
 def train_here(config: Config, name: str, seed: int) -> None:
     """The experiment's own `main`, with the mistake in it."""
-    from harness.runs.start import run_main
+    from harness.run.start import run_main
 
     setting = setting_of(name)
     spec = importlib.util.spec_from_file_location("train", ROOT / setting.experiment / "train.py")

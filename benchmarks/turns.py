@@ -41,7 +41,7 @@ from common.trajectory import Trajectory
 from viewer.results import write_json
 
 from harness.base.config import ROOT
-from harness.runs.machine import describe_machine, peak_memory_bytes
+from harness.run.machine import describe_machine, peak_memory_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 GROUP_SIZE, PROMPT_TOKENS = 8, 101

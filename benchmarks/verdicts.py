@@ -26,7 +26,7 @@ from tasks.math import golds
 from tasks.verdicts.judge import Judge
 from viewer.results import write_json
 
-from harness.runs.machine import describe_machine
+from harness.run.machine import describe_machine
 
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 FILES = ("math500", "minerva", "olympiad_bench", "aime24", "amc")

@@ -93,7 +93,7 @@ def describe() -> dict:
     """Machine and versions with which a part was measured."""
     from importlib.metadata import version
 
-    from harness.runs.machine import describe_machine
+    from harness.run.machine import describe_machine
 
     return {"trl": version("trl"), "cores": os.cpu_count()} | describe_machine()
 
@@ -235,7 +235,7 @@ def measure(job: Job, train: Callable[[Job, "Clock", str], None]) -> None:
     clock = Clock(job)
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
         train(job, clock, directory)
-    from harness.runs.machine import peak_memory_bytes
+    from harness.run.machine import peak_memory_bytes
 
     print(
         json.dumps(

@@ -42,8 +42,8 @@ from harness.engines.for_run import EngineConfig, compare_with_engine, start_eng
 from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy, make_reference
 from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
-from harness.runs.run import Run
-from harness.runs.start import run_main, start_run
+from harness.run.run import Run
+from harness.run.start import run_main, start_run
 
 
 @dataclass(frozen=True, kw_only=True)

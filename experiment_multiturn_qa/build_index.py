@@ -15,7 +15,7 @@ import tyro
 
 from harness.base.config import shown
 from harness.base.terminal import say
-from harness.runs.start import run_main
+from harness.run.start import run_main
 from harness.search.opening import build_index
 from harness.search.search_config import IndexConfig as Config
 

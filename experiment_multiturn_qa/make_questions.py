@@ -45,7 +45,7 @@ from experiment_multiturn_qa.question_templates import MAX_ANSWER_WORDS, Draft, 
 from harness.base.checks import is_text, local_path
 from harness.base.config import Count, Positive, Seed, shown
 from harness.base.terminal import printable, say, visible
-from harness.runs.start import run_main
+from harness.run.start import run_main
 from harness.search.documents import Document, read_corpus
 from harness.search.opening import build_index
 from harness.search.search_config import IndexConfig, check_index, corpus_of

@@ -23,7 +23,7 @@ from common.errors import UserError
 
 from harness.base.config import Count
 from harness.base.terminal import say
-from harness.runs.start import run_main
+from harness.run.start import run_main
 from harness.search.opening import check_search, open_index
 from harness.search.search_config import SearchConfig
 

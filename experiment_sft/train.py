@@ -46,8 +46,8 @@ from harness.cli.parse import parse_config
 from harness.data.context import check_prompts, context_length
 from harness.data.data import read_rows
 from harness.models.loading import load_policy, make_policy
-from harness.runs.run import Run
-from harness.runs.start import run_main, start_run
+from harness.run.run import Run
+from harness.run.start import run_main, start_run
 
 RESOLVED = {"new": {"lr": 1.5e-3}, "tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
 # What the policy is asked at the end, by lessons, and the budget of its answers in tokens

@@ -21,7 +21,7 @@ from common.errors import UserError
 
 from harness.base.terminal import say
 from harness.data.data import read_rows
-from harness.runs.start import run_main
+from harness.run.start import run_main
 
 SUBJECTS = (
     "algebra",

@@ -28,9 +28,9 @@ from harness.base.flags import make_flags, read_marks, show_description
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
 from harness.data.task import bundled_tasks, task_of
-from harness.runs.machine import with_threads
-from harness.runs.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, read_settings
-from harness.runs.signals import may_say_why
+from harness.run.machine import with_threads
+from harness.run.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, read_settings
+from harness.run.signals import may_say_why
 
 
 def parse_config(

@@ -27,7 +27,7 @@ from harness.engines.server import ChildServer, free_port
 from harness.engines.vllm import ENVIRONMENT, server_flags
 from harness.logs.diagnosis import sampling_limit
 from harness.processes.processes import requested_launch
-from harness.runs.run import Run
+from harness.run.run import Run
 
 LOG = "engine.log"
 

@@ -17,9 +17,9 @@ from harness.base.checks import flag
 from harness.base.config import ModelConfig
 from harness.base.terminal import printable, say
 from harness.data.task import Task
-from harness.runs.directory import BEFORE_SETTINGS, lock_directory
-from harness.runs.machine import describe_machine
-from harness.runs.settings import check_sources, describe_sources, write_settings
+from harness.run.directory import BEFORE_SETTINGS, lock_directory
+from harness.run.machine import describe_machine
+from harness.run.settings import check_sources, describe_sources, write_settings
 
 FREE = {"output", "compare", "threads"}  # the last rounds differently: `tell_changes` says that it has changed
 PARENT = Path("runs") / "evaluate"

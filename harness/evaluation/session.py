@@ -21,7 +21,7 @@ from harness.evaluation.figures import Answers, figures, read_answers
 from harness.evaluation.progress import progress
 from harness.evaluation.questions import answer_reader, content_of, load_questions
 from harness.logs.metrics import finite
-from harness.runs.start import NO_SPACE
+from harness.run.start import NO_SPACE
 
 
 def evaluate(

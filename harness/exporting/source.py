@@ -14,8 +14,8 @@ from harness.data.data import load_task
 from harness.data.held_out import read_before
 from harness.data.task import Task, import_named
 from harness.logs.metrics import read_lines
-from harness.runs.checkpoints import BEFORE, METRICS
-from harness.runs.settings import read_settings
+from harness.run.checkpoints import BEFORE, METRICS
+from harness.run.settings import read_settings
 
 FINAL = ("final", "final_merged")
 

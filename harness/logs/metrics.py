@@ -11,7 +11,7 @@ import torch
 
 from common.parallel import gather
 
-from harness.runs.machine import peak_memory_bytes
+from harness.run.machine import peak_memory_bytes
 
 PROGRESS = {  # what the progress line shows, if it is logged
     "reward/total": "reward {:.2f}",

@@ -6,7 +6,7 @@ from common.evaluate import Answer, Evaluation, mean
 
 from harness.base.terminal import printable, say
 from harness.data.task import Task
-from harness.runs.machine import peak_memory_bytes
+from harness.run.machine import peak_memory_bytes
 
 SHOWN = {  # of evaluate(): what the closing table shows first, and under which label
     "greedy/accuracy": "greedy accuracy",

@@ -24,7 +24,7 @@ from common.parallel import world_size
 from harness.base.config import ConfigT
 from harness.base.ranks import num_launched, together
 from harness.base.terminal import say
-from harness.runs.signals import call_after, leave
+from harness.run.signals import call_after, leave
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # experiment_accelerate_ddp does without it

@@ -21,7 +21,7 @@ from harness.base.checks import check_model, check_ranges, check_texts
 from harness.base.config import RESOLVED, Count, RunConfig, Seed
 from harness.base.files import replace_file
 from harness.base.terminal import printable, say
-from harness.runs.start import run_main
+from harness.run.start import run_main
 
 SHOWN = 3  # rows of a finding that people see
 

@@ -27,8 +27,8 @@ from tasks.arithmetic import EVAL_DATA
 from harness.base.config import RunConfig
 from harness.engines.for_run import server_command
 from harness.models.loading import load_policy
-from harness.runs.signals import StopRequest
-from harness.runs.start import run_main
+from harness.run.signals import StopRequest
+from harness.run.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "experiment_engine" / "train.py"

@@ -28,7 +28,7 @@ from harness.exporting.card import Card, code, escape, fenced, public_command
 from harness.exporting.exported_answers import Questions
 from harness.exporting.source import Source
 from harness.models.loading import load_policy
-from harness.runs.start import run_main
+from harness.run.start import run_main
 
 pytestmark = pytest.mark.drawn
 

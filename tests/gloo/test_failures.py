@@ -53,7 +53,7 @@ def reward(row, text):
 AND_COMPARE_POLICIES = """
 import runpy, sys
 from common.parallel import gather
-from harness.runs.run import Run
+from harness.run.run import Run
 save_final = Run.save_final
 def compare_and_save(run, policy):
     sums = gather([weight.double().sum().item() for weight in policy.parameters()])

@@ -23,7 +23,7 @@ from harness.base.config import RESOLVED, TINY_POLICY, RunConfig
 from harness.cli.parse import parse_config
 from harness.data.data import read_rows
 from harness.models.loading import load_policy, make_reference
-from harness.runs.settings import check_sources, describe_sources
+from harness.run.settings import check_sources, describe_sources
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 

@@ -26,9 +26,9 @@ from tasks.arithmetic import EVAL_DATA
 
 from harness.base.config import TINY_POLICY, RunConfig
 from harness.base.hub import commit_of
-from harness.runs.checkpoints import newest_checkpoint
-from harness.runs.settings import describe_sources
-from harness.runs.start import run_main, start_run
+from harness.run.checkpoints import newest_checkpoint
+from harness.run.settings import describe_sources
+from harness.run.start import run_main, start_run
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
 
@@ -50,7 +50,7 @@ SHELL = {
 # The unchanged program, on a disk that hangs at the second checkpoint.
 ON_A_SLOW_DISK = """
 import runpy, sys, time
-from harness.runs import checkpoints
+from harness.run import checkpoints
 flush_to_disk = checkpoints.flush_to_disk
 def flush_slowly(path):
     if "step_4.partial" in str(path):
@@ -419,7 +419,7 @@ def test_a_run_has_one_process(tmp_path, train):
 def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monkeypatch):
     """Also if they start in the same second, as in a sweep."""
     second = datetime(2026, 1, 2, 3, 4, 5)
-    monkeypatch.setattr("harness.runs.directory.datetime", SimpleNamespace(now=lambda: second))
+    monkeypatch.setattr("harness.run.directory.datetime", SimpleNamespace(now=lambda: second))
     config = load_script("experiment_base/train.py").Config(runs_dir=str(tmp_path), threads=1)
     with ExitStack() as runs:
         names = [runs.enter_context(start_run(config)).directory.name for _ in range(3)]

@@ -17,7 +17,7 @@ from common.policy import Policy
 from harness.base.config import PolicyConfig
 from harness.evaluation.answers import Completions
 from harness.models.loading import load_policy
-from harness.runs.start import run_main
+from harness.run.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--device", "cpu", "--max-new-tokens", "8")

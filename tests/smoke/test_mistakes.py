@@ -25,8 +25,8 @@ from common.errors import UserError
 from tasks import arithmetic
 
 from harness.base.config import TINY_POLICY
-from harness.runs.checkpoints import newest_checkpoint
-from harness.runs.start import run_main
+from harness.run.checkpoints import newest_checkpoint
+from harness.run.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"

@@ -13,7 +13,7 @@ import pytest
 from common.errors import UserError
 from common.search import NOTHING_FOUND
 
-from harness.runs.run import Run
+from harness.run.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_qa/train.py"

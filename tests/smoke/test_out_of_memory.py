@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from common.errors import UserError
 
 from harness.cli.parse import parse_config
-from harness.runs.machine import is_out_of_memory, out_of_memory
+from harness.run.machine import is_out_of_memory, out_of_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"

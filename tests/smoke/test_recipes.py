@@ -21,7 +21,7 @@ from common.chat import begin_completions, decode, encode_prompt
 from common.errors import UserError
 from tasks import countdown
 
-from harness.runs.settings import read_settings
+from harness.run.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.sh") if path.name != "common.sh")

@@ -27,9 +27,9 @@ from harness.base.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, N
 from harness.base.flags import read_comment, read_marks
 from harness.cli.parse import parse_config
 from harness.processes.processes import own_device
-from harness.runs import machine
-from harness.runs.machine import peak_memory_bytes, with_threads
-from harness.runs.settings import describe_settings, read_settings
+from harness.run import machine
+from harness.run.machine import peak_memory_bytes, with_threads
+from harness.run.settings import describe_settings, read_settings
 
 
 def parse(load_script, *argv: str) -> RunConfig:

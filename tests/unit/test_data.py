@@ -13,7 +13,7 @@ from harness.base.config import RunConfig
 from harness.base.hub import _load
 from harness.data.data import load_task, prompts_of_step, read_rows
 from harness.data.task import bundled_tasks, import_task
-from harness.runs.settings import check_sources, describe_sources
+from harness.run.settings import check_sources, describe_sources
 
 pytestmark = pytest.mark.all_questions
 

@@ -20,7 +20,7 @@ from harness.data.data import load_task
 from harness.data.held_out import evaluate_held_out
 from harness.logs.summary import divide_gain, summarise_gain
 from harness.models.loading import load_policy
-from harness.runs.start import start_run
+from harness.run.start import start_run
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -206,9 +206,9 @@ def test_viewer_imports_nothing_of_common():
 @pytest.mark.parametrize(
     "line",
     [
-        "import harness.runs.run",
-        "from harness import runs",
-        "def f():\n    from harness.runs.run import Run",
+        "import harness.run.run",
+        "from harness import run",
+        "def f():\n    from harness.run.run import Run",
     ],
 )
 def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):

@@ -13,8 +13,8 @@ import torch
 
 from harness.base.config import RunConfig
 from harness.models.loading import load_policy
-from harness.runs.signals import call_after
-from harness.runs.start import start_run
+from harness.run.signals import call_after
+from harness.run.start import start_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

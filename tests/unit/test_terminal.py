@@ -25,7 +25,7 @@ from harness.data.task import Row, Task
 from harness.logs.samples import describe_best
 from harness.logs.summary import show_gain
 from harness.models.loading import load_policy
-from harness.runs.start import run_main
+from harness.run.start import run_main
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "\x1b]0;mine\x07 \x1b[2J \x9b31m \u202e \u2066 \r \x08 \x00 \x7f [red] :smile: [/]"

@@ -18,7 +18,7 @@ from common.errors import UserError
 from harness.base.checks import flag
 from harness.base.config import ROOT, ConfigT, ModelConfig
 from harness.base.ranks import num_launched
-from harness.runs.settings import BATCH_SIZES
+from harness.run.settings import BATCH_SIZES
 
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: "max 100000", or microseconds of every 100000
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")

@@ -22,23 +22,23 @@ from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from harness.runs.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
 from harness.base.config import PolicyConfig
-from harness.logs.diagnosis import Diagnosis
-from harness.runs.directory import RunDirectory
 from harness.base.files import replace_file
-from harness.data.held_out import read_before
-from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines
-from harness.models.pretrained import count_parameters
 from harness.base.ranks import EndedElsewhereError, launcher, on_main
+from harness.base.terminal import printable, progress_bar, say_above_progress
+from harness.data.held_out import read_before
+from harness.data.task import Task
+from harness.logs.diagnosis import Diagnosis
+from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines
 from harness.logs.samples import TokenTexts, describe_best, write_samples
-from harness.models.saving import save_base, save_final
-from harness.runs.settings import experiment_of
-from harness.runs.signals import StopRequest
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import show_gain, summarise_gain, summarise_steps
-from harness.data.task import Task
-from harness.base.terminal import printable, progress_bar, say_above_progress
+from harness.models.pretrained import count_parameters
+from harness.models.saving import save_base, save_final
+from harness.run.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
+from harness.run.directory import RunDirectory
+from harness.run.settings import experiment_of
+from harness.run.signals import StopRequest
 
 MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
 

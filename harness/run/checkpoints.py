@@ -21,10 +21,10 @@ from common.parallel import gather, world_size
 from common.policy import Policy
 
 from harness.base.files import flush_to_disk
-from harness.logs.metrics import read_lines
 from harness.base.ranks import has_lost_others, on_main
-from harness.models.saving import load_weights, save_policy
 from harness.base.terminal import say
+from harness.logs.metrics import read_lines
+from harness.models.saving import load_weights, save_policy
 
 MANIFEST = "checkpoint.json"
 METRICS, SAMPLES, BEFORE = "metrics.jsonl", "samples.jsonl", "before.json"

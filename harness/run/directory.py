@@ -13,9 +13,10 @@ from filelock import FileLock, Timeout
 
 from common.errors import UserError
 
-from harness.runs.checkpoints import newest_checkpoint, remove_logs, restore_logs
 from harness.base.config import PolicyConfig
-from harness.runs.settings import (
+from harness.base.terminal import say
+from harness.run.checkpoints import newest_checkpoint, remove_logs, restore_logs
+from harness.run.settings import (
     BATCH_SIZES,
     ENGINE_PLACES,
     check_sources,
@@ -23,7 +24,6 @@ from harness.runs.settings import (
     read_settings,
     write_settings,
 )
-from harness.base.terminal import say
 
 LOCK = ".lock"  # the operating system releases it when the process ends, however it ends
 BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # what a kill can leave of a run that has not begun

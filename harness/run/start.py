@@ -16,8 +16,6 @@ from common.parallel import is_main, rank, world_size
 
 from harness.base.checks import flag
 from harness.base.config import PolicyConfig
-from harness.runs.directory import RunDirectory, make_directory, open_resumed_run
-from harness.runs.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.base.ranks import (
     EndedElsewhereError,
     check_alike,
@@ -27,11 +25,13 @@ from harness.base.ranks import (
     on_main,
     together,
 )
-from harness.runs.run import Run
-from harness.runs.settings import change_settings, describe_sources, experiment_of
-from harness.runs.signals import LOST, ignore_further_signals, leave, may_say_why, signals_to, wait_until_said
-from harness.data.task import Task, TaskError
 from harness.base.terminal import discard_output, prepare_output, say
+from harness.data.task import Task, TaskError
+from harness.run.directory import RunDirectory, make_directory, open_resumed_run
+from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
+from harness.run.run import Run
+from harness.run.settings import change_settings, describe_sources, experiment_of
+from harness.run.signals import LOST, ignore_further_signals, leave, may_say_why, signals_to, wait_until_said
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 

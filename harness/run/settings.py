@@ -20,8 +20,8 @@ from harness.base.config import ModelConfig, PolicyConfig
 from harness.base.files import replace_file
 from harness.base.hub import commit_of
 from harness.base.ranks import is_first_here
-from harness.data.task import Task
 from harness.base.terminal import say
+from harness.data.task import Task
 
 # What config.json holds besides flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
