@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train_encoder(num_steps: int, folder: Path, dimensions: int = 128, batch_size: int = 128) -> str:
-    """The loss is the cross-entropy of a softmax over cosines * 20, in each row of which one document is right."""
+    """The loss is the cross-entropy of softmax(20 cosine); in each row one document is right."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding

@@ -7,7 +7,7 @@ answers are worth fewer than n Q questions; the number per question is what is i
     standard error   SE = sqrt(sum_q (x_q - p)^2 / (Q - 1) / Q)          p: mean of the x_q; clustered by question
                                                                           (Miller 2024, arXiv 2411.00640, section 2.2)
     effective number m  = p (1 - p) / SE^2                                as many independent answers have the same SE
-    interval            = Wilson's (1927) for the share p of m answers    the formula is in viewer/compare.py
+    interval            = Wilson's (1927) for the share p of m answers    the formula is in viewer/table.py
 
 For answers that are right or wrong, one per question, m = Q and this is Wilson's interval. Unlike p +- 1.96 SE it stays
 between 0 and 1, and does not become a point where all answers are right: then m = Q (Dean and Pagano 2015, "Evaluating
