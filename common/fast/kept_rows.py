@@ -1,7 +1,7 @@
 """Keys and values of rows from turn to turn: a row's next turn runs only the tokens that it has gained.
 
-What is kept belongs to the weights that it was computed with, hence to one rollout. benchmarks/turns.py measures what
-it saves.
+What is kept belongs to the weights that it was computed with, hence to one rollout. What it saves is measured in
+experiment_multiturn_tool_calling/README.md.
 
 Shapes: U rows of at most T tokens; keys and values are (heads, tokens, head size) per row and layer.
 """

@@ -36,7 +36,7 @@ PAGES = sorted(
     if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 # They take directories, or nothing
-PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "benchmarks/calls_by_kind.py"}
+PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 from common.policy import Policy
 from common.trajectory import Trajectory
-from viewer.results import read_json
 from viewer.table import wilson
 
 from harness.data.data import load_task
@@ -489,10 +488,3 @@ def test_fields_of_published_data_are_renamed(make_config, tmp_path):
     assert task.eval_rows == [{"question": "What is 1+1?", "answer": "2"}]
     with pytest.raises(UserError, match=r"rows.jsonl:1: .*'?answer'?"):
         load_questions(config, {"asked": "question"})
-
-
-def test_the_table_of_intervals_is_that_of_its_data(load_script):
-    page = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
-    assert load_script("benchmarks/intervals.py").table() in page
-    repeats = read_json(ROOT / "benchmarks" / "results" / "measurements.json", "intervals")["repeats"]
-    assert f"{repeats} evaluations per row" in page
