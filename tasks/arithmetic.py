@@ -30,7 +30,7 @@ def messages(row: dict, system_prompt: str = "") -> list[dict]:
 def reward(row: dict, text: str) -> dict[str, float]:
     """Reward one completion, by named components.
 
-    `correct` is 1 if the text outside `<think>` holds exactly one closed `<answer>` and it equals `row["answer"]` after
+    `correct` is 1 if the text holds one closed `<answer>`, outside `<think>`, and it equals `row["answer"]` after
     `normalize_answer`, else 0: an answer inside the thought, or a second guess, earns nothing. `format` is 1 if the
     text is an optional thought followed by one answer, and nothing else; its weight is 0, so it is only logged. The
     time that it takes is linear in the length of the text, whatever the policy writes.

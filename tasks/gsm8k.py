@@ -45,8 +45,8 @@ numbers, exactly. What counts, where an answer without tags is in one `<answer>`
 | 25    | 0.25                                        | 0       |                                                   |
 | 2,000 | 2 thousand                                  | 0       | what changes the number is no unit                |
 | 2     | 2 thousand                                  | 0       |                                                   |
-| 2     | 2 millions                                  | 0       | numerals and multiples, of any script             |
-| 2     | 2万                                          | 0       |                                                   |
+| 2     | 2 millions                                  | 0       | numerals and multiples                            |
+| 2     | 2만                                          | 0       | a unit is written in Latin letters                |
 | 2     | 2 bn                                        | 0       |                                                   |
 | 2     | 2 quarters                                  | 0       | fractions, even if coins are called so            |
 | 2     | 2 hundredths                                | 0       |                                                   |
@@ -84,6 +84,7 @@ numbers, exactly. What counts, where an answer without tags is in one `<answer>`
 | 18    | <think>9 * 2</think> <answer>18</answer>    | 1       |                                                   |
 | 18    | It is <answer>18</answer>, I think.         | 1       |                                                   |
 | 18    | <think>It is <answer>18</answer>.</think>   | 0       | an answer inside the thought                      |
+| 18    | <think><answer>9</answer></think><answer>18</answer> | 0 | two answers                                    |
 | 18    | <think>9 * 2 = 18</think>                   | 0       | no answer                                         |
 | 18    | <answer>18</answer> <answer>18</answer>     | 0       | two answers                                       |
 | 18    | <answer>17</answer> No: <answer>18</answer> | 0       |                                                   |

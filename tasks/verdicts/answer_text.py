@@ -58,7 +58,7 @@ _LETTERS_OF_UNITS = set("mgshlLNJWVAKCF")  # i and x, for example, are none
 # Words that say another number: numerals, multiples, fractions, constants, operations, comparisons, alternatives
 _NUMERALS = (
     "zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty "
-    "ninety dozen hundred thousand lakh crore k mil mn bn tn gross pi i e"
+    "ninety dozen doz score hundred thousand grand lakh lac crore k mil mn mio bn tn gross pi i e"
 ).replace(" ", "|")
 _ORDINALS = (
     r"(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|\w+(?:teen|tie|dred|sand|llion)th)"
@@ -66,7 +66,7 @@ _ORDINALS = (
 _CHANGING = re.compile(
     rf"\b(?:(?:{_NUMERALS})s?|\w+teen|(?:m|b|tr|quadr)ill?i(?:on|ard)\w*|hal(?:f|ves)|quarters?|{_ORDINALS}s"
     rf"|{_ORDINALS}(?=\W*$| of\b)|squared|cubed|doubled?|tripled?|halved|twice|thrice|multiplied|divided|plus|minus"
-    r"|negative|factorial|mod|and|or|to|not|than|least|most|point|x)\b"
+    r"|negative|factorial|mod|and|or|to|not|than|least|most|point|x|(?:less|away|by|over) one)\b"
 )
 
 
@@ -83,17 +83,22 @@ class Number:
 def changes_number(text: str) -> bool:
     """Whether what stands behind a number makes another one of it, so that it is no unit.
 
-    It does if it holds a numeral of any script, a fraction or multiple, an operation, a comparison, or an alternative.
+    It does if it holds a numeral, a fraction or multiple, an operation, a comparison, or an alternative, and if it is
+    not written in Latin letters, where these cannot be told from units.
 
-    >>> [text for text in ("miles per hour", "km/h", "個", "more eggs", "fifth graders") if changes_number(text)]
+    >>> [text for text in ("miles per hour", "km/h", "éclairs", "more eggs", "fifth graders") if changes_number(text)]
     []
     >>> texts = ("thousands", "bn", "\u00bd", "\u767e", "quarters", "squared", "times two", "or more", "than twelve")
     >>> [text for text in texts if not changes_number(text)]
     []
     """
-    if any(unicodedata.numeric(letter, None) is not None for letter in text):
+    if any(unicodedata.numeric(letter, None) is not None or _is_foreign(letter) for letter in text):
         return True
     return _CHANGING.search(text.lower()) is not None
+
+
+def _is_foreign(letter: str) -> bool:
+    return letter.isalpha() and not unicodedata.name(letter, "").startswith("LATIN")
 
 
 def normalize(text: str) -> str:

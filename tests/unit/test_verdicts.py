@@ -148,13 +148,11 @@ def test_exact_numbers_are_read(line):
     assert (str(number.value) if number else "none") == value
 
 
-UNITS = (
-    "eggs, miles per hour, km/h, dollars left, fifth graders, more eggs, times, degrees, seconds, percent, 個, éclairs"
-)
+UNITS = "eggs, miles per hour, km/h, dollars left, fifth graders, more eggs, times, degrees, seconds, percent, éclairs"
 CHANGES = (
     "thousand, thousands, millions, milliards, bn, mil, k, dozen, hundredths, quarters, half, thirds, third of it"
     ", a fifth, squared, cubed, times two, divided by two, maybe twenty, more than twelve, at least, or more, to go, pi"
-    ", i, ½, ², 百, 万, Ⅷ, ٣"
+    ", i, ½, ², 百, 万, Ⅷ, ٣, 천, 個, π, grand, score, less one"
 )
 
 
