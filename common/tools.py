@@ -26,6 +26,7 @@ from common.chat import apply_template
 from common.errors import UserError
 
 MAX_CALL = 10_000  # characters
+MAX_DIGITS = 1000  # of a whole number; Python converts 4,300 at most
 
 
 class ToolCall(NamedTuple):
@@ -113,7 +114,13 @@ def _float(text: str) -> float:
     return float(text)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_float)
+def _int(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_int=_int, parse_constant=_float)
 
 MAX_RESULT = 4000  # characters
 _CUT = " ... (cut)"

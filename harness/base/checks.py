@@ -58,6 +58,8 @@ def check_texts(config: object) -> None:
             if isinstance(text, str) and ("\0" in text or not is_text(text)):
                 raise UserError(f"{flag(name)} {printable(text, 60)}: this is not UTF-8 text")
             if isinstance(text, str) and marks.path is not None:
+                if not text:
+                    raise UserError(f"{flag(name)} is empty: omit it, or name something")
                 local_path(text, flag(name))
 
 

@@ -5,8 +5,12 @@ Rows that no completion can solve: each gold answer is tried as its own solution
 
 import math
 import re
+import signal
+import threading
 import time
 import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from common.errors import UserError
 from common.keyed import keyed_generator
@@ -36,11 +40,38 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
         if time.monotonic() - began > PATIENCE:
             say(f"{task}: the solutions of {number} of {len(rows)} rows were tried in {PATIENCE} s, and are rewarded")
             return
-        text = task.solution(row)
+        with _time_limit(f"{row.place}: solution(row) of {task} has not ended in {PATIENCE} s"):
+            text = task.solution(row)
         if text is None:
             return
         if fault := solution_fault(task, row, text):
             raise UserError(f"{row.place}: {_reason(task, row, fault, name)}")
+
+
+@contextmanager
+def _time_limit(sentence: str) -> Iterator[None]:
+    """Refuse a row, by a sentence, if the block takes longer than `PATIENCE`, where the system has such alarms.
+
+    Within the block Python code is interrupted, and the user's may use no alarm of its own.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    rings = []
+
+    def ring(*_) -> None:
+        rings.append(True)
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+    try:
+        yield
+    except UserError as error:  # what the task makes of it
+        raise UserError(sentence) if rings else error from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def solution_fault(task: Task, row: Row, text: str) -> str | None:

@@ -3,6 +3,7 @@
 A launcher ends all processes as soon as one has ended, also one that is about to speak.
 """
 
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 from torch import distributed
@@ -118,6 +120,15 @@ def wait_until_said() -> None:
     with suppress(distributed.DistError):
         if store is not None:
             _is_said(store, LONGEST_END)
+
+
+def tell_launcher(sentence: str) -> None:
+    """Let torchrun end its own report, which follows a traceback of it, with the sentence that says why."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        about = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": about}), encoding="utf-8")
 
 
 def ignore_further_signals() -> None:

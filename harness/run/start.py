@@ -31,7 +31,15 @@ from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
 from harness.run.settings import change_settings, describe_sources, experiment_of
-from harness.run.signals import LOST, ignore_further_signals, leave, may_say_why, signals_to, wait_until_said
+from harness.run.signals import (
+    LOST,
+    ignore_further_signals,
+    leave,
+    may_say_why,
+    signals_to,
+    tell_launcher,
+    wait_until_said,
+)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -79,6 +87,7 @@ def _call(main: Callable[[], object]) -> int:
             # the main process may know nothing of another one's error, and be in the middle of a line
             start = f"\nerror: process {rank()}: " if rank() > 0 else "error: "
             say(start + sentence, sys.stderr, anyway=True)
+            tell_launcher(sentence)
         return 2
     return 0
 

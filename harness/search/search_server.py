@@ -1,5 +1,6 @@
 """The other end of remote_index.py: an index as a web application. It needs the extra search."""
 
+import asyncio
 import errno
 import json
 import socket
@@ -80,5 +81,12 @@ def url_of(listener: socket.socket) -> str:
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
     """Answer until Ctrl-C or SIGTERM; requests that are being answered get two seconds."""
-    settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
+
+    async def quietly(scope, receive, send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:  # the end has come before the rest of the request
+            return
+
+    settings = uvicorn.Config(quietly, log_level="critical", timeout_graceful_shutdown=2)
     uvicorn.Server(settings).run(sockets=[listener])

@@ -12,6 +12,7 @@ import sqlite3
 import threading
 import time
 import unicodedata
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ MAX_QUERY = 100_000  # characters of a query that are read
 MAX_TERMS = 64  # distinct terms of a query that are searched for, the first ones
 # Documents that a query may touch, summed over its terms: the rarest terms are searched for, as far as this reaches.
 BUDGET = 20_000
+_CHECKSUM_AT = 60  # in the header: the number user_version, which SQLite leaves to us
 COMMON = BUDGET // MAX_TERMS  # the number of documents is stored for terms in more than so many; all others may be used
 # Letters, digits and marks make words, without accents and capitals; `fold` has put spaces between Han characters.
 _SCHEMA = f"""
@@ -77,6 +79,8 @@ class SqliteIndex:
         try:
             uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+            if _stored_checksum(self.path) != _checksum(self.path):
+                raise ValueError("it is not what was written")
             info = self._connection.execute("SELECT documents, hash, corpus FROM info").fetchone()
             self.num_documents, self.content_hash, self.corpus = info
         except (sqlite3.Error, TypeError, ValueError) as error:  # the others: of no row, and of what is not UTF-8
@@ -143,6 +147,22 @@ def is_index(path: Path) -> bool:
     return header.startswith(b"SQLite format 3\0") and header[68:] == APPLICATION.to_bytes(4, "big")
 
 
+def _checksum(path: Path) -> bytes:
+    """CRC-32 of a file, without the number of SQLite's header in which it is kept: flipped bits are found."""
+    with path.open("rb") as file:
+        checksum = zlib.crc32(file.read(_CHECKSUM_AT))
+        file.seek(_CHECKSUM_AT + 4)
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum.to_bytes(4, "big")
+
+
+def _stored_checksum(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(_CHECKSUM_AT)
+        return file.read(4)
+
+
 def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") -> str:
     """Write an index, completely or not at all. The caller holds a lock, see `opening`.
 
@@ -172,6 +192,10 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
             connection.execute("INSERT INTO common SELECT term, doc FROM vocabulary WHERE doc > ?", (COMMON,))
             connection.execute("INSERT INTO info VALUES (?, ?, ?)", (number, digest.hexdigest(), corpus))
             connection.execute("COMMIT")
+        checksum = _checksum(partial)
+        with partial.open("r+b") as file:
+            file.seek(_CHECKSUM_AT)
+            file.write(checksum)
         flush_to_disk(partial)
         os.replace(partial, path)
     except (sqlite3.Error, OSError) as error:
