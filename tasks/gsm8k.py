@@ -60,7 +60,8 @@ numbers, exactly. What counts, where an answer without tags is in one `<answer>`
 | 2     | 2 and a half                                | 0       |                                                   |
 | 18    | 18k                                         | 0       |                                                   |
 | 18    | 18 m2                                       | 0       | a unit has no digits                              |
-| 18    | 18 eggs, which she sells at once            | 0       | a unit has at most four words                     |
+| 18    | 18 eggs which she sells later               | 0       | a unit has at most four words                     |
+| 18    | 18 eggs, not counting                       | 0       | and no comma                                      |
 | 0.5   | 1/2                                         | 1       | a fraction in lowest terms                        |
 | 18    | 36/2                                        | 0       | a division left to the reader                     |
 | 18    | 9*2                                         | 0       |                                                   |

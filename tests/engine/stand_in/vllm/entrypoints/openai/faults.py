@@ -20,6 +20,8 @@ def damage(server: "StandIn", choices: list[dict]) -> None:
     if server.has_fault("too_many_tokens"):
         ids += [ids[0]] * server.max_model_len
         log_probs += [log_probs[0]] * server.max_model_len
+    if server.has_fault("cut_short"):
+        del ids[-1], log_probs[-1]
     if server.has_fault("fewer_log_probs"):
         log_probs.pop()
     if server.has_fault("nan_log_probs"):
