@@ -68,7 +68,6 @@ def test_the_processes_of_a_file_get_what_it_says(path):
 
 @each_file
 def test_every_field_is_explained(path):
-    """Every line that sets a field ends with a comment; the first lines have the command that starts the file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     bare = [line for line in lines if not re.search(r"^#|  # \S|^\w+_config:$", line)]
     assert bare == []

@@ -86,7 +86,6 @@ def test_seeds_are_a_row_with_mean_lowest_and_highest(table):
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 256), (61 / 256, 256), (1.0, 10)])
 def test_the_interval_is_that_of_wilson(share, count):
-    """At its bounds b the share is Z standard errors away, with the standard error that a share of b would have."""
     for bound in wilson(share, count):
         assert (share - bound) ** 2 == pytest.approx(Z**2 * bound * (1 - bound) / count, abs=1e-12)
     assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
@@ -94,7 +93,6 @@ def test_the_interval_is_that_of_wilson(share, count):
 
 @pytest.mark.parametrize("settings", [{"eval_prompts": 200}, {"eval_prompts": None}])
 def test_no_interval_without_the_number_of_questions(make_run, table, settings):
-    """61 of 256 are no whole number of 200: fewer questions were asked than that."""
     assert "0.238 [0.190-0.294]" in table(make_run("as_recorded"))
     text = table(make_run("other", **settings))
     assert "0.238" in text
@@ -127,7 +125,6 @@ def test_runs_with_equal_names_and_other_settings_are_apart(make_run):
 
 
 def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
-    """Killed in the middle of a line, at step 10 of 80, beside one that has ended."""
     with (make_run("seed0", lines=11, seed=0) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss/to')
     place = make_run("seed1", lines=90, seed=1, summary=KEPT["seed0"].summary)
@@ -142,7 +139,6 @@ def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
 
 
 def test_a_run_before_its_first_evaluation_shows_rewards(make_run, table):
-    """What no summary says is computed from the steps so far."""
     place = make_run("a", lines=10)
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()][1:]
     assert len(rows) == 9
@@ -152,10 +148,6 @@ def test_a_run_before_its_first_evaluation_shows_rewards(make_run, table):
     memory = max(row["memory/peak_bytes"] for row in rows) / 1e9
     numbers = rf"\] +{first:.3f} +{last:.3f} .* 9 of 80 +{seconds:.0f} +{rate:.0f} +{memory:.2f} *\n"
     assert re.search(numbers, table(place, place))  # given twice, and one run
-
-
-def test_accuracy_is_in_the_summary_of_a_warm_start(table):
-    assert "0.012 [0.004-0.034]" in table(ROOT / "experiment_sft/results/tools_seed0")
 
 
 def test_it_is_said_what_cannot_be_compared(make_run, table, tmp_path):
@@ -236,7 +228,6 @@ def test_what_cannot_be_compared_is_told_in_a_sentence(make_run, arguments, sent
 
 
 def test_figures_of_the_pages_are_made_from_runs_that_exist(monkeypatch):
-    """Each documented command with --output names a figure beside its page, and finds all of its runs."""
     monkeypatch.chdir(ROOT)
     figures = {}
     for page in sorted(ROOT.glob("experiment_*/README.md")):
@@ -274,7 +265,6 @@ def drawn_lines(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("component", "drawn"), [("correct", "reward/correct"), ("short", "reward/total")])
 def test_a_run_is_drawn_by_accuracy_or_else_by_its_total_reward(drawn_lines, component, drawn):
-    """And what its task describes has a panel, also if it is called like one of our own metrics, or negative."""
     described = {"completion/length": 3, "completion/length_right": 3, "completion/length_of_proof": -1}
     keys = drawn_lines([{"step": step, f"reward/{component}": 0.5, "reward/total": 0.7} | described for step in (1, 2)])
     assert keys[0] == drawn
@@ -283,7 +273,6 @@ def test_a_run_is_drawn_by_accuracy_or_else_by_its_total_reward(drawn_lines, com
 
 
 def test_kinds_of_questions_have_accuracies_and_no_shares(drawn_lines):
-    """What is the same in every evaluation says nothing of the answers."""
     rows = [{"reward/total": 0.5, "completion/one_hop": 0.5, "completion/called": 0.5}]
     for called in (0.2, 0.9):
         shares = {"eval/greedy/one_hop": 0.3, "eval/greedy/called": called, "eval/greedy/unknown_calls": 0.0}
@@ -344,17 +333,3 @@ def test_no_path_of_the_machine_is_written(tmp_path):
     assert json.loads(text)["second"]["x"][-1] == "y" * 10
     assert read_json(tmp_path / "a.json", "first") == {"x": 0.33333333, "n": 1, "path": "data"}
     assert read_json(tmp_path / "a.json", "third") == read_json(tmp_path / "b.json", "first") == {}
-
-
-def test_runs_of_both_kinds_are_compared(make_run, tmp_path, capsys):
-    folder, real = tmp_path / "results", make_run("seed1", seed=1)
-    keep([str(folder), str(make_run("seed0", seed=0)), str(make_run("b"))])
-    for argument in (folder, f"{folder}/*", f"{tmp_path}/res*/*"):
-        main([str(argument), str(real), "--output", str(tmp_path / "a.png")])
-        assert re.findall(r"^(seed\*|b|  2 runs)", capsys.readouterr().out, re.MULTILINE)[:3] == [
-            "b",
-            "seed*",
-            "  2 runs",
-        ]
-    with pytest.raises(SystemExit, match=r"^error: \S+/results holds no run seed9, but for example b, seed0$"):
-        main([f"{folder}/seed9"])

@@ -80,13 +80,6 @@ def test_a_description_says_how_it_was_tried(text, description):
     assert list(found) == ["tries", "false_claim", "gives_up", "equation"]
 
 
-def test_the_question_is_one_sentence():
-    row = {"nums": ["19", 36.0, 55, 7], "target": "65"}
-    user = {"role": "user", "content": "Make 65 from 19, 36, 55, 7."}
-    assert countdown.messages(row) == [user]
-    assert countdown.messages(row, "Think.") == [{"role": "system", "content": "Think."}, user]
-
-
 # Expressions --------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +93,6 @@ def random_expression(rng: random.Random, numbers: list[int]) -> str:
 
 
 def test_random_expressions_have_the_value_that_python_gives():
-    """With every number written as a fraction; the text is our own, and so is evaluated here."""
     rng = random.Random(0)
     for _ in range(1000):
         numbers = [rng.randrange(12) for _ in range(rng.randint(1, 6))]
@@ -142,8 +134,6 @@ def test_the_longest_and_deepest_expressions_are_read():
 
 
 def test_an_expression_is_read_near_the_limit_of_recursion():
-    """It has a value or has none, and nothing is raised."""
-
     def deeper(depth: int) -> Fraction | None:
         return deeper(depth - 1) if depth else countdown.evaluate_expression("-" * 250 + "7")
 
@@ -200,7 +190,6 @@ def all_values(numbers: tuple[int, ...]) -> set[Fraction]:
     "numbers", [(4,), (0, 3), (2, 3), (3, 3), (0, 0, 5), (1, 2, 7), (2, 2, 3), (0, 1, 4, 4), (3, 3, 8, 8)]
 )
 def test_a_solution_is_found_exactly_if_there_is_one(numbers):
-    """Compared with an enumeration of all expressions."""
     possible = all_values(numbers)
     for target in {*possible, *map(Fraction, range(-30, 90))}:
         expression = countdown.find_expression(list(numbers), target)
@@ -208,17 +197,6 @@ def test_a_solution_is_found_exactly_if_there_is_one(numbers):
         if expression is not None:
             value, used = countdown.read_expression(expression)
             assert (value, sorted(used)) == (target, sorted(numbers))
-
-
-def test_solvable_rows_of_up_to_six_numbers_are_solved():
-    rng = random.Random(0)
-    for num_numbers in range(1, countdown.MAX_NUMBERS + 1):
-        for _ in range(3):
-            numbers, value = [rng.randint(1, 99) for _ in range(num_numbers)], None
-            while value is None or value.denominator != 1:
-                value = countdown.evaluate_expression(random_expression(rng, numbers))
-            row = {"nums": rng.sample(numbers, num_numbers), "target": int(value)}
-            assert countdown.reward(row, countdown.solution(row)) == dict.fromkeys(countdown.REWARD_WEIGHTS, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +233,6 @@ def test_rows_may_hold_numbers_as_text():
 
 
 def test_weights_of_the_command_line_reach_the_total():
-    """With these two the reward is TinyZero's: 1, 0.1 or 0."""
     task = Task(countdown, "countdown", ("correct=0.9", "answered=0.1"))
     row = {"nums": [3, 5], "target": 15}
     totals = [

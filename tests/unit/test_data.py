@@ -12,7 +12,7 @@ from tasks.arithmetic import FIELDS as REQUIRED
 from harness.base.config import RunConfig
 from harness.base.hub import _load
 from harness.data.data import load_task, prompts_of_step, read_rows
-from harness.data.task import bundled_tasks, import_task
+from harness.data.task import import_task
 from harness.run.settings import check_sources, describe_sources
 
 pytestmark = pytest.mark.all_questions
@@ -48,7 +48,6 @@ def questions(rows: list[dict]) -> set[str]:
 
 
 def test_rows_are_read_in_order_with_all_their_fields(write):
-    """Blank lines are skipped."""
     rows = [row(1, note="é"), row(2)]
     assert read_rows(write(rows[0], "", "   ", rows[1]), REQUIRED) == rows
 
@@ -111,7 +110,6 @@ def test_a_file_of_another_format_is_named(tmp_path, name, content, sentence):
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_windows_files_are_read(tmp_path, mark, end):
-    """With CR LF, and with a byte order mark, also where two such files were joined."""
     lines = [json.dumps(row(number, note="é"), ensure_ascii=False).encode() for number in range(3)]
     (tmp_path / "rows.jsonl").write_bytes(mark + end.join([lines[0], mark + lines[1], b"", lines[2]]) + end)
     rows = read_rows(str(tmp_path / "rows.jsonl"), REQUIRED)
@@ -181,11 +179,6 @@ def test_a_users_evaluation_file_costs_no_training_rows(write):
     assert eval_rows == [row(number) for number in range(10, 14)]
 
 
-def test_a_users_file_that_evaluation_would_use_up_is_refused(write):
-    with pytest.raises(UserError, match="has 5 rows, of which --eval-prompts takes 5"):
-        load_rows(data=write(*map(row, range(5))), eval_prompts=5)
-
-
 def test_test_data_beside_training_data_are_evaluated_on(write, capsys):
     path, test = write(*map(row, range(5)), name="train.jsonl"), write(*map(row, range(10, 14)), name="test.jsonl")
     for eval_data in (None, path):  # what is given goes before
@@ -202,7 +195,6 @@ def test_test_data_beside_training_data_are_evaluated_on(write, capsys):
 
 
 def test_a_run_is_not_resumed_with_other_held_out_questions(write, tmp_path):
-    """If the test file has gone, or has come, other questions would be held out."""
     path = write(*map(row, range(5)), name="train.jsonl")
 
     def sources(eval_data: str | None) -> dict:
@@ -277,7 +269,6 @@ def test_a_subset_or_split_that_is_missing_is_named(hub_dataset, source, sentenc
 
 
 def test_subset_and_split_are_named_from_the_cache_as_well(hub_dataset, tmp_path):
-    """Without a network, where the dataset was loaded before."""
     read_rows("owner/name:main", REQUIRED)
     (tmp_path / "cache" / "name").rename(tmp_path / "cache" / "owner___name")  # as for one from the hub
     (tmp_path / "owner" / "name").rename(tmp_path / "owner" / "gone")
@@ -290,7 +281,6 @@ def test_subset_and_split_are_named_from_the_cache_as_well(hub_dataset, tmp_path
 
 
 def test_the_test_split_of_a_hub_dataset_is_evaluated_on(hub_dataset, capsys):
-    """Unless the source names a split: then rows are held out."""
     train_rows, eval_rows = load_rows(data="owner/name:main")
     assert (train_rows, eval_rows) == (list(map(row, range(6))), list(map(row, range(10, 14))))
     assert "evaluated on owner/name:main:test, which comes with owner/name:main" in capsys.readouterr().out
@@ -299,7 +289,6 @@ def test_the_test_split_of_a_hub_dataset_is_evaluated_on(hub_dataset, capsys):
 
 
 def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
-    """The id is left as it is, where a path becomes one relative to the task's file."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.py").write_text(
         "from tasks.arithmetic import *\nTRAIN_DATA = 'owner/name:main'\nEVAL_DATA = 'data/rows.jsonl'\n"
@@ -315,7 +304,6 @@ def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
 
 @pytest.mark.parametrize(("num_rows", "prompts_per_step"), [(12, 4), (14, 4), (8, 8), (7, 1)])
 def test_an_epoch_has_its_own_order_and_repeats_no_row(num_rows, prompts_per_step):
-    """Every step has the full number of prompts."""
     steps_per_epoch = num_rows // prompts_per_step
     epochs = []
     for epoch in range(3):
@@ -329,13 +317,7 @@ def test_an_epoch_has_its_own_order_and_repeats_no_row(num_rows, prompts_per_ste
     assert len(set(epochs)) == 3
 
 
-def test_rows_that_an_epoch_left_out_come_in_later_ones():
-    seen = {index for step in range(1, 61) for index in prompts_of_step(14, 4, step, seed=0)}
-    assert seen == set(range(14))
-
-
 def test_the_order_depends_on_seed_and_step_alone():
-    """So a resumed run needs no state of the data."""
     later = prompts_of_step(100, 8, 77, seed=3)
     assert prompts_of_step(100, 8, 77, seed=3) == later
     assert prompts_of_step(100, 8, 77, seed=4) != later
@@ -344,13 +326,6 @@ def test_the_order_depends_on_seed_and_step_alone():
 
 @pytest.mark.parametrize("value", ["[1, NaN]", '{"a": [Infinity]}', '["\\ud83d"]'])
 def test_a_list_is_examined_to_its_depth(write, value):
-    """A conversation with half a surrogate pair, for example, would end in an error of the tokenizer."""
     path = write({"messages": [1]}, f'{{"messages": {value}}}')
     with pytest.raises(UserError, match=r"rows\.jsonl:2: the field 'messages' cannot be"):
         read_rows(path, {"messages": (list, dict)})
-
-
-def test_only_files_are_bundled_tasks():
-    """Not the packages beside them, which tasks and programs are made of."""
-    assert {"arithmetic", "calculator", "qa"} <= set(bundled_tasks())
-    assert not {"audit", "verdicts", "__init__", "__main__"} & set(bundled_tasks())

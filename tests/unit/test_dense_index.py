@@ -141,7 +141,6 @@ def test_another_encoder_is_refused(encoders, tmp_path):
 
 
 def test_the_flags_open_an_index_for_its_documents(encoders, tmp_path, monkeypatch, load_script):
-    """It is made once; one of other documents is refused, and built anew by the command of the message."""
     monkeypatch.chdir(tmp_path)
     rows = [json.dumps({"id": name, "text": f"The ship {name}."}) for name in NAMES]
     Path("docs.jsonl").write_text("\n".join(rows))
@@ -190,14 +189,6 @@ def test_a_missing_package_is_named(monkeypatch, encoders):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(UserError, match=r"--encoder needs sentence_transformers: pip install -e '\.\[search\]'"):
         load_encoder(encoders["static"])
-
-
-def test_all_queries_of_a_call_are_encoded_together(indexes):
-    sizes = []
-    hook = indexes["bert"]._model[0].register_forward_pre_hook(lambda _, args: sizes.append(len(args[0]["input_ids"])))
-    indexes["bert"].search_all([f"query {number}" for number in range(64)], 2)
-    hook.remove()
-    assert sizes == [64]
 
 
 def test_it_works_in_threads(indexes):

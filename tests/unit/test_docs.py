@@ -57,7 +57,6 @@ def test_links_lead_to_files_that_exist(page):
 @pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("page", sorted(ROOT.glob("experiment_*/README.md")), ids=lambda page: page.parent.name)
 def test_numbered_steps_point_at_the_numbered_comments(page):
-    """The README of an experiment without a parent links all of them, a sibling's README those that it changes."""
     lines = (page.parent / "train.py").read_text(encoding="utf-8").splitlines()
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"^(\d)\. .*\[line (\d+)\]\(train\.py#L(\d+)\)", text, re.MULTILINE)
@@ -104,7 +103,6 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
 @pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_understood_by_their_scripts(page, load_script):
-    """Flags and their values, as the script itself reads them; nothing is run."""
     for script, arguments in commands_of(page):
         assert (ROOT / script).is_file(), script
         if script in PLAIN_SCRIPTS or arguments in ([], ["--help"]):
@@ -146,7 +144,6 @@ def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
 
 @pytest.mark.usefixtures("beside_scripts")
 def test_the_table_of_hyperparameters_matches_its_data(load_script):
-    """The table in docs/hyperparameters.md is the one made from the committed results."""
     benchmark = load_script("benchmarks/hyperparameters.py")
     assert benchmark.table(*benchmark.read_results()) in (ROOT / "docs" / "hyperparameters.md").read_text("utf-8")
 
@@ -242,7 +239,6 @@ def test_noise_needs_rewards_that_are_not_exact(traps, load_script):
 
 
 def test_the_page_is_about_the_mistakes_that_are_planted(traps):
-    """Its table is that of the committed results, and the tests that it names exist."""
     page = (ROOT / "docs" / "traps.md").read_text(encoding="utf-8")
     assert traps.table(*traps.read_results()) in page
     assert tuple(traps.TRAPS) == NAMES == tuple(re.findall(r'^<a id="(\w+)"></a>', page, re.MULTILINE))

@@ -392,7 +392,6 @@ def test_what_cannot_be_examined_is_said_in_one_line(examine_text, text, sentenc
 
 
 def test_a_neighbour_is_imported_from_the_search_path_only(examine_text, tmp_path, monkeypatch):
-    """The doctor does not change it: a neighbour could take the place of a module that is imported later."""
     (tmp_path / "beside_my_loss.py").write_text("def advantages(returns): return returns - returns.mean(1, True)")
     before = list(sys.path)
     assert examine_text("from beside_my_loss import advantages").errors[0].endswith(f"found with PYTHONPATH={tmp_path}")

@@ -28,10 +28,10 @@ from harness.evaluation.evaluation_directory import begin, locked
 from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answer, Answers, figures
 from harness.evaluation.intervals import difference, mean_with_interval
-from harness.evaluation.questions import content_of, load_questions
+from harness.evaluation.questions import load_questions
 from harness.evaluation.session import evaluate
 from harness.evaluation.suite import average, parts
-from harness.evaluation.votes import majority, numbers_of_samples
+from harness.evaluation.votes import majority
 from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,14 +60,7 @@ def test_of_single_answers_the_interval_is_wilsons(right, count):
     assert (found.low, found.high) == pytest.approx(wilson(right / count, count), abs=1e-12)
 
 
-def test_samples_that_always_agree_are_worth_one_answer():
-    """With 8 equal samples of each question nothing more is known than with one."""
-    single = [1.0] * 12 + [0.0] * 18
-    assert mean_with_interval(single, answers_per_question=8) == mean_with_interval(single)
-
-
 def test_samples_of_equal_questions_are_worth_all_answers():
-    """Where questions do not differ, Q questions with n samples are as good as Q n questions."""
     shares = keyed_generator("shares", 0).binomial(8, 0.4, size=4000) / 8
     found = mean_with_interval(shares.tolist(), answers_per_question=8)
     assert (found.low, found.high) == pytest.approx(wilson(shares.mean(), 32_000), abs=5e-4)
@@ -83,7 +76,6 @@ def test_an_interval_is_inside_0_to_1_and_holds_the_mean(values, answers):
 
 
 def test_intervals_hold_the_truth_where_naive_ones_do_not():
-    """40 questions of unequal difficulty with 8 samples each; a seeded simulation of 400 evaluations."""
     generator = keyed_generator("coverage", 0)
     held = {"clustered": 0, "as if independent": 0}
     for _ in range(400):
@@ -145,13 +137,6 @@ def test_majority_is_the_mean_over_all_subsets(monkeypatch, answers):
     assert found[1] == pytest.approx(np.mean(correct))
 
 
-def test_votes_are_the_same_again_and_with_any_number():
-    answers = [str(number % 7) for number in range(100)]
-    correct = [float(number % 7 == 3) for number in range(100)]
-    assert majority(answers, correct, 0, 1) == majority(answers, correct, 0, 1)
-    assert list(majority(answers, correct, 0, 1)) == numbers_of_samples(100) == [1, 2, 4, 8, 16, 32, 64, 100]
-
-
 def answers_of(correct: list[list[float]], given: list[list]) -> Answers:
     sampled = [
         [Answer(c, g, 3, False, {}) for c, g in zip(*group, strict=True)] for group in zip(correct, given, strict=True)
@@ -160,13 +145,11 @@ def answers_of(correct: list[list[float]], given: list[list]) -> Answers:
 
 
 def test_without_a_way_to_read_right_answers_there_is_no_vote():
-    """A task whose answers are in another form than the default one, and that defines no `vote`."""
     assert "maj@k" not in figures(answers_of([[1.0, 0.0]], [[None, None]]), seed=0)["sampled"]
     assert "maj@k" in figures(answers_of([[1.0, 0.0]], [["x", None]]), seed=0)["sampled"]
 
 
 def test_an_estimate_from_k_samples_is_worth_n_over_k_answers():
-    """Of questions that are all alike, only the number of samples limits what is known."""
     sampled = figures(answers_of([[1.0, 1.0, 0.0, 0.0]] * 10, [["7", "7", "8", "8"]] * 10), seed=0)["sampled"]
     for k, answers in ((1, 40), (2, 20)):
         found = sampled["pass@k"][str(k)]
@@ -204,7 +187,6 @@ def trajectory(text: str) -> Trajectory:
 
 
 def test_after_a_kill_at_any_byte_the_file_becomes_the_same(tmp_path):
-    """A file cut off at every byte, also with other bytes behind: complete batches are kept, the others written."""
     batches = make_batches(3, 2, size=2)
     path = tmp_path / "completions.jsonl"
 
@@ -278,7 +260,6 @@ def random_models(tokenizer):
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_batches_of_1_and_of_64_give_the_same_completions(make_config, random_models, tmp_path, kind):
-    """Prompts of different lengths are padded on the left, and groups are divided over batches."""
     pages = []
     for size in (1, 3, 64):
         directory = tmp_path / str(size)
@@ -290,7 +271,6 @@ def test_batches_of_1_and_of_64_give_the_same_completions(make_config, random_mo
 
 
 def test_the_figures_are_those_of_a_runs_own_evaluation(make_config, load_script, tmp_path):
-    """The same policy, questions and seed: the same answers as in the evaluation at the end of a run."""
     flags = {"max_new_tokens": 24, "system_prompt": "", "eval_prompts": 24, "seed": 5}
     run = load_script("experiment_base/train.py").Config(device="cpu", **flags)
     policy = load_policy(run)
@@ -430,12 +410,6 @@ def test_what_is_no_evaluation_cannot_be_compared_with(tmp_path, content):
         read_results(str(tmp_path))
     with pytest.raises(UserError, match=r"there is no results\.json"):
         read_results(str(tmp_path / "nowhere"))
-
-
-def test_a_row_is_known_by_what_it_holds():
-    row = Row({"question": "What is 1+1?", "answer": "2"})
-    assert content_of(row) == content_of(Row(dict(reversed(row.items()))))
-    assert content_of(row) != content_of(Row(row | {"answer": "3"}))
 
 
 # Failures and suites -------------------------------------------------------------------------------------------------

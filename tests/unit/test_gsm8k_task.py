@@ -35,14 +35,8 @@ def decisions() -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize(("wanted", "text", "correct"), decisions(), ids=[ascii(text) for _, text, _ in decisions()])
 def test_the_table_of_decisions_holds(wanted, text, correct):
-    """Also with the gold answer as it is published."""
     assert gsm8k.reward({"answer": wanted}, text)["correct"] == correct
     assert gsm8k.reward({"answer": f"It is <<9*2=18>>18.\n#### {wanted}"}, text)["correct"] == correct
-
-
-def test_the_table_was_read():
-    assert len(decisions()) == len(set(decisions())) > 70
-    assert {correct for _, _, correct in decisions()} == {0, 1}
 
 
 # Golds --------------------------------------------------------------------------------------------------------------
@@ -62,7 +56,6 @@ def notebook_gold(answer: str) -> str:
 
 
 def test_every_published_gold_is_read(published):
-    """As a reader would that knows that commas separate thousands; all are whole, and are their own solution."""
     for row in published:
         assert gsm8k.gold(row) == int(notebook_gold(row["answer"]).replace(",", ""))
         rewards = gsm8k.reward(row, gsm8k.solution(row))
@@ -72,7 +65,6 @@ def test_every_published_gold_is_read(published):
 
 
 def test_notebooks_lose_what_has_a_comma(published):
-    """Their int() cannot read it, and as text it differs from the same number without commas."""
     unread = unequal = 0
     for row in published:
         try:
@@ -108,7 +100,6 @@ def test_golds_are_text_or_numbers(answer, number):
     "answer", ["", "blue", "#### blue", "#### 18 or 20", "72 ####", RAW + "\nSo 72.", "9" * 101, 1e300, float("nan")]
 )
 def test_a_row_whose_gold_is_no_number_is_refused(answer):
-    """And nothing that a policy writes is right."""
     row = Row({"question": "", "answer": answer})
     row.place = "rows.jsonl:7"
     with pytest.raises(UserError, match=r"^rows\.jsonl:7: .*no completion can be right"):
@@ -156,7 +147,6 @@ def test_no_text_makes_the_reward_raise(text, is_answer):
     "piece", ["7", "1,", "1,234", " ", "$", "-", "7 ", "7/", ".", "a", " a", "a7", "%", "\n", "<", "#"]
 )
 def test_long_texts_are_rewarded(piece, is_answer):
-    """A million times the same: what is not linear in the length of the text would take hours."""
     text = piece * 1_000_000
     text = f"<think>{text}</think><answer>{text}</answer>" if is_answer else text
     assert gsm8k.reward(ROW, text)["correct"] == 0
@@ -246,7 +236,6 @@ def write(path: Path, *rows: dict) -> str:
 
 @pytest.mark.parametrize("task", ["arithmetic", "qa"])
 def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, task):
-    """In one sentence, before a model is loaded."""
     path = write(tmp_path / "train.jsonl", ROW, ROW)
     sentence = r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"
     with pytest.raises(UserError, match=sentence) as caught:
