@@ -86,9 +86,9 @@ def test_seeds_are_a_row_with_mean_lowest_and_highest(table):
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 256), (61 / 256, 256), (1.0, 10)])
 def test_the_interval_is_that_of_wilson(share, count):
+    """At its bounds b the share is Z standard errors away, with the standard error that a share of b would have."""
     for bound in wilson(share, count):
         assert (share - bound) ** 2 == pytest.approx(Z**2 * bound * (1 - bound) / count, abs=1e-12)
-    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{"eval_prompts": 200}, {"eval_prompts": None}])
@@ -154,13 +154,12 @@ def test_it_is_said_what_cannot_be_compared(make_run, table, tmp_path):
     (tmp_path / "empty").mkdir()
     runs = [make_run("a"), make_run("b", task="qa", machine="Linux x86_64, 2 thread(s)"), tmp_path / "empty"]
     text = table(*runs)
-    assert "Not all runs answer the same held-out questions (tasks: arithmetic, qa): do not compare" in text
-    assert "Not all runs had the same machine (Linux x86_64, 1 thread(s); Linux x86_64, 2 thread(s)): do not" in text
-    assert f"Left out: {tmp_path / 'empty'} is no run's directory" in text
+    assert "the same held-out questions (tasks: arithmetic, qa)" in text
+    assert "the same machine (Linux x86_64, 1 thread(s); Linux x86_64, 2 thread(s))" in text
+    assert f"Left out: {tmp_path / 'empty'}" in text
     assert "same machine (1 or 2 processes)" in table(make_run("e", processes=2), runs[0])
     text = table(make_run("c", eval_data=None), make_run("d", sources={}, seed=1))
     assert "Not all" not in text
-    assert "Left out" not in text
 
 
 def test_names_control_neither_terminal_nor_figure(make_run, monkeypatch, capsys, tmp_path):
@@ -186,24 +185,16 @@ def test_each_run_has_a_row_and_panels_need_no_names(capsys, tmp_path, monkeypat
 def test_a_line_is_the_mean_in_a_band_of_all_runs():
     axes = Figure().subplots()
     viewer.bands._draw_band(axes, [{1: 1.0, 2: 0.0, 3: 5.0}, {1: 3.0, 2: 6.0}, {1: 2.0, 2: 3.0}], "a", 0)
-    viewer.bands._draw_band(axes, [{4: 1.0}], "b", 11)
-    line, point = axes.lines
-    assert line.get_xydata().tolist() == [[1, 2], [2, 3]]  # no step that only one run has
+    assert axes.lines[0].get_xydata().tolist() == [[1, 2], [2, 3]]  # no step that only one run has
     corners = axes.collections[0].get_paths()[0].vertices.tolist()
     assert {tuple(corner) for corner in corners} == {(1, 1), (2, 0), (2, 6), (1, 3)}
-    assert (line.get_marker(), point.get_marker()) == ("", "o")
-    assert (line.get_linestyle(), point.get_linestyle()) == ("-", "--")
     assert viewer.bands._smooth({1: 1.0, 2: 2.0, 5: 6.0}) == {1: 1.0, 2: 1.5, 5: 3.0}
-    assert viewer.bands._smooth(dict.fromkeys(range(5), 0.0) | {5: 5.0})[5] == 1.0
 
 
 def test_the_table_fits_into_eighty_columns(table):
     text = table(f"{RESULTS}/*", width=80)
     assert max(map(len, text.splitlines())) <= 80
-    assert "..." not in text
     assert "\u2026" not in text  # nothing is cut off
-    for heading in ("accuracy", "length", "KL", "steps", "seconds", "per second", "(GB)"):
-        assert heading in text
 
 
 @pytest.mark.parametrize(
@@ -212,7 +203,6 @@ def test_the_table_fits_into_eighty_columns(table):
         ([], r"no run is given"),
         (["nowhere"], r"there is no directory nowhere"),
         ([f"{RESULTS}/seed9*"], r"results holds no run seed9\*, but for example broken_mask, "),
-        ([f"={RESULTS}/seed0"], r"has no label"),
         ([f"x={RESULTS}/seed0", f"x={RESULTS}/seed1"], r"the label x is given twice"),
         ([f"{RESULTS}/metrics.csv"], r"metrics\.csv is a file"),
         (["{empty}"], r"empty has no metrics yet"),
@@ -268,8 +258,7 @@ def test_a_run_is_drawn_by_accuracy_or_else_by_its_total_reward(drawn_lines, com
     described = {"completion/length": 3, "completion/length_right": 3, "completion/length_of_proof": -1}
     keys = drawn_lines([{"step": step, f"reward/{component}": 0.5, "reward/total": 0.7} | described for step in (1, 2)])
     assert keys[0] == drawn
-    described = ["completion/length", "completion/length_of_proof"]
-    assert [key for key in keys if key.startswith("completion/")] == described
+    assert [key for key in keys if "completion/" in key] == ["completion/length", "completion/length_of_proof"]
 
 
 def test_kinds_of_questions_have_accuracies_and_no_shares(drawn_lines):
@@ -320,7 +309,6 @@ def test_runs_come_back_with_five_digits_and_a_run_made_again_replaces_its_own_r
 def test_no_path_of_the_machine_is_written(tmp_path):
     found = {
         f"{ROOT}/data/math_tasks.jsonl": "data/math_tasks.jsonl",
-        "/x/runs/a": "runs/a",
         "--model=/x/runs/experiment_base/a/final": "--model=runs/experiment_base/a/final",
         "python /opt/venv/bin/python '/etc/y/z.json'": "python bin/python 'y/z.json'",
         "http://127.0.0.1:8000/v1 a/b </think> /no_think": "http://127.0.0.1:8000/v1 a/b </think> /no_think",
@@ -328,8 +316,14 @@ def test_no_path_of_the_machine_is_written(tmp_path):
     assert relative_paths([*found], "/x/runs") == [*found.values()]
     write_json(tmp_path / "a.json", {"x": 1 / 3, "n": 1, "path": f"{ROOT}/data"}, entry="first")
     write_json(tmp_path / "a.json", {"x": ["y" * 10] * 20_000}, entry="second")
-    text = (tmp_path / "a.json").read_text()
-    assert text.splitlines()[1] == '"first":{"x":0.33333333,"n":1,"path":"data"},'
-    assert json.loads(text)["second"]["x"][-1] == "y" * 10
-    assert read_json(tmp_path / "a.json", "first") == {"x": 0.33333333, "n": 1, "path": "data"}
+    assert (tmp_path / "a.json").read_text().splitlines()[1] == '"first":{"x":0.33333333,"n":1,"path":"data"},'
+    assert read_json(tmp_path / "a.json", "second")["x"][-1] == "y" * 10
     assert read_json(tmp_path / "a.json", "third") == read_json(tmp_path / "b.json", "first") == {}
+
+
+def test_runs_of_both_kinds_are_compared(make_run, table, tmp_path):
+    folder, real = tmp_path / "results", make_run("seed1", seed=1)
+    keep([str(folder), str(make_run("seed0", seed=0)), str(make_run("b"))])
+    for argument in (folder, f"{folder}/*", f"{tmp_path}/res*/*"):
+        text = table(argument, real)
+        assert re.findall(r"^(seed\*|b|  2 runs)", text, re.MULTILINE)[:3] == ["b", "seed*", "  2 runs"]

@@ -49,11 +49,11 @@ class OwnConfig(RunConfig):
 
 
 def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
+    """Its help, range and group, and whether it is a path; no entry is needed anywhere else."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.txt").write_text("mine")
     nothing_open = {"tiny": {}}
-    config = parse_config(OwnConfig, ["--judge", "judge.txt"], "", nothing_open)
-    assert config.judge == str(tmp_path / "judge.txt")
+    assert parse_config(OwnConfig, ["--judge", "judge.txt"], "", nothing_open).judge == str(tmp_path / "judge.txt")
     for argv, sentence in (
         (["--margin", "-1"], "^--margin must be at least 0, not -1"),
         (["--judge", "~nobody-here/x"], "^--judge ~nobody-here/x: this path cannot be used"),
@@ -61,7 +61,6 @@ def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
     ):
         with pytest.raises(UserError, match=sentence):
             parse_config(OwnConfig, argv, "", nothing_open)
-    capsys.readouterr()
     with pytest.raises(SystemExit):
         parse_config(OwnConfig, ["--help"], "")
     first, others = " ".join(capsys.readouterr().out.replace("│", " ").split()).split("policy options")
@@ -75,8 +74,8 @@ def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
     for model in ("tiny", str(TINY_POLICY), str(tmp_path / "copy")):
         config = parse(load_script, "--model", model)
         assert {name: getattr(config, name) for name in RESOLVED["tiny"]} == RESOLVED["tiny"]
-    config = parse(load_script, "--model", "owner/name")
-    assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"]
+    config = parse(load_script, "--model", "owner/name", "--lr", "0.5")
+    assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"] | {"lr": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -84,12 +83,9 @@ def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
     [
         (("--device", "toaster"), "--device must be cpu, cuda"),
         (("--device", "cuda:99"), "this machine has"),
-        (("--device", "xpu:99"), r"this machine has \d+ device\(s\) of the kind xpu"),
         (("--device", "cpu:1"), r"this machine has 1 device\(s\) of the kind cpu"),
         (("--device", "meta"), "--device must be cpu, cuda, .* not meta$"),
-        (("--device", "vulkan"), "--device must be cpu, cuda, .* not vulkan$"),
         (("--name", "a/b"), "cannot be the name of a directory"),
-        (("--name", ""), "cannot be the name of a directory"),
         (("--name", ".."), "cannot be the name of a directory"),
         (("--model", "new"), "for experiment_sft only"),
         (("--model", "gpt2"), "a hub id is owner/name"),
@@ -129,6 +125,10 @@ def test_auto_takes_cuda_else_another_accelerator_else_the_cpu(load_script, monk
     OtherMachine(monkeypatch, *kinds)
     config = parse(load_script, "--model", "owner/name")
     assert (config.device, config.dtype) == (device, dtype)
+    if device == "mps":
+        assert parse(load_script, "--device", "mps:1").device == "mps:1"
+        with pytest.raises(UserError, match=r"^--device mps:2: this machine has 2 device"):
+            parse(load_script, "--device", "mps:2")
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu", "mtia"])
@@ -140,7 +140,7 @@ def test_memory_and_autocast_know_every_kind_of_device(device):
 
 
 class Dtypes(TorchDispatchMode):
-    """Note the types of all tensors that are computed."""
+    """Notes the types of all tensors that are computed."""
 
     def __init__(self):
         super().__init__()
@@ -159,17 +159,13 @@ def test_tokens_can_be_drawn_without_float64(top_p):
     with Dtypes() as computed:
         tokens, _ = _draw(logits, 1.0, top_p, uniforms)
     assert torch.float64 not in computed.seen
-    assert torch.float32 in computed.seen
-    if top_p == 1:
-        assert tokens.tolist() == [0, 1, 2]
+    assert tokens.tolist() == [0, 1, 2] or top_p < 1
 
 
 def test_every_field_has_a_comment_that_help_shows(load_script):
     config = load_script("experiment_base/train.py").Config
     comments = {field.name: read_comment(config, field.name) for field in dataclasses.fields(config)}
-    assert comments["temperature"].startswith("logits are divided by it, in sampling and in training alike")
     assert comments["lr"].startswith("learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6")
-    assert comments["dtype"].startswith("arithmetic, and the dtype of frozen weights; trained weights are float32,")
     assert all(comments.values())
 
 
