@@ -56,23 +56,16 @@ def test_rows_are_read_in_order_with_all_their_fields(write):
     ("line", "sentence"),
     [
         ('{"question": "What', "not JSON"),
-        ("question,answer", "not JSON"),
         ("[1, 2]", "a row must be a JSON object, not list"),
         ('{"question": "What is 2?"}', r"the field 'answer' is missing \(there are: question\)"),
-        ('{"prompt": "What is 2?", "answer": "2"}', "the field 'question' is missing"),
         ('{"question": 2, "answer": "2"}', "the field 'question' cannot be 2, but text"),
         ('{"question": "", "answer": null}', "the field 'answer' cannot be null"),
-        ('{"question": "", "answer": [2]}', r"the field 'answer' cannot be \[2\]"),
         ('{"question": "", "answer": true}', "the field 'answer' cannot be true"),
         ('{"question": "", "answer": NaN}', "the field 'answer' cannot be NaN"),
         ('{"question": "", "answer": -1e999}', "the field 'answer' cannot be -Infinity"),
         ('{"question": "\\ud83d", "answer": "2"}', "the field 'question' cannot be"),
         ('{"question": "", "answer": ["' + "a" * 5000 + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.,"),
-        ("[" * 100_000, "lists or objects are nested too deeply"),
-        (
-            '{"question": "", "answer": "2", "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
-            "lists or objects are nested too deeply",
-        ),
+        ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "lists or objects are nested too deeply"),
         ("9" * 5000, "an integer has too many digits"),
     ],
     ids=lambda value: value[:30],
@@ -83,10 +76,9 @@ def test_a_row_that_cannot_be_used_is_named(write, line, sentence):
     assert len(str(caught.value).rpartition("/")[2]) < 200
 
 
-@pytest.mark.parametrize("lines", [(), ("", " ")])
-def test_a_file_without_rows_is_named(write, lines):
+def test_a_file_without_rows_is_named(write):
     with pytest.raises(UserError, match=r"rows\.jsonl has no rows"):
-        read_rows(write(*lines), REQUIRED)
+        read_rows(write("", " "), REQUIRED)
 
 
 @pytest.mark.parametrize(
@@ -118,12 +110,9 @@ def test_windows_files_are_read(tmp_path, mark, end):
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"missing\.jsonl: there is no such file"):
-        read_rows(str(tmp_path / "missing.jsonl"), REQUIRED)
-    with pytest.raises(UserError, match="there is no such file"):
-        read_rows("data/missing.jsonl", REQUIRED)  # one slash, and still no id of a hub dataset
-    with pytest.raises(UserError, match="there is no such file"):
-        read_rows(str(tmp_path), REQUIRED)
+    for path in (str(tmp_path / "missing.jsonl"), "data/missing.jsonl", str(tmp_path)):  # none is an id of the hub
+        with pytest.raises(UserError, match="there is no such file"):
+            read_rows(path, REQUIRED)
     with pytest.raises(UserError, match="is a pipe or a device"):
         read_rows(os.devnull, REQUIRED)
 
@@ -181,15 +170,11 @@ def test_a_users_evaluation_file_costs_no_training_rows(write):
 
 def test_test_data_beside_training_data_are_evaluated_on(write, capsys):
     path, test = write(*map(row, range(5)), name="train.jsonl"), write(*map(row, range(10, 14)), name="test.jsonl")
-    for eval_data in (None, path):  # what is given goes before
-        train_rows, eval_rows = load_rows(data=path, eval_data=eval_data)
-        assert len(train_rows) == 5
-        assert eval_rows == (list(map(row, range(10, 14))) if eval_data is None else train_rows)
-        said = capsys.readouterr().out.splitlines()
-        assert [line for line in said if "test.jsonl" in line] == [
-            line for line in said if line.startswith(f"evaluated on {test}, which comes with {path}")
-        ]
-        assert any("test.jsonl" in line for line in said) == (eval_data is None)
+    train_rows, eval_rows = load_rows(data=path)
+    assert (len(train_rows), eval_rows) == (5, list(map(row, range(10, 14))))
+    assert f"evaluated on {test}, which comes with {path}" in capsys.readouterr().out
+    assert load_rows(data=path, eval_data=path)[1] == train_rows  # what is given goes before
+    assert "test.jsonl" not in capsys.readouterr().out
     other = write(*map(row, range(5)), name="mine.jsonl")  # only what is called train.jsonl
     assert len(load_rows(data=other, eval_prompts=2)[0]) == 3
 
@@ -296,10 +281,6 @@ def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
     task = import_task(RunConfig(task="tasks/mine.py"))
     assert task.train_data == "owner/name:main"
     assert task.eval_data == str(tmp_path / "tasks" / "data" / "rows.jsonl")
-    (tmp_path / "tasks" / "mine.py").write_text(
-        "from tasks.arithmetic import *\nTRAIN_DATA, EVAL_DATA = 'owner/name:main', None\n"
-    )
-    assert len(load_rows(task="tasks/mine.py")[1]) == 4
 
 
 @pytest.mark.parametrize(("num_rows", "prompts_per_step"), [(12, 4), (14, 4), (8, 8), (7, 1)])
