@@ -76,21 +76,16 @@ def diagnose(metrics: dict[str, float], dtype: str = "float32") -> list[str]:
 
 
 def test_a_gradient_that_is_not_finite_is_reported_and_skipped(make_policy, update):
-    def spoil_all(_, experience: Experience) -> None:
-        experience.advantages[:] = math.nan
-
-    def spoil_one(_, experience: Experience) -> None:
-        experience.advantages[2] = math.nan
+    def spoil(rows: slice):
+        return lambda policy, experience: experience.advantages[rows].fill_(math.nan)
 
     policy = make_policy()
     start = {name: weight.clone() for name, weight in policy.named_parameters()}
-    metrics = update(policy, spoil_all)
-    assert metrics["loss/skipped"] == 4  # two epochs of two minibatches
-    assert metrics["loss/grad_clipped"] == 0
+    metrics = update(policy, spoil(slice(None)))
+    assert (metrics["loss/skipped"], metrics["loss/grad_clipped"]) == (4, 0)  # two epochs of two minibatches
     assert diagnose(metrics) == [the_sentence("skipped", diagnose(metrics))]
     assert all(torch.equal(weight, start[name]) for name, weight in policy.named_parameters())
-
-    assert update(make_policy(), spoil_one)["loss/skipped"] == 2
+    assert update(make_policy(), spoil(slice(2, 3)))["loss/skipped"] == 2
     metrics = update(policy)
     assert metrics["loss/skipped"] == 0
     assert diagnose(metrics) == []
@@ -317,7 +312,7 @@ def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 4, B])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_metrics_of_a_step_equal_a_slow_loop(load_script, experience, micro_batch_size):
     updates = updates_of(experience)
     expected = slow_metrics(experience, updates)
@@ -353,8 +348,7 @@ def test_a_loss_names_what_is_logged_about_its_tokens(experience):
 
 
 def test_terms_of_rows_are_refused(experience):
+    """They would be counted once for every token."""
     leaf = torch.zeros(experience.action_mask.shape, requires_grad=True)
-    terms = leaf.sum(dim=1, keepdim=True)
-    terms.sum().backward()
     with pytest.raises(ValueError, match=r"a term for every token, \(6, 9\), not \(6, 1\)"):
-        UpdateStatistics(MAX_GRAD_NORM).add(0, 0, experience, leaf, terms)
+        UpdateStatistics(MAX_GRAD_NORM).add(0, 0, experience, leaf, leaf.sum(dim=1, keepdim=True))

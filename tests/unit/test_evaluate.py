@@ -23,7 +23,7 @@ from harness.models.loading import load_policy
 from harness.run.start import start_run
 
 
-@pytest.mark.parametrize("n", range(1, 8))
+@pytest.mark.parametrize("n", [1, 4, 7])
 def test_pass_at_k_equals_an_enumeration_of_all_choices(n):
     for c in range(n + 1):
         samples = [True] * c + [False] * (n - c)
@@ -32,7 +32,7 @@ def test_pass_at_k_equals_an_enumeration_of_all_choices(n):
             assert pass_at_k(n, c, k) == pytest.approx(sum(choices) / len(choices))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.05, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_pass_at_k_is_unbiased_where_the_plug_in_estimate_is_not(p, k):
     chances = [comb(8, c) * p**c * (1 - p) ** (8 - c) for c in range(9)]
@@ -128,7 +128,7 @@ def test_pass_at_k_is_over_the_samples_of_one_question(policy):
 
 def test_evaluation_is_reproducible_and_depends_on_its_seed(policy):
     first, again, other = (
-        evaluate(policy, ROWS, LENGTH_TASK, max_new_tokens=40, num_samples=2, seed=seed) for seed in (0, 0, 1)
+        evaluate(policy, ROWS, LENGTH_TASK, max_new_tokens=20, num_samples=2, seed=seed) for seed in (0, 0, 1)
     )
     assert first == again
     assert first[0] != other[0]
@@ -245,22 +245,27 @@ class Settings(RunConfig):
 
 def test_a_run_asks_held_out_questions_with_its_settings():
     policy = load_policy(RunConfig(device="cpu"))
-    config = Settings(eval_prompts=6, seed=3, system_prompt="Be brief.")
+    config = Settings(eval_prompts=4, max_new_tokens=8, seed=3, system_prompt="Be brief.")
     task = load_task(config)
-    settings = {"max_new_tokens": 12, "system_prompt": "Be brief.", "num_samples": 2, "seed": 3}
+    settings = {"max_new_tokens": 8, "system_prompt": "Be brief.", "num_samples": 2, "seed": 3}
     found = evaluate_held_out(config, task, policy, num_samples=2)
     assert found == evaluate(policy, task.eval_rows, task, **settings)
-    for other in ({"max_new_tokens": 10}, {"system_prompt": ""}, {"seed": 4}, {"num_samples": 1}):
+    for other in ({"max_new_tokens": 6}, {"system_prompt": ""}, {"seed": 4}, {"num_samples": 1}):
         assert found != evaluate(policy, task.eval_rows, task, **(settings | other))
-    assert found != evaluate(policy, task.train_rows[:6], task, **settings)
+    assert found != evaluate(policy, task.train_rows[:4], task, **settings)
+
+
+def gain(style: str) -> tuple[Evaluation, Evaluation]:
+    """An evaluation in which an answer of a style is wrong, and one in which it is right."""
+    return tuple(
+        Evaluation({"greedy/accuracy": accuracy}, [""], [Answer(0, correct, {style: 1.0})])
+        for accuracy, correct in ((0.25, 0.0), (0.75, 1.0))
+    )
 
 
 def test_the_summary_does_not_confuse_before_and_after():
-    task = SimpleNamespace(eval_rows=[{}], kind=lambda row: ())
-    wrong, right = ([Answer(0, correct, {"a": 1.0})] for correct in (0.0, 1.0))
-    before = Evaluation({"greedy/accuracy": 0.25}, [""], wrong)
-    after = Evaluation({"greedy/accuracy": 0.75}, [""], right)
-    found = summarise_gain(task, before, after)
+    before, after = gain("a")
+    found = summarise_gain(SimpleNamespace(eval_rows=[{}], kind=lambda row: ()), before, after)
     assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.75)
     assert (found["before"], found["after"]) == (before.metrics, after.metrics)
     assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
@@ -268,10 +273,10 @@ def test_the_summary_does_not_confuse_before_and_after():
 
 def test_a_run_compares_with_its_evaluation_before_training(tmp_path):
     config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
-    wrong, right = ([Answer(0, correct, {"reasoned": 1.0, "direct": 0.0})] for correct in (0.0, 1.0))
+    before, after = gain("reasoned")
     with start_run(config, load_task(config)) as run:
-        run.log_before(Evaluation({"greedy/accuracy": 0.25}, ["no"], wrong))
-        run.finish(Evaluation({"greedy/accuracy": 0.75}, ["yes"], right))
+        run.log_before(before)
+        run.finish(after)
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
-    assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0, "better if direct": 0.0}
+    assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0}

@@ -52,26 +52,14 @@ def rows_of(experience: Experience) -> list[tuple]:
     """Every row as plain lists without padding, to compare experiences of different widths."""
     rows = []
     width = experience.sequences.shape[1]
+    names = ("action_mask", "sampler_log_probs", "old_log_probs", "log_probs_ref", "advantages", "importance_weights")
     for index in range(len(experience)):
         length = int(experience.attention_mask[index].sum())
         assert experience.attention_mask[index].tolist() == [1] * length + [0] * (width - length)
         assert (experience.action_mask[index, length - 1 :] == 0).all()
-        about_next_token = (
-            experience.action_mask,
-            experience.sampler_log_probs,
-            experience.old_log_probs,
-            experience.log_probs_ref,
-            experience.advantages,
-            experience.importance_weights,
-        )
-        rows.append(
-            (
-                experience.prompt_index[index].item(),
-                experience.prompt_lengths[index].item(),
-                experience.sequences[index, :length].tolist(),
-                *(field[index, : length - 1].tolist() for field in about_next_token),
-            )
-        )
+        about_next_token = [getattr(experience, name)[index, : length - 1].tolist() for name in names]
+        known = (experience.prompt_index[index].item(), experience.prompt_lengths[index].item())
+        rows.append((*known, experience.sequences[index, :length].tolist(), *about_next_token))
     return rows
 
 
@@ -119,7 +107,7 @@ def test_selected_rows_keep_all_tokens_and_no_extra_padding():
         assert part.advantages.shape == (len(rows), 1)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 5, 12, 100])
+@pytest.mark.parametrize("micro_batch_size", [1, 5, 100])
 def test_micro_batches_hold_every_row_once(micro_batch_size):
     experience = rollout(4, 3)
     parts = list(experience.split(micro_batch_size))
@@ -146,7 +134,7 @@ def test_micro_batches_can_leave_out_rows_without_advantage():
     assert len(only) == 1
 
 
-@pytest.mark.parametrize("minibatch_size", [3, 6, 9, 300, None])
+@pytest.mark.parametrize("minibatch_size", [3, 9, None])
 @pytest.mark.parametrize("advantages_per", ["row", "token"])
 def test_minibatches_hold_every_group_once_and_complete(minibatch_size, advantages_per):
     experience = rollout(7, 3)
@@ -248,7 +236,7 @@ def test_standard_deviation_is_the_unbiased_one():
 
 
 @pytest.mark.parametrize("formula", [group_advantages, lambda returns: scaled_advantages(returns, eps=1e-8)])
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.7, 1.0, 1.01, -3.3, 1e-8, 12345.678])
+@pytest.mark.parametrize("value", [0.0, 0.7, 1.01, -3.3, 1e-8, 12345.678])
 def test_equal_returns_give_exactly_zero_for_every_group_size(formula, value):
     for group_size in range(2, 17):
         for dtype in (torch.float32, torch.float64):
