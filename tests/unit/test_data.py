@@ -159,6 +159,8 @@ def test_rows_held_out_of_a_users_file_are_not_trained_on(write):
     assert questions(train_rows) | questions(eval_rows) == questions(read_rows(path, REQUIRED))
     assert split(seed=0) == (train_rows, eval_rows)
     assert questions(split(seed=1)[1]) != questions(eval_rows)
+    with pytest.raises(UserError, match="has 50 rows, of which --eval-prompts takes 50"):
+        load_rows(data=path, eval_prompts=50)
 
 
 def test_a_users_evaluation_file_costs_no_training_rows(write):

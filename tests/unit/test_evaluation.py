@@ -60,6 +60,11 @@ def test_of_single_answers_the_interval_is_wilsons(right, count):
     assert (found.low, found.high) == pytest.approx(wilson(right / count, count), abs=1e-12)
 
 
+def test_samples_that_always_agree_are_worth_one_answer():
+    for single in ([1.0] * 12 + [0.0] * 18, [1.0] * 30):
+        assert mean_with_interval(single, answers_per_question=8) == mean_with_interval(single)
+
+
 def test_samples_of_equal_questions_are_worth_all_answers():
     shares = keyed_generator("shares", 0).binomial(8, 0.4, size=1000) / 8
     found = mean_with_interval(shares.tolist(), answers_per_question=8)
