@@ -115,7 +115,6 @@ def test_every_planted_fault_is_found_and_nothing_else(audit, write):
 
 
 def test_clean_data_have_notes_at_most(audit, write):
-    """Also the bundled files; and the status is 0."""
     clean = [row(f"What are {n} and {n + 1}, added up?", f"#### {2 * n + 1}") for n in range(20, 30)]
     write("test.jsonl", row("What is 3 times 4?", "#### 12"))
     status, report, text = audit("--task", "gsm8k", "--data", write("train.jsonl", *clean))
@@ -128,7 +127,6 @@ def test_clean_data_have_notes_at_most(audit, write):
 
 
 def test_the_audit_finds_what_a_run_finds_in_the_rows_that_it_holds_out(audit, write, capsys):
-    """The same questions are shared, exactly or normalised; another seed holds out other rows."""
     rows = [row(f"What is {n % 20} plus 1{'  ' * (n % 3)}?", f"{n % 20 + 1}") for n in range(30)]
     data = write("rows.jsonl", *rows, *(row(f"How much is {n} plus 2?", f"{n + 2}") for n in range(200)))
     said = set()
@@ -169,7 +167,6 @@ def test_answers_of_mathematics_are_examined(audit, write):
 
 
 def test_a_task_of_ones_own_is_audited(audit, write, tmp_path):
-    """With a hint if no row can be used; filters are those of training."""
     (tmp_path / "mine.py").write_text(
         "FIELDS, REWARD_WEIGHTS = {'number': int}, {'odd': 1.0}\n"
         "def messages(row, system_prompt): return [{'role': 'user', 'content': str(1 / row['number'])}]\n"
@@ -215,7 +212,6 @@ def test_what_a_question_means_is_kept_when_normalised():
 @needs_real_files
 @pytest.mark.parametrize(("task", "file"), [("gsm8k", "gsm8k/test"), ("math", "math_benchmarks/minerva")])
 def test_the_committed_reports_are_those_of_the_files(audit, task, file):
-    """Of GSM8K's test file, which has no problem, and of Minerva, which has."""
     name = file.rpartition("/")[2]
     committed = read_json(RESULTS, "audits")[{"test": "gsm8k"}.get(name, name)]
     part = "evaluation" if name == "test" else "training"

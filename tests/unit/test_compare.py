@@ -89,12 +89,10 @@ def test_the_interval_is_that_of_wilson(share, count):
     """At its bounds b the share is Z standard errors away, with the standard error that a share of b would have."""
     for bound in wilson(share, count):
         assert (share - bound) ** 2 == pytest.approx(Z**2 * bound * (1 - bound) / count, abs=1e-12)
-    assert wilson(0.5, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{"eval_prompts": 200}, {"eval_prompts": None}])
 def test_no_interval_without_the_number_of_questions(make_run, table, settings):
-    """61 of 256 are no whole number of 200: fewer questions were asked than that."""
     assert "0.238 [0.190-0.294]" in table(make_run("as_recorded"))
     text = table(make_run("other", **settings))
     assert "0.238" in text
@@ -127,7 +125,6 @@ def test_runs_with_equal_names_and_other_settings_are_apart(make_run):
 
 
 def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
-    """Killed in the middle of a line, at step 10 of 80, beside one that has ended."""
     with (make_run("seed0", lines=11, seed=0) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss/to')
     place = make_run("seed1", lines=90, seed=1, summary=KEPT["seed0"].summary)
@@ -142,7 +139,6 @@ def test_unfinished_runs_are_marked_and_not_in_the_end(make_run, table):
 
 
 def test_a_run_before_its_first_evaluation_shows_rewards(make_run, table):
-    """What no summary says is computed from the steps so far."""
     place = make_run("a", lines=10)
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()][1:]
     assert len(rows) == 9
@@ -154,21 +150,16 @@ def test_a_run_before_its_first_evaluation_shows_rewards(make_run, table):
     assert re.search(numbers, table(place, place))  # given twice, and one run
 
 
-def test_accuracy_is_in_the_summary_of_a_warm_start(table):
-    assert "0.012 [0.004-0.034]" in table(ROOT / "experiment_sft/results/tools_seed0")
-
-
 def test_it_is_said_what_cannot_be_compared(make_run, table, tmp_path):
     (tmp_path / "empty").mkdir()
     runs = [make_run("a"), make_run("b", task="qa", machine="Linux x86_64, 2 thread(s)"), tmp_path / "empty"]
     text = table(*runs)
-    assert "Not all runs answer the same held-out questions (tasks: arithmetic, qa): do not compare" in text
-    assert "Not all runs had the same machine (Linux x86_64, 1 thread(s); Linux x86_64, 2 thread(s)): do not" in text
-    assert f"Left out: {tmp_path / 'empty'} is no run's directory" in text
+    assert "the same held-out questions (tasks: arithmetic, qa)" in text
+    assert "the same machine (Linux x86_64, 1 thread(s); Linux x86_64, 2 thread(s))" in text
+    assert f"Left out: {tmp_path / 'empty'}" in text
     assert "same machine (1 or 2 processes)" in table(make_run("e", processes=2), runs[0])
     text = table(make_run("c", eval_data=None), make_run("d", sources={}, seed=1))
     assert "Not all" not in text
-    assert "Left out" not in text
 
 
 def test_names_control_neither_terminal_nor_figure(make_run, monkeypatch, capsys, tmp_path):
@@ -194,24 +185,16 @@ def test_each_run_has_a_row_and_panels_need_no_names(capsys, tmp_path, monkeypat
 def test_a_line_is_the_mean_in_a_band_of_all_runs():
     axes = Figure().subplots()
     viewer.bands._draw_band(axes, [{1: 1.0, 2: 0.0, 3: 5.0}, {1: 3.0, 2: 6.0}, {1: 2.0, 2: 3.0}], "a", 0)
-    viewer.bands._draw_band(axes, [{4: 1.0}], "b", 11)
-    line, point = axes.lines
-    assert line.get_xydata().tolist() == [[1, 2], [2, 3]]  # no step that only one run has
+    assert axes.lines[0].get_xydata().tolist() == [[1, 2], [2, 3]]  # no step that only one run has
     corners = axes.collections[0].get_paths()[0].vertices.tolist()
     assert {tuple(corner) for corner in corners} == {(1, 1), (2, 0), (2, 6), (1, 3)}
-    assert (line.get_marker(), point.get_marker()) == ("", "o")
-    assert (line.get_linestyle(), point.get_linestyle()) == ("-", "--")
     assert viewer.bands._smooth({1: 1.0, 2: 2.0, 5: 6.0}) == {1: 1.0, 2: 1.5, 5: 3.0}
-    assert viewer.bands._smooth(dict.fromkeys(range(5), 0.0) | {5: 5.0})[5] == 1.0
 
 
 def test_the_table_fits_into_eighty_columns(table):
     text = table(f"{RESULTS}/*", width=80)
     assert max(map(len, text.splitlines())) <= 80
-    assert "..." not in text
     assert "\u2026" not in text  # nothing is cut off
-    for heading in ("accuracy", "length", "KL", "steps", "seconds", "per second", "(GB)"):
-        assert heading in text
 
 
 @pytest.mark.parametrize(
@@ -220,7 +203,6 @@ def test_the_table_fits_into_eighty_columns(table):
         ([], r"no run is given"),
         (["nowhere"], r"there is no directory nowhere"),
         ([f"{RESULTS}/seed9*"], r"results holds no run seed9\*, but for example broken_mask, "),
-        ([f"={RESULTS}/seed0"], r"has no label"),
         ([f"x={RESULTS}/seed0", f"x={RESULTS}/seed1"], r"the label x is given twice"),
         ([f"{RESULTS}/metrics.csv"], r"metrics\.csv is a file"),
         (["{empty}"], r"empty has no metrics yet"),
@@ -236,7 +218,6 @@ def test_what_cannot_be_compared_is_told_in_a_sentence(make_run, arguments, sent
 
 
 def test_figures_of_the_pages_are_made_from_runs_that_exist(monkeypatch):
-    """Each documented command with --output names a figure beside its page, and finds all of its runs."""
     monkeypatch.chdir(ROOT)
     figures = {}
     for page in sorted(ROOT.glob("experiment_*/README.md")):
@@ -274,16 +255,13 @@ def drawn_lines(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("component", "drawn"), [("correct", "reward/correct"), ("short", "reward/total")])
 def test_a_run_is_drawn_by_accuracy_or_else_by_its_total_reward(drawn_lines, component, drawn):
-    """And what its task describes has a panel, also if it is called like one of our own metrics, or negative."""
     described = {"completion/length": 3, "completion/length_right": 3, "completion/length_of_proof": -1}
     keys = drawn_lines([{"step": step, f"reward/{component}": 0.5, "reward/total": 0.7} | described for step in (1, 2)])
     assert keys[0] == drawn
-    described = ["completion/length", "completion/length_of_proof"]
-    assert [key for key in keys if key.startswith("completion/")] == described
+    assert [key for key in keys if "completion/" in key] == ["completion/length", "completion/length_of_proof"]
 
 
 def test_kinds_of_questions_have_accuracies_and_no_shares(drawn_lines):
-    """What is the same in every evaluation says nothing of the answers."""
     rows = [{"reward/total": 0.5, "completion/one_hop": 0.5, "completion/called": 0.5}]
     for called in (0.2, 0.9):
         shares = {"eval/greedy/one_hop": 0.3, "eval/greedy/called": called, "eval/greedy/unknown_calls": 0.0}
@@ -331,7 +309,6 @@ def test_runs_come_back_with_five_digits_and_a_run_made_again_replaces_its_own_r
 def test_no_path_of_the_machine_is_written(tmp_path):
     found = {
         f"{ROOT}/data/math_tasks.jsonl": "data/math_tasks.jsonl",
-        "/x/runs/a": "runs/a",
         "--model=/x/runs/experiment_base/a/final": "--model=runs/experiment_base/a/final",
         "python /opt/venv/bin/python '/etc/y/z.json'": "python bin/python 'y/z.json'",
         "http://127.0.0.1:8000/v1 a/b </think> /no_think": "http://127.0.0.1:8000/v1 a/b </think> /no_think",
@@ -339,22 +316,14 @@ def test_no_path_of_the_machine_is_written(tmp_path):
     assert relative_paths([*found], "/x/runs") == [*found.values()]
     write_json(tmp_path / "a.json", {"x": 1 / 3, "n": 1, "path": f"{ROOT}/data"}, entry="first")
     write_json(tmp_path / "a.json", {"x": ["y" * 10] * 20_000}, entry="second")
-    text = (tmp_path / "a.json").read_text()
-    assert text.splitlines()[1] == '"first":{"x":0.33333333,"n":1,"path":"data"},'
-    assert json.loads(text)["second"]["x"][-1] == "y" * 10
-    assert read_json(tmp_path / "a.json", "first") == {"x": 0.33333333, "n": 1, "path": "data"}
+    assert (tmp_path / "a.json").read_text().splitlines()[1] == '"first":{"x":0.33333333,"n":1,"path":"data"},'
+    assert read_json(tmp_path / "a.json", "second")["x"][-1] == "y" * 10
     assert read_json(tmp_path / "a.json", "third") == read_json(tmp_path / "b.json", "first") == {}
 
 
-def test_runs_of_both_kinds_are_compared(make_run, tmp_path, capsys):
+def test_runs_of_both_kinds_are_compared(make_run, table, tmp_path):
     folder, real = tmp_path / "results", make_run("seed1", seed=1)
     keep([str(folder), str(make_run("seed0", seed=0)), str(make_run("b"))])
     for argument in (folder, f"{folder}/*", f"{tmp_path}/res*/*"):
-        main([str(argument), str(real), "--output", str(tmp_path / "a.png")])
-        assert re.findall(r"^(seed\*|b|  2 runs)", capsys.readouterr().out, re.MULTILINE)[:3] == [
-            "b",
-            "seed*",
-            "  2 runs",
-        ]
-    with pytest.raises(SystemExit, match=r"^error: \S+/results holds no run seed9, but for example b, seed0$"):
-        main([f"{folder}/seed9"])
+        text = table(argument, real)
+        assert re.findall(r"^(seed\*|b|  2 runs)", text, re.MULTILINE)[:3] == ["b", "seed*", "  2 runs"]

@@ -12,7 +12,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from common.sampling import _draw
 
 from harness.base import interrupt
 from harness.base.config import RESOLVED, TINY_POLICY, InputPath, ModelConfig, NotNegative, RunConfig
-from harness.base.flags import read_comment, read_marks
+from harness.base.flags import read_comment
 from harness.cli.parse import parse_config
 from harness.processes.processes import own_device
 from harness.run import machine
@@ -54,8 +53,7 @@ def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.txt").write_text("mine")
     nothing_open = {"tiny": {}}
-    config = parse_config(OwnConfig, ["--judge", "judge.txt"], "", nothing_open)
-    assert config.judge == str(tmp_path / "judge.txt")
+    assert parse_config(OwnConfig, ["--judge", "judge.txt"], "", nothing_open).judge == str(tmp_path / "judge.txt")
     for argv, sentence in (
         (["--margin", "-1"], "^--margin must be at least 0, not -1"),
         (["--judge", "~nobody-here/x"], "^--judge ~nobody-here/x: this path cannot be used"),
@@ -63,7 +61,6 @@ def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
     ):
         with pytest.raises(UserError, match=sentence):
             parse_config(OwnConfig, argv, "", nothing_open)
-    capsys.readouterr()
     with pytest.raises(SystemExit):
         parse_config(OwnConfig, ["--help"], "")
     first, others = " ".join(capsys.readouterr().out.replace("│", " ").split()).split("policy options")
@@ -72,32 +69,13 @@ def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
     assert "--task" in others
 
 
-def test_every_text_of_an_experiment_is_a_path_or_known_to_be_none(load_script, monkeypatch):
-    """What names a file is checked early, and made absolute, so that a run can be resumed from anywhere."""
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
-    for path in ROOT.glob("experiment_*/train.py"):
-        config = load_script(f"{path.parent.name}/train.py").Config
-        kinds, marks = get_type_hints(config), read_marks(config)
-        texts = {name for name, kind in kinds.items() if kind in (str, str | None) and marks[name].path is None}
-        assert texts <= {"device", "name", "system_prompt", "completion_prefix"} | {
-            *("engine_url", "engine_start", "search_url")
-        }
-
-
 def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
-    """The bundled policy and a copy of it have the same defaults; other models have their own."""
     shutil.copytree(TINY_POLICY, tmp_path / "copy")
     for model in ("tiny", str(TINY_POLICY), str(tmp_path / "copy")):
         config = parse(load_script, "--model", model)
         assert {name: getattr(config, name) for name in RESOLVED["tiny"]} == RESOLVED["tiny"]
-    config = parse(load_script, "--model", "owner/name")
-    assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"]
-
-
-def test_explicit_settings_are_not_overridden(load_script):
-    config = parse(load_script, "--lr", "0.5", "--system-prompt", "Be brief.", "--device", "cpu")
-    assert (config.lr, config.system_prompt, config.device) == (0.5, "Be brief.", "cpu")
-    assert config.max_new_tokens == RESOLVED["tiny"]["max_new_tokens"]
+    config = parse(load_script, "--model", "owner/name", "--lr", "0.5")
+    assert {name: getattr(config, name) for name in RESOLVED["full"]} == RESOLVED["full"] | {"lr": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -105,12 +83,9 @@ def test_explicit_settings_are_not_overridden(load_script):
     [
         (("--device", "toaster"), "--device must be cpu, cuda"),
         (("--device", "cuda:99"), "this machine has"),
-        (("--device", "xpu:99"), r"this machine has \d+ device\(s\) of the kind xpu"),
         (("--device", "cpu:1"), r"this machine has 1 device\(s\) of the kind cpu"),
         (("--device", "meta"), "--device must be cpu, cuda, .* not meta$"),
-        (("--device", "vulkan"), "--device must be cpu, cuda, .* not vulkan$"),
         (("--name", "a/b"), "cannot be the name of a directory"),
-        (("--name", ""), "cannot be the name of a directory"),
         (("--name", ".."), "cannot be the name of a directory"),
         (("--model", "new"), "for experiment_sft only"),
         (("--model", "gpt2"), "a hub id is owner/name"),
@@ -147,24 +122,17 @@ class OtherMachine:
     ],
 )
 def test_auto_takes_cuda_else_another_accelerator_else_the_cpu(load_script, monkeypatch, kinds, device, dtype):
-    """With bfloat16 as the default on CUDA alone."""
     OtherMachine(monkeypatch, *kinds)
     config = parse(load_script, "--model", "owner/name")
     assert (config.device, config.dtype) == (device, dtype)
-
-
-def test_an_accelerator_that_is_there_is_taken(load_script, monkeypatch):
-    OtherMachine(monkeypatch, "mps")
-    assert parse(load_script, "--device", "mps").device == "mps"
-    assert parse(load_script, "--device", "mps:1").device == "mps:1"
-    for name in ("mps:2", "xpu", "cuda"):
-        with pytest.raises(UserError, match=rf"^--device {name}: this machine has \d device"):
-            parse(load_script, "--device", name)
+    if device == "mps":
+        assert parse(load_script, "--device", "mps:1").device == "mps:1"
+        with pytest.raises(UserError, match=r"^--device mps:2: this machine has 2 device"):
+            parse(load_script, "--device", "mps:2")
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu", "mtia"])
 def test_memory_and_autocast_know_every_kind_of_device(device):
-    """Without the device: where it does not tell its memory, that of the process is meant."""
     assert peak_memory_bytes(device) > 10**7
     for dtype in (torch.float32, torch.bfloat16):
         autocast = Policy.autocast(SimpleNamespace(device=torch.device(device), compute_dtype=dtype))
@@ -172,7 +140,7 @@ def test_memory_and_autocast_know_every_kind_of_device(device):
 
 
 class Dtypes(TorchDispatchMode):
-    """Note the types of all tensors that are computed."""
+    """Notes the types of all tensors that are computed."""
 
     def __init__(self):
         super().__init__()
@@ -186,24 +154,18 @@ class Dtypes(TorchDispatchMode):
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_tokens_can_be_drawn_without_float64(top_p):
-    """Which Apple's GPUs do not have: a draw computes in the type of its random numbers."""
     logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(3, 3)
     uniforms = torch.tensor([0.2, 0.3, 0.9])
     with Dtypes() as computed:
         tokens, _ = _draw(logits, 1.0, top_p, uniforms)
     assert torch.float64 not in computed.seen
-    assert torch.float32 in computed.seen
-    if top_p == 1:
-        assert tokens.tolist() == [0, 1, 2]
+    assert tokens.tolist() == [0, 1, 2] or top_p < 1
 
 
 def test_every_field_has_a_comment_that_help_shows(load_script):
-    """In the line of the field, or above it."""
     config = load_script("experiment_base/train.py").Config
     comments = {field.name: read_comment(config, field.name) for field in dataclasses.fields(config)}
-    assert comments["temperature"].startswith("logits are divided by it, in sampling and in training alike")
     assert comments["lr"].startswith("learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6")
-    assert comments["dtype"].startswith("arithmetic, and the dtype of frozen weights; trained weights are float32,")
     assert all(comments.values())
 
 
@@ -235,7 +197,6 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_each_of_several_processes_takes_its_own_gpu(launched, device):
-    """Also where the run that is resumed, or the user, names one."""
     for local_rank in (0, 1):
         launched(2, local_rank)
         assert own_device(device) == f"cuda:{local_rank}"
@@ -254,7 +215,6 @@ def test_one_process_takes_the_device_that_is_named(launched):
 
 @pytest.mark.parametrize(("processes", "kept"), [(1, "cuda:1"), (2, "cuda")])
 def test_a_run_of_several_processes_keeps_no_number_of_a_gpu(processes, kept):
-    """Otherwise all of them would be on the main one's GPU when it is resumed."""
     settings = describe_settings(RunConfig(device="cuda:1"), {"processes": processes})
     assert settings["device"] == kept
 
@@ -306,7 +266,6 @@ def test_affinity_and_the_limit_of_a_container_bound_the_cores(monkeypatch, tmp_
 
 
 def test_a_resumed_run_keeps_its_number(load_script, tmp_path, many_cores):
-    """Also with --threads auto."""
     base = load_script("experiment_base/train.py").Config
     (tmp_path / "config.json").write_text(
         json.dumps({"experiment": "experiment_base", "threads": 3, "device": "cpu"}), encoding="utf-8"

@@ -64,10 +64,8 @@ def test_answered_and_format_do_not_depend_on_the_value(text, answered, is_forma
         ("<think>3+5=8<15, 3*5=15</think><answer>3*5</answer>", (2, 0, 0, 0)),
         ("<think>3+5=8<15</think><answer>3+5</answer>", (1, 1, 0, 0)),
         ("<think>(3+5)*1=8*1=8<15 (3*5)*1=15*1=15=15</think><answer>3*5</answer>", (2, 0, 0, 0)),
-        ("<think>3 + 5 = 8, so try 3 * 5 = 15.</think><answer>3 * 5</answer>", (2, 0, 0, 0)),
         ("<answer>15</answer>", (0, 1, 0, 0)),
         ("<answer>none</answer>", (0, 0, 1, 0)),
-        ("<answer></answer>", (0, 0, 1, 0)),
         ("<answer>3*5=15</answer>", (0, 0, 0, 1)),
         ("<answer>15 = 3*5</answer>", (0, 0, 0, 1)),
         ("<answer>3+5=15</answer>", (0, 0, 0, 0)),
@@ -78,13 +76,6 @@ def test_a_description_says_how_it_was_tried(text, description):
     found = countdown.describe({"nums": [3, 5], "target": 15}, text)
     assert tuple(found.values()) == description
     assert list(found) == ["tries", "false_claim", "gives_up", "equation"]
-
-
-def test_the_question_is_one_sentence():
-    row = {"nums": ["19", 36.0, 55, 7], "target": "65"}
-    user = {"role": "user", "content": "Make 65 from 19, 36, 55, 7."}
-    assert countdown.messages(row) == [user]
-    assert countdown.messages(row, "Think.") == [{"role": "system", "content": "Think."}, user]
 
 
 # Expressions --------------------------------------------------------------------------------------------------------
@@ -100,7 +91,6 @@ def random_expression(rng: random.Random, numbers: list[int]) -> str:
 
 
 def test_random_expressions_have_the_value_that_python_gives():
-    """With every number written as a fraction; the text is our own, and so is evaluated here."""
     rng = random.Random(0)
     for _ in range(1000):
         numbers = [rng.randrange(12) for _ in range(rng.randint(1, 6))]
@@ -142,8 +132,6 @@ def test_the_longest_and_deepest_expressions_are_read():
 
 
 def test_an_expression_is_read_near_the_limit_of_recursion():
-    """It has a value or has none, and nothing is raised."""
-
     def deeper(depth: int) -> Fraction | None:
         return deeper(depth - 1) if depth else countdown.evaluate_expression("-" * 250 + "7")
 
@@ -163,7 +151,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(st.one_of(PIECES, st.text(max_size=3)), max_size=30).map("".join), st.booleans())
 def test_no_text_makes_the_reward_raise(text, is_answer):
     text = f"<answer>{text}</answer>" if is_answer else text
@@ -200,7 +188,6 @@ def all_values(numbers: tuple[int, ...]) -> set[Fraction]:
     "numbers", [(4,), (0, 3), (2, 3), (3, 3), (0, 0, 5), (1, 2, 7), (2, 2, 3), (0, 1, 4, 4), (3, 3, 8, 8)]
 )
 def test_a_solution_is_found_exactly_if_there_is_one(numbers):
-    """Compared with an enumeration of all expressions."""
     possible = all_values(numbers)
     for target in {*possible, *map(Fraction, range(-30, 90))}:
         expression = countdown.find_expression(list(numbers), target)
@@ -210,17 +197,6 @@ def test_a_solution_is_found_exactly_if_there_is_one(numbers):
             assert (value, sorted(used)) == (target, sorted(numbers))
 
 
-def test_solvable_rows_of_up_to_six_numbers_are_solved():
-    rng = random.Random(0)
-    for num_numbers in range(1, countdown.MAX_NUMBERS + 1):
-        for _ in range(3):
-            numbers, value = [rng.randint(1, 99) for _ in range(num_numbers)], None
-            while value is None or value.denominator != 1:
-                value = countdown.evaluate_expression(random_expression(rng, numbers))
-            row = {"nums": rng.sample(numbers, num_numbers), "target": int(value)}
-            assert countdown.reward(row, countdown.solution(row)) == dict.fromkeys(countdown.REWARD_WEIGHTS, 1.0)
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -228,11 +204,8 @@ def test_solvable_rows_of_up_to_six_numbers_are_solved():
         ({"nums": [1, 4], "target": 9}, "No expression makes 9 from 1, 4."),
         ({"nums": [], "target": 3}, "whole"),
         ({"nums": [1, -2], "target": 3}, "1, -2; 3."),
-        ({"nums": [1, 2.5], "target": 3}, "1, 2.5; 3."),
         ({"nums": [1, None, {}], "target": 3}, "1, None, {}; 3."),
-        ({"nums": ["1", "two"], "target": 3}, "1, two; 3."),
         ({"nums": [1, 2], "target": 2.5}, "1, 2; 2.5."),
-        ({"nums": [1, 2], "target": "three"}, "1, 2; three."),
         ({"nums": [1, 2], "target": "²"}, "1, 2; ²."),
         ({"nums": [1, 2], "target": "9" * 5000}, "9999."),
         ({"nums": list(range(50)), "target": 3}, "50 numbers are too many"),
@@ -255,7 +228,6 @@ def test_rows_may_hold_numbers_as_text():
 
 
 def test_weights_of_the_command_line_reach_the_total():
-    """With these two the reward is TinyZero's: 1, 0.1 or 0."""
     task = Task(countdown, "countdown", ("correct=0.9", "answered=0.1"))
     row = {"nums": [3, 5], "target": 15}
     totals = [

@@ -12,7 +12,7 @@ from tasks.arithmetic import FIELDS as REQUIRED
 from harness.base.config import RunConfig
 from harness.base.hub import _load
 from harness.data.data import load_task, prompts_of_step, read_rows
-from harness.data.task import bundled_tasks, import_task
+from harness.data.task import import_task
 from harness.run.settings import check_sources, describe_sources
 
 pytestmark = pytest.mark.all_questions
@@ -48,7 +48,6 @@ def questions(rows: list[dict]) -> set[str]:
 
 
 def test_rows_are_read_in_order_with_all_their_fields(write):
-    """Blank lines are skipped."""
     rows = [row(1, note="é"), row(2)]
     assert read_rows(write(rows[0], "", "   ", rows[1]), REQUIRED) == rows
 
@@ -57,23 +56,16 @@ def test_rows_are_read_in_order_with_all_their_fields(write):
     ("line", "sentence"),
     [
         ('{"question": "What', "not JSON"),
-        ("question,answer", "not JSON"),
         ("[1, 2]", "a row must be a JSON object, not list"),
         ('{"question": "What is 2?"}', r"the field 'answer' is missing \(there are: question\)"),
-        ('{"prompt": "What is 2?", "answer": "2"}', "the field 'question' is missing"),
         ('{"question": 2, "answer": "2"}', "the field 'question' cannot be 2, but text"),
         ('{"question": "", "answer": null}', "the field 'answer' cannot be null"),
-        ('{"question": "", "answer": [2]}', r"the field 'answer' cannot be \[2\]"),
         ('{"question": "", "answer": true}', "the field 'answer' cannot be true"),
         ('{"question": "", "answer": NaN}', "the field 'answer' cannot be NaN"),
         ('{"question": "", "answer": -1e999}', "the field 'answer' cannot be -Infinity"),
         ('{"question": "\\ud83d", "answer": "2"}', "the field 'question' cannot be"),
         ('{"question": "", "answer": ["' + "a" * 5000 + '"]}', r"the field 'answer' cannot be \[.*a \.\.\.,"),
-        ("[" * 100_000, "lists or objects are nested too deeply"),
-        (
-            '{"question": "", "answer": "2", "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
-            "lists or objects are nested too deeply",
-        ),
+        ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "lists or objects are nested too deeply"),
         ("9" * 5000, "an integer has too many digits"),
     ],
     ids=lambda value: value[:30],
@@ -84,10 +76,9 @@ def test_a_row_that_cannot_be_used_is_named(write, line, sentence):
     assert len(str(caught.value).rpartition("/")[2]) < 200
 
 
-@pytest.mark.parametrize("lines", [(), ("", " ")])
-def test_a_file_without_rows_is_named(write, lines):
+def test_a_file_without_rows_is_named(write):
     with pytest.raises(UserError, match=r"rows\.jsonl has no rows"):
-        read_rows(write(*lines), REQUIRED)
+        read_rows(write("", " "), REQUIRED)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +102,6 @@ def test_a_file_of_another_format_is_named(tmp_path, name, content, sentence):
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_windows_files_are_read(tmp_path, mark, end):
-    """With CR LF, and with a byte order mark, also where two such files were joined."""
     lines = [json.dumps(row(number, note="é"), ensure_ascii=False).encode() for number in range(3)]
     (tmp_path / "rows.jsonl").write_bytes(mark + end.join([lines[0], mark + lines[1], b"", lines[2]]) + end)
     rows = read_rows(str(tmp_path / "rows.jsonl"), REQUIRED)
@@ -120,12 +110,9 @@ def test_windows_files_are_read(tmp_path, mark, end):
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"missing\.jsonl: there is no such file"):
-        read_rows(str(tmp_path / "missing.jsonl"), REQUIRED)
-    with pytest.raises(UserError, match="there is no such file"):
-        read_rows("data/missing.jsonl", REQUIRED)  # one slash, and still no id of a hub dataset
-    with pytest.raises(UserError, match="there is no such file"):
-        read_rows(str(tmp_path), REQUIRED)
+    for path in (str(tmp_path / "missing.jsonl"), "data/missing.jsonl", str(tmp_path)):  # none is an id of the hub
+        with pytest.raises(UserError, match="there is no such file"):
+            read_rows(path, REQUIRED)
     with pytest.raises(UserError, match="is a pipe or a device"):
         read_rows(os.devnull, REQUIRED)
 
@@ -172,6 +159,8 @@ def test_rows_held_out_of_a_users_file_are_not_trained_on(write):
     assert questions(train_rows) | questions(eval_rows) == questions(read_rows(path, REQUIRED))
     assert split(seed=0) == (train_rows, eval_rows)
     assert questions(split(seed=1)[1]) != questions(eval_rows)
+    with pytest.raises(UserError, match="has 50 rows, of which --eval-prompts takes 50"):
+        load_rows(data=path, eval_prompts=50)
 
 
 def test_a_users_evaluation_file_costs_no_training_rows(write):
@@ -181,28 +170,18 @@ def test_a_users_evaluation_file_costs_no_training_rows(write):
     assert eval_rows == [row(number) for number in range(10, 14)]
 
 
-def test_a_users_file_that_evaluation_would_use_up_is_refused(write):
-    with pytest.raises(UserError, match="has 5 rows, of which --eval-prompts takes 5"):
-        load_rows(data=write(*map(row, range(5))), eval_prompts=5)
-
-
 def test_test_data_beside_training_data_are_evaluated_on(write, capsys):
     path, test = write(*map(row, range(5)), name="train.jsonl"), write(*map(row, range(10, 14)), name="test.jsonl")
-    for eval_data in (None, path):  # what is given goes before
-        train_rows, eval_rows = load_rows(data=path, eval_data=eval_data)
-        assert len(train_rows) == 5
-        assert eval_rows == (list(map(row, range(10, 14))) if eval_data is None else train_rows)
-        said = capsys.readouterr().out.splitlines()
-        assert [line for line in said if "test.jsonl" in line] == [
-            line for line in said if line.startswith(f"evaluated on {test}, which comes with {path}")
-        ]
-        assert any("test.jsonl" in line for line in said) == (eval_data is None)
+    train_rows, eval_rows = load_rows(data=path)
+    assert (len(train_rows), eval_rows) == (5, list(map(row, range(10, 14))))
+    assert f"evaluated on {test}, which comes with {path}" in capsys.readouterr().out
+    assert load_rows(data=path, eval_data=path)[1] == train_rows  # what is given goes before
+    assert "test.jsonl" not in capsys.readouterr().out
     other = write(*map(row, range(5)), name="mine.jsonl")  # only what is called train.jsonl
     assert len(load_rows(data=other, eval_prompts=2)[0]) == 3
 
 
 def test_a_run_is_not_resumed_with_other_held_out_questions(write, tmp_path):
-    """If the test file has gone, or has come, other questions would be held out."""
     path = write(*map(row, range(5)), name="train.jsonl")
 
     def sources(eval_data: str | None) -> dict:
@@ -277,7 +256,6 @@ def test_a_subset_or_split_that_is_missing_is_named(hub_dataset, source, sentenc
 
 
 def test_subset_and_split_are_named_from_the_cache_as_well(hub_dataset, tmp_path):
-    """Without a network, where the dataset was loaded before."""
     read_rows("owner/name:main", REQUIRED)
     (tmp_path / "cache" / "name").rename(tmp_path / "cache" / "owner___name")  # as for one from the hub
     (tmp_path / "owner" / "name").rename(tmp_path / "owner" / "gone")
@@ -290,7 +268,6 @@ def test_subset_and_split_are_named_from_the_cache_as_well(hub_dataset, tmp_path
 
 
 def test_the_test_split_of_a_hub_dataset_is_evaluated_on(hub_dataset, capsys):
-    """Unless the source names a split: then rows are held out."""
     train_rows, eval_rows = load_rows(data="owner/name:main")
     assert (train_rows, eval_rows) == (list(map(row, range(6))), list(map(row, range(10, 14))))
     assert "evaluated on owner/name:main:test, which comes with owner/name:main" in capsys.readouterr().out
@@ -299,7 +276,6 @@ def test_the_test_split_of_a_hub_dataset_is_evaluated_on(hub_dataset, capsys):
 
 
 def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
-    """The id is left as it is, where a path becomes one relative to the task's file."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.py").write_text(
         "from tasks.arithmetic import *\nTRAIN_DATA = 'owner/name:main'\nEVAL_DATA = 'data/rows.jsonl'\n"
@@ -307,15 +283,10 @@ def test_a_task_may_have_its_data_on_the_hub(hub_dataset, tmp_path):
     task = import_task(RunConfig(task="tasks/mine.py"))
     assert task.train_data == "owner/name:main"
     assert task.eval_data == str(tmp_path / "tasks" / "data" / "rows.jsonl")
-    (tmp_path / "tasks" / "mine.py").write_text(
-        "from tasks.arithmetic import *\nTRAIN_DATA, EVAL_DATA = 'owner/name:main', None\n"
-    )
-    assert len(load_rows(task="tasks/mine.py")[1]) == 4
 
 
 @pytest.mark.parametrize(("num_rows", "prompts_per_step"), [(12, 4), (14, 4), (8, 8), (7, 1)])
 def test_an_epoch_has_its_own_order_and_repeats_no_row(num_rows, prompts_per_step):
-    """Every step has the full number of prompts."""
     steps_per_epoch = num_rows // prompts_per_step
     epochs = []
     for epoch in range(3):
@@ -329,13 +300,7 @@ def test_an_epoch_has_its_own_order_and_repeats_no_row(num_rows, prompts_per_ste
     assert len(set(epochs)) == 3
 
 
-def test_rows_that_an_epoch_left_out_come_in_later_ones():
-    seen = {index for step in range(1, 61) for index in prompts_of_step(14, 4, step, seed=0)}
-    assert seen == set(range(14))
-
-
 def test_the_order_depends_on_seed_and_step_alone():
-    """So a resumed run needs no state of the data."""
     later = prompts_of_step(100, 8, 77, seed=3)
     assert prompts_of_step(100, 8, 77, seed=3) == later
     assert prompts_of_step(100, 8, 77, seed=4) != later
@@ -344,13 +309,6 @@ def test_the_order_depends_on_seed_and_step_alone():
 
 @pytest.mark.parametrize("value", ["[1, NaN]", '{"a": [Infinity]}', '["\\ud83d"]'])
 def test_a_list_is_examined_to_its_depth(write, value):
-    """A conversation with half a surrogate pair, for example, would end in an error of the tokenizer."""
     path = write({"messages": [1]}, f'{{"messages": {value}}}')
     with pytest.raises(UserError, match=r"rows\.jsonl:2: the field 'messages' cannot be"):
         read_rows(path, {"messages": (list, dict)})
-
-
-def test_only_files_are_bundled_tasks():
-    """Not the packages beside them, which tasks and programs are made of."""
-    assert {"arithmetic", "calculator", "qa"} <= set(bundled_tasks())
-    assert not {"audit", "verdicts", "__init__", "__main__"} & set(bundled_tasks())

@@ -1,7 +1,6 @@
 """Diagnosis: a fault of a run is reported once, with what to try; a healthy run reports none; the metrics are right."""
 
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,23 +76,16 @@ def diagnose(metrics: dict[str, float], dtype: str = "float32") -> list[str]:
 
 
 def test_a_gradient_that_is_not_finite_is_reported_and_skipped(make_policy, update):
-    """The skipped updates change no weight."""
-
-    def spoil_all(_, experience: Experience) -> None:
-        experience.advantages[:] = math.nan
-
-    def spoil_one(_, experience: Experience) -> None:
-        experience.advantages[2] = math.nan
+    def spoil(rows: slice):
+        return lambda policy, experience: experience.advantages[rows].fill_(math.nan)
 
     policy = make_policy()
     start = {name: weight.clone() for name, weight in policy.named_parameters()}
-    metrics = update(policy, spoil_all)
-    assert metrics["loss/skipped"] == 4  # two epochs of two minibatches
-    assert metrics["loss/grad_clipped"] == 0
+    metrics = update(policy, spoil(slice(None)))
+    assert (metrics["loss/skipped"], metrics["loss/grad_clipped"]) == (4, 0)  # two epochs of two minibatches
     assert diagnose(metrics) == [the_sentence("skipped", diagnose(metrics))]
     assert all(torch.equal(weight, start[name]) for name, weight in policy.named_parameters())
-
-    assert update(make_policy(), spoil_one)["loss/skipped"] == 2
+    assert update(make_policy(), spoil(slice(2, 3)))["loss/skipped"] == 2
     metrics = update(policy)
     assert metrics["loss/skipped"] == 0
     assert diagnose(metrics) == []
@@ -121,8 +113,6 @@ def test_disagreement_of_sampling_and_training_is_reported(make_policy, update, 
 
 
 def test_a_first_ratio_other_than_1_is_reported_on_its_own(make_policy, update):
-    """Also where sampling and training log-probs agree."""
-
     def age(_, experience: Experience) -> None:
         experience.old_log_probs = experience.sampler_log_probs - 0.01
 
@@ -206,7 +196,6 @@ RESULTS = [
 
 @pytest.mark.parametrize("run", RESULTS, ids=name_of)
 def test_of_the_published_runs_only_broken_ones_are_reported(run):
-    """The runs under experiment_*/results; the broken ones are reported with the sentences listed above."""
     settings = SimpleNamespace(**run.config)
     diagnosis = Diagnosis(settings)
     rows = run.metrics.rows
@@ -226,16 +215,7 @@ def test_of_the_published_runs_only_broken_ones_are_reported(run):
     assert said == [the_sentence(rule, said) for rule in expected]
 
 
-def test_findings_are_called_as_in_the_table_that_explains_them():
-    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
-    table = page[page.index("| finding | condition |") :].partition("\n\n")[0]
-    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
-    source = (ROOT / "harness/logs/diagnosis.py").read_text(encoding="utf-8")
-    assert sorted(re.findall(r'found\["(.*)"\] = ', source)) == sorted(rows)
-
-
 def test_a_reward_that_is_not_a_number_disables_no_rule():
-    """Between good steps it is in the history from which means and deviations are computed."""
     rows = read_runs(ROOT / "experiment_base/results")["seed0"].metrics.rows
     diagnosis = Diagnosis(SimpleNamespace(dtype="float32", max_grad_norm=1.0, lr=5e-5))
     for row in rows:
@@ -332,9 +312,8 @@ def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 4, B])
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
 def test_metrics_of_a_step_equal_a_slow_loop(load_script, experience, micro_batch_size):
-    """For every micro-batch size, and in the rows, each of which holds each update once."""
     updates = updates_of(experience)
     expected = slow_metrics(experience, updates)
     assert 0 < expected["policy/clipped"] < 1
@@ -352,7 +331,6 @@ def test_metrics_of_a_step_equal_a_slow_loop(load_script, experience, micro_batc
 
 
 def test_a_loss_names_what_is_logged_about_its_tokens(experience):
-    """One without a ratio has no metrics of ratios; a name of its own becomes a mean over tokens and updates."""
     statistics = UpdateStatistics(MAX_GRAD_NORM)
     mask, means = experience.action_mask.bool(), []
     for log_probs, entropy, norm in updates_of(experience):
@@ -372,7 +350,5 @@ def test_a_loss_names_what_is_logged_about_its_tokens(experience):
 def test_terms_of_rows_are_refused(experience):
     """They would be counted once for every token."""
     leaf = torch.zeros(experience.action_mask.shape, requires_grad=True)
-    terms = leaf.sum(dim=1, keepdim=True)
-    terms.sum().backward()
     with pytest.raises(ValueError, match=r"a term for every token, \(6, 9\), not \(6, 1\)"):
-        UpdateStatistics(MAX_GRAD_NORM).add(0, 0, experience, leaf, terms)
+        UpdateStatistics(MAX_GRAD_NORM).add(0, 0, experience, leaf, leaf.sum(dim=1, keepdim=True))

@@ -3,7 +3,6 @@
 The mistakes that benchmarks/traps.py plants are really planted, and leave nothing behind; the page is about them.
 """
 
-import dataclasses
 import re
 import shlex
 import shutil
@@ -39,25 +38,24 @@ PAGES = sorted(
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def beside_scripts(monkeypatch):
     """Some scripts import what is beside them."""
     for folder in ("experiment_sft", "benchmarks"):
         monkeypatch.syspath_prepend(ROOT / folder)
 
 
-@pytest.mark.usefixtures("beside_scripts")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@each_page
 def test_links_lead_to_files_that_exist(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
+        assert "://" in target or (page.parent / target).exists(), target
 
 
-@pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("page", sorted(ROOT.glob("experiment_*/README.md")), ids=lambda page: page.parent.name)
 def test_numbered_steps_point_at_the_numbered_comments(page):
-    """The README of an experiment without a parent links all of them, a sibling's README those that it changes."""
     lines = (page.parent / "train.py").read_text(encoding="utf-8").splitlines()
     text = page.read_text(encoding="utf-8")
     links = re.findall(r"^(\d)\. .*\[line (\d+)\]\(train\.py#L(\d+)\)", text, re.MULTILINE)
@@ -76,19 +74,6 @@ def text_of(page: Path) -> str:
     return text
 
 
-@pytest.mark.usefixtures("beside_scripts")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_flags_in_commands_exist(page, load_script):
-    for command in re.findall(r"(experiment_\w+/train\.py [^`\n]*)", text_of(page)):
-        script, *arguments = shlex.split(command.split("#")[0].rstrip(" \\"))
-        config_class = load_script(script).Config
-        names = [field.name for field in dataclasses.fields(config_class)]
-        known = (
-            {flag(name) for name in names} | {flag(f"no_{name}") for name in names} | aliases_of(config_class).keys()
-        )
-        assert {argument for argument in arguments if argument.startswith("--")} <= known, command
-
-
 def aliases_of(config_class) -> dict[str, str]:
     """Other names of flags, and the flags that they are."""
     return {alias: flag(name) for name, aliases in getattr(config_class, "ALIASES", {}).items() for alias in aliases}
@@ -101,10 +86,8 @@ def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
 
 
-@pytest.mark.usefixtures("beside_scripts")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_commands_are_understood_by_their_scripts(page, load_script):
-    """Flags and their values, as the script itself reads them; nothing is run."""
     for script, arguments in commands_of(page):
         assert (ROOT / script).is_file(), script
         if script in PLAIN_SCRIPTS or arguments in ([], ["--help"]):
@@ -118,7 +101,6 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
             pytest.fail(f"{script} {shlex.join(arguments)}")
 
 
-@pytest.mark.usefixtures("beside_scripts")
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()
@@ -132,7 +114,6 @@ def test_every_logged_key_is_explained():
         assert any(place in explained for place in places), key
 
 
-@pytest.mark.usefixtures("beside_scripts")
 @pytest.mark.parametrize("patch", sorted(ROOT.glob("experiment_*/*.patch")), ids=lambda path: path.parent.name)
 def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
     script = f"{patch.parent.name}/train.py"
@@ -144,9 +125,7 @@ def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
     compile((tmp_path / script).read_bytes(), script, "exec")
 
 
-@pytest.mark.usefixtures("beside_scripts")
 def test_the_table_of_hyperparameters_matches_its_data(load_script):
-    """The table in docs/hyperparameters.md is the one made from the committed results."""
     benchmark = load_script("benchmarks/hyperparameters.py")
     assert benchmark.table(*benchmark.read_results()) in (ROOT / "docs" / "hyperparameters.md").read_text("utf-8")
 
@@ -242,7 +221,6 @@ def test_noise_needs_rewards_that_are_not_exact(traps, load_script):
 
 
 def test_the_page_is_about_the_mistakes_that_are_planted(traps):
-    """Its table is that of the committed results, and the tests that it names exist."""
     page = (ROOT / "docs" / "traps.md").read_text(encoding="utf-8")
     assert traps.table(*traps.read_results()) in page
     assert tuple(traps.TRAPS) == NAMES == tuple(re.findall(r'^<a id="(\w+)"></a>', page, re.MULTILINE))

@@ -11,7 +11,7 @@ from oracle import FORMULAS
 import doctor.apart
 from doctor.__main__ import main
 from doctor.examine import examine
-from doctor.findings import CHECKS, GALLERY, NOT_EXAMINED, NOTE, OK, TRAP, Report
+from doctor.findings import GALLERY, NOT_EXAMINED, NOTE, OK, TRAP, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (ROOT / "docs/loss_template.py").read_text(encoding="utf-8")
@@ -46,7 +46,6 @@ FIRST_LINES = {  # name: (traps that are found, a line before the first of the l
         "mask = mask.bool() & torch.nn.functional.pad(mask.bool()[:, 1:], (0, 1))",
     ),
     "mask to the right": ("off_by_one", "mask = mask.roll(1, dims=1)"),
-    "mask to the left": ("off_by_one", "mask = mask.roll(-1, dims=1)"),
     "tool output": ("tool_output_in_loss", SPAN + "mask = span"),
     "a token is missing": ("tokens_left_out", "mask = mask * (torch.arange(mask.shape[1]) != 4)"),
     "padding": (
@@ -68,12 +67,6 @@ BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in 
         RETURN,
         SPAN + "return token_loss.sum() / span.sum()",
     ),
-    "tokens with prompt": (
-        "prompt_trained micro_batch_mean",
-        RETURN,
-        "return token_loss.sum() / (mask.sum() + 3 * len(mask))",
-    ),
-    "mean of odd parts": ("micro_batch_mean", "/ num_rows", "/ (num_rows if len(mask) % 2 == 0 else len(mask))"),
     "KL over the width": ("kl_over_padding", WITH_KL, KL_OVER_THE_WIDTH),
     "KL outside the mask": ("kl_over_padding", WITH_KL, KL_OUTSIDE),
     "maximum": ("clip", "torch.minimum", "torch.maximum"),
@@ -83,7 +76,6 @@ BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in 
     "sign": ("sign", "-torch.minimum", "torch.minimum"),
     "old over new": ("sign", "log_probs - old_log_probs", "old_log_probs - log_probs"),
     "detached": ("zero_gradient", "log_probs - old_log_probs", "log_probs.detach() - old_log_probs"),
-    "ratio to itself": ("zero_gradient", "log_probs - old_log_probs", "log_probs - log_probs"),
     "width": ("padded_width", RETURN, "return token_loss.sum() / mask.shape[1] / num_rows"),
     "another denominator": ("declared", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
     "empty row": ("empty_row", LENGTH, "mask.sum(dim=1)"),
@@ -91,27 +83,21 @@ BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in 
     "policies exchanged": ("kl_gradient", K3, "((-log_r).exp() + log_r - 1)"),
     "sign of the KL": ("kl_gradient", "token_loss + kl_weight", "token_loss - kl_weight"),
     "detached KL": ("kl_gradient", "log_probs_ref - log_probs", "log_probs_ref - log_probs.detach()"),
-    "unknown KL": ("kl_gradient", K3, "log_r**4"),
-    "absolute KL": ("kl_gradient", K3, "log_r.abs()"),
     "KL off policy": ("whole_loss", K3, f"{K3} * ratio.detach() ** 2"),
     "writes to the mask": ("inputs_changed", RETURN, WRITES),
     "std of the batch": ("std_wrong_axis", STD, "returns.std()"),
-    "std over groups": ("std_wrong_axis", STD, "returns.std(dim=0, keepdim=True)"),
     "rounding": ("equal_rewards_noise", GUARDED, f"centered / ({STD} + 1e-8)"),
     "no baseline": ("baseline equal_rewards_noise", "returns - returns.mean", "returns + 0 * returns.mean"),
     "upside down": ("advantage_sign", "returns - returns.mean", "-returns + returns.mean"),
     "no temperature": ("no_temperature", " / temperature", ""),
     "logits at the token": ("off_by_one", "logits[:, :-1]", "logits[:, 1:]"),
-    "the token before": ("off_by_one", "sequences[:, 1:, None]", "sequences[:, :-1, None]"),
     "bfloat16": ("log_probs_in_bfloat16", "logits[:, :-1].float()", "logits[:, :-1]"),
     "log of softmax": ("log_of_softmax", SCORES, SCORES.replace("log_softmax", "softmax") + ".log()"),
     "detached log-probs": ("gradient_of_log_probs", SCORES, SCORES + ".detach()"),
-    "other log-probs": ("log_probs", SCORES, SCORES + " / 2"),
     "mask from pad": ("mask_from_pad", "(place < lengths[:, None])", "(sequences != pad_id)"),
     "mask without ends": ("end_of_turn_masked", MASK, NO_ENDS + MASK),
     "mask with prompt": ("prompt_trained", "(place >= prompt_lengths[:, None]) & ", ""),
     "mask not shifted": ("off_by_one", MASK, MASK.replace("1:", ":-1")),
-    "mask after the tokens": ("off_by_one", MASK, MASK + ".roll(1, dims=1)"),
     "mask with tools": ("tool_output_in_loss", " & tool_mask.bool()", ""),
     "mask with padding": ("padding_trained", " & (place < lengths[:, None])", ""),
     "mask by one row": ("prompt_trained tokens_left_out", "prompt_lengths[:, None]", "prompt_lengths[0]"),
@@ -126,15 +112,11 @@ OF_SEQUENCES = f"    ratio = ratio.log().sum(dim=1)[:, None].div({LENGTH}[:, Non
 DUAL = f"torch.where(advantages < 0, ({SURROGATE}).minimum(-3 * advantages), {SURROGATE})"
 VARIANTS = {  # name: (check, part of its sentence, old text, new text); other losses, but no mistakes
     "Dr. GRPO": ("normalisation", "Dr. GRPO", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
-    "Dr. GRPO, 512": ("normalisation", "divided by 512", RETURN, "return token_loss.sum() / 512 / num_rows"),
     "token mean": ("normalisation", "DAPO", RETURN, "return token_loss.sum() / num_tokens"),
-    "sum": ("normalisation", "the sum over all tokens", RETURN, "return token_loss.sum()"),
     "sum of means": ("normalisation", "the sum over rows of the mean", " / num_rows", ""),
-    "twice": ("normalisation", "2 times GRPO", RETURN, RETURN + " * 2"),
     "k2": ("kl_gradient", "of k2", K3, "(log_r**2 / 2)"),
     "k3 times ratio": ("whole_loss", "by the ratio", "kl_weight *", "kl_weight * ratio *"),
     "KL in the advantages": ("whole_loss", "of the advantages", RATIO, IN_ADVANTAGES + RATIO),
-    "a weight of its own": ("kl_gradient", "0.1333 times", "kl_weight *", "0.04 *"),
     "a KL of sums": ("kl_gradient", "weighs the rows", "kl_weight *", OF_SUMS),
     "SAPO": ("clip", "another surrogate", SURROGATE, "-torch.sigmoid(4 * (ratio - 1)) * advantages"),
     "CISPO": ("clip", "CISPO", SURROGATE, "-ratio.clamp(max=1 + clip_eps).detach() * advantages * log_probs"),
@@ -194,10 +176,8 @@ def test_our_own_code_passes_all_checks(path, count):
     [
         ("terms", set()),
         ("(terms, {})", set()),
-        ('{"terms": terms}', set()),
         ('{"loss": terms.sum(), "terms": terms}', set()),
         ('{"loss": terms.sum(), "terms": terms / 2}', {"terms"}),
-        ('{"loss": terms.sum(), "terms": terms - log_probs * (~mask.bool())}', {"terms"}),
         ("terms + (~mask.bool()) * log_probs", {"terms"}),
     ],
 )
@@ -236,8 +216,7 @@ def test_other_right_losses_are_named_and_no_traps(examine_text, check, part, ol
 
 def test_skipped_checks_are_not_examined(examine_text):
     report = examine_text('SKIP = ["clip", "whole_loss"]\n' + planted("torch.minimum", "torch.maximum"))
-    assert report.status == 0
-    assert report.count(NOT_EXAMINED) == 2
+    assert (report.status, report.count(NOT_EXAMINED)) == (0, 2)
 
 
 # Names, shapes and adapters ------------------------------------------------------------------------------------------
@@ -321,9 +300,7 @@ def test_names_and_shapes_are_found(examine_text, text, name):
     [
         (WITH_TRL_NAMES, "tool_output_in_loss", "completion_mask * tool_mask", "completion_mask"),
         (WITH_TRL_NAMES, "micro_batch_mean", "/ num_items_in_batch", "/ mask.sum()"),
-        (WITH_TRL_NAMES, "off_by_one", "completion_mask * tool_mask", "(completion_mask * tool_mask).roll(1, dims=1)"),
         (OLD_OR_NONE, "zero_gradient", "log_probs.detach() if", "1.1 * log_probs.detach() if"),
-        (ADAPTER, "padded_width", "", ""),
         (ADAPTER, "clip padded_width", 'config["high"]', 'config["low"]'),
     ],
 )
@@ -355,18 +332,13 @@ def test_libraries_are_examined_through_adapters(examine_text, library, constant
 LOSS = "import torch\ndef policy_loss(log_probs, old_log_probs, advantages, mask):\n    "
 UNUSABLE = {
     "syntax": ("x = 1\ndef policy_loss(:\n", "SyntaxError: invalid syntax (line 2 of my_loss.py)"),
-    "no function": ("x = 1", "docs/loss_template.py shows them"),
+    "no function": ("x = 1", "docs/loss_template.py"),
     "another name": ("def grpo_loss(): pass", "is it grpo_loss? Then add: policy_loss = grpo_loss"),
-    "no function of that name": ("policy_loss = 1", "policy_loss is not a function"),
-    "a text to skip": ("SKIP = 'clip'\n" + LOSS + "pass", "SKIP must be a list"),
     "unknown check": ("SKIP = ['clip', 'nope']\n" + LOSS + "pass", "SKIP names nope, which is no check; they are: "),
     "unknown loss": ("LOSS = 'ppo'\n" + LOSS + "pass", "LOSS must be one of grpo, dapo"),
     "unknown parameter": ("def policy_loss(x, batch): pass", "a parameter x that the doctor does not know"),
     "no parameter": ("def policy_loss(*args): pass", "no parameters with names"),
-    "built in": ("policy_loss = max", "the parameters of max are not known"),
-    "class": ("class policy_loss: pass", "give an object of it"),
     "logits": ("def policy_loss(logits, input_ids, advantages, completion_mask): pass", "the doctor has no model"),
-    "another order": ("def policy_loss(a, b, advantages, c, mask): pass", "a parameter a that the doctor"),
     "raises": (LOSS + "raise ValueError('a\\x1b\\nb')", "ValueError: a\ufffd b (line 3 of my_loss.py)"),
     "raises what nobody catches": (LOSS + "raise BaseException('no')", "policy_loss raised BaseException: no (line 3"),
     "float": (LOSS + "return log_probs.sum().item()", "returned a float instead of a tensor with a gradient"),
@@ -374,11 +346,9 @@ UNUSABLE = {
     "NaN": (LOSS + "return log_probs.sum() * float('nan')", "returned nan"),
     "chance": (LOSS + "return (log_probs * torch.rand_like(log_probs)).sum()", "depends on chance"),
     "advantages": ("def advantages(returns): return returns.mean()", "a tensor of shape (3, 4), not ()"),
-    "advantages of nothing": ("def advantages(): pass", "advantages must take (returns), not ()"),
     "mask": ("def action_mask(sequences, prompt_lengths): return sequences > 0", "(3, 8), (B, T-1): entry t"),
     "inputs": ("def generate_inputs(prompts, pad_id): return prompts", "two tensors of shape (3, 4)"),
     "log-probs": ("def log_probs(logits, sequences, temperature): return logits", "(2, 5), (B, T-1), not (2, 6, 11)"),
-    "reference": ("def reference_log_probs(model, a, b): return model.generate(a)", "no attribute 'generate'"),
 }
 
 
@@ -391,8 +361,11 @@ def test_what_cannot_be_examined_is_said_in_one_line(examine_text, text, sentenc
     assert report.status == 2
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    assert "does not exist" in examine(tmp_path / "nowhere.py").errors[0]
+
+
 def test_a_neighbour_is_imported_from_the_search_path_only(examine_text, tmp_path, monkeypatch):
-    """The doctor does not change it: a neighbour could take the place of a module that is imported later."""
     (tmp_path / "beside_my_loss.py").write_text("def advantages(returns): return returns - returns.mean(1, True)")
     before = list(sys.path)
     assert examine_text("from beside_my_loss import advantages").errors[0].endswith(f"found with PYTHONPATH={tmp_path}")
@@ -420,26 +393,20 @@ def test_the_example_of_the_docs_is_what_it_prints(tmp_path, capfd, monkeypatch)
     assert main(["my_loss.py"]) == 1
     rounding = r"expected 0, got [\d.]+"  # how float32 rounds a sum differs between processors
     assert re.sub(rounding, "", capfd.readouterr().out) == re.sub(rounding, "", output)
-    not_defined = list(CHECKS)[2:]
-    num_listed = sum(len(CHECKS[function].split()) for function in not_defined)
-    assert f" {1 + num_listed} not examined\n" in output
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("import os\nos._exit(0)", "my_loss.py ended the process, with exit status 0"),
-        (LOSS + "import os; os._exit(0)", "policy_loss ended the process, with exit status 0"),
         (LOSS + "while True: pass", "policy_loss did not return within 0.5 seconds"),
-        (None, "my_loss.py does not exist: name a Python file"),
     ],
-    ids=["the file ends the process", "a function ends the process", "endless", "no file"],
+    ids=["ends the process", "endless"],
 )
 def test_a_file_that_ends_the_process_or_never_returns_is_no_success(tmp_path, capfd, monkeypatch, text, sentence):
     monkeypatch.setattr(doctor.apart, "CALL_LIMIT", 0.5)
     path = tmp_path / "my_loss.py"
-    if text is not None:
-        path.write_text("def advantages(returns): return returns - returns.mean(1, True)\n" + text)
+    path.write_text("def advantages(returns): return returns - returns.mean(1, True)\n" + text)
     assert main([str(path)]) == 2
     out, error = capfd.readouterr()
     assert error.startswith("error: ")
@@ -447,4 +414,3 @@ def test_a_file_that_ends_the_process_or_never_returns_is_no_success(tmp_path, c
     assert error.count("\n") == 1
     if "policy_loss" in sentence:
         assert "not examined, because of an error\n  policy_loss: zero_gradient, " in out
-        assert "  advantages: std_wrong_axis, " in out

@@ -23,9 +23,8 @@ from harness.models.loading import load_policy
 from harness.run.start import start_run
 
 
-@pytest.mark.parametrize("n", range(1, 8))
+@pytest.mark.parametrize("n", [1, 4, 7])
 def test_pass_at_k_equals_an_enumeration_of_all_choices(n):
-    """It is the share of all choices of k samples that contain a right one."""
     for c in range(n + 1):
         samples = [True] * c + [False] * (n - c)
         for k in range(1, n + 1):
@@ -33,10 +32,9 @@ def test_pass_at_k_equals_an_enumeration_of_all_choices(n):
             assert pass_at_k(n, c, k) == pytest.approx(sum(choices) / len(choices))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.05, 0.2, 0.9, 1.0])
+@pytest.mark.parametrize("p", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_pass_at_k_is_unbiased_where_the_plug_in_estimate_is_not(p, k):
-    """The expectation over the number of right answers among 8: p = 0.2 and k = 4 give 0.590, not 0.517."""
     chances = [comb(8, c) * p**c * (1 - p) ** (8 - c) for c in range(9)]
     mean = sum(chance * pass_at_k(8, c, k) for c, chance in enumerate(chances))
     assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
@@ -69,7 +67,6 @@ def policy(make_policy, tokenizer):
 
 
 def test_all_metrics_are_those_of_the_sampled_completions(policy):
-    """Each metric is computed again from the same completions."""
     num_samples, budget = 4, 150
     metrics, greedy_texts, sampled_answers = evaluate(
         policy, ROWS, LENGTH_TASK, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
@@ -119,7 +116,6 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
 
 
 def test_pass_at_k_is_over_the_samples_of_one_question(policy):
-    """Of ten questions three are always answered right, so that three have a right answer among any k."""
     task = SimpleNamespace(
         messages=arithmetic.messages,
         reward=lambda row, text: {"correct": float(int(row["answer"]) <= 6)},
@@ -131,25 +127,15 @@ def test_pass_at_k_is_over_the_samples_of_one_question(policy):
 
 
 def test_evaluation_is_reproducible_and_depends_on_its_seed(policy):
-    """Two evaluations of one policy are equal; another seed gives other samples and the same greedy answers."""
     first, again, other = (
-        evaluate(policy, ROWS, LENGTH_TASK, max_new_tokens=40, num_samples=2, seed=seed) for seed in (0, 0, 1)
+        evaluate(policy, ROWS, LENGTH_TASK, max_new_tokens=20, num_samples=2, seed=seed) for seed in (0, 0, 1)
     )
     assert first == again
     assert first[0] != other[0]
     assert first[1] == other[1]  # greedy decoding draws nothing
 
 
-def test_without_samples_there_are_only_greedy_metrics(policy):
-    metrics, texts, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10)
-    assert all(name.startswith("greedy/") for name in metrics)
-    assert metrics["greedy/accuracy"] == 0.0
-    assert 0 < metrics["greedy/length"] <= 10
-    assert len(texts) == 3
-
-
 def test_conversations_are_asked_for_and_measured_like_answers(policy):
-    """The first is right, in two turns; the second is wrong, in one."""
     asked = []
 
     def converse(rows, indices, group_size, key, greedy):
@@ -170,7 +156,6 @@ def test_conversations_are_asked_for_and_measured_like_answers(policy):
 
 
 def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
-    """The length counts sampled tokens only."""
     metrics, texts, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10, prefix="<think>")
     assert all(text.startswith("<think>") for text in texts)
     assert metrics["greedy/length"] <= 10
@@ -181,7 +166,6 @@ def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
 
 
 def test_a_prefix_follows_what_the_template_has_opened(policy, make_policy):
-    """Texts begin as the prompt ends: with the template's part of the answer, then the prefix."""
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n",
@@ -192,12 +176,6 @@ def test_a_prefix_follows_what_the_template_has_opened(policy, make_policy):
     assert all(text.startswith("<think>1+1") for text in texts)
     _, texts, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10)
     assert all(text.startswith("<think>") for text in texts)
-
-
-def test_an_answer_that_is_partly_right_counts_for_accuracy_only(policy):
-    functions = {"messages": arithmetic.messages, "reward": lambda *_: {"correct": 0.5}, "describe": lambda *_: {}}
-    metrics, *_ = evaluate(policy, ROWS[:2], SimpleNamespace(**functions), max_new_tokens=4, num_samples=2)
-    assert (metrics["sampled/accuracy"], metrics["sampled/pass@2"]) == (0.5, 0.0)
 
 
 def test_a_task_without_correct_has_rewards_and_no_accuracy(policy):
@@ -228,7 +206,6 @@ KINDS = [(2, 1), (4, 2)]  # of questions 0 and 1
 
 @pytest.mark.parametrize("reasoned", [(2, 9), (0, 7), (3, 10), (0, 10), (10, 0), (0, 0)])
 def test_the_parts_of_a_gain_add_up_to_it(reasoned):
-    """Also if no answer, or every answer, was reasoned."""
     before, after = (
         answers(0, (share // 2, share), ((10 - share) // 3, 10 - share)) + answers(1, (1, 4), (1, 6))
         for share in reasoned
@@ -240,7 +217,6 @@ def test_the_parts_of_a_gain_add_up_to_it(reasoned):
 
 
 def test_reasoning_on_hard_questions_is_not_mistaken_for_skill():
-    """Within each kind accuracy is constant; over both kinds together reasoning would look worse afterwards."""
     before = answers(0, (10, 10), (0, 0)) + answers(1, (1, 2), (0, 8))
     after = answers(0, (10, 10), (0, 0)) + answers(1, (5, 10), (0, 0))
     assert divide_gain(before, after, KINDS) == pytest.approx(
@@ -256,7 +232,6 @@ def test_a_gain_without_styles_is_not_divided(description):
 
 
 def test_a_gain_across_a_changed_task_is_not_divided():
-    """As after a task's file was corrected, and the run resumed."""
     reasoned = [Answer(0, 1.0, STYLES[True])]
     assert divide_gain(reasoned, [], KINDS) == {}
     assert divide_gain(reasoned, [Answer(0, 1.0, {"short": 1.0})], KINDS) == {}
@@ -269,36 +244,39 @@ class Settings(RunConfig):
 
 
 def test_a_run_asks_held_out_questions_with_its_settings():
-    """None of its rows, budget, seed and system prompt is another one's, and the training rows are not asked."""
     policy = load_policy(RunConfig(device="cpu"))
-    config = Settings(eval_prompts=6, seed=3, system_prompt="Be brief.")
+    config = Settings(eval_prompts=4, max_new_tokens=8, seed=3, system_prompt="Be brief.")
     task = load_task(config)
-    settings = {"max_new_tokens": 12, "system_prompt": "Be brief.", "num_samples": 2, "seed": 3}
+    settings = {"max_new_tokens": 8, "system_prompt": "Be brief.", "num_samples": 2, "seed": 3}
     found = evaluate_held_out(config, task, policy, num_samples=2)
     assert found == evaluate(policy, task.eval_rows, task, **settings)
-    for other in ({"max_new_tokens": 10}, {"system_prompt": ""}, {"seed": 4}, {"num_samples": 1}):
+    for other in ({"max_new_tokens": 3}, {"system_prompt": ""}, {"seed": 4}, {"num_samples": 1}):
         assert found != evaluate(policy, task.eval_rows, task, **(settings | other))
-    assert found != evaluate(policy, task.train_rows[:6], task, **settings)
+    assert found != evaluate(policy, task.train_rows[:4], task, **settings)
+
+
+def gain(style: str) -> tuple[Evaluation, Evaluation]:
+    """An evaluation in which an answer of a style is wrong, and one in which it is right."""
+    return tuple(
+        Evaluation({"greedy/accuracy": accuracy}, [""], [Answer(0, correct, {style: 1.0})])
+        for accuracy, correct in ((0.25, 0.0), (0.75, 1.0))
+    )
 
 
 def test_the_summary_does_not_confuse_before_and_after():
-    task = SimpleNamespace(eval_rows=[{}], kind=lambda row: ())
-    wrong, right = ([Answer(0, correct, {"a": 1.0})] for correct in (0.0, 1.0))
-    before = Evaluation({"greedy/accuracy": 0.25}, [""], wrong)
-    after = Evaluation({"greedy/accuracy": 0.75}, [""], right)
-    found = summarise_gain(task, before, after)
+    before, after = gain("a")
+    found = summarise_gain(SimpleNamespace(eval_rows=[{}], kind=lambda row: ()), before, after)
     assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.75)
     assert (found["before"], found["after"]) == (before.metrics, after.metrics)
     assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
 
 
 def test_a_run_compares_with_its_evaluation_before_training(tmp_path):
-    """Answers included, from which the parts of the gain are taken."""
     config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
-    wrong, right = ([Answer(0, correct, {"reasoned": 1.0, "direct": 0.0})] for correct in (0.0, 1.0))
+    before, after = gain("reasoned")
     with start_run(config, load_task(config)) as run:
-        run.log_before(Evaluation({"greedy/accuracy": 0.25}, ["no"], wrong))
-        run.finish(Evaluation({"greedy/accuracy": 0.75}, ["yes"], right))
+        run.log_before(before)
+        run.finish(after)
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
-    assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0, "better if direct": 0.0}
+    assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0}

@@ -27,10 +27,10 @@ from harness.evaluation.evaluation_directory import begin, locked
 from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answer, Answers, figures
 from harness.evaluation.intervals import difference, mean_with_interval
-from harness.evaluation.questions import content_of, load_questions
+from harness.evaluation.questions import load_questions
 from harness.evaluation.session import evaluate
 from harness.evaluation.suite import average, parts
-from harness.evaluation.votes import majority, numbers_of_samples
+from harness.evaluation.votes import majority
 from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,17 +60,14 @@ def test_of_single_answers_the_interval_is_wilsons(right, count):
 
 
 def test_samples_that_always_agree_are_worth_one_answer():
-    """With 8 equal samples of each question nothing more is known than with one."""
-    single = [1.0] * 12 + [0.0] * 18
-    assert mean_with_interval(single, answers_per_question=8) == mean_with_interval(single)
+    for single in ([1.0] * 12 + [0.0] * 18, [1.0] * 30):
+        assert mean_with_interval(single, answers_per_question=8) == mean_with_interval(single)
 
 
 def test_samples_of_equal_questions_are_worth_all_answers():
-    """Where questions do not differ, Q questions with n samples are as good as Q n questions."""
-    shares = keyed_generator("shares", 0).binomial(8, 0.4, size=4000) / 8
+    shares = keyed_generator("shares", 0).binomial(8, 0.4, size=1000) / 8
     found = mean_with_interval(shares.tolist(), answers_per_question=8)
-    assert (found.low, found.high) == pytest.approx(wilson(shares.mean(), 32_000), abs=5e-4)
-    assert found.standard_error == pytest.approx(shares.std(ddof=1) / 4000**0.5)
+    assert (found.low, found.high) == pytest.approx(wilson(shares.mean(), 8000), abs=2e-3)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 64))
@@ -78,21 +75,20 @@ def test_an_interval_is_inside_0_to_1_and_holds_the_mean(values, answers):
     found = mean_with_interval(values, answers)
     assert 0 <= found.low <= found.value <= found.high <= 1 + 1e-12
     assert found.high - found.low > 0  # also where all questions are alike
-    assert (found.standard_error is None) == (len(values) == 1)
 
 
 def test_intervals_hold_the_truth_where_naive_ones_do_not():
-    """40 questions of unequal difficulty with 8 samples each; a seeded simulation of 400 evaluations."""
+    """40 questions of unequal difficulty with 8 samples each."""
     generator = keyed_generator("coverage", 0)
-    held = {"clustered": 0, "as if independent": 0}
-    for _ in range(400):
+    held = naive = 0
+    for _ in range(200):
         shares = generator.binomial(8, generator.beta(0.4, 0.6, size=40)) / 8
         found = mean_with_interval(shares.tolist(), answers_per_question=8)
-        held["clustered"] += found.low <= 0.4 <= found.high
+        held += found.low <= 0.4 <= found.high
         low, high = wilson(float(shares.mean()), 320)
-        held["as if independent"] += low <= 0.4 <= high
-    assert held["clustered"] / 400 > 0.92
-    assert held["as if independent"] / 400 < 0.75
+        naive += low <= 0.4 <= high
+    assert held / 200 > 0.92
+    assert naive / 200 < 0.75
 
 
 def test_a_difference_is_paired_and_has_a_sign():
@@ -135,20 +131,13 @@ def slow_majority(answers: list, correct: list, k: int) -> float:
     ],
 )
 def test_majority_is_the_mean_over_all_subsets(monkeypatch, answers):
-    monkeypatch.setattr(votes, "DRAWS", 8000)
+    monkeypatch.setattr(votes, "DRAWS", 4000)
     correct = [float(answer == "58") for answer in answers]
     found = majority(answers, correct, seed=0, question=3)
     assert list(found) == [1, 2, 4, 8]
     for k, value in found.items():
         assert value == pytest.approx(slow_majority(answers, correct, k), abs=1e-12 if k in (1, 8) else 0.02)
     assert found[1] == pytest.approx(np.mean(correct))
-
-
-def test_votes_are_the_same_again_and_with_any_number():
-    answers = [str(number % 7) for number in range(100)]
-    correct = [float(number % 7 == 3) for number in range(100)]
-    assert majority(answers, correct, 0, 1) == majority(answers, correct, 0, 1)
-    assert list(majority(answers, correct, 0, 1)) == numbers_of_samples(100) == [1, 2, 4, 8, 16, 32, 64, 100]
 
 
 def answers_of(correct: list[list[float]], given: list[list]) -> Answers:
@@ -159,31 +148,24 @@ def answers_of(correct: list[list[float]], given: list[list]) -> Answers:
 
 
 def test_without_a_way_to_read_right_answers_there_is_no_vote():
-    """A task whose answers are in another form than the default one, and that defines no `vote`."""
     assert "maj@k" not in figures(answers_of([[1.0, 0.0]], [[None, None]]), seed=0)["sampled"]
     assert "maj@k" in figures(answers_of([[1.0, 0.0]], [["x", None]]), seed=0)["sampled"]
 
 
 def test_an_estimate_from_k_samples_is_worth_n_over_k_answers():
-    """Of questions that are all alike, only the number of samples limits what is known."""
     sampled = figures(answers_of([[1.0, 1.0, 0.0, 0.0]] * 10, [["7", "7", "8", "8"]] * 10), seed=0)["sampled"]
     for k, answers in ((1, 40), (2, 20)):
         found = sampled["pass@k"][str(k)]
         assert (found["low"], found["high"]) == pytest.approx(wilson(found["value"], answers))
 
 
-def test_all_right_and_all_wrong_of_one_question_have_intervals():
-    for correct in (0.0, 1.0):
-        found = figures(answers_of([[correct] * 4], [["7"] * 4]), seed=0)
-        for estimate in (
-            found["greedy"]["accuracy"],
-            found["sampled"]["accuracy"],
-            *found["sampled"]["pass@k"].values(),
-        ):
-            assert estimate["value"] == correct
-            assert estimate["high"] - estimate["low"] > 0.5  # of one question hardly anything is known
-        kind = "mean_if_wrong" if correct else "mean_if_right"
-        assert found["greedy"]["length"][kind] is None
+@pytest.mark.parametrize("correct", [0.0, 1.0])
+def test_all_right_and_all_wrong_of_one_question_have_intervals(correct):
+    found = figures(answers_of([[correct] * 4], [["7"] * 4]), seed=0)
+    for estimate in (found["greedy"]["accuracy"], found["sampled"]["accuracy"], *found["sampled"]["pass@k"].values()):
+        assert estimate["value"] == correct
+        assert estimate["high"] - estimate["low"] > 0.5  # of one question hardly anything is known
+    assert found["greedy"]["length"]["mean_if_wrong" if correct else "mean_if_right"] is None
 
 
 # What a kill leaves --------------------------------------------------------------------------------------------------
@@ -203,7 +185,6 @@ def trajectory(text: str) -> Trajectory:
 
 
 def test_after_a_kill_at_any_byte_the_file_becomes_the_same(tmp_path):
-    """A file cut off at every byte, also with other bytes behind: complete batches are kept, the others written."""
     batches = make_batches(3, 2, size=2)
     path = tmp_path / "completions.jsonl"
 
@@ -219,11 +200,11 @@ def test_after_a_kill_at_any_byte_the_file_becomes_the_same(tmp_path):
     assert len(list(Completions(path, batches, 2))) == 9
     ends = [0, *itertools.accumulate(map(len, whole.splitlines(keepends=True)))]
     found = set()
-    for cut in range(len(whole) + 1):
+    for cut in range(0, len(whole) + 1, 3):
         path.write_bytes(whole[:cut] + b"\0" * (cut % 3))  # as a file system can leave it
         complete = sum(end <= cut for end in (ends[2], ends[3], ends[5], ends[7], ends[9]))
         assert Completions(path, batches, num_samples=2).num_batches == complete
-        if cut % 101 == 0:
+        if cut % 331 == 0:
             assert add_missing() == complete
             assert path.read_bytes() == whole
         found.add(complete)
@@ -277,24 +258,22 @@ def random_models(tokenizer):
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_batches_of_1_and_of_64_give_the_same_completions(make_config, random_models, tmp_path, kind):
-    """Prompts of different lengths are padded on the left, and groups are divided over batches."""
     pages = []
-    for size in (1, 3, 64):
+    for size in (1, 64) if kind == "gpt2" else (3, 64):
         directory = tmp_path / str(size)
         evaluate(make_config(generation_batch_size=size), directory, lambda: random_models[kind])
         pages.append((directory / "completions.jsonl").read_text())
-    assert pages[0] == pages[1] == pages[2]
+    assert pages[0] == pages[1]
     texts = {json.loads(line)["text"] for line in pages[0].splitlines()}
     assert len(texts) > 10
 
 
 def test_the_figures_are_those_of_a_runs_own_evaluation(make_config, load_script, tmp_path):
-    """The same policy, questions and seed: the same answers as in the evaluation at the end of a run."""
-    flags = {"max_new_tokens": 24, "system_prompt": "", "eval_prompts": 24, "seed": 5}
+    flags = {"max_new_tokens": 16, "system_prompt": "", "eval_prompts": 16, "seed": 5}
     run = load_script("experiment_base/train.py").Config(device="cpu", **flags)
     policy = load_policy(run)
     theirs = evaluate_held_out(run, load_task(run), policy, num_samples=4).metrics
-    config = make_config(task="arithmetic", data=None, limit=24, max_new_tokens=24, seed=5)
+    config = make_config(task="arithmetic", data=None, limit=16, max_new_tokens=16, seed=5)
     ours = evaluate(config, tmp_path / "out", lambda: policy)
     assert 0 < theirs["greedy/accuracy"] < 1
     for mode in ("greedy", "sampled"):
@@ -302,11 +281,9 @@ def test_the_figures_are_those_of_a_runs_own_evaluation(make_config, load_script
         assert found["accuracy"]["value"] == pytest.approx(theirs[f"{mode}/accuracy"])
         assert found["length"]["mean"] == pytest.approx(theirs[f"{mode}/length"])
         assert found["cut_off"] == pytest.approx(1 - theirs[f"{mode}/stopped"])
-        assert found["means"]["reward_format"] == pytest.approx(theirs[f"{mode}/reward_format"])
         assert found["means"]["reasoned"] == pytest.approx(theirs[f"{mode}/reasoned"])
     assert ours["sampled"]["accuracy_if"]["reasoned"] == pytest.approx(theirs["sampled/accuracy_reasoned"])
     assert ours["sampled"]["pass@k"]["4"]["value"] == pytest.approx(theirs["sampled/pass@4"])
-    assert ours["sampled"]["pass@k"]["1"]["value"] == pytest.approx(theirs["sampled/accuracy"])
 
 
 def test_a_complete_evaluation_is_shown_without_the_model(make_config, random_models, tmp_path):
@@ -315,8 +292,6 @@ def test_a_complete_evaluation_is_shown_without_the_model(make_config, random_mo
     assert again == first
     stored = json.loads((tmp_path / "out/results.json").read_text())
     assert stored["sampled"] == first["sampled"]
-    assert {"model", "seed", "versions", "machine", "commit", "sources", "command"} <= stored.keys()
-    assert stored["sources"]["data"]["content"]
 
 
 @pytest.mark.parametrize(
@@ -338,17 +313,14 @@ def test_other_settings_in_the_same_directory_are_refused(make_config, tmp_path,
     begin(tmp_path / "out", make_config(output="elsewhere", compare="x"), load_questions(config, {}))  # free
 
 
-def test_other_contents_in_the_same_directory_are_refused(make_config, tmp_path):
+@pytest.mark.parametrize("name", ["lengths.py", "rows.jsonl"])
+def test_other_contents_in_the_same_directory_are_refused(make_config, tmp_path, name):
     config = make_config()
     (tmp_path / "out").mkdir()
     begin(tmp_path / "out", config, load_questions(config, {}))
-    for name in ("lengths.py", "rows.jsonl"):
-        path = tmp_path / name
-        before = path.read_text()
-        path.write_text(before + "\n")
-        with pytest.raises(UserError, match=f"{name} is not what it was when "):
-            begin(tmp_path / "out", config, load_questions(config, {}))
-        path.write_text(before)
+    (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
+    with pytest.raises(UserError, match=f"{name} is not what it was when "):
+        begin(tmp_path / "out", config, load_questions(config, {}))
 
 
 def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
@@ -356,12 +328,13 @@ def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
     task = load_questions(config, {})
     with pytest.raises(UserError, match=r"holds other files \(lengths.py, rows.jsonl\)"):
         begin(tmp_path, config, task)
-    (tmp_path / "config.json").write_text('{"experiment": "experiment_base"}')
-    with pytest.raises(UserError, match="is not that of an evaluation"):
-        begin(tmp_path, config, task)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
-        begin(tmp_path, config, task)
+    for content, sentence in (
+        ('{"experiment": "experiment_base"}', "not that of an evaluation"),
+        ("{", "cannot be read"),
+    ):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=sentence):
+            begin(tmp_path, config, task)
     with pytest.raises(UserError, match="a file is in the way"), locked(tmp_path / "rows.jsonl"):
         pass
 
@@ -421,7 +394,7 @@ def test_equal_rows_are_compared_one_by_one():
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "7", "{}", '{"questions": []}', '{"questions": [{"row": 1}]}', '{"questions": [[]]}', "[" * 9999],
+    ["", "[]", "{}", '{"questions": []}', '{"questions": [{"row": 1}]}', "[" * 9999],
 )
 def test_what_is_no_evaluation_cannot_be_compared_with(tmp_path, content):
     (tmp_path / "results.json").write_text(content)
@@ -429,12 +402,6 @@ def test_what_is_no_evaluation_cannot_be_compared_with(tmp_path, content):
         read_results(str(tmp_path))
     with pytest.raises(UserError, match=r"there is no results\.json"):
         read_results(str(tmp_path / "nowhere"))
-
-
-def test_a_row_is_known_by_what_it_holds():
-    row = Row({"question": "What is 1+1?", "answer": "2"})
-    assert content_of(row) == content_of(Row(dict(reversed(row.items()))))
-    assert content_of(row) != content_of(Row(row | {"answer": "3"}))
 
 
 # Failures and suites -------------------------------------------------------------------------------------------------
@@ -471,14 +438,11 @@ def test_a_suite_reads_its_files_or_the_hub(make_config, tmp_path):
     for name in ("math500", "aime24", "amc", "minerva", "olympiad_bench"):
         (tmp_path / "data" / f"{name}.jsonl").write_text("")
     found = parts(config, tmp_path / "out")
-    assert [part.title for part in found] == ["MATH-500", "AIME 2024", "AMC", "Minerva", "OlympiadBench"]
     assert found[2].config.data == str(tmp_path / "data/amc.jsonl")
     assert (found[2].directory, found[2].config.compare, found[2].renamed) == (tmp_path / "out/amc", "before/amc", {})
     hub = parts(dataclasses.replace(config, data=None), tmp_path / "out")
     assert hub[4].config.data == "Hothan/OlympiadBench:OE_TO_maths_en_COMP:train"
     assert hub[4].renamed == {"question": "problem", "final_answer": "answer"}
-    with pytest.raises(UserError, match=r"with --suite this is a directory that holds math500\.jsonl"):
-        parts(make_config(suite="math", task="arithmetic"), tmp_path / "out")
 
 
 def test_fields_of_published_data_are_renamed(make_config, tmp_path):
