@@ -369,7 +369,10 @@ def save_dtype(new, old):
 # Where a run is, what it keeps and shows
 
 KEPT = "--name y --threads 2 --checkpoint-every 2 --keep-checkpoints 1"
-SHOWN = "--samples-every 2 --progress policy/clipped loss/grad_norm --eval-prompts 3 --eval-every 1 --eval-data files/held.jsonl"
+SHOWN = (
+    "--samples-every 2 --progress policy/clipped loss/grad_norm --eval-prompts 3 --eval-every 1 "
+    "--eval-data files/held.jsonl"
+)
 
 
 @changes(KEPT, of=BOTH)
