@@ -1,5 +1,6 @@
 """Tests run on one thread: two contended threads were measured ten times slower."""
 
+import functools
 import importlib.util
 import inspect
 import itertools
@@ -24,6 +25,7 @@ import viewer
 from tasks import arithmetic, calculator, countdown, qa
 
 torch.set_num_threads(1)
+inspect.getsource = functools.cache(inspect.getsource)  # each run would parse again what its flags are described by
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"

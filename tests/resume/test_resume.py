@@ -1,6 +1,5 @@
 """A run that was killed, interrupted or out of disk space resumes to the result of an uninterrupted one."""
 
-import hashlib
 import io
 import json
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import PATIENCE, ROOT, digest, json_of, metrics_of, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.errors import UserError
@@ -32,21 +32,15 @@ from harness.run.start import run_main, start_run
 
 resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
 
-TRAIN = Path(__file__).resolve().parents[2] / "experiment_base" / "train.py"
+TRAIN = ROOT / "experiment_base" / "train.py"
 FLAGS = (
-    *("--prompts-per-step", "2", "--group-size", "4", "--eval-prompts", "4", "--max-new-tokens", "16"),
-    *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "4"),
+    *("--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "2", "--max-new-tokens", "8"),
+    *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "2"),
     *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA)),  # sooner read than all questions
 )
 SIX_STEPS = (*FLAGS, "--steps", "6")
 CHECKPOINTS = ("--checkpoint-every", "2")
-PATIENCE = 600  # seconds after which a program counts as hung; on busy cores a start alone takes minutes
-SHELL = {
-    **os.environ,
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+SHELL = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 # The unchanged program, on a disk that hangs at the second checkpoint.
 ON_A_SLOW_DISK = """
 import runpy, sys, time
@@ -94,14 +88,6 @@ def started(*command: str | Path, cwd: Path) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert process.poll() is None, f"it ended too early:\n{process.communicate()[1]}"
-        assert time.monotonic() < deadline, "it hangs"
-        time.sleep(0.01)
-
-
 def end(process: subprocess.Popen) -> tuple[int, str]:
     """The exit status, and what was written to stderr."""
     errors = process.communicate(timeout=PATIENCE)[1]
@@ -129,15 +115,9 @@ def last_step(directory: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def read_metrics(directory: Path) -> list[dict]:
-    """The lines of metrics.jsonl, without time and memory."""
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: row[name] for name in row if not name.startswith(("time/", "memory/"))} for row in rows]
-
-
 def read_results(directory: Path) -> dict:
     """summary.json, without time, memory and machine."""
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json_of(directory / "summary.json")
     measured = ("seconds", "tokens_per_second", "peak_memory_bytes", "versions", "machine", "gpu", "commit")
     return {name: value for name, value in summary.items() if name not in measured}
 
@@ -148,12 +128,8 @@ def read_events(directory: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("loss/total")]
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def assert_equal_runs(directory: Path, expected: Path) -> None:
-    assert read_metrics(directory) == read_metrics(expected)
+    assert metrics_of(directory) == metrics_of(expected)
     assert read_results(directory) == read_results(expected)
     assert read_events(directory) == read_events(expected)
     weights = [path.relative_to(expected) for path in (expected / "final").glob("*.safetensors")]
@@ -215,7 +191,6 @@ DAMAGES = [
     ("checkpoints/step_6/model.safetensors", cut_off, r"has [\d,]+ bytes instead of [\d,]+"),
     ("checkpoints/step_6/optimizer.pt", Path.unlink, "is missing"),
     ("checkpoints/step_6/checkpoint.json", cut_off, "cannot be read"),
-    ("checkpoints/step_6/checkpoint.json", Path.unlink, "cannot be read"),
     ("metrics.jsonl", cut_off, "has lost its end"),
     ("metrics.jsonl", destroy_the_second_line, "cannot be read"),
     ("samples.jsonl", Path.unlink, "is missing"),
@@ -353,11 +328,11 @@ def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
 def test_steps_may_be_raised_and_equal_flags_repeated(tmp_path, train, uninterrupted):
     train(*FLAGS, "--steps", "4", *CHECKPOINTS, "--runs-dir", str(tmp_path), "--name", "mine")
     directory = tmp_path / "experiment_base" / "mine"
-    assert len(read_metrics(directory)) == 6
+    assert len(metrics_of(directory)) == 6
     output = train("--resume", str(directory), *SIX_STEPS, *CHECKPOINTS, "--seed", "0", "--name", "mine")
     assert "after step 4\n" in output
     assert_equal_runs(directory, uninterrupted)
-    assert json.loads((directory / "config.json").read_text())["steps"] == 6
+    assert json_of(directory / "config.json")["steps"] == 6
 
 
 DIFFERENCES = (("--lr", "1e-3"), ("--steps", "5"), ("--seed", "1"), ("--name", "other"), ("--wandb",))
@@ -372,7 +347,6 @@ def test_a_resumed_run_keeps_its_settings(tmp_path, train, uninterrupted, argume
 
 NOT_SETTINGS = [
     ("{}", "is not that of a run$"),
-    ("\x00", "no config.json of a run can be read"),
     ({"group_size": 4.5}, "is damaged: group_size cannot be 4.5$"),
     ({"dtype": "float8"}, "is damaged: dtype cannot be 'float8'$"),
     ({"experiment": None}, "is not that of a run$"),
@@ -410,10 +384,10 @@ def test_a_run_has_one_process(tmp_path, train):
         wait_until(lambda: last_step(directory) > before, process)
         process.kill()
         end(process)
-    settings = json.loads((directory / "config.json").read_text())
+    settings = json_of(directory / "config.json")
     (directory / "config.json").write_text(json.dumps(settings | {"steps": 1}))
     assert "resuming" in train("--resume", str(directory))
-    assert [row["step"] for row in read_metrics(directory)] == [0, 1, 1]
+    assert [row["step"] for row in metrics_of(directory)] == [0, 1, 1]
 
 
 def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monkeypatch):
@@ -517,7 +491,7 @@ def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
     checkpoints = ("--checkpoint-every", "1", "--keep-checkpoints", "9")
     printed_by(main, *learning, *checkpoints, "--runs-dir", str(tmp_path), "--name", "sft")
     expected = tmp_path / "experiment_sft" / "sft"
-    assert read_metrics(expected)[-1]["step"] >= 4
+    assert metrics_of(expected)[-1]["step"] >= 4
     directory = copy_of(expected, tmp_path, until=2)
     assert "after step 2\n" in printed_by(main, "--resume", str(directory))
     assert_equal_runs(directory, expected)

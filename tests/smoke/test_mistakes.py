@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import ROOT, finished, read_lines
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -28,7 +29,6 @@ from harness.base.config import TINY_POLICY
 from harness.run.checkpoints import newest_checkpoint
 from harness.run.start import run_main
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = "experiment_base/train.py"
 QUICK = ("--steps", "1", "--max-new-tokens", "2", "--eval-prompts", "2", "--eval-every", "0", "--device", "cpu")
 SMALL = ("--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6", "--name", "x")
@@ -47,15 +47,6 @@ def run_directories() -> list[Path]:
     return list(Path("runs").glob("*/*"))
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The rows of a JSONL file, by a parser that refuses NaN."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{path} holds {constant}, which is not JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
 # Flags ---------------------------------------------------------------------------------------------------------------
 
 
@@ -64,35 +55,24 @@ def read_lines(path: Path) -> list[dict]:
     [
         # the ends of every range: smoke/test_train_files.py
         ("--steps 0", "^--steps must be at least 1, not 0$"),
-        ("--eval-every -1", "^--eval-every must be at least 0, not -1$"),
-        ("--group-size 1", "^--group-size must be at least 2, not 1$"),
-        ("--temperature 0", "^--temperature must be above 0, not 0.0$"),
         ("--top-p 1.5", "^--top-p must be above 0 and at most 1, not 1.5$"),
         ("--lr nan", "^--lr must be above 0, not nan$"),
-        ("--clip-eps inf", "^--clip-eps must be above 0, not inf$"),
-        ("--kl-weight=-1", "^--kl-weight must be at least 0, not -1.0$"),
         (f"--seed {10**40}", r"^--seed must be at least 0 and at most 1e\+18, not 10+( ...)?$"),
         ("--minibatch-size 12", "--minibatch-size 12 is not a multiple of --group-size 8"),
         ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
         ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 192 training rows"),
         ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
-        ("--load-in 4bit", "--load-in needs an adapter to train: add --lora-rank"),
-        ("--save-merged", "--save-merged needs an adapter to train: add --lora-rank"),
         ("--load-in 8bit --lora-rank 2 --dtype float32", "--load-in 8bit computes in half precision"),
         ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
         ("--at-most num_terms=1", "none of the 192 rows of .* passes the filters"),
         ("--at-most num_terms", "--at-most num_terms: this is not NAME=NUMBER"),
-        ("--reward-weight", "--reward-weight needs at least one value"),
         ("--reward-weight --steps 1", "--reward-weight needs at least one value"),
         ("--reward-weight format=1 --reward_weight correct=2", "--reward-weight is given 2 times"),
         ("--task nowhere.py", "--task nowhere.py: there is no such file"),
         ("--at-most size=3", "--at-most size: .*:1 has no number in a field 'size'"),
-        ("--model ./nowhere", "--model ./nowhere: there is no such directory"),
         ("--model gpt2", "a hub id is owner/name"),
-        ("--model models/Llama--3", "--model models/Llama--3: there is no such directory"),
         ("--data my=rows/x", "my=rows/x: there is no such file"),
         ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
-        ("--data nowhere.jsonl", "nowhere.jsonl: there is no such file"),
         ("--data=", "there is no such file"),  # as from a shell variable that is not set
         ("--data .", "there is no such file"),
     ],
@@ -128,11 +108,8 @@ GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
         ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* those of --task gsm8k$"),
         ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* those of --task math$"),
         ("gsm8k", {"nums": [1, 2], "target": 3}, "'question' is missing .* those of --task countdown$"),
-        ("math", {"problem": "?", "answer": []}, "the field 'answer' is empty"),
         ("gsm8k", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
         ("qa", {"question": "?", "answer": []}, "the field 'answer' is empty, so that no completion can be right"),
-        ("arithmetic", {"question": "?", "answer": " "}, "the field 'answer' is empty"),
-        ("arithmetic", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
     ],
 )
 def test_rows_of_another_task_or_without_gold_are_refused(train, task, row, sentence):
@@ -140,14 +117,6 @@ def test_rows_of_another_task_or_without_gold_are_refused(train, task, row, sent
     with pytest.raises(UserError, match=rf"^d\.jsonl:1: .*{sentence}"):
         train("--task", task, "--data", "d.jsonl", "--eval-data", "d.jsonl", *SMALL, "--prompts-per-step", "1")
     assert not run_directories()
-
-
-def test_a_file_that_cannot_be_read_is_refused(train):
-    unreadable = Path("/proc/self/mem")  # it exists, but nobody can read its first byte
-    if not unreadable.exists():
-        pytest.skip("this system has no such file")
-    with pytest.raises(UserError, match="cannot be read"):
-        train("--data", str(unreadable))
 
 
 # Models --------------------------------------------------------------------------------------------------------------
@@ -210,38 +179,27 @@ def add_token(role: str | None) -> Callable[[Path], None]:
     ("damage", "sentence"),
     [
         (overwrite("config.json", "{"), "could not be loaded: .*not a valid JSON"),
-        (overwrite("config.json", "[]"), "could not be loaded"),
-        (overwrite("config.json", "{}"), "could not be loaded: .*model_type"),
         (overwrite("config.json", '{"model_type": "nonsense"}'), "could not be loaded: .*nonsense"),
         (overwrite("config.json", '{"model_type": "llama", "hidden_size": "wide"}'), "could not be loaded: .*wide"),
         (widen, "could not be loaded"),
-        (overwrite("model.safetensors", "nonsense"), "could not be loaded"),
         (cut_off_weights, "could not be loaded"),
         (lose_a_weight, "lacks weights, model.layers.2.input_layernorm.weight for one"),
         (lambda model: (model / "model.safetensors").unlink(), "could not be loaded: .*model.safetensors"),
         (overwrite("tokenizer.json", "nonsense"), "could not be loaded"),
-        (overwrite("tokenizer.json", "{}"), "could not be loaded"),
-        (lambda model: (model / "tokenizer.json").unlink(), "could not be loaded"),
         (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template, .* --chat-template FILE"),
         (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
         (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "chat template refuses the messages: no"),
         (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "chat template refuses the messages: TypeError: "),
-        (overwrite("chat_template.jinja", "{{ 1 / 0 }}"), "chat template refuses the messages: ZeroDivisionError: "),
         (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "RecursionError"),
         (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model model: the chat template renders no"),
-        (end_of_turn("x"), r"--model model: .* \(eos_token_id\) 'x' is not a whole number"),
-        (end_of_turn(2.0), r"--model model: .* \(eos_token_id\) 2.0 is not a whole number"),
         (end_of_turn(True), r"--model model: .* \(eos_token_id\) True is not a whole number"),
         (end_of_turn([2, [3]]), r"--model model: .* \(eos_token_id\) \[3\] is not a whole number"),
         (end_of_turn([2, 1024]), "--model model: the end-of-turn id 1024 is not among the 1024 ids that the"),
-        (end_of_turn(-1), "--model model: the end-of-turn id -1 is not among the 1024 ids"),
-        (change("config.json", eos_token_id="x"), "could not be loaded: .*eos_token_id"),
         (change("config.json", pad_token_id=1024), "could not be loaded: .*[Pp]adding_idx"),
         (add_token("pad_token"), "--model model: the padding id 1024 is not among the 1024 ids"),
         (add_token("eos_token"), "--model model: the end-of-turn id 1024 is not among the 1024 ids"),
         (add_token(None), "--model model: the tokenizer's id 1024 is not among the 1024 ids"),
         (change_weight("model.layers.1.mlp.up_proj.weight", math.nan), r"hold NaN or .*: model\.layers\.1\.mlp\.up_"),
-        (change_weight("model.norm.weight", math.inf), r"hold NaN or infinite numbers: model\.norm\.weight for one"),
         (change_weight("model.embed_tokens.weight", -math.inf), r"hold NaN or infinite numbers: model\.embed_tokens"),
     ],
 )  # fmt: skip
@@ -249,11 +207,10 @@ def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sente
     model = Path("model")
     shutil.copytree(TINY_POLICY, model)
     damage(model)
-    for _ in range(2):  # not "exists already" the second time
-        with pytest.raises(UserError, match=sentence) as caught:
-            train("--model", "./model", *FEW_ROWS, *SMALL)
-        assert "\n" not in str(caught.value)
-        assert not run_directories()
+    with pytest.raises(UserError, match=sentence) as caught:
+        train("--model", "./model", *FEW_ROWS, *SMALL)
+    assert "\n" not in str(caught.value)
+    assert not run_directories()
 
 
 def test_a_special_token_that_the_model_lacks_may_go_unused(train):
@@ -412,20 +369,14 @@ def test_a_file_that_is_no_chat_template_is_refused(train, content, sentence):
 # Where runs are kept -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["file", "file/runs"])
-def test_a_runs_directory_that_cannot_be_made_is_refused(train, place):
-    Path("file").write_text("mine")
-    with pytest.raises(UserError, match=r"^--runs-dir: file/.* cannot be written"):
+@pytest.mark.parametrize("place", ["file", "file/runs", "a/runs"])
+def test_a_file_in_the_way_of_a_run_is_left_alone(train, place):
+    Path("a/runs/experiment_base").mkdir(parents=True)
+    for path in ("file", "a/runs/experiment_base/x"):
+        Path(path).write_text("mine")
+    with pytest.raises(UserError, match=r"^--runs-dir: file/.* cannot be written|a file is in the way"):
         train("--runs-dir", place, *SMALL)
-    assert Path("file").read_text() == "mine"
-
-
-def test_a_file_at_the_path_of_a_run_is_refused(train):
-    Path("runs/experiment_base").mkdir(parents=True)
-    Path("runs/experiment_base/x").write_text("mine")
-    with pytest.raises(UserError, match="a file is in the way"):
-        train(*SMALL)
-    assert Path("runs/experiment_base/x").read_text() == "mine"
+    assert Path("file").read_text() == Path("a/runs/experiment_base/x").read_text() == "mine"
 
 
 def test_a_name_is_not_used_twice_and_the_run_is_left_as_it_was(train):
@@ -447,7 +398,7 @@ calls = 0
 def reward(row, text):
     global calls
     calls += 1
-    if calls > 100 and FAILS:
+    if calls > 80 and FAILS:
         raise RuntimeError(f"\\x1b[31m{text}")
     return arithmetic.reward(row, text)
 """
@@ -458,7 +409,7 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
     Path("my_task.py").write_text("FAILS = True\n" + FAILS_LATER)
     sizes = ("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6", "--name", "x")
     with pytest.raises(UserError) as caught:
-        train("--task", "my_task.py", "--steps", "9", "--checkpoint-every", "1", *sizes)
+        train("--task", "my_task.py", "--steps", "4", "--checkpoint-every", "1", *sizes)
     place = r"--task my_task\.py: reward of .*math_tasks\.jsonl:\d+ raised RuntimeError: \ufffd\[31m"
     remedy = r"\(line 10 of my_task\.py\)\. When it is corrected, resume with: python .*/x$"
     assert re.match(f"{place}.*{remedy}", str(caught.value)), caught.value
@@ -467,7 +418,7 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
 
     Path("my_task.py").write_text("FAILS = False\n" + FAILS_LATER)
     load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
-    assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 9
+    assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 4
     Path("my_task.py").write_text("FAILS = 0\n" + FAILS_LATER)  # the run has not failed since it was corrected
     with pytest.raises(UserError, match=r"^--task .*my_task\.py is not what it was when"):
         load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
@@ -480,11 +431,7 @@ def start(cwd: Path, *argv: str, **environment: str) -> subprocess.CompletedProc
     """Start train.py as from a user's shell; HF_HUB_OFFLINE is what `environment` says."""
     inherited = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     alone = {"HF_HOME": str(cwd / "cache"), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    return subprocess.run(
-        [sys.executable, str(ROOT / TRAIN), *argv],
-        **{"cwd": cwd, "env": {**inherited, **alone, **environment}, "capture_output": True, "text": True},
-        timeout=60,
-    )
+    return finished(ROOT / TRAIN, *argv, cwd=cwd, env=inherited | alone | environment)
 
 
 NOBODY = {"HF_ENDPOINT": "http://127.0.0.1:9"}  # a port where nothing listens
@@ -510,9 +457,8 @@ def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, argv, e
 
 
 def test_an_unknown_flag_is_refused_with_a_suggestion(train, capfd):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         run_main(lambda: train("--learning-rat", "1"))
-    assert ended.value.code == 2
     assert "--learning-rat" in capfd.readouterr().err
 
 
@@ -609,7 +555,7 @@ def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkey
         broken_reward(load_script(TRAIN), monkeypatch, {3, 4, 5}, math.inf),
         pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"),
     ):
-        train("--steps", "9", "--checkpoint-every", "1", *SMALL)
+        train("--steps", "6", "--checkpoint-every", "1", *SMALL)
     directory = Path("runs/experiment_base/x")
     assert capsys.readouterr().out.count("the gradient was not finite, and its update was skipped") == 1
     metrics = read_lines(directory / "metrics.jsonl")
@@ -623,15 +569,6 @@ def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkey
     step, path, _ = newest_checkpoint(directory / "checkpoints")
     assert step == 2
     assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # those before step 3
-
-
-def test_a_reward_that_is_never_a_number_ends_the_run(train, monkeypatch):
-    never = {"correct": float("nan"), "format": float("nan")}
-    monkeypatch.setattr(arithmetic, "reward", lambda row, text: dict(never))
-    with pytest.raises(UserError, match="the gradients of steps 1 to 3 were not finite") as caught:
-        train("--steps", "9", *SMALL)
-    assert "checkpoint" not in str(caught.value)  # there is none to start from
-    assert len(read_lines(Path("runs/experiment_base/x/metrics.jsonl"))) == 4
 
 
 def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script, monkeypatch, capsys):
@@ -660,17 +597,6 @@ def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, load_script, mo
         train("--model", "failed/checkpoints/step_1", *SMALL)
         shutil.rmtree("runs/experiment_base/x")
         shutil.rmtree("failed")
-
-
-def test_an_absurd_lr_ends_the_run_with_a_usable_checkpoint(train):
-    """The newest checkpoint is that of the last finite step."""
-    with pytest.raises(UserError, match=r"were not finite, and were skipped\. Start again with a lower --lr"):
-        train("--steps", "9", "--lr", "1000", "--checkpoint-every", "1", *SMALL, "--group-size", "8")
-    directory = Path("runs/experiment_base/x")
-    metrics = read_lines(directory / "metrics.jsonl")
-    assert [entry["loss/skipped"] for entry in metrics[-3:]] == [1, 1, 1]
-    assert newest_checkpoint(directory / "checkpoints")[0] == metrics[-4]["step"]
-    assert read_lines(directory / "samples.jsonl")
 
 
 # What is printed -----------------------------------------------------------------------------------------------------
@@ -767,12 +693,16 @@ def test_a_reader_that_is_gone_ends_a_run_with_a_checkpoint(tmp_path, cold):
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
 def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
-    """With the status of a program that SIGPIPE ends; and with stdout closed from the start there is nothing to say."""
+    """With the status of a program that SIGPIPE ends."""
     assert start_without_reader(tmp_path, "--help", lines=0) == (141, "")
-    closed = subprocess.run(
-        ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, str(ROOT / TRAIN), "--help"], capture_output=True, text=True
-    )
-    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
+@pytest.mark.slow
+def test_a_closed_stdout_is_no_error():
+    closed = ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, str(ROOT / TRAIN), "--help"]
+    result = subprocess.run(closed, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 # Text, paths and numbers that nothing can be made of -----------------------------------------------------------------
@@ -815,7 +745,7 @@ def test_a_place_where_one_may_not_look_is_named(train):
         Path("closed").chmod(0o700)
 
 
-@pytest.mark.parametrize("module", ["harness.base.interrupt", "torch.nn", "tyro"])
+@pytest.mark.parametrize("module", ["harness.base.interrupt", pytest.param("torch.nn", marks=pytest.mark.slow)])
 def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, module):
     """As soon as a certain module has been imported, of which Python tells."""
     command = [sys.executable, "-X", "importtime", str(ROOT / TRAIN), "--steps", "1"]

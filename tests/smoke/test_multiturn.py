@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from runs import ROOT, metrics_of, rows_of
 from safetensors.torch import load_file
 
 from common.errors import UserError
@@ -21,10 +21,9 @@ from harness.base.terminal import POLICY, REWARD, TOOL
 
 pytestmark = pytest.mark.all_questions
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_tool_calling/train.py"
 SMALL = (
-    *("--steps", "1", "--prompts-per-step", "4", "--group-size", "8", "--eval-prompts", "2", "--eval-every", "0"),
+    *("--steps", "1", "--prompts-per-step", "4", "--group-size", "8", "--eval-prompts", "1", "--eval-every", "0"),
     *("--checkpoint-every", "0", "--device", "cpu", "--name", "x"),
 )
 A_TOOL = '''
@@ -56,16 +55,6 @@ def run(train: ModuleType, *flags: str) -> tuple[Path, str]:
     with redirect_stdout(output):
         train.main([*SMALL, *flags])
     return Path("runs/experiment_multiturn_tool_calling/x"), output.getvalue()
-
-
-def rows_of(directory: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
-
-
-def metrics_of(directory: Path) -> list[dict]:
-    """Without what differs from run to run."""
-    rows = rows_of(directory, "metrics")
-    return [{key: row[key] for key in row if not key.startswith(("time/", "memory/"))} for row in rows]
 
 
 def test_a_run_keeps_complete_conversations(train):
@@ -169,8 +158,7 @@ def test_a_killed_run_resumes_to_the_same_end(train):
     train.main([*flags, "--runs-dir", "uninterrupted"])
     old = Path("uninterrupted/experiment_multiturn_tool_calling/x")
     new = Path("runs/experiment_multiturn_tool_calling/x")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen([sys.executable, str(ROOT / SCRIPT), *flags], env=environment) as process:
+    with subprocess.Popen([sys.executable, str(ROOT / SCRIPT), *flags]) as process:
         while not (new / "checkpoints" / "step_2").exists() and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(signal.SIGKILL)

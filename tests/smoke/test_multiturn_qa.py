@@ -9,23 +9,23 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from runs import ROOT, rows_of, write_rows
 
 from common.errors import UserError
 from common.search import NOTHING_FOUND
 
 from harness.run.run import Run
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "experiment_multiturn_qa/train.py"
 DOCUMENTS = {json.loads(line)["text"] for line in (ROOT / "data/qa_documents.jsonl").read_text().splitlines()}
 SMALL = (
-    *("--steps", "1", "--prompts-per-step", "4", "--group-size", "8", "--eval-prompts", "2", "--eval-every", "0"),
+    *("--steps", "1", "--prompts-per-step", "4", "--group-size", "8", "--eval-prompts", "1", "--eval-every", "0"),
     *("--checkpoint-every", "0", "--device", "cpu", "--name", "x"),
 )
 
 
-@pytest.fixture
-def without_curves(monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
@@ -42,21 +42,12 @@ def run(train: ModuleType, *flags: str) -> tuple[Path, str]:
     return Path("runs/experiment_multiturn_qa/x"), output.getvalue()
 
 
-def rows_of(directory: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
-
-
 def found_in(directory: Path) -> list[str]:
     """What the search answered in the runs' samples."""
     return [text for row in rows_of(directory, "samples") for role, text in row["turns"] if role == "tool"]
 
 
-def write_rows(path: str, rows: list[dict]) -> None:
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_curves")
 def test_the_policy_reads_documents_of_the_index(train):
     """Twice, with the same index: the second run does not build it again."""
     directory, output = run(train, "--prompts-per-step", "2", "--group-size", "32")
@@ -73,7 +64,6 @@ def test_the_policy_reads_documents_of_the_index(train):
     assert (index.stat().st_mtime_ns, index.stat().st_ino) == before
 
 
-@pytest.mark.usefixtures("without_curves")
 def test_without_the_search_nothing_is_found(train):
     directory, _ = run(train, "--no-tool")
     assert not Path("runs/search_index").exists()
@@ -81,7 +71,6 @@ def test_without_the_search_nothing_is_found(train):
     assert metrics["reward/executed_calls"] == metrics["reward/retrieved"] == 0
 
 
-@pytest.mark.usefixtures("without_curves")
 def test_the_users_documents_and_questions(train):
     """A document may hold anything: it is text for the policy, and its control tokens are not tokens."""
     hostile = (
@@ -111,7 +100,6 @@ def test_the_users_documents_and_questions(train):
         assert row["rewards"]["retrieved"] == float("Waplem" in str([text for _, text in row["turns"][1::2]]))
 
 
-@pytest.mark.usefixtures("without_curves")
 def test_questions_about_other_documents_are_refused(train):
     """If none of their documents is there; if some are, the run says how many are not."""
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
@@ -125,7 +113,6 @@ def test_questions_about_other_documents_are_refused(train):
     assert "3 of 4 of the documents that the questions in questions.jsonl name as supporting are not in" in output
 
 
-@pytest.mark.usefixtures("without_curves")
 def test_a_run_does_not_resume_with_other_documents(train):
     write_rows("docs.jsonl", [{"id": "a", "text": "Bamor was born in Waplem."}])
     rows = [{"question": f"Where was {name} born?", "answer": "Waplem"} for name in "abcd"]
@@ -137,7 +124,6 @@ def test_a_run_does_not_resume_with_other_documents(train):
         train.main(["--resume", str(directory), "--steps", "2"])
 
 
-@pytest.mark.usefixtures("without_curves")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -161,7 +147,6 @@ def test_mistakes_end_a_run_in_one_sentence(train, flags, message):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_curves")
 def test_a_run_goes_on_when_its_server_dies(train, tmp_path):
     """Its searches fail, which the policy reads, and which is counted and said."""
     pytest.importorskip("fastapi")

@@ -3,16 +3,14 @@
 The example is that of the README, "Your own algorithm in ten minutes".
 """
 
-import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from runs import ROOT, finished, json_of, rows_of
 
 from common.experience import collate
 from common.logprobs import token_log_probs
@@ -21,10 +19,9 @@ from common.sampling import sample
 from harness.base.config import RunConfig
 from harness.models.loading import load_policy
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     *("--prompts-per-step", "2", "--group-size", "4", "--epochs-per-step", "2", "--minibatch-size", "4"),
-    *("--eval-prompts", "4", "--eval-every", "0", "--max-new-tokens", "24", "--device", "cpu", "--lr", "1e-4"),
+    *("--eval-prompts", "2", "--eval-every", "0", "--max-new-tokens", "16", "--device", "cpu", "--lr", "1e-4"),
 )
 SEQUENCE_RATIO = (
     "    ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)\n",
@@ -38,8 +35,8 @@ def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
     """Its run, help, samples, page, comparison, card and resumed run are its own."""
     shutil.copytree(Path(experiment_mine.__file__).parent, tmp_path / "experiment_mine")
 
-    def run(*command: str, cwd: Path = tmp_path) -> str:
-        result = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=200)
+    def run(*command: str) -> str:
+        result = finished(*command, cwd=tmp_path)
         assert result.returncode == 0, result.stderr[-2000:]
         return result.stdout + result.stderr
 
@@ -48,15 +45,12 @@ def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
     printed = run(script, *SMALL, "--steps", "2", "--name", "first", "--progress", "policy/surprise")
     assert re.search(r"step 2/2 .*  surprise \d", printed)
     directory = tmp_path / "runs" / "experiment_mine" / "first"
-    settings = json.loads((directory / "config.json").read_text())
+    settings = json_of(directory / "config.json")
     assert settings["experiment"] == "experiment_mine"
     assert "of REINFORCE" in settings["loss"]
     assert "of REINFORCE" in (directory / "report.html").read_text()
 
-    metrics, samples = (
-        [json.loads(line) for line in (directory / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "samples.jsonl")
-    )
+    metrics, samples = rows_of(directory), rows_of(directory, "samples")
     losses = {row["step"]: row["loss/total"] for row in metrics if "loss/total" in row}
     for step, loss in losses.items():
         updates = [update for row in samples if row["step"] == step for update in row["updates"]]

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from runs import ROOT, finished, json_of, rows_of, write_rows
 
 from common.errors import UserError
 from tasks.arithmetic import EVAL_DATA, TRAIN_DATA
@@ -26,25 +26,15 @@ from harness.base.flags import read_marks
 
 pytestmark = pytest.mark.drawn
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
 WITH_REWARDS = [path for path in TRAIN_FILES if "\n    group_size: int" in path.read_text()]
-QUICK = ("experiment_base", "experiment_multiturn_tool_calling")  # the others do the same in the slow tier
+QUICK = ("experiment_multiturn_tool_calling",)  # the others do the same in the slow tier
+STARTED = ("experiment_base", "experiment_accelerate_ddp", "experiment_engine", "experiment_multiturn_qa")
 STAND_IN = ROOT / "tests" / "engine" / "stand_in"  # a package vllm
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    """Start `python <arguments>` in `cwd`, as from a user's shell."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        **{"cwd": cwd, "env": ONE_THREAD | environment, "capture_output": True, "text": True},
-        timeout=110,
-    )
-
-
-def read_metrics(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def slow_unless(condition: bool) -> tuple:
+    return () if condition else (pytest.mark.slow,)
 
 
 def run_here(path: Path, *arguments: str, **environment: str) -> str:
@@ -161,12 +151,14 @@ def test_help_fits_the_terminal(columns):
     assert "\x1b" not in text  # it is piped
 
 
-@pytest.mark.parametrize(("environment", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
+@pytest.mark.parametrize(
+    ("environment", "is_colored"), [({}, True), pytest.param({"NO_COLOR": "1"}, False, marks=pytest.mark.slow)]
+)
 def test_help_is_colored_only_where_it_is_wanted(environment, is_colored):
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     command = [sys.executable, str(ROOT / "experiment_base" / "train.py"), "--help"]
-    inherited = {name: value for name, value in ONE_THREAD.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
     process = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env={**inherited, **environment})
     os.close(theirs)
     text = b""
@@ -179,16 +171,22 @@ def test_help_is_colored_only_where_it_is_wanted(environment, is_colored):
     assert (b"\x1b[" in text) == is_colored
 
 
-@pytest.mark.parametrize("path", WITH_REWARDS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(x, id=x.parent.name, marks=() if x.parent.name in STARTED else pytest.mark.slow)
+        for x in WITH_REWARDS
+    ],
+)
 def test_two_steps_leave_a_complete_run(tmp_path, path):
     has_engine = path.parent.name == "experiment_engine"
-    result = run(
+    result = finished(
         str(path),
         *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "4", "--name", "smoke"),
         *("--epochs-per-step", "2", "--minibatch-size", "8", "--checkpoint-every", "1"),
         *(("--engine-start", sys.executable) if has_engine else ()),
         cwd=tmp_path,  # not the repository: nothing may depend on the working directory
-        **({"PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, ROOT)))} if has_engine else {}),
+        env=os.environ | ({"PYTHONPATH": os.pathsep.join(map(str, (STAND_IN, ROOT)))} if has_engine else {}),
     )
     assert result.returncode == 0, result.stderr
     directory = tmp_path / "runs" / path.parent.name / "smoke"
@@ -196,15 +194,15 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
         assert (directory / name).exists(), name
     assert list(directory.glob("events.out.tfevents.*"))
 
-    metrics = read_metrics(directory)
+    metrics = rows_of(directory)
     assert [entry["step"] for entry in metrics] == [0, 1, 2, 2]
     assert metrics[1]["policy/first_ratio"] == pytest.approx(1.0, abs=1e-4)
     assert metrics[1]["policy/sampling_log_prob_difference"] < 1e-4
     assert metrics[1]["loss/grad_norm"] > 0
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json_of(directory / "summary.json")
     assert summary["steps"] == 2
     assert summary["peak_memory_bytes"] > 1e8
-    config = json.loads((directory / "config.json").read_text())
+    config = json_of(directory / "config.json")
     assert config["max_new_tokens"] is not None  # as resolved
     assert "held-out questions" in result.stdout
     assert "tensorboard --logdir" in result.stdout
@@ -214,7 +212,7 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(x, id=x.parent.name, marks=() if x.parent.name in QUICK else pytest.mark.slow) for x in WITH_REWARDS],
+    [pytest.param(x, id=x.parent.name, marks=slow_unless(x.parent.name in QUICK)) for x in WITH_REWARDS],
 )
 def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, path, request):
     """As the README's section "Your own task" says, with a changed weight."""
@@ -230,14 +228,14 @@ def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, 
         ]
     )
     directory = tmp_path / "runs" / path.parent.name / "mine"
-    before, *steps, after = read_metrics(directory)
+    before, *steps, after = rows_of(directory)
     for entry in (before, after):
         assert {"eval/sampled/accuracy", "eval/sampled/reward_short", "eval/sampled/thinks"} <= entry.keys()
     for entry in steps:
         expected = entry["reward/correct"] + 0.3 * entry["reward/short"]
         assert entry["reward/total"] == pytest.approx(expected)
         assert 0 <= entry["completion/thinks"] <= 1
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json_of(directory / "summary.json")
     styles = ("called", "unaided") if "completion/called" in steps[0] else ("thinks", "answers_directly")
     assert list(summary["gain"]) == ["choice of style", *(f"better if {style}" for style in styles)]
     gain = summary["after"]["sampled/accuracy"] - summary["before"]["sampled/accuracy"]
@@ -257,7 +255,7 @@ def test_a_task_without_correct_is_trained_and_drawn(tmp_path, monkeypatch, load
         ]
     )
     directory = tmp_path / "runs" / "experiment_base" / "mine"
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json_of(directory / "summary.json")
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, None)
     assert "sampled/reward_short" in summary["after"]
     assert (directory / "curve.png").stat().st_size > 1000
@@ -267,7 +265,7 @@ def test_a_task_without_correct_is_trained_and_drawn(tmp_path, monkeypatch, load
 def test_experiment_base_trains_a_policy_of_experiment_sft(tmp_path, load_script):
     """The policy is loaded from the directory final/."""
     lessons = ("--num-copying", "60", "--num-reasoning", "30", "--num-answering", "30")
-    result = run(
+    result = finished(
         str(ROOT / "experiment_sft" / "train.py"),
         *(*lessons, "--eval-prompts", "1", "--name", "smoke", "--save-dtype", "bfloat16"),
         cwd=tmp_path,
@@ -289,13 +287,13 @@ def test_experiment_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, l
         {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": str(n)}]}
         for n in range(200)
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "chats.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")
     load_script("experiment_sft/train.py").main(
         ["--model", "tiny", "--data", "chats.jsonl", "--epochs", "4", "--name", "smoke", "--warmup-steps", "2"]
     )
-    metrics = read_metrics(tmp_path / "runs" / "experiment_sft" / "smoke")
+    metrics = rows_of(tmp_path / "runs" / "experiment_sft" / "smoke")
     assert metrics[-1]["loss/total"] < 0.5 * metrics[0]["loss/total"]
 
 
@@ -306,7 +304,7 @@ def test_experiment_sft_only_examines_a_model_without_lessons(tmp_path, monkeypa
     lessons = ("--num-copying", "0", "--num-reasoning", "0", "--num-answering", "0")
     load_script("experiment_sft/train.py").main(["--model", "tiny", *lessons, "--eval-prompts", "2", "--name", "smoke"])
     directory = tmp_path / "runs" / "experiment_sft" / "smoke"
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = json_of(directory / "summary.json")
     assert summary["steps"] == 0
     assert {"eval/greedy/accuracy", "eval_forced/greedy/accuracy"} <= summary.keys()
     assert (directory / "final" / "model.safetensors").exists()

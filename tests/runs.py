@@ -1,0 +1,56 @@
+"""What the tests of whole runs share: reading what a run has left, and programs that are started and waited for."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 300  # seconds after which a program counts as hung; on busy cores a start alone takes a minute
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSONL file, by a parser that refuses NaN."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{path} holds {constant}, which is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def rows_of(directory: Path, name: str = "metrics") -> list[dict]:
+    return read_lines(directory / f"{name}.jsonl")
+
+
+def metrics_of(directory: Path) -> list[dict]:
+    """Without time and memory, which differ from run to run."""
+    return [{key: row[key] for key in row if not key.startswith(("time/", "memory/"))} for row in rows_of(directory)]
+
+
+def json_of(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_rows(path: str | Path, rows: list) -> None:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def finished(*arguments: str | Path, **settings) -> subprocess.CompletedProcess:
+    """`python <arguments>`, which has ended."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": PATIENCE} | settings)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None, f"it ended too early: {process.communicate()}"
+        assert time.monotonic() < deadline, "it hangs"
+        time.sleep(0.01)
