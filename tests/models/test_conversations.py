@@ -4,7 +4,6 @@ The policies are small, and memorise a few conversations here. Drawn at temperat
 three turns, with calls of every kind, and in letters that no tokenizer would choose.
 """
 
-import copy
 import json
 import re
 from collections import Counter
@@ -33,7 +32,6 @@ from tasks import calculator as calculator_task
 
 from harness.base.config import TINY_POLICY
 from harness.data.task import Task
-from harness.logs.statistics import rollout_metrics
 from harness.tools.tool_files import check_turns
 
 CONTEXT = 512
@@ -414,48 +412,6 @@ def test_what_was_sampled_is_never_tokenised_again(talk):
         assert [talk.tokenizer.decode(ids, **skip) for ids in sampled(row)] == said
         changed += any(encode(talk.tokenizer.decode(ids)) != ids for ids in sampled(row))
     assert changed > 2
-
-
-def test_a_row_is_what_the_template_renders_if_it_can_be(talk):
-    """Of all turns that the tokenizer would encode as they were sampled, and that end as the template ends them."""
-    found = Counter()
-    for row in talk.rows:
-        end, asked = talk.policy.end_of_turn_ids[0], calculator_task.messages(QUESTIONS[row.prompt_index])
-        said = [text for role, text in row.turns if role == "assistant"]
-        written = [[*talk.tokenizer.encode(text.strip(), add_special_tokens=False), end] for text in said]
-        if written != sampled(row):
-            continue
-        messages = [*asked, *({"role": role, "content": text} for role, text in row.turns)]
-        ids, mask = encode_chat(talk.tokenizer, messages, talk.policy.end_of_turn_ids, schemas(TOOLS))
-        assert (ids[: len(row.ids)], mask[: len(row.ids)]) == (row.ids, row.action_mask)
-        assert not any(mask[len(row.ids) :])
-        rendered = talk.tokenizer.apply_chat_template(messages, tools=schemas(TOOLS), tokenize=False)
-        assert talk.tokenizer.decode(ids) == rendered
-        found[row.num_turns] += 1
-    assert found[1]
-    assert found[2] + found[3]
-
-
-def stretched(row: Trajectory) -> Trajectory:
-    """The row with longer answers of its tools: every token that was not sampled, behind the prompt, twice."""
-    keep = [1 if bit or i < row.prompt_length else 2 for i, bit in enumerate(row.action_mask)]
-    ids, mask, log_probs = (
-        [x for x, times in zip(xs, keep, strict=True) for _ in range(times)]
-        for xs in (row.ids, row.action_mask, row.sampler_log_probs)
-    )
-    changed = copy.copy(row)
-    changed.ids, changed.action_mask, changed.sampler_log_probs = ids, mask, log_probs
-    return changed
-
-
-def test_longer_answers_of_tools_change_no_metric(talk):
-    returns = torch.tensor([row.rewards["correct"] for row in talk.rows]).view(-1, GROUP_SIZE)
-    longer = list(map(stretched, talk.rows))
-    assert sum(len(row.ids) for row in longer) > sum(len(row.ids) for row in talk.rows) + 100
-    assert rollout_metrics(longer, returns) == rollout_metrics(talk.rows, returns)
-    assert [row.completion_ids for row in longer] == [row.completion_ids for row in talk.rows]
-    lengths = [sum(slow_mask(talk, row)) for row in talk.rows]
-    assert rollout_metrics(longer, returns)["completion/length"] == sum(lengths) / len(lengths)
 
 
 # Rows are independent -------------------------------------------------------------------------------------------------

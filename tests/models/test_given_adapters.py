@@ -203,15 +203,6 @@ def test_an_adapter_saved_in_bfloat16_is_trained_in_float32(first, tmp_path):
     assert torch.equal(log_probs_of(make_reference(policy)), log_probs_of(policy))
 
 
-def test_an_adapter_is_trained_over_quantised_weights(first):
-    pytest.importorskip("bitsandbytes")
-    policy = load(first / "final", load_in="4bit")
-    assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
-    difference = (log_probs_of(policy) - log_probs_of(load(first / "final"))).abs()
-    assert 0 < difference.max() < 1
-    assert torch.equal(log_probs_of(make_reference(policy)), log_probs_of(policy))
-
-
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,14 +234,6 @@ def test_flags_that_a_given_adapter_excludes_are_refused(load_script, first, fla
     quantised = ("--load-in 4bit",) if importlib.util.find_spec("bitsandbytes") else ()  # refused without the package
     for fine in (*quantised, "--save-merged", "--lora-rank 2 --lora-alpha 8"):
         parse_config(config_class, ("--model", str(first / "final"), *fine.split()), description="")
-
-
-def test_a_new_policy_gets_no_adapter(load_script, monkeypatch):
-    """Its base would be lost: only the adapter is saved."""
-    monkeypatch.syspath_prepend(ROOT / "experiment_sft")
-    script = load_script("experiment_sft/train.py")
-    with pytest.raises(UserError, match="--lora-rank adapts a model that exists: give a --model, or omit it"):
-        parse_config(script.Config, ("--lora-rank", "2"), description="", resolved=script.RESOLVED)
 
 
 def test_a_relative_model_is_saved_as_an_absolute_base(tmp_path, monkeypatch, train):
