@@ -25,7 +25,6 @@ from harness.run.settings import check_sources, describe_sources
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
     *("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "12", "--eval-prompts", "6"),
     *("--eval-every", "0", "--checkpoint-every", "1", "--device", "cpu", "--lr", "1e-2"),
