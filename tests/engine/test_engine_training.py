@@ -41,11 +41,10 @@ def made_up(policy) -> Experience:
     return experience
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_the_update_is_that_of_experiment_base(engine, policy, base, train, update, epochs):
+def test_the_update_is_that_of_experiment_base(engine, policy, base, train, update):
     """On the same tokens, whose weights are 1."""
     rows = engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
-    settings = SETTINGS | {"epochs_per_step": epochs, "minibatch_size": GROUP_SIZE * 3 if epochs == 1 else GROUP_SIZE}
+    settings = SETTINGS | {"epochs_per_step": 2, "minibatch_size": GROUP_SIZE}
     found = []
     for script in (base, train):
         trained, config = copy.deepcopy(policy), script.Config(prompts_per_step=3, **settings)
@@ -124,7 +123,16 @@ def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatc
     monkeypatch.setattr(train, "update", update)
     flags = ["--engine-url", stand_in(dtype="bfloat16").url, "--engine-dtype", "bfloat16", "--epochs-per-step", "2"]
     flags += ["--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "6", "--lr", "1e-3"]
-    flags += ["--eval-prompts", "1", "--eval-every", "0", "--device", "cpu", "--runs-dir", str(tmp_path)]
+    flags += [
+        "--eval-prompts",
+        "1",
+        "--eval-every",
+        "0",
+        "--device",
+        "cpu",
+        "--runs-dir",
+        str(tmp_path),
+    ]
     train.main([*flags, "--checkpoint-every", "0"])
     assert len(caught) == 2
     for experience, log_probs in caught:
@@ -153,10 +161,6 @@ def test_the_comparison_with_the_engine_equals_a_slow_loop(policy, train):
         "policy/importance_capped": pytest.approx(weights.count(2.0) / len(weights)),
     }
     assert 0 < found["policy/importance_capped"] < 1
-    config = train.Config(engine_dtype="bfloat16", push_every=2, importance_cap=1.3, **SETTINGS)  # not in float32
-    experience.importance_weights = train.importance_weights(config, experience)
-    capped = [weight >= 1.3 for weight in weights]
-    assert compare_with_engine(config, experience)["policy/importance_capped"] == sum(capped) / len(capped) > 0
 
 
 @pytest.mark.parametrize(

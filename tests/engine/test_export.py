@@ -6,31 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from policies import fill_adapters, load
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.policy import Policy
 
-from harness.base.config import RunConfig
 from harness.engines.engine import fingerprint
 from harness.engines.folder import export
-from harness.models.loading import load_policy
 
 SEQUENCES = torch.randint(5, 1000, (3, 20), generator=torch.manual_seed(0))
-
-
-def load(**settings) -> Policy:
-    return load_policy(RunConfig(**{"device": "cpu"} | settings))
-
-
-def fill(policy: Policy) -> Policy:
-    """With an adapter that adds something: new ones have B = 0."""
-    generator = torch.manual_seed(1)
-    with torch.no_grad():
-        for name, weight in policy.named_parameters():
-            if "lora_" in name and not weight.any():
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.05)
-    return policy
 
 
 def with_details() -> Policy:
@@ -72,9 +57,8 @@ def everything(policy: Policy) -> tuple:
 
 CASES = {
     "tied": load,
-    "adapter": lambda: fill(load(lora_rank=4)),
-    "adapter in bfloat16": lambda: fill(load(lora_rank=4, dtype="bfloat16")),
-    "adapter on 4 bits": lambda: fill(load(lora_rank=4, load_in="4bit")),
+    "adapter in bfloat16": lambda: fill_adapters(load(lora_rank=4, dtype="bfloat16")),
+    "adapter on 4 bits": lambda: fill_adapters(load(lora_rank=4, load_in="4bit")),
 }
 
 
@@ -105,7 +89,7 @@ def test_the_exported_model_is_the_policy(tmp_path, case):
 
 
 def test_an_adapter_with_details_is_merged_with_them(tmp_path):
-    policy = fill(with_details())
+    policy = fill_adapters(with_details())
     export(policy, tmp_path / "engine")
     stored = load_file(tmp_path / "engine" / "model.safetensors")
     merged = copy.deepcopy(policy.model).merge_and_unload()

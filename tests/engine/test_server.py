@@ -13,7 +13,7 @@ import pytest
 
 from common.errors import UserError
 
-from harness.engines.server import ChildServer, free_port, telling_line
+from harness.engines.server import ChildServer, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="what is left is found by Linux")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,12 +175,3 @@ def test_a_server_that_ends_before_it_is_ready(start, tmp_path):
     (tmp_path / "text").touch()  # no program
     with pytest.raises(UserError, match=r"/text could not be started: check the path of the program"):
         start([str(tmp_path / "text")])
-
-
-@pytest.mark.parametrize(
-    ("text", "line"), [("", ""), ("loading\nready\n\n", "ready"), ("AError\nBError \nend", "BError")]
-)
-def test_the_line_of_a_log_that_tells_most(tmp_path, text, line):
-    before = "OldError: of an earlier run\n"
-    (tmp_path / "log").write_text(before + text, encoding="utf-8")
-    assert telling_line(tmp_path / "log", len(before)) == line

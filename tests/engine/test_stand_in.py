@@ -156,26 +156,10 @@ def test_a_failed_reload_leaves_no_weights(stand_in, tmp_path):
     good = checkpoint(tmp_path / "good", lambda weights: None)
     unknown = checkpoint(tmp_path / "unknown", lambda weights: weights.update(more=torch.ones(3)))
     shape = checkpoint(tmp_path / "shape", lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
-    cut = checkpoint(tmp_path / "cut", lambda weights: None)
-    os.truncate(Path(cut) / "model.safetensors", 1000)
-    for bad in ("/nowhere", str(tmp_path), unknown, cut):
+    for bad in ("/nowhere", str(tmp_path), unknown, shape):
         assert (reload(server.url, bad), reload(server.url, good)) == (500, 200)
         assert complete(server.url)
-    assert [reload(server.url, folder) for folder in (shape, good)] == [500, 500]
-    assert ask(server.url, body=ASKED)[0] == 500
+    assert reload(server.url, unknown) == ask(server.url, body=ASKED)[0] == 500
     server.closed.wait()
     with pytest.raises(urllib.error.URLError, match="refused"):
         ask(server.url, body=ASKED)
-
-
-def test_a_bfloat16_server_rounds_the_weights(stand_in, tmp_path):
-    def scale(weights: dict[str, torch.Tensor]) -> None:
-        weights["lm_head.weight"] *= 1.001
-
-    folder = checkpoint(tmp_path / "scaled", scale)
-    for dtype in (torch.bfloat16, torch.float32):
-        server = stand_in(dtype=str(dtype).removeprefix("torch."))
-        assert reload(server.url, folder) == 200
-        scaled = load_file(Path(folder) / "model.safetensors")["lm_head.weight"]
-        assert server.engine.policy.model.lm_head.weight.equal(scaled.to(dtype).float())
-        assert ask(server.url, "/server_info")[1]["vllm_config"]["model_config"]["dtype"] == str(dtype)

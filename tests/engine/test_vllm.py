@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from policies import gap, load, scale
 
 from common.chat import encode_prompt
 from common.errors import EngineError
@@ -19,10 +20,8 @@ from common.sampling import begin_rows, sample
 from common.trajectory import Trajectory
 
 import harness.engines.engine
-from harness.base.config import RunConfig
 from harness.engines.engine import seed_of
 from harness.engines.folder import export
-from harness.models.loading import load_policy
 
 CLOSE = 1e-4  # nats between two computations in float32
 QUESTIONS = ("What is 47 plus 29?", "What is 3 plus 4?", "What is 47 plus 29 plus 113 minus 25?")
@@ -35,29 +34,16 @@ def prompts(loaded) -> list[list[int]]:
     return [encode_prompt(loaded.tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
 
 
-def gap(policy: Policy, rows: list[Trajectory]) -> float:
-    """The largest difference of the recorded log-probs from those that training computes, in nats."""
-    experience = collate(rows, policy.pad_id)
-    return (token_log_probs(policy, experience, 64) - experience.sampler_log_probs).abs().max().item()
-
-
 def ids_of(rows: list[Trajectory]) -> list[list[int]]:
     return [row.ids for row in rows]
-
-
-@torch.no_grad()
-def scale(policy: Policy, factor: float = 1.2) -> None:
-    for weight in policy.parameters():
-        weight.mul_(factor)
 
 
 # What it returns -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_an_engine_returns_what_sample_returns(engine, policy, prompts, temperature):
+def test_an_engine_returns_what_sample_returns(engine, policy, prompts):
     """The same fields for other draws, with the log-probs of training."""
-    policy.temperature = temperature
+    policy.temperature = 0.7
     names = {"prompt_index": [7, 3, 11]}
     rows, own = (draw(policy, prompts, 6, **SETTINGS, **names) for draw in (engine.sample, sample))
     for row, like in zip(rows, own, strict=True):
@@ -74,7 +60,7 @@ def test_an_engine_returns_what_sample_returns(engine, policy, prompts, temperat
         assert count == 12 or row.finish_reason == "stop"
     assert {row.finish_reason for row in rows} == {"stop", "length"}
     assert gap(policy, rows) < CLOSE
-    policy.temperature = 1.5 * temperature
+    policy.temperature = 1.0
     assert gap(policy, rows) > 0.01  # the temperature is in the log-probs
 
 
@@ -124,7 +110,7 @@ def step(policy: Policy) -> None:
     policy.zero_grad()
 
 
-def load(policy: Policy) -> None:
+def load_others(policy: Policy) -> None:
     policy.load_state_dict({name: weight * 1.2 for name, weight in policy.state_dict().items()})
 
 
@@ -147,10 +133,10 @@ def write_one(policy: Policy) -> None:
 
 def test_the_weights_in_use_are_those_of_the_policy(engine, policy, prompts):
     assert gap(policy, engine.sample(policy, prompts, 4, **SETTINGS)) < CLOSE
-    for number, change in enumerate((step, load, assign, write_past_autograd, write_one)):
+    for number, change in enumerate((step, load_others, assign, write_past_autograd, write_one)):
         old = copy.deepcopy(policy)
         change(policy)
-        rows = engine.sample(policy, prompts, 4, max_new_tokens=12, key=(0, number))
+        rows = engine.sample(policy, prompts[:1], 2, max_new_tokens=6, key=(0, number))
         assert gap(policy, rows) < CLOSE, change.__name__
         assert gap(old, rows) > 0.01, change.__name__
 
@@ -184,8 +170,8 @@ def test_seconds_of_other_samples_are_not_those_of_a_step(engine, policy, prompt
 def test_a_long_prompt_is_not_remembered_under_old_weights(engine, policy):
     """vLLM keeps the keys and values of blocks of 128 tokens, and would reuse them."""
     prompt = [5 + (7 * n) % 1000 for n in range(330)]
-    for _ in range(3):
-        rows = engine.sample(policy, [prompt], 4, **SETTINGS)
+    for _ in range(2):
+        rows = engine.sample(policy, [prompt], 2, **SETTINGS)
         assert gap(policy, rows) < CLOSE
         scale(policy, 1.02)
         assert gap(policy, rows) > 0.001
@@ -194,7 +180,7 @@ def test_a_long_prompt_is_not_remembered_under_old_weights(engine, policy):
 def test_a_policy_with_a_head_of_its_own_is_pushed(engine, policy, prompts, tmp_path):
     """The bundled one has tied embeddings. Each is given to a server of a model that is tied."""
     export(policy, tmp_path / "untied")
-    untied = load_policy(RunConfig(model=str(tmp_path / "untied"), device="cpu"))
+    untied = load(tmp_path / "untied")
     with torch.no_grad():
         untied.model.lm_head.weight.mul_(1.2)
     assert untied.model.lm_head.weight is not untied.model.get_input_embeddings().weight

@@ -72,12 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"errors": [], "warnings": []})
         if "/preupload/" in self.path:
             modes = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["size"] > 100_000 else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
+                {"path": x["path"], "uploadMode": "lfs" if x["size"] > 100_000 else "regular", "shouldIgnore": False}
+                for x in json.loads(body)["files"]
             ]
             return self._answer({"files": modes})
         if self.path.endswith("/info/lfs/objects/batch"):

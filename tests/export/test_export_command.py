@@ -24,7 +24,7 @@ from common.errors import UserError
 from common.sampling import sample
 
 from harness.base.config import ModelConfig
-from harness.exporting.card import Card, code, escape, fenced, public_command
+from harness.exporting.card import Card, public_command
 from harness.exporting.exported_answers import Questions
 from harness.exporting.source import Source
 from harness.models.loading import load_policy
@@ -102,7 +102,7 @@ def test_an_adapter_of_a_hub_model_is_kept_or_merged(copied, export, tmp_path, m
     assert fields["license"] == "apache-2.0"
 
 
-@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+@pytest.mark.parametrize("bits", ["4bit", pytest.param("8bit", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_quantised(runs, export, tmp_path, bits):
     pytest.importorskip("bitsandbytes")
     export(runs / "full/checkpoints/step_1", "--quantize", bits)
@@ -174,15 +174,12 @@ def test_interrupted_or_without_space_it_leaves_nothing(runs, export, tmp_path, 
     [
         ((), "RUN is missing"),
         (("nowhere",), "RUN nowhere: there is no such directory"),
-        ((".",), "RUN "),
         (("full", "--output", "."), "exists already: remove it, or choose another --output"),
         (("full", "--push", "me"), "--push me: a repository of the hub is owner/name"),
         (("full", "--push", "me/it"), "--push needs a token of the hub"),
         (("full", "--private"), "--private is for --push owner/name"),
         (("full", "--quantize", "4bit", "--dtype", "float16"), "--dtype float16 contradicts --quantize 4bit"),
         (("full", "--license", "a: b"), "--license a: b is not an id of the hub"),
-        (("full", "--device", "toaster"), "--device must be cpu"),
-        (("full/checkpoints/step_9",), "RUN full/checkpoints/step_9: there is no such directory"),
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(runs, load_script, tmp_path, monkeypatch, capsys, argv, sentence):
@@ -257,25 +254,25 @@ def test_every_byte_arrives_and_nothing_else(runs, export, tmp_path, hub, capsys
     assert f"uploaded to {hub.url}/me/small" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fault", ["token", "public", "network", "offline"])
-def test_what_fails_is_told_and_the_export_kept(load_script, tmp_path, hub, monkeypatch, fault):
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("token", r"the hub refuses the token \(401\)"),
+        ("public", "--private: me/small exists already, and is public; nothing was uploaded to it"),
+        ("network", r"the hub could not be used .*what was exported is complete.* hf upload me/small"),
+    ],
+)
+def test_what_fails_is_told_and_the_export_kept(load_script, tmp_path, hub, monkeypatch, fault, sentence):
     load_script("export.py")
-    push, is_private = sys.modules["harness.exporting.upload"].push, False
     (tmp_path / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
     if fault == "token":
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-        sentence = r"the hub refuses the token \(401\)"
     elif fault == "public":
-        hub.repositories["me/small"], is_private = False, True
-        sentence = "--private: me/small exists already, and is public; nothing was uploaded to it"
-    elif fault == "network":
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-        sentence = r"the hub could not be used .*what was exported is complete.* hf upload me/small"
+        hub.repositories["me/small"] = False
     else:
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        sentence = r"the hub could not be used .*hf upload me/small"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=sentence):
-        push(tmp_path, "me/small", is_private)
+        sys.modules["harness.exporting.upload"].push(tmp_path, "me/small", fault == "public")
     assert hub.files == {}
 
 
@@ -301,20 +298,10 @@ def card(tmp_path):
     settings |= {"system_prompt": HOSTILE, "temperature": HOSTILE, "seed": HOSTILE, "about": HOSTILE}
     settings["command"] = [HOSTILE, "--model", HOSTILE, f"--system-prompt={HOSTILE}", "--task", "x"]
     source = Source(run=tmp_path, weights=tmp_path, step=None, settings=settings)
-    return Card(
-        source=source,
-        title=HOSTILE,
-        loads_as=HOSTILE,
-        dtype="float32",
-        quantize="none",
-        merged=False,
-        license=None,
-        questions=Questions([[{"role": "user", "content": HOSTILE}]], [[1]], 8),
-        answer=HOSTILE,
-        equal=1,
-        prompts_equal=1,
-        has_curve=False,
-    )
+    texts = {"title": HOSTILE, "loads_as": HOSTILE, "answer": HOSTILE, "dtype": "float32", "quantize": "none"}
+    figures = {"merged": False, "license": None, "equal": 1, "prompts_equal": 1, "has_curve": False}
+    asked = Questions([[{"role": "user", "content": HOSTILE}]], [[1]], 8)
+    return Card(source=source, questions=asked, **texts, **figures)
 
 
 def test_hostile_text_stays_text(card):
@@ -336,23 +323,11 @@ def test_hostile_text_stays_text(card):
 
 def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = {
-        "experiment": "experiment_engine",
-        "model": "/home/ada/models/llama",
-        "data": "owner/rows:main",
-        "eval_data": str(tmp_path / "secret/test.jsonl"),
-        "engine_start": "env KEY=sk-1 /home/ada/python",
-        "engine_url": "http://ada:pw@host",
-        "runs_dir": "/home/ada/runs",
-        "name": "ada's",
-        "lr": 1e-05,
-        "save_merged": True,
-        "variant": "mine",  # of somebody's own experiment
-        "system_prompt": "Say `it`.",
-        "at_most": ["num_terms=2"],
-        "steps": 20,
-    }
-    words = [f"--{name.replace('_', '-')}" for name in settings if name not in ("experiment", "steps")]
+    settings = {"experiment": "experiment_engine", "model": "/home/ada/models/llama", "data": "owner/rows:main"}
+    settings |= {"eval_data": str(tmp_path / "secret/test.jsonl"), "engine_start": "env KEY=sk-1 /home/ada/python"}
+    settings |= {"engine_url": "http://ada:pw@host", "runs_dir": "/home/ada/runs", "name": "ada's", "lr": 1e-05}
+    settings |= {"save_merged": True, "variant": "mine", "system_prompt": "Say `it`.", "at_most": ["num_terms=2"]}
+    words = [f"--{name.replace('_', '-')}" for name in settings if name != "experiment"]
     settings["command"] = ["/home/ada/main/train.py", *words, "sk-1"]
     assert public_command(settings) == (
         "python experiment_engine/train.py --model llama --data owner/rows:main --eval-data test.jsonl --lr 1e-05 "
@@ -367,36 +342,3 @@ def test_a_base_of_the_hub_is_named_with_its_relation(card):
     assert fields["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert fields["base_model_relation"] == "finetune"
     assert "Qwen/Qwen2.5-0.5B-Instruct has a licence of its own" in hub.text()
-
-
-def test_text_in_code_and_fences_cannot_end_them():
-    assert code("a``b") == "``` a``b ```"
-    assert fenced("a\n````\nb", "sh") == "`````sh\na\n````\nb\n`````"
-    assert escape("![x](y)\n<b>") == r"\!\[x\](y) &lt;b>"
-
-
-def described(card, **changes):
-    """The text of a card whose run had other settings."""
-    return dataclasses.replace(
-        card, source=dataclasses.replace(card.source, settings=card.source.settings | changes)
-    ).text()
-
-
-def test_the_method_and_what_it_learned_from_are_named(card):
-    own = {"experiment": "experiment_base", "about": "GRPO in one file: a model learns."}
-    text = described(card, **own, task="arithmetic", data="/home/ada/my_rows.jsonl")
-    assert "a run of `experiment_base` with the questions and the reward of the task `arithmetic`" in text
-    assert ", on the data `my_rows.jsonl`. That experiment is part of an open textbook" in text
-    assert "language models: GRPO in one file: a model learns.\n" in text
-    assert "language models: Mine \\[a\\](b).\n" in described(card, experiment="experiment_mine", about="Mine [a](b).")
-    assert "for language models.\n" in described(card, about=None)  # of an older run
-    supervised = described(card, experiment="experiment_sft", task=None)
-    assert "a run of `experiment_sft` on examples of answers" in supervised
-    assert "- reinforcement-learning" not in supervised
-
-
-def test_figures_with_tools_are_told_from_what_the_code_asks(card, monkeypatch):
-    monkeypatch.setattr(Source, "figures", lambda self: ({}, {"greedy/accuracy": 0.5}, 4))
-    said = ("These figures are of several turns with tools", "They are answers in one turn, without tools.")
-    assert all(sentence in described(card, max_turns=3) for sentence in said)
-    assert not any(sentence in described(card, max_turns=3, tool=False) for sentence in said)

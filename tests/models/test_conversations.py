@@ -4,7 +4,6 @@ The policies are small, and memorise a few conversations here. Drawn at temperat
 three turns, with calls of every kind, and in letters that no tokenizer would choose.
 """
 
-import copy
 import json
 import re
 from collections import Counter
@@ -22,7 +21,7 @@ from common.calculator_tool import calculator
 from common.chat import encode_chat, encode_observation, encode_prompt, removes_thoughts
 from common.environment import CALL_WEIGHTS
 from common.errors import UserError
-from common.experience import Experience, collate
+from common.experience import collate
 from common.fast.cache import RowCache
 from common.fast.kept_rows import KeptRows
 from common.fast.matmul import use_fast_products
@@ -33,7 +32,6 @@ from tasks import calculator as calculator_task
 
 from harness.base.config import TINY_POLICY
 from harness.data.task import Task
-from harness.logs.statistics import rollout_metrics
 from harness.tools.tool_files import check_turns
 
 CONTEXT = 512
@@ -128,15 +126,6 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "bundled": Family(
-        form="hermes",
-        ends=["<|im_end|>"],
-        call='<tool_call>{"name": "%s", "arguments": %s}</tool_call>',
-        between="",
-        before="\n",
-        answer="<|im_start|>tool\n<tool_response>%s</tool_response><|im_end|>\n",
-        after="<|im_start|>assistant\n",
-    ),
     "qwen": Family(
         form="hermes",
         ends=["<|im_end|>", "<|endoftext|>"],
@@ -195,8 +184,6 @@ def train_tokenizer(texts: list[str], specials: list[str], added: list[str], tem
 
 def make_tokenizer(name: str):
     family = FAMILIES[name]
-    if name == "bundled":
-        return AutoTokenizer.from_pretrained(TINY_POLICY)
     spoken = [text for question in scripts(family) for script in question for text in script]
     spoken = [piece for text in spoken for piece in re.split("</?tool_call>|</?think>|(?:9 )+", text)]
     texts = [
@@ -334,6 +321,10 @@ def talk(request, converse):
     with pytest.MonkeyPatch.context() as monkeypatch:
         given = record(monkeypatch, policy)
         rows = converse(policy)
+    assert {row.num_turns for row in rows} == {1, 2, 3}  # else the tests would show little
+    assert {row.finish_reason for row in rows} == {"stop", "length"}
+    answers = [text for row in rows for role, text in row.turns if role == "tool"]
+    assert 0 < sum("malformed" in text for text in answers) < len(answers)
     return SimpleNamespace(family=family, tokenizer=tokenizer, policy=policy, rows=rows, given=given)
 
 
@@ -359,15 +350,6 @@ def summary(rows: list[Trajectory]) -> dict:
 
 
 # What the policy has seen is what it is trained on --------------------------------------------------------------------
-
-
-def test_the_conversations_are_of_many_kinds(talk):
-    """Otherwise the other tests would show little."""
-    assert {row.num_turns for row in talk.rows} == {1, 2, 3}
-    assert {row.finish_reason for row in talk.rows} == {"stop", "length"}
-    answers = [text for row in talk.rows for role, text in row.turns if role == "tool"]
-    assert len(answers) > 8
-    assert 0 < sum("malformed" in text for text in answers) < len(answers)
 
 
 def test_the_model_is_given_prefixes_of_the_row_at_every_turn(talk):
@@ -430,101 +412,6 @@ def test_what_was_sampled_is_never_tokenised_again(talk):
         assert [talk.tokenizer.decode(ids, **skip) for ids in sampled(row)] == said
         changed += any(encode(talk.tokenizer.decode(ids)) != ids for ids in sampled(row))
     assert changed > 2
-
-
-def test_a_row_is_what_the_template_renders_if_it_can_be(talk):
-    """Of all turns that the tokenizer would encode as they were sampled, and that end as the template ends them."""
-    found = Counter()
-    for row in talk.rows:
-        end, asked = talk.policy.end_of_turn_ids[0], calculator_task.messages(QUESTIONS[row.prompt_index])
-        said = [text for role, text in row.turns if role == "assistant"]
-        written = [[*talk.tokenizer.encode(text.strip(), add_special_tokens=False), end] for text in said]
-        if written != sampled(row):
-            continue
-        messages = [*asked, *({"role": role, "content": text} for role, text in row.turns)]
-        ids, mask = encode_chat(talk.tokenizer, messages, talk.policy.end_of_turn_ids, schemas(TOOLS))
-        assert (ids[: len(row.ids)], mask[: len(row.ids)]) == (row.ids, row.action_mask)
-        assert not any(mask[len(row.ids) :])
-        rendered = talk.tokenizer.apply_chat_template(messages, tools=schemas(TOOLS), tokenize=False)
-        assert talk.tokenizer.decode(ids) == rendered
-        found[row.num_turns] += 1
-    assert found[1]
-    assert found[2] + found[3]
-
-
-# What tools answer counts nowhere -------------------------------------------------------------------------------------
-
-
-def stretched(row: Trajectory) -> Trajectory:
-    """The row with longer answers of its tools: every token that was not sampled, behind the prompt, twice."""
-    keep = [1 if bit or i < row.prompt_length else 2 for i, bit in enumerate(row.action_mask)]
-    ids, mask, log_probs = (
-        [x for x, times in zip(xs, keep, strict=True) for _ in range(times)]
-        for xs in (row.ids, row.action_mask, row.sampler_log_probs)
-    )
-    changed = copy.copy(row)
-    changed.ids, changed.action_mask, changed.sampler_log_probs = ids, mask, log_probs
-    return changed
-
-
-def scored(rows: list[Trajectory], values: torch.Tensor, elsewhere: float) -> tuple[torch.Tensor, Experience]:
-    """Log-probs with gradient, and an experience, with the same values (4, N) at all sampled tokens."""
-    experience = collate(rows, 0)
-    mask = experience.action_mask.bool()
-
-    def place(x: torch.Tensor) -> torch.Tensor:
-        return torch.full(mask.shape, elsewhere).masked_scatter(mask, x)
-
-    log_probs, experience.sampler_log_probs, experience.old_log_probs, experience.log_probs_ref = map(place, values)
-    experience.advantages = torch.linspace(-1, 1, len(rows))[:, None]
-    return log_probs.requires_grad_(), experience
-
-
-def loss_by_hand(rows: list[Trajectory], values: torch.Tensor, config, budget: int | None) -> float:
-    """Token by token; each row is divided by its own sampled tokens, or by the budget."""
-    total, position = 0.0, 0
-    for row, advantage in zip(rows, torch.linspace(-1, 1, len(rows)).tolist(), strict=True):
-        of_row = 0.0
-        for log_prob, _, old, ref in values[:, position : position + sum(row.action_mask)].T.double():
-            ratio = (log_prob - old).exp()
-            of_row -= min(ratio * advantage, ratio.clamp(1 - config.clip_eps, 1 + config.clip_eps) * advantage).item()
-            of_row += config.kl_weight * ((ref - log_prob).exp() - (ref - log_prob) - 1).item()
-        position += sum(row.action_mask)
-        total += of_row / (budget or sum(row.action_mask))
-    return total / len(rows)
-
-
-@pytest.mark.parametrize("kind", ["multiturn", "drgrpo"])
-def test_log_probs_of_tool_tokens_change_no_loss_or_gradient(talk, train, load_script, kind):
-    """Nor does the number of these tokens: not in any denominator."""
-    module = train if kind == "multiturn" else load_script("experiment_drgrpo/train.py")
-    config = module.Config(max_new_tokens=BUDGET)
-    rows, generator = talk.rows, torch.Generator().manual_seed(0)
-    values = -torch.rand(4, sum(row.num_action_tokens for row in rows), generator=generator)
-    outcomes = []
-    for some, elsewhere in ((rows, 0.0), (rows, -7.0), (rows, float("-inf")), (list(map(stretched, rows)), -3.0)):
-        log_probs, experience = scored(some, values, elsewhere)
-        loss = module.policy_loss(config, log_probs, experience, len(rows))[0].sum()
-        (gradient,) = torch.autograd.grad(loss, log_probs)
-        mask = experience.action_mask.bool()
-        assert not gradient[~mask].any()
-        outcomes.append((loss.item(), gradient[mask]))
-    for loss, gradient in outcomes:
-        assert loss == pytest.approx(outcomes[0][0], abs=1e-6)
-        torch.testing.assert_close(gradient, outcomes[0][1], atol=1e-8, rtol=1e-5)
-        assert gradient.any()
-    by_hand = loss_by_hand(rows, values, config, BUDGET if kind == "drgrpo" else None)
-    assert outcomes[0][0] == pytest.approx(by_hand, abs=1e-5)
-
-
-def test_longer_answers_of_tools_change_no_metric(talk):
-    returns = torch.tensor([row.rewards["correct"] for row in talk.rows]).view(-1, GROUP_SIZE)
-    longer = list(map(stretched, talk.rows))
-    assert sum(len(row.ids) for row in longer) > sum(len(row.ids) for row in talk.rows) + 100
-    assert rollout_metrics(longer, returns) == rollout_metrics(talk.rows, returns)
-    assert [row.completion_ids for row in longer] == [row.completion_ids for row in talk.rows]
-    lengths = [sum(slow_mask(talk, row)) for row in talk.rows]
-    assert rollout_metrics(longer, returns)["completion/length"] == sum(lengths) / len(lengths)
 
 
 # Rows are independent -------------------------------------------------------------------------------------------------
@@ -652,16 +539,9 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Qwen3's and DeepSeek-R1's ways to drop what earlier turns have thought, in the bundled template; and one that keeps
-# what the last turn of the assistant has thought.
 CONTENT = "(message.content or '')"
-AFTER_THOUGHT = "(message.content or '').split('</think>')[-1]"
-THOUGHTS = {
-    "all but the last message": f"({CONTENT} if loop.last else {AFTER_THOUGHT})",
-    "all": AFTER_THOUGHT,
-    "all but the last answer": f"({CONTENT} if messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'assistant')"
-    f" | list | length == 0 else {AFTER_THOUGHT})",
-}
+AFTER_THOUGHT = "(message.content or '').split('</think>')[-1]"  # Qwen3's and DeepSeek-R1's way to drop a thought
+NO_LATER_ANSWER = "messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'assistant') | list | length == 0"
 ONLY_AFTER_CALLS = """{%- for message in messages %}
     {%- if message.role == 'tool' %}
         {%- if messages[loop.index0 - 1].role != 'tool' and not messages[loop.index0 - 1].tool_calls %}
@@ -684,61 +564,41 @@ HERMES_CALL = "'<tool_call>' + (call.function | tojson) + '</tool_call>'"
 MISTRAL_CALL = "'[TOOL_CALLS] [' + (call.function | tojson) + ']'"
 
 
-def bundled(template: str):
-    tokenizer = make_tokenizer("bundled")
+@pytest.fixture
+def bundled():
+    return AutoTokenizer.from_pretrained(TINY_POLICY)
+
+
+def with_template(template: str):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
     tokenizer.chat_template = template
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def thinker() -> Policy:
-    """It thinks before it calls, and then answers."""
-    family, tokenizer = FAMILIES["bundled"], make_tokenizer("bundled")
-    ends = [tokenizer.eos_token_id]
-    policy = make_policy(tokenizer, ends)
-    call = "<think>5</think>" + family.write("calculator", expression="2")
-    messages = [*calculator_task.messages(QUESTIONS[0]), {"role": "assistant", "content": call}]
-    ids, mask = encode_chat(tokenizer, messages, ends, schemas(TOOLS))
-    memorise(policy, [Trajectory(ids, 0, mask, [0.0] * len(ids))] * 2, steps=25, lr=1e-2)
-    return policy
+def since_question(content: str) -> str:
+    """As Qwen3's: all thoughts since the last question are kept."""
+    return f"({content} if messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list else {CONTENT})"
 
 
-@pytest.mark.parametrize("name", THOUGHTS)
-def test_a_template_that_drops_thoughts_is_told_of(thinker, converse, capsys, monkeypatch, name):
-    """The rows keep them: the model is given what it has thought, and is trained on that."""
-    original = thinker.tokenizer
-    check_turns(thinker)
-    assert capsys.readouterr().out == ""
-    changed = bundled(original.chat_template.replace(CONTENT, THOUGHTS[name]))
-    assert changed.chat_template != original.chat_template
-    monkeypatch.setattr(thinker, "tokenizer", changed)
-    check_turns(thinker)
-    said = capsys.readouterr().out
-    assert "the chat template removes the thoughts of a turn" in said
-    assert said.count("\n") == 1
-    given = record(monkeypatch, thinker)
-    rows = converse(thinker, (0,), 4, max_new_tokens=80)
-    thoughtful = [row for row in rows if row.num_turns > 1 and "<think>" in row.turns[0][1]]
-    assert thoughtful
-    assert Counter(map(tuple, given)) == Counter(tuple(row.ids[: turn[-1]]) for row in rows for turn in actions(row))
-    for row in thoughtful:
-        assert row.turns[0][1] in changed.decode(row.ids)
-        rendered = changed.apply_chat_template(
-            [{"role": role, "content": text} for role, text in row.turns] * 2, tokenize=False
-        )
-        assert rendered.count("<think>") < 2 * "".join(text for _, text in row.turns).count("<think>")
-
-
-def test_thoughts_of_other_templates_are_looked_for_too():
-    """Of one that keeps all since the last question, as Qwen3's does; of one whose tools only answer calls."""
-    original = make_tokenizer("bundled").chat_template
-    since_question = (
-        f"({AFTER_THOUGHT} if messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list else {CONTENT})"
-    )
-    only_after_calls = ONLY_AFTER_CALLS.replace("CALL }}", HERMES_CALL + " }}")
-    assert not removes_thoughts(bundled(original.replace(CONTENT, since_question)))
-    assert not removes_thoughts(bundled(only_after_calls))
-    assert removes_thoughts(bundled(only_after_calls.replace(CONTENT, AFTER_THOUGHT)))
+@pytest.mark.parametrize(
+    ("make_content", "is_told"),
+    [
+        (lambda after: after, True),
+        (lambda after: f"({CONTENT} if loop.last else {after})", True),
+        (lambda after: f"({CONTENT} if {NO_LATER_ANSWER} else {after})", True),
+        (since_question, False),
+        (lambda _: CONTENT, False),
+    ],
+    ids=["all", "all but the last message", "all but the last answer", "since the question", "none"],
+)
+def test_a_template_that_drops_thoughts_is_told_of(bundled, capsys, make_content, is_told):
+    content = make_content(AFTER_THOUGHT)
+    for template in (bundled.chat_template, ONLY_AFTER_CALLS.replace("CALL", HERMES_CALL)):
+        assert CONTENT in template
+        tokenizer = with_template(template.replace(CONTENT, content))
+        assert removes_thoughts(tokenizer) == is_told
+        check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=[tokenizer.eos_token_id]))
+        assert ("removes the thoughts of a turn" in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize(
@@ -750,7 +610,7 @@ def test_thoughts_of_other_templates_are_looked_for_too():
     ],
 )  # fmt: skip
 def test_a_template_without_turns_for_tools_is_refused(template, reason):
-    tokenizer = bundled(template)
+    tokenizer = with_template(template)
     ends = [tokenizer.eos_token_id]
     with pytest.raises(UserError, match=rf"^the chat template has no turns for tools \(.*{reason}.*\): [^\n]*$"):
         encode_observation(tokenizer, ["5"], ends)
@@ -760,20 +620,20 @@ def test_a_template_without_turns_for_tools_is_refused(template, reason):
 
 def test_no_tools_are_none_also_for_a_template_that_asks_so():
     """Llama 3.1's does: it would present an empty list."""
-    tokenizer = bundled("{% if tools is not none %}Tools: {{ tools | length }}{% endif %}" + CHATML)
+    tokenizer = with_template("{% if tools is not none %}Tools: {{ tools | length }}{% endif %}" + CHATML)
     prompts = [encode_prompt(tokenizer, calculator_task.messages(QUESTIONS[0]), tools) for tools in (None, [])]
     assert prompts[0] == prompts[1]
 
 
 def test_a_template_whose_tools_only_answer_calls_is_used():
     """With call ids of nine letters, as Mistral's wants them. Its form of calls is another one, though."""
-    tokenizer = bundled(ONLY_AFTER_CALLS.replace("CALL }}", HERMES_CALL + " }}"))
+    tokenizer = with_template(ONLY_AFTER_CALLS.replace("CALL", HERMES_CALL))
     ends = [tokenizer.eos_token_id]
     check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends))
     ids = encode_observation(tokenizer, ["5", "<|im_end|>"], ends)
     expected = "<|im_start|>tool\n5<|im_end|><|im_start|>tool\n<|im_end|><|im_end|><|im_start|>assistant\n"
     assert tokenizer.decode(ids) == expected
     assert ids.count(ends[0]) == 2
-    tokenizer = bundled(ONLY_AFTER_CALLS.replace("CALL }}", MISTRAL_CALL + " }}"))
+    tokenizer = with_template(ONLY_AFTER_CALLS.replace("CALL", MISTRAL_CALL))
     with pytest.raises(UserError, match=r"^the chat template writes a tool call as '\[TOOL_CALLS\] [^\n]*$"):
         check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends))

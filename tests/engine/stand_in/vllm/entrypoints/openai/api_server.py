@@ -156,7 +156,7 @@ class StandIn:
             self.engine.run(Job(rows, (temperature, top_p, stop_ids, given(body, "max_tokens", 16))))
         except RefusedRequest:  # there are no weights: the real server exits, too
             self.is_dead = True
-            threading.Thread(target=self.stop).start()
+            threading.Timer(0.2, self.stop).start()  # after this answer
             raise
         finally:
             with self.lock:
