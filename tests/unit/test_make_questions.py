@@ -105,24 +105,19 @@ OWED = '"{}" means the money that is owed for a vessel which stays longer than a
 RFV = "The master keeps the Register of {} Vessels (RFV) in a locked cabinet."
 
 
-@pytest.mark.parametrize(
-    ("texts", "number"),
-    [
-        ([FEE.format("1250"), "Nothing else."], 1),
-        ([FEE.format("1250"), FEE.format("1250")], 0),
-        ([FEE.format("1250"), FEE.format("980")], 0),
-        ([OWED.format("Demurrage"), OWED.format("Overtime")], 0),
-        ([RFV.format("Foreign"), RFV.format("Fishing")], 0),
-        ([FEE.format("1250"), FEE.format("980").replace("vessel", "raft")], 0),
-        ([FEE.format("1250"), "Every raft pays a fee of 980 crowns when it leaves the harbour at night."], 2),
-        (["It costs every vessel a fee of 1250 crowns before unloading."], 0),
-        (["Every vessel pays a fee of 1250 crowns before its"], 0),
-        (["for (vessel = 1250; vessel; vessel--) { unload(cargo); } // Done with the cargo."], 0),
-        (["| Every vessel | pays a fee of | 1250 crowns before | its cargo can be unloaded. |"], 0),
-        ([f"```\n{FEE.format('1250')}\n```"], 0),
-        (["A vessel pays 1250 crowns, and every other 1250 crowns on the next day of its visit."], 1),
-    ],
-)
+@pytest.mark.parametrize(("texts", "number"), [
+    ([FEE.format("1250"), "Nothing else."], 1), ([FEE.format("1250"), FEE.format("1250")], 0),
+    ([FEE.format("1250"), FEE.format("980")], 0), ([OWED.format("Demurrage"), OWED.format("Overtime")], 0),
+    ([RFV.format("Foreign"), RFV.format("Fishing")], 0),
+    ([FEE.format("1250"), FEE.format("980").replace("vessel", "raft")], 0),
+    ([FEE.format("1250"), "Every raft pays a fee of 980 crowns when it leaves the harbour at night."], 2),
+    (["It costs every vessel a fee of 1250 crowns before unloading."], 0),
+    (["Every vessel pays a fee of 1250 crowns before its"], 0),
+    (["for (vessel = 1250; vessel; vessel--) { unload(cargo); } // Done with the cargo."], 0),
+    (["| Every vessel | pays a fee of | 1250 crowns before | its cargo can be unloaded. |"], 0),
+    ([f"```\n{FEE.format('1250')}\n```"], 0),
+    (["A vessel pays 1250 crowns, and every other 1250 crowns on the next day of its visit."], 1),
+])  # fmt: skip
 def test_only_what_has_one_answer_is_asked(texts, number):
     drafts = drafts_of(texts)
     assert len(drafts) == number
@@ -195,20 +190,17 @@ def test_the_command_given_again_goes_on(script):
     assert make("other.jsonl", "10", "--seed", "1") != first
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--output", "mine.jsonl"], "--output mine.jsonl exists, and not"),
-        (["--output", "text.txt"], "--output text.txt exists, and not"),
-        (["--output", "others.jsonl"], "--output others.jsonl exists, and not"),
-        (["--output", "."], "--output . cannot be written"),
-        (["--corpus", "empty.jsonl"], r"no question could be made of empty.jsonl \(no template fits 3\)"),
-        (["--num-questions", "0"], "--num-questions must be at least 1"),
-        (["--chunk-words", "20"], "--chunk-overlap 20 leaves no new words"),
-        (["--base-url", "http://127.0.0.1/v1"], "--base-url and --served-model belong together"),
-        (["--base-url", "http://127.0.0.1:1/v1", "--served-model", "m"], "--base-url http://127.0.0.1:1/v1 does not"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "reason"), [
+    (["--output", "mine.jsonl"], "--output mine.jsonl exists, and not"),
+    (["--output", "text.txt"], "--output text.txt exists, and not"),
+    (["--output", "others.jsonl"], "--output others.jsonl exists, and not"),
+    (["--output", "."], "--output . cannot be written"),
+    (["--corpus", "empty.jsonl"], r"no question could be made of empty.jsonl \(no template fits 3\)"),
+    (["--num-questions", "0"], "--num-questions must be at least 1"),
+    (["--chunk-words", "20"], "--chunk-overlap 20 leaves no new words"),
+    (["--base-url", "http://127.0.0.1/v1"], "--base-url and --served-model belong together"),
+    (["--base-url", "http://127.0.0.1:1/v1", "--served-model", "m"], "--base-url http://127.0.0.1:1/v1 does not"),
+])  # fmt: skip
 def test_a_mistake_is_told_in_one_sentence(script, flags, reason):
     write_corpus({"d": "Nothing."}, "empty.jsonl")
     corpus = write_corpus(some_documents(3))
@@ -229,24 +221,16 @@ ROW = {"question": "Who built the Fardil?", "answer": "Jarce", "supporting": ["o
 GOOD = '{"question": "Who built the Fardil?", "answer": "Jarce"}'
 
 
-@pytest.mark.parametrize(
-    ("reply", "outcome"),
-    [
-        (GOOD, None),
-        (f"Sure!\n```json\n{GOOD}\n```\nAnything else?", None),
-        (f'<think>{{"question": "a", "answer": "b"}}</think>{GOOD}', None),
-        ('{"thought": {"a": 1}} ' + GOOD, None),
-        (f"<think>{GOOD}</think>I cannot.", "no JSON"),
-        (f'{{"reply": {GOOD}}}', "no JSON"),
-        (GOOD.replace("Who", "  Who\\n"), None),
-        ("", "no JSON"),
-        ("{" * 50_000, "no JSON"),
-        ('{"question": "Who built the Fardil?", "answer": 5}', "not text"),
-        ('{"question": "Who built the Fardil?", "answer": "\\ud800"}', "not text"),
-        ('{"question": "Who \\u001b[2J built?", "answer": "Jarce"}', "control characters"),
-        ('{"question": "Who built it, says the passage?", "answer": "Jarce"}', "points at the text"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "outcome"), [
+    (GOOD, None), (f"Sure!\n```json\n{GOOD}\n```\nAnything else?", None),
+    (f'<think>{{"question": "a", "answer": "b"}}</think>{GOOD}', None), ('{"thought": {"a": 1}} ' + GOOD, None),
+    (f"<think>{GOOD}</think>I cannot.", "no JSON"), (f'{{"reply": {GOOD}}}', "no JSON"),
+    (GOOD.replace("Who", "  Who\\n"), None), ("", "no JSON"), ("{" * 50_000, "no JSON"),
+    ('{"question": "Who built the Fardil?", "answer": 5}', "not text"),
+    ('{"question": "Who built the Fardil?", "answer": "\\ud800"}', "not text"),
+    ('{"question": "Who \\u001b[2J built?", "answer": "Jarce"}', "control characters"),
+    ('{"question": "Who built it, says the passage?", "answer": "Jarce"}', "points at the text"),
+])  # fmt: skip
 def test_only_question_and_answer_are_read_of_a_reply(script, reply, outcome):
     found = script.read_reply(reply)
     if outcome is None:
@@ -255,20 +239,15 @@ def test_only_question_and_answer_are_read_of_a_reply(script, reply, outcome):
         assert outcome in found
 
 
-@pytest.mark.parametrize(
-    ("question", "answer", "fault"),
-    [
-        ("Who built the Fardil?", "Jarce", None),
-        ("Who built the Fardil?", "Mabto", "not in the part"),
-        ("Who built the Fardil?", "Jar", "not in the part"),
-        ("Did Jarce build the Fardil?", "Jarce", "gives the answer away"),
-        ("Which Fardil did JARCE's men build?", "Fardil", "gives the answer away"),
-        ("Who built the Fardil?", "", "1 to 6 words"),
-        ("Who built the Fardil?", "built by captain Jarce in the year", "1 to 6 words"),
-        ("Who?", "Jarce", "characters"),
-        ("Who built" + " the" * 100 + " Fardil?", "Jarce", "characters"),
-    ],
-)
+@pytest.mark.parametrize(("question", "answer", "fault"), [
+    ("Who built the Fardil?", "Jarce", None), ("Who built the Fardil?", "Mabto", "not in the part"),
+    ("Who built the Fardil?", "Jar", "not in the part"),
+    ("Did Jarce build the Fardil?", "Jarce", "gives the answer away"),
+    ("Which Fardil did JARCE's men build?", "Fardil", "gives the answer away"),
+    ("Who built the Fardil?", "", "1 to 6 words"),
+    ("Who built the Fardil?", "built by captain Jarce in the year", "1 to 6 words"), ("Who?", "Jarce", "characters"),
+    ("Who built" + " the" * 100 + " Fardil?", "Jarce", "characters"),
+])  # fmt: skip
 def test_a_question_that_is_of_no_use_is_left_out(question, answer, fault):
     found = find_fault(Draft(question, answer, "written"), "Fardil, built by captain\nJarce in the year 9")
     assert (found is None) if fault is None else (fault in found)

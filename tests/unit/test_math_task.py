@@ -56,79 +56,43 @@ def test_every_decision_of_the_docstring():
     assert [case for case, is_right in zip(table, found, strict=True) if case[2] is not is_right] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"\boxed{5}", "5"),
-        (r"First \boxed{4}, no: \boxed{5}", "5"),
-        (r"\boxed{5} and then \boxed{6", "5"),
-        (r"\fbox{5}", "5"),
-        (r"\boxed {5}", "5"),
-        (r"So $\boxed 5$", "5"),
-        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
-        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{x = \boxed{5}}", "5"),
-        (r"\boxed{}", ""),
-        ("<answer> 5 </answer>", "5"),
-        (r"<answer>$\boxed{5}$</answer>", "5"),
-        (r"\boxed{4} <answer>5</answer>", "5"),
-        (r"<answer>5</answer> \boxed{4}", "5"),
-        ("<answer>4</answer><answer>5</answer>", None),
-        (r"<answer>4</answer><answer>5</answer>\boxed{5}", None),
-        (r"\boxed{5} <answer>6", "5"),
-        (r"<think>\boxed{4}</think>\boxed{5}", "5"),
-        (r"<think><answer>4</answer></think><answer>5</answer>", "5"),
-        (r"<think>\boxed{4}</think>", None),
-        (r"<think>\boxed{4}", None),
-        (r"begun by the prompt \boxed{4}</think> \boxed{5}", "5"),
-        (r"begun by the prompt \boxed{4}</think>", None),
-        ("<ans<think></think>wer>5</answer>", None),
-        ("<answer>5<think>6</answer></think></answer>", None),
-        (r"\boxed{1<think>6</think>8}", None),
-        ("5", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"\boxed{5}", "5"), (r"First \boxed{4}, no: \boxed{5}", "5"), (r"\boxed{5} and then \boxed{6", "5"),
+    (r"\fbox{5}", "5"), (r"\boxed {5}", "5"), (r"So $\boxed 5$", "5"),
+    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."), (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+    (r"\boxed{x = \boxed{5}}", "5"), (r"\boxed{}", ""), ("<answer> 5 </answer>", "5"),
+    (r"<answer>$\boxed{5}$</answer>", "5"), (r"\boxed{4} <answer>5</answer>", "5"),
+    (r"<answer>5</answer> \boxed{4}", "5"), ("<answer>4</answer><answer>5</answer>", None),
+    (r"<answer>4</answer><answer>5</answer>\boxed{5}", None), (r"\boxed{5} <answer>6", "5"),
+    (r"<think>\boxed{4}</think>\boxed{5}", "5"), (r"<think><answer>4</answer></think><answer>5</answer>", "5"),
+    (r"<think>\boxed{4}</think>", None), (r"<think>\boxed{4}", None),
+    (r"begun by the prompt \boxed{4}</think> \boxed{5}", "5"), (r"begun by the prompt \boxed{4}</think>", None),
+    ("<ans<think></think>wer>5</answer>", None), ("<answer>5<think>6</answer></think></answer>", None),
+    (r"\boxed{1<think>6</think>8}", None), ("5", None), ("", None),
+])  # fmt: skip
 def test_which_answer_a_completion_gives(text, answer):
     assert task.given_answer(text) == answer
 
 
-@pytest.mark.parametrize(
-    ("text", "rewards"),
-    [
-        (r"<think>2+3</think>\boxed{5}", (1, 1, 1)),
-        ("<think>2+3</think><answer>5</answer>", (1, 1, 0)),
-        (r"\boxed{5} \boxed{5}", (1, 0, 1)),
-        (r"<answer>\boxed{5}</answer>", (1, 1, 1)),
-        (r"\boxed{6}", (0, 1, 1)),
-        (r"\boxed{5} <think>and", (1, 0, 1)),
-        ("<answer>5</answer><answer>5</answer>", (0, 0, 0)),
-        (r"<think>\boxed{5}</think>", (0, 0, 0)),
-        ("", (0, 0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("text", "rewards"), [
+    (r"<think>2+3</think>\boxed{5}", (1, 1, 1)), ("<think>2+3</think><answer>5</answer>", (1, 1, 0)),
+    (r"\boxed{5} \boxed{5}", (1, 0, 1)), (r"<answer>\boxed{5}</answer>", (1, 1, 1)), (r"\boxed{6}", (0, 1, 1)),
+    (r"\boxed{5} <think>and", (1, 0, 1)), ("<answer>5</answer><answer>5</answer>", (0, 0, 0)),
+    (r"<think>\boxed{5}</think>", (0, 0, 0)), ("", (0, 0, 0)),
+])  # fmt: skip
 def test_reward_components(text, rewards):
     assert tuple(task.reward({"answer": "5"}, text).values()) == rewards
     assert task.reward({"answer": "5"}, text).keys() == task.REWARD_WEIGHTS.keys()
 
 
-@pytest.mark.parametrize(
-    ("row", "golds"),
-    [
-        ({"answer": 142.0}, ["142"]),
-        ({"answer": 7}, ["7"]),
-        ({"answer": ["4.4e7\n", "4.4 \\times 10^7\n"]}, ["4.4e7", "4.4 \\times 10^7"]),
-        ({"answer": "5", "solution": r"\boxed{6}"}, ["5"]),
-        ({"solution": r"As $\boxed{1}$ shows, $\boxed{\frac{1}{2}}$."}, [r"\frac{1}{2}"]),
-        ({"solution": r"It is $\boxed 9$."}, ["9"]),
-        ({"solution": "no box"}, []),
-        ({"answer": None}, []),
-        ({"answer": True}, []),
-        ({"answer": float("nan")}, []),
-        ({"answer": []}, []),
-        ({"answer": ["", None, {}]}, []),
-    ],
-)
+@pytest.mark.parametrize(("row", "golds"), [
+    ({"answer": 142.0}, ["142"]), ({"answer": 7}, ["7"]),
+    ({"answer": ["4.4e7\n", "4.4 \\times 10^7\n"]}, ["4.4e7", "4.4 \\times 10^7"]),
+    ({"answer": "5", "solution": r"\boxed{6}"}, ["5"]),
+    ({"solution": r"As $\boxed{1}$ shows, $\boxed{\frac{1}{2}}$."}, [r"\frac{1}{2}"]),
+    ({"solution": r"It is $\boxed 9$."}, ["9"]), ({"solution": "no box"}, []), ({"answer": None}, []),
+    ({"answer": True}, []), ({"answer": float("nan")}, []), ({"answer": []}, []), ({"answer": ["", None, {}]}, []),
+])  # fmt: skip
 def test_gold_answers_of_a_row(row, golds):
     assert task.golds(row) == golds
     assert task.reward(row, task.solution(row))["correct"] == bool(golds)
@@ -148,26 +112,13 @@ def test_what_is_undecided_is_wrong_and_described():
     assert task.describe(row, "x") == {"answered": 0.0, "undecided": 0.0}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\\" * 100_000,
-        r"\boxed{" * 20_000,
-        r"\boxed{" + "{" * 10_000 + "}" * 10_000 + "}",
-        r"\boxed{" + "\\" * 100_001 + "}",
-        r"\boxed" + " " * 100_000,
-        "\\boxed{\ud800}",
-        "\\boxed{\0\n\r\u2028}",
-        "<think>" * 20_000,
-        "<answer>" * 20_000,
-        "<answer>" + "<" * 100_000 + "</answer>",
-        "</think>" * 20_000,
-        r"\boxed{" + "9" * 100_000 + "}",
-        r"\boxed{" + r"\frac" * 300 + "}",
-        r"\boxed{" + "1," * 140 + "}",
-        r"\boxed{" + "(" * 299 + "}",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "\\" * 100_000, r"\boxed{" * 20_000, r"\boxed{" + "{" * 10_000 + "}" * 10_000 + "}",
+    r"\boxed{" + "\\" * 100_001 + "}", r"\boxed" + " " * 100_000, "\\boxed{\ud800}", "\\boxed{\0\n\r\u2028}",
+    "<think>" * 20_000, "<answer>" * 20_000, "<answer>" + "<" * 100_000 + "</answer>", "</think>" * 20_000,
+    r"\boxed{" + "9" * 100_000 + "}", r"\boxed{" + r"\frac" * 300 + "}", r"\boxed{" + "1," * 140 + "}",
+    r"\boxed{" + "(" * 299 + "}",
+])  # fmt: skip
 def test_hostile_text_is_wrong_and_nothing_else(text):
     row = {"answer": r"\frac{1}{2}"}
     task.prepare([row], [text])

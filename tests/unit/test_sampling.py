@@ -1,6 +1,6 @@
 """`sample`: what is recorded is what was drawn, and a row depends on its own key and prompt alone.
 
-The cache adds tokens and drops rows exactly as plain tensors do, and keeps rows from turn to turn.
+What is kept of rows from turn to turn changes nothing.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from common.experience import collate
-from common.fast import cache as cache_module
-from common.fast.cache import RowCache
 from common.fast.kept_rows import KeptRows
 from common.policy import Policy
 from common.sampling import _draw, begin_rows, continue_rows, sample
@@ -213,14 +211,6 @@ def test_draws_from_a_large_vocabulary_are_exact():
     assert _draw(logits.expand(2, -1), 1.0, 1.0, edges)[0].tolist() == [5000, 128_255 - 5000]
 
 
-def test_the_nucleus_is_the_smallest_set_that_holds_top_p():
-    logits = torch.tensor([[0.15, 0.4, 0.05, 0.3, 0.1]]).log()
-    uniforms = torch.linspace(0, NEARLY_ONE, 201, dtype=torch.float64)
-    for top_p, nucleus in ((0.01, {1}), (0.39, {1}), (0.5, {1, 3}), (0.8, {0, 1, 3}), (0.99, {0, 1, 2, 3, 4})):
-        tokens, _ = _draw(logits.expand(201, -1), 1.0, top_p, uniforms)
-        assert set(tokens.tolist()) == nucleus
-
-
 @pytest.mark.parametrize(("num_parts", "generation_batch_size"), [(3, None), (3, 6), (5, 12)])
 def test_parts_of_the_rows_are_those_of_a_full_call(make_policy, num_parts, generation_batch_size):
     """With 3 parts of 8 rows, the first has the first group of 6 and two rows of the second, as ranks have."""
@@ -326,47 +316,7 @@ def test_an_observation_fills_no_more_than_the_context():
     assert row.ids == [3, 4, 5, 6, 7]
 
 
-# The cache ------------------------------------------------------------------------------------------------------------
-
-HEADS, SIZE, LAYERS = 2, 3, 2
-
-
-@pytest.mark.parametrize("grow_by", [0, 3, 100])
-@pytest.mark.parametrize("seed", range(3))
-def test_cache_holds_what_plain_tensors_hold(monkeypatch, grow_by, seed):
-    monkeypatch.setattr(cache_module, "GROW_BY", grow_by)
-    generator = torch.Generator().manual_seed(seed)
-    cache = RowCache()
-    plain: list[list[torch.Tensor]] = [[], []]  # (rows, heads, tokens, size): keys and values of each layer
-
-    def append(rows: int, tokens: int) -> None:
-        for layer in range(LAYERS):
-            states = [torch.randn(rows, HEADS, tokens, SIZE, generator=generator) for _ in range(2)]
-            old = plain[layer] or [x[:, :, :0] for x in states]
-            plain[layer] = [torch.cat([x, y], dim=2) for x, y in zip(old, states, strict=True)]
-            for returned, wanted in zip(cache.update(*states, layer), plain[layer], strict=True):
-                assert torch.equal(returned, wanted)
-
-    append(3, 4)
-    cache.batch_repeat_interleave(4)
-    plain = [[x.repeat_interleave(4, dim=0) for x in layer] for layer in plain]
-    append(12, 1)
-    chosen = torch.tensor([0, 0, 0, 1, 4, 4, 5, 7, 9, 9, 9, 9, 11])
-    cache.batch_select_indices(chosen)
-    plain = [[x[chosen] for x in layer] for layer in plain]
-    rows = 13
-    while True:
-        append(rows, 1)
-        assert cache.get_seq_length() == plain[0][0].shape[2]
-        ended = torch.rand(rows, generator=generator) < 0.2
-        if ended.all():
-            break
-        order = cache.drop_rows(ended)
-        assert sorted(order.tolist()) == (~ended).nonzero()[:, 0].tolist()
-        moved = (order != torch.arange(len(order))).sum()
-        assert moved <= ended.sum()  # the others stay where they are
-        plain = [[x[order] for x in layer] for layer in plain]
-        rows = len(order)
+# Rows that are kept from turn to turn ---------------------------------------------------------------------------------
 
 
 def converse(policy: Policy, kept: KeptRows | None, **settings) -> list[Trajectory]:

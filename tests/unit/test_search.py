@@ -136,17 +136,11 @@ def test_a_search_that_fails_is_read_and_counted(searcher):
     assert state.outcomes["executed"] == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        call("Fardil", name="find"),
-        call("Fardil", argument="expression"),
-        call("Fardil").replace('"}}', '", "k": 9}}'),
-        call("Fardil").replace('"Fardil"', '["Fardil"]'),
-        call("Fardil").removesuffix("}</tool_call>"),
-        f"<think>{call('Fardil')}</think>",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    call("Fardil", name="find"), call("Fardil", argument="expression"), call("Fardil").replace('"}}', '", "k": 9}}'),
+    call("Fardil").replace('"Fardil"', '["Fardil"]'), call("Fardil").removesuffix("}</tool_call>"),
+    f"<think>{call('Fardil')}</think>",
+])  # fmt: skip
 def test_what_is_no_search_finds_nothing(searcher, shelf, text):
     state = state_of(searcher)
     take(state, text)
@@ -208,13 +202,11 @@ class Server(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked, self.lines, self.authorized = [], [], []
-        self.keeps, self.num_connections = False, 0  # connections open behind an answer
         self.released = threading.Event()  # servers that hang wait for it, but not for good
         self.reply: Callable[[dict, Callable], bytes | None] = self.right
 
     def right(self, asked: dict, send: Callable) -> bytes:
-        kept = {"Connection": "keep-alive"} if self.keeps else {}
-        return http(answer_to(asked["queries"], asked["topk"]), **kept)
+        return http(answer_to(asked["queries"], asked["topk"]))
 
     def half_right(self, wrong: Callable) -> None:
         """A wrong reply to the request that has the first query, and right ones to all others."""
@@ -226,12 +218,6 @@ class Server(socketserver.ThreadingTCPServer):
 
 class Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        self.server.num_connections += 1
-        self.answer()
-        while self.server.keeps and self.rfile.peek(1):
-            self.answer()
-
-    def answer(self) -> None:
         line, length = self.rfile.readline().decode(), 0
         while (header := self.rfile.readline().strip()) != b"":
             if header.lower().startswith(b"content-length:"):
@@ -289,18 +275,14 @@ WIKI = Hit("17", '"A title"\nIts text', 0.83)
 TITLE, TEXT = {"title": "A title"}, {"text": "Its text"}
 
 
-@pytest.mark.parametrize(
-    ("item", "hit"),
-    [
-        ({"document": PASSAGE, "score": 0.83}, WIKI),
-        ({"document": PASSAGE | {"id": 17} | TITLE | TEXT, "score": 0.83}, WIKI),
-        ({"document": PASSAGE | {"id": None} | TITLE | TEXT, "score": 12}, Hit("A title", WIKI.text, 12.0)),
-        ({"document": {"id": "a"} | TITLE | TEXT, "score": 1}, Hit("a", "A title\nIts text", 1)),
-        ({"document": {"id": "a"} | TEXT, "score": 1}, Hit("a", "Its text", 1)),
-        ({"document": {"contents": "x"}}, Hit("", "x", 0)),
-        (PASSAGE, WIKI._replace(score=0)),
-    ],
-)
+@pytest.mark.parametrize(("item", "hit"), [
+    ({"document": PASSAGE, "score": 0.83}, WIKI),
+    ({"document": PASSAGE | {"id": 17} | TITLE | TEXT, "score": 0.83}, WIKI),
+    ({"document": PASSAGE | {"id": None} | TITLE | TEXT, "score": 12}, Hit("A title", WIKI.text, 12.0)),
+    ({"document": {"id": "a"} | TITLE | TEXT, "score": 1}, Hit("a", "A title\nIts text", 1)),
+    ({"document": {"id": "a"} | TEXT, "score": 1}, Hit("a", "Its text", 1)),
+    ({"document": {"contents": "x"}}, Hit("", "x", 0)), (PASSAGE, WIKI._replace(score=0)),
+])  # fmt: skip
 def test_what_other_servers_leave_out_is_accepted(item, hit):
     assert read_answer(json.dumps({"result": [[item]]}).encode(), 1, 1) == [[hit]]
 
@@ -409,14 +391,6 @@ def test_it_works_in_a_running_loop_and_in_threads(server):
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda query: index.search_all([query], 2), QUERIES))
     assert found == [[hits_of(query, 2)] for query in QUERIES]
-
-
-@pytest.mark.parametrize(("keeps", "connections"), [(True, 1), (False, 3)])
-def test_a_connection_is_used_again_if_the_server_keeps_it(server, keeps, connections):
-    server.keeps, index = keeps, RemoteIndex(server.url, LONG)
-    for query in ("a", "b", "c"):
-        assert index.search(query, 1) == hits_of(query, 1)
-    assert server.num_connections == connections
 
 
 def test_ctrl_c_ends_a_search_at_once(server):

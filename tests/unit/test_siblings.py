@@ -182,13 +182,3 @@ def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "file.py").write_text(line + "\n")
     assert violations([tmp_path / "file.py"], "harness")
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("experiment_*/train.py")), ids=lambda path: path.parent.name)
-def test_imports_of_train_files_are_two_blocks(path):
-    """First what a reader opens, then, after a blank line, what a reader may skip."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    common = [line.startswith("from harness.") for line in lines if line.startswith(("from common.", "from harness."))]
-    assert common == sorted(common)
-    assert any(common)
-    assert lines[lines.index(next(line for line in lines if line.startswith("from harness."))) - 1] == ""

@@ -138,19 +138,19 @@ def test_the_number_of_terms_is_bounded():
 
 
 def test_common_words_count_only_as_far_as_they_are_affordable(tmp_path, monkeypatch):
-    """2,000 documents: "the" is in all, "half" in every second one, "rare" in some, "one" in the last one."""
-    texts = ["the " + "half " * (n % 2) + "rare " * (n % 97 == 0) + "one " * (n == 1999) for n in range(2000)]
+    """3,000 documents: "the" is in all, "half" in every second one, "rare" in some, "one" in the last one."""
+    texts = ["the " + "half " * (n % 2) + "rare " * (n % 97 == 0) + "one " * (n == 2999) for n in range(3000)]
     build_sqlite(tmp_path / "x", (Document(str(n), text) for n, text in enumerate(texts)))
     index = SqliteIndex(tmp_path / "x", SECONDS)
-    everything = index.search("the half rare one", 2000)
-    assert len(everything) == 2000
-    monkeypatch.setattr(sqlite_index, "BUDGET", 1200)
-    assert len(index.search("the half rare one", 2000)) == 1000 + 11
-    assert index.search("the half rare one", 3)[0].document == everything[0].document == "1999"
+    everything = index.search("the half rare one", 3000)
+    assert len(everything) == 3000
+    monkeypatch.setattr(sqlite_index, "BUDGET", 2400)
+    assert len(index.search("the half rare one", 3000)) == 1500 + 16
+    assert index.search("the half rare one", 3)[0].document == everything[0].document == "2999"
     assert index.search("the rare", 200) == index.search("rare", 200)
-    alone = index.search("the", 2000)  # nothing else is in the query
-    assert 1000 < len(alone) <= 1200
-    assert alone == SqliteIndex(tmp_path / "x", SECONDS).search("the", 2000)
+    alone = index.search("the", 3000)  # nothing else is in the query
+    assert 1500 < len(alone) <= 2400
+    assert alone == SqliteIndex(tmp_path / "x", SECONDS).search("the", 3000)
 
 
 def test_a_search_that_takes_too_long_is_an_error(tmp_path):
@@ -184,18 +184,14 @@ def test_an_index_is_one_file_that_needs_no_writing(tmp_path):
     assert (tmp_path / "x").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda content: b"", "is not an index of documents"),
-        (lambda content: b"text", "is not an index of documents"),
-        (lambda content: content[:68] + bytes(4) + content[72:], "is not an index of documents"),  # another program's
-        (lambda content: content[:90], "is damaged .*: build it with make it"),
-        (lambda content: content[:5000], "is damaged .*: build it with make it"),
-        (lambda content: content[:100] + bytes(len(content) - 100), "is damaged .*: build it with make it"),
-        (None, "there is no index .*: build it with make it"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda content: b"", "is not an index of documents"), (lambda content: b"text", "is not an index of documents"),
+    (lambda content: content[:68] + bytes(4) + content[72:], "is not an index of documents"),
+    (lambda content: content[:90], "is damaged .*: build it with make it"),
+    (lambda content: content[:5000], "is damaged .*: build it with make it"),
+    (lambda content: content[:100] + bytes(len(content) - 100), "is damaged .*: build it with make it"),
+    (None, "there is no index .*: build it with make it"),
+])  # fmt: skip
 def test_what_is_not_an_index_is_refused(tmp_path, path, damage, said):
     copy = tmp_path / "copy.sqlite"
     if damage:
@@ -318,7 +314,7 @@ def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
     opened(corpus="my docs.jsonl", index="my index")
     write_corpus(["one", "three"] * 80)
     flags = {"corpus": "my docs.jsonl", "index": "my index", "chunk_words": 50}
-    with pytest.raises(UserError, match="my index was built from other documents .* than --corpus my docs") as error:
+    with pytest.raises(UserError, match=r"my index was built from other documents .* than --corpus my docs") as error:
         opened(**flags)
     program, script, *arguments = shlex.split(str(error.value).partition("build it anew with ")[2])
     assert (program, script) == ("python", SCRIPT)
@@ -348,19 +344,16 @@ def test_documents_that_questions_name_are_looked_for(capsys):
 
 
 @pytest.mark.usefixtures("in_directory")
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"corpus": "nowhere"}, "--corpus nowhere: there is no such file or directory"),
-        ({"index": "nowhere"}, "there is no index nowhere: build it with python .*--corpus CORPUS --index nowhere"),
-        ({"index": "text", "corpus": "my docs.jsonl"}, "text is not an index of documents"),
-        ({"runs_dir": "text", "corpus": "my docs.jsonl"}, "text/search_index/.* cannot be written"),
-        ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
-        ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
-        ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
-        ({"chunk_words": 0}, "--chunk-words must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"corpus": "nowhere"}, "--corpus nowhere: there is no such file or directory"),
+    ({"index": "nowhere"}, "there is no index nowhere: build it with python .*--corpus CORPUS --index nowhere"),
+    ({"index": "text", "corpus": "my docs.jsonl"}, "text is not an index of documents"),
+    ({"runs_dir": "text", "corpus": "my docs.jsonl"}, "text/search_index/.* cannot be written"),
+    ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
+    ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
+    ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
+    ({"chunk_words": 0}, "--chunk-words must be at least 1"),
+])  # fmt: skip
 def test_flags_that_cannot_work_are_refused(flags, message):
     write_corpus(["one"])
     Path("text").write_text("mine")

@@ -12,16 +12,12 @@ import pytest
 
 from common.errors import UserError
 from common.evaluate import Answer, Evaluation
-from common.trajectory import Trajectory
-from tasks import arithmetic, calculator, qa
-from viewer.results import read_runs
 
 from harness.base.config import RunConfig
 from harness.data import row_checks
 from harness.data import task as task_module
 from harness.data.data import load_task
-from harness.data.task import TAKEN, Task, _import_once, import_task
-from harness.logs.samples import describe_best
+from harness.data.task import Task, _import_once, import_task
 from harness.logs.summary import summarise_gain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,24 +152,16 @@ def test_descriptions_must_have_the_same_names(load):
 
 
 def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
-    """Neither a description nor the trial at the start is a reason to."""
+    """A description that is, or the trial at the start, is no reason to."""
     text = with_reward('return {"correct": 1, "short": float("nan")}')
-    task = load(text + "def describe(row, text): return {'x': float('nan')}\ndef solution(row): return '1'")
+    task = load(text + "def describe(row, text): return {'x': float('nan')}")
+    capsys.readouterr()
     task.describe(task.train_rows[0], "x")
     assert capsys.readouterr().err == ""
     for row in (task.train_rows[3], task.train_rows[4]):
         assert math.isnan(task.reward(row, "x")["short"])
     sentence = "--task my_task.py: reward of rows.jsonl:4 gives 'short' the value nan; an update with it is skipped\n"
     assert capsys.readouterr().err == sentence
-
-
-def test_the_best_completion_of_a_group_is_shown(load):
-    task = load(GOOD)
-    group = [
-        Trajectory([], 0, [], [], text=text, rewards={"correct": correct, "short": 0.0})
-        for text, correct in (("worse", 0.0), ("best", 1.0))
-    ]
-    assert describe_best(task, group) == "What is 0+0?\n  -> best (reward 1)"
 
 
 def test_a_component_that_is_only_logged_never_stops_training(load):
@@ -257,16 +245,9 @@ def test_without_correct_a_solution_earns_more_than_nothing(load):
         load(text.replace("return f", 'return "no" or f'))
 
 
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("return 7", r"solution of rows\.jsonl:1 must return a str, not 7$"),
-        ("return row['gold']", r"solution of rows\.jsonl:1 raised KeyError: 'gold' \(line 8 of my_task\.py\)$"),
-    ],
-)
-def test_a_faulty_solution_is_reported_like_other_functions(load, body, sentence):
-    with pytest.raises(UserError, match=sentence):
-        load(SOLVED.replace("""return f"<{row['answer']}>\"""", body))
+def test_a_faulty_solution_is_reported_like_other_functions(load):
+    with pytest.raises(UserError, match=r"solution of rows\.jsonl:1 must return a str, not 7$"):
+        load(SOLVED.replace("""return f"<{row['answer']}>\"""", "return 7"))
 
 
 def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys):
@@ -352,16 +333,6 @@ def test_data_paths_of_a_task_are_relative_to_its_file(load, tmp_path, monkeypat
     assert len(task.train_rows) == 5
 
 
-def test_the_bundled_task_is_what_its_file_says():
-    task = import_task(RunConfig())
-    row = {"question": "What is 1+1?", "answer": "2"}
-    text = "<think>1+1=2</think><answer>2</answer>"
-    assert task.messages(row, "Think.") == arithmetic.messages(row, "Think.")
-    assert task.reward(row, text) == arithmetic.reward(row, text)
-    assert task.describe(row, text) == arithmetic.describe(row, text)
-    assert task.weights == {"correct": 1.0, "format": 0.0}
-
-
 def test_the_task_template_is_short_and_valid():
     path = ROOT / "docs" / "task_template.py"
     assert len(path.read_text().splitlines()) <= 36
@@ -370,15 +341,3 @@ def test_the_task_template_is_short_and_valid():
     assert task.reward(row, task.solution(row)) == {"correct": 1.0, "short": 1.0}
     assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
     assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}
-
-
-def test_no_task_can_describe_what_a_run_logs_itself():
-    """Of all committed runs, a name of completion/... is that of a bundled task's `describe`, or taken."""
-    described = set()
-    for task in (arithmetic, calculator, qa):
-        with task.TRAIN_DATA.open(encoding="utf-8") as lines:
-            described |= task.describe(json.loads(next(lines)), "").keys()
-    runs = [run for folder in ROOT.glob("experiment_*/results") for run in read_runs(folder).values()]
-    logged = {key for run in runs for row in run.metrics.rows for key in row if key.startswith("completion/")}
-    assert len(logged) > 10
-    assert {key.removeprefix("completion/") for key in logged} - described <= TAKEN

@@ -115,21 +115,16 @@ def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
     assert tools["evaluate"](code=code) == answer
 
 
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("1 / 0", "error: ZeroDivisionError: division by zero"),
-        ("{}['\\x1b[31m\\n']", "error: KeyError: '\\x1b[31m\\n'"),
-        ("exec('raise ValueError(chr(27) + \"[31m\\\\n\" * 2)')", "error: ValueError: \ufffd[31m [31m"),
-        ("exec('raise ValueError')", "error: ValueError"),
-        ("sys.exit('bye')", "error: SystemExit: bye"),
-        ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt"),
-        ("exec('def f(): f()\\nf()', {})", "error: RecursionError: maximum recursion depth exceeded"),
-        ("bytearray(1 << 60)", "error: MemoryError"),
-        ("10 ** 5000", "error: ValueError: Exceeds the limit (4300 digits) for integer string conversion"),
-        ("exec('class E(Exception):\\n  def __str__(self): return 1 / 0\\nraise E')", "error: E"),
-    ],
-)
+@pytest.mark.parametrize(("code", "answer"), [
+    ("1 / 0", "error: ZeroDivisionError: division by zero"), ("{}['\\x1b[31m\\n']", "error: KeyError: '\\x1b[31m\\n'"),
+    ("exec('raise ValueError(chr(27) + \"[31m\\\\n\" * 2)')", "error: ValueError: \ufffd[31m [31m"),
+    ("exec('raise ValueError')", "error: ValueError"), ("sys.exit('bye')", "error: SystemExit: bye"),
+    ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt"),
+    ("exec('def f(): f()\\nf()', {})", "error: RecursionError: maximum recursion depth exceeded"),
+    ("bytearray(1 << 60)", "error: MemoryError"),
+    ("10 ** 5000", "error: ValueError: Exceeds the limit (4300 digits) for integer string conversion"),
+    ("exec('class E(Exception):\\n  def __str__(self): return 1 / 0\\nraise E')", "error: E"),
+])  # fmt: skip
 def test_an_exception_becomes_one_harmless_line(tools, code, answer):
     """And the process goes on: it is the same one."""
     before = tools["process"]()

@@ -4,8 +4,6 @@
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from common import tools
 from common.environment import CALL_WEIGHTS, MAX_CALLS, OUTCOMES, State, env_step
 from common.errors import UserError
 from common.tools import MAX_CALL, MAX_RESULT, ToolCall, calculator, call_form, call_tool, parse_calls, schemas
@@ -54,17 +51,13 @@ def test_hermes_calls_are_read_in_order():
     assert parse_calls("no call </tool_call> here", "hermes") == ([], "no call </tool_call> here")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (f"<think>{hermes(CALL)}</think>", None),
-        (f"<think>{hermes(CALL)}", None),
-        (f"<think>a<think>b</think>{hermes(CALL)}<think>{CALL}", f"<think>a<think>b</think><think>{CALL}"),
-        (f"<think><tool_call></think>{hermes(CALL)}", "<think><tool_call></think>"),
-        (f"<think>a</think>{hermes(CALL)}<answer>391</answer>", "<think>a</think><answer>391</answer>"),
-        (f"</think>{hermes(CALL)}", "</think>"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (f"<think>{hermes(CALL)}</think>", None), (f"<think>{hermes(CALL)}", None),
+    (f"<think>a<think>b</think>{hermes(CALL)}<think>{CALL}", f"<think>a<think>b</think><think>{CALL}"),
+    (f"<think><tool_call></think>{hermes(CALL)}", "<think><tool_call></think>"),
+    (f"<think>a</think>{hermes(CALL)}<answer>391</answer>", "<think>a</think><answer>391</answer>"),
+    (f"</think>{hermes(CALL)}", "</think>"),
+])  # fmt: skip
 def test_hermes_calls_in_a_thought_are_text(text, said):
     assert parse_calls(text, "hermes") == (([], text) if said is None else ([PARSED], said))
 
@@ -115,12 +108,6 @@ MALFORMED_CALLS = {
 def test_a_malformed_call_says_why(reason):
     for body in MALFORMED_CALLS[reason]:
         assert reason_of(body) == reason, body[:60]
-
-
-def test_a_number_of_too_many_digits_is_malformed():
-    reason = reason_of(START + '{"a": ' + "9" * 9000 + "}}")
-    assert reason.startswith("Exceeds the limit")
-    assert "\n" not in reason
 
 
 def test_arguments_may_be_an_object_in_a_string_and_what_else_an_object_holds_is_ignored():
@@ -250,25 +237,21 @@ def test_a_tool_that_fits_is_called():
 FIT = {"width": 1, "height": 1}
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (ToolCall("", {}, "it is not closed"), "malformed call: it is not closed"),
-        (ToolCall("__import__", {}), "unknown tool '__import__'; known tools: tool, calculator"),
-        (ToolCall("a\n\ud800" * 99, {}), "unknown tool 'a\\n\\ud800a\\n"),
-        (ToolCall("calculator", {"expression": 17}), "calculator: expression must be str"),
-        ({}, "tool: missing a required argument: 'width'"),
-        ({"width": 1}, "tool: missing a required argument: 'height'"),
-        (FIT | {"depth": 1}, "tool: got an unexpected keyword argument 'depth'"),
-        *((FIT | {"width": value}, "tool: width must be int") for value in ("1", 1.0, True, None)),
-        *((FIT | {"height": value}, "tool: height must be float") for value in (False, "1")),
-        *((FIT | {"unit": value}, "tool: unit must be str") for value in (1, ["m"])),
-        *((FIT | {"exact": value}, "tool: exact must be bool") for value in (1, "true")),
-        (FIT | {"tags": {}}, "tool: tags must be list[str] | None"),
-        *((FIT | {"side": value}, "tool: side must be Literal['left', 1]") for value in ("top", True)),
-        (FIT | {"count": "1"}, "tool: count must be int"),
-    ],
-)
+@pytest.mark.parametrize(("call", "said"), [
+    (ToolCall("", {}, "it is not closed"), "malformed call: it is not closed"),
+    (ToolCall("__import__", {}), "unknown tool '__import__'; known tools: tool, calculator"),
+    (ToolCall("a\n\ud800" * 99, {}), "unknown tool 'a\\n\\ud800a\\n"),
+    (ToolCall("calculator", {"expression": 17}), "calculator: expression must be str"),
+    ({}, "tool: missing a required argument: 'width'"), ({"width": 1}, "tool: missing a required argument: 'height'"),
+    (FIT | {"depth": 1}, "tool: got an unexpected keyword argument 'depth'"),
+    *((FIT | {"width": value}, "tool: width must be int") for value in ("1", 1.0, True, None)),
+    *((FIT | {"height": value}, "tool: height must be float") for value in (False, "1")),
+    *((FIT | {"unit": value}, "tool: unit must be str") for value in (1, ["m"])),
+    *((FIT | {"exact": value}, "tool: exact must be bool") for value in (1, "true")),
+    (FIT | {"tags": {}}, "tool: tags must be list[str] | None"),
+    *((FIT | {"side": value}, "tool: side must be Literal['left', 1]") for value in ("top", True)),
+    (FIT | {"count": "1"}, "tool: count must be int"),
+])  # fmt: skip
 def test_a_call_that_does_not_fit_is_an_error(call, said):
     """And the tool is not called."""
     num_calls = []
@@ -297,22 +280,14 @@ def test_what_is_meant_for_people_passes(error):
         answering(error)
 
 
-@pytest.mark.parametrize(
-    ("value", "text", "executed"),
-    [
-        ("error: not found", "error: not found", False),
-        ({"a": [1, "é"]}, '{"a": [1, "é"]}', True),
-        ((1, None), "[1, null]", True),
-        *((value, str(value), True) for value in (None, True, 1.5)),
-        ({"a": {1}}, "error: TypeError: Object of type set is not JSON serializable", False),
-        ("a\ud800b", "a?b", True),
-        ("x" * MAX_RESULT, "x" * MAX_RESULT, True),
-        ("x" * (MAX_RESULT + 1), "x" * (MAX_RESULT - 10) + " ... (cut)", True),
-        (ValueError("no\nsuch thing"), "error: ValueError: no\nsuch thing", False),
-        (SystemExit(3), "error: SystemExit: 3", False),
-        (TypeError("in the tool"), "error: TypeError: in the tool", False),
-    ],
-)
+@pytest.mark.parametrize(("value", "text", "executed"), [
+    ("error: not found", "error: not found", False), ({"a": [1, "é"]}, '{"a": [1, "é"]}', True),
+    ((1, None), "[1, null]", True), *((value, str(value), True) for value in (None, True, 1.5)),
+    ({"a": {1}}, "error: TypeError: Object of type set is not JSON serializable", False), ("a\ud800b", "a?b", True),
+    ("x" * MAX_RESULT, "x" * MAX_RESULT, True), ("x" * (MAX_RESULT + 1), "x" * (MAX_RESULT - 10) + " ... (cut)", True),
+    (ValueError("no\nsuch thing"), "error: ValueError: no\nsuch thing", False),
+    (SystemExit(3), "error: SystemExit: 3", False), (TypeError("in the tool"), "error: TypeError: in the tool", False),
+])  # fmt: skip
 def test_every_result_and_exception_is_a_short_text(value, text, executed):
     assert answering(value) == (text, executed)
 
@@ -336,25 +311,13 @@ def test_a_function_that_describes_nothing_is_refused():
     def undocumented(a: int) -> int:
         return a
 
-    def untyped(a):
-        """Do.
-
-        Args:
-            a: Something.
-        """
-
     def unexplained(a: int) -> int:
         """Do."""
         return a
 
-    for tool in (undocumented, untyped, unexplained, max):
+    for tool in (undocumented, unexplained, max):
         with pytest.raises(UserError, match=r"^no JSON schema can be made of the tool mine \(.*\): give it"):
             schemas({"mine": tool})
-
-
-def test_importing_tools_imports_no_transformers(cold):
-    check = "import sys, common.tools; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], cwd=tools.__file__.rpartition("/common/")[0]).returncode == 0
 
 
 QWEN = """\
@@ -406,18 +369,13 @@ def test_the_form_is_that_of_the_template(with_template, bundled):
     assert call_form(with_template(tagged)) == "llama3"
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (CHATML, "leaves tool calls out"),
-        (QWEN.replace("message.tool_calls", "[]"), "leaves tool calls out"),
-        ("{{ raise_exception('no tools here') }}", r"refuses tool calls \(no tools here\)"),
-        ("{{ messages[1].tool_calls[0].function.arguments + 'a' }}", "refuses tool calls"),
-        ("{% if", "refuses tool calls"),
-        (None, "refuses tool calls"),
-        (QWEN.replace("tool_call>", "call>"), r"writes a tool call as '<call>\\n\{.*, which is not known"),
-    ],
-)
+@pytest.mark.parametrize(("template", "said"), [
+    (CHATML, "leaves tool calls out"), (QWEN.replace("message.tool_calls", "[]"), "leaves tool calls out"),
+    ("{{ raise_exception('no tools here') }}", r"refuses tool calls \(no tools here\)"),
+    ("{{ messages[1].tool_calls[0].function.arguments + 'a' }}", "refuses tool calls"), ("{% if", "refuses tool calls"),
+    (None, "refuses tool calls"),
+    (QWEN.replace("tool_call>", "call>"), r"writes a tool call as '<call>\\n\{.*, which is not known"),
+])  # fmt: skip
 def test_a_form_that_is_not_known_is_refused(with_template, template, said):
     with pytest.raises(UserError, match=f"^the chat template {said}"):
         call_form(with_template(template))

@@ -311,11 +311,6 @@ def test_without_the_library_text_and_numbers_decide():
     assert judge._workers is None
 
 
-def test_a_missing_parser_is_a_missing_library(monkeypatch):
-    monkeypatch.setattr(judge_module, "find_spec", lambda name: None if name == "antlr4" else object())
-    assert not has_library()
-
-
 def test_workers_share_the_cores_with_the_processes_of_a_run(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     found = []
