@@ -37,17 +37,6 @@ The harbour master keeps the Register of Foreign Vessels (RFV) in a locked cabin
 Every vessel pays a fee of 1250 crowns before its cargo can be unloaded.
 See below how this is done, and that the fee is paid at the northern office.
 """
-EXPECTED = {
-    ('What does "RFV" stand for?', "Register of Foreign Vessels"),
-    ('What is the default of `draught` in the section "Open a berth"?', "4.5"),
-    ('What is the default of `crane` in the section "Open a berth"?', "false"),
-    (
-        'What is defined as follows: "the money that is owed for a vessel which stays longer than agreed"?',
-        "Demurrage",
-    ),
-    ("Complete the sentence: `draught` is the depth that a ____ needs.", "vessel"),
-    ("Complete the sentence: Every vessel pays a fee of ____ crowns before its cargo can be unloaded.", "1250"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +86,15 @@ def test_templates_ask_what_a_reader_would_ask(script):
     Path("docs/guide.md").write_text(GUIDE)
     script.main(["--corpus", "docs", "--output", "out.jsonl", "--per-part", "6"])
     rows = read_output()
-    assert {(row["question"], row["answer"]) for row in rows} == EXPECTED
-    assert [set(row) for row in rows] == [{"question", "answer", "supporting", "difficulty"}] * len(EXPECTED)
+    assert {row["question"]: row["answer"] for row in rows} == {
+        'What does "RFV" stand for?': "Register of Foreign Vessels",
+        'What is the default of `draught` in the section "Open a berth"?': "4.5",
+        'What is the default of `crane` in the section "Open a berth"?': "false",
+        f'What is defined as follows: "{OWED.partition("means ")[2][:-1]}"?': "Demurrage",
+        "Complete the sentence: `draught` is the depth that a ____ needs.": "vessel",
+        "Complete the sentence: Every vessel pays a fee of ____ crowns before its cargo can be unloaded.": "1250",
+    }
+    assert all(row.keys() == {"question", "answer", "supporting", "difficulty"} for row in rows)
     assert {row["supporting"][0] for row in rows if "berth" in row["question"]} == {"guide.md#2"}
     assert next(row["supporting"] for row in rows if "RFV" in row["question"]) == ["guide.md#1"]
     assert list(Path().glob("out.jsonl*")) == [Path("out.jsonl")]
@@ -109,35 +105,26 @@ OWED = '"{}" means the money that is owed for a vessel which stays longer than a
 RFV = "The master keeps the Register of {} Vessels (RFV) in a locked cabinet."
 
 
-@pytest.mark.parametrize(
-    ("texts", "number"),
-    [
-        ([FEE.format("1250"), "Nothing else."], 1),
-        ([FEE.format("1250"), FEE.format("1250")], 0),
-        ([FEE.format("1250"), FEE.format("980")], 0),
-        (
-            ["Running all tests changes the users viminfo file.", "Running all tests changes the user's viminfo file."],
-            0,
-        ),
-        ([OWED.format("Demurrage"), OWED.format("Overtime")], 0),
-        ([RFV.format("Foreign"), RFV.format("Fishing")], 0),
-        ([FEE.format("1250"), FEE.format("980").replace("vessel", "raft")], 0),
-        ([FEE.format("1250"), "Every raft pays a fee of 980 crowns when it leaves the harbour at night."], 2),
-        (["It costs every vessel a fee of 1250 crowns before unloading."], 0),
-        (["Every vessel pays a fee of 1250 crowns before its"], 0),
-        (["for (vessel = 1250; vessel; vessel--) { unload(cargo); } // Done with the cargo."], 0),
-        (["| Every vessel | pays a fee of | 1250 crowns before | its cargo can be unloaded. |"], 0),
-        ([f"```\n{FEE.format('1250')}\n```"], 0),
-        (["A vessel pays 1250 crowns, and every other 1250 crowns on the next day of its visit."], 1),
-    ],
-)
+@pytest.mark.parametrize(("texts", "number"), [
+    ([FEE.format("1250"), "Nothing else."], 1), ([FEE.format("1250"), FEE.format("1250")], 0),
+    ([FEE.format("1250"), FEE.format("980")], 0), ([OWED.format("Demurrage"), OWED.format("Overtime")], 0),
+    ([RFV.format("Foreign"), RFV.format("Fishing")], 0),
+    ([FEE.format("1250"), FEE.format("980").replace("vessel", "raft")], 0),
+    ([FEE.format("1250"), "Every raft pays a fee of 980 crowns when it leaves the harbour at night."], 2),
+    (["It costs every vessel a fee of 1250 crowns before unloading."], 0),
+    (["Every vessel pays a fee of 1250 crowns before its"], 0),
+    (["for (vessel = 1250; vessel; vessel--) { unload(cargo); } // Done with the cargo."], 0),
+    (["| Every vessel | pays a fee of | 1250 crowns before | its cargo can be unloaded. |"], 0),
+    ([f"```\n{FEE.format('1250')}\n```"], 0),
+    (["A vessel pays 1250 crowns, and every other 1250 crowns on the next day of its visit."], 1),
+])  # fmt: skip
 def test_only_what_has_one_answer_is_asked(texts, number):
     drafts = drafts_of(texts)
     assert len(drafts) == number
     assert ("1250" in dict(drafts).values()) == (number > 0 and "1250 crowns, and" not in texts[0])
 
 
-@pytest.mark.parametrize("overlap", [0, 3, 8])
+@pytest.mark.parametrize("overlap", [0, 8])
 def test_sentences_that_are_cut_are_not_asked_about(overlap):
     """A part can begin within a sentence, at a name, and end within one."""
     sentences = [
@@ -153,7 +140,7 @@ def test_sentences_that_are_cut_are_not_asked_about(overlap):
     assert asked or overlap == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.text(max_size=200) | st.just(HOSTILE) | st.just(GUIDE), min_size=1, max_size=4))
 def test_no_document_breaks_the_templates(texts):
     for question, answer in drafts_of([" ".join(texts), *texts]):
@@ -186,35 +173,34 @@ def test_the_difficulty_is_the_rank_of_the_part(script):
 
 def test_the_command_given_again_goes_on(script):
     """Behind what an earlier one has left, also where a kill has cut a line; no question is made twice."""
-    flags = ["--corpus", write_corpus(some_documents(40)), "--output", "out.jsonl"]
-    script.main([*flags, "--num-questions", "20"])
-    before = Path("out.jsonl").read_bytes()
-    assert len({row["supporting"][0] for row in read_output()}) == 20  # each part once, before one is asked about again
-    Path("out.jsonl").write_bytes(before + b'{"question": "half of a li')
-    script.main([*flags, "--num-questions", "60"])
-    rows = read_output()
-    assert Path("out.jsonl").read_bytes().startswith(before)
-    assert len({row["question"] for row in rows}) == len(rows) == 60
-    script.main([*flags[:-1], "whole.jsonl", "--num-questions", "60"])
-    assert {row["question"] for row in read_output("whole.jsonl")} == {row["question"] for row in rows}
-    script.main([*flags[:-1], "other.jsonl", "--num-questions", "20", "--seed", "1"])
-    assert read_output("other.jsonl") != rows[:20]
+
+    def make(output: str, *flags: str) -> list[dict]:
+        script.main(["--corpus", corpus, "--output", output, "--num-questions", *flags])
+        return read_output(output)
+
+    corpus = write_corpus(some_documents(20))
+    first = make("out.jsonl", "10")
+    assert len({row["supporting"][0] for row in first}) == 10  # each part once, before one is asked about again
+    with Path("out.jsonl").open("a") as output:
+        output.write('{"question": "half of a li')
+    rows = make("out.jsonl", "30")
+    assert rows[:10] == first
+    assert len({row["question"] for row in rows}) == len(rows) == 30
+    assert {row["question"] for row in make("whole.jsonl", "30")} == {row["question"] for row in rows}
+    assert make("other.jsonl", "10", "--seed", "1") != first
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--output", "mine.jsonl"], "--output mine.jsonl exists, and not all of it is questions about these"),
-        (["--output", "text.txt"], "--output text.txt exists, and not all of it is questions about these"),
-        (["--output", "others.jsonl"], "--output others.jsonl exists, and not all of it is questions about these"),
-        (["--output", "."], "--output . cannot be written"),
-        (["--corpus", "empty.jsonl"], r"no question could be made of empty.jsonl \(no template fits 3\)"),
-        (["--num-questions", "0"], "--num-questions must be at least 1"),
-        (["--chunk-words", "20"], "--chunk-overlap 20 leaves no new words"),
-        (["--base-url", "http://127.0.0.1/v1"], "--base-url and --served-model belong together"),
-        (["--base-url", "http://127.0.0.1:1/v1", "--served-model", "m"], "--base-url http://127.0.0.1:1/v1 does not"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "reason"), [
+    (["--output", "mine.jsonl"], "--output mine.jsonl exists, and not"),
+    (["--output", "text.txt"], "--output text.txt exists, and not"),
+    (["--output", "others.jsonl"], "--output others.jsonl exists, and not"),
+    (["--output", "."], "--output . cannot be written"),
+    (["--corpus", "empty.jsonl"], r"no question could be made of empty.jsonl \(no template fits 3\)"),
+    (["--num-questions", "0"], "--num-questions must be at least 1"),
+    (["--chunk-words", "20"], "--chunk-overlap 20 leaves no new words"),
+    (["--base-url", "http://127.0.0.1/v1"], "--base-url and --served-model belong together"),
+    (["--base-url", "http://127.0.0.1:1/v1", "--served-model", "m"], "--base-url http://127.0.0.1:1/v1 does not"),
+])  # fmt: skip
 def test_a_mistake_is_told_in_one_sentence(script, flags, reason):
     write_corpus({"d": "Nothing."}, "empty.jsonl")
     corpus = write_corpus(some_documents(3))
@@ -227,12 +213,7 @@ def test_a_mistake_is_told_in_one_sentence(script, flags, reason):
     assert not Path("out.jsonl").exists()
 
 
-ROW = {
-    "question": "Who built the Fardil?",
-    "answer": "Jarce",
-    "supporting": ["of another corpus"],
-    "difficulty": "easy",
-}
+ROW = {"question": "Who built the Fardil?", "answer": "Jarce", "supporting": ["of others"], "difficulty": "easy"}
 
 
 # What a model replies -------------------------------------------------------------------------------------------------
@@ -240,24 +221,16 @@ ROW = {
 GOOD = '{"question": "Who built the Fardil?", "answer": "Jarce"}'
 
 
-@pytest.mark.parametrize(
-    ("reply", "outcome"),
-    [
-        (GOOD, None),
-        (f"Sure!\n```json\n{GOOD}\n```\nAnything else?", None),
-        (f'<think>{{"question": "a", "answer": "b"}}</think>{GOOD}', None),
-        ('{"thought": {"a": 1}} ' + GOOD, None),
-        (f"<think>{GOOD}</think>I cannot.", "no JSON"),
-        (f'{{"reply": {GOOD}}}', "no JSON"),
-        (GOOD.replace("Who", "  Who\\n"), None),
-        ("", "no JSON"),
-        ("{" * 50_000, "no JSON"),
-        ('{"question": "Who built the Fardil?", "answer": 5}', "not text"),
-        ('{"question": "Who built the Fardil?", "answer": "\\ud800"}', "not text"),
-        ('{"question": "Who \\u001b[2J built?", "answer": "Jarce"}', "control characters"),
-        ('{"question": "Who built it, says the passage?", "answer": "Jarce"}', "points at the text"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "outcome"), [
+    (GOOD, None), (f"Sure!\n```json\n{GOOD}\n```\nAnything else?", None),
+    (f'<think>{{"question": "a", "answer": "b"}}</think>{GOOD}', None), ('{"thought": {"a": 1}} ' + GOOD, None),
+    (f"<think>{GOOD}</think>I cannot.", "no JSON"), (f'{{"reply": {GOOD}}}', "no JSON"),
+    (GOOD.replace("Who", "  Who\\n"), None), ("", "no JSON"), ("{" * 50_000, "no JSON"),
+    ('{"question": "Who built the Fardil?", "answer": 5}', "not text"),
+    ('{"question": "Who built the Fardil?", "answer": "\\ud800"}', "not text"),
+    ('{"question": "Who \\u001b[2J built?", "answer": "Jarce"}', "control characters"),
+    ('{"question": "Who built it, says the passage?", "answer": "Jarce"}', "points at the text"),
+])  # fmt: skip
 def test_only_question_and_answer_are_read_of_a_reply(script, reply, outcome):
     found = script.read_reply(reply)
     if outcome is None:
@@ -266,20 +239,15 @@ def test_only_question_and_answer_are_read_of_a_reply(script, reply, outcome):
         assert outcome in found
 
 
-@pytest.mark.parametrize(
-    ("question", "answer", "fault"),
-    [
-        ("Who built the Fardil?", "Jarce", None),
-        ("Who built the Fardil?", "Mabto", "not in the part"),
-        ("Who built the Fardil?", "Jar", "not in the part"),
-        ("Did Jarce build the Fardil?", "Jarce", "gives the answer away"),
-        ("Which Fardil did JARCE's men build?", "Fardil", "gives the answer away"),
-        ("Who built the Fardil?", "", "1 to 6 words"),
-        ("Who built the Fardil?", "built by captain Jarce in the year", "1 to 6 words"),
-        ("Who?", "Jarce", "characters"),
-        ("Who built" + " the" * 100 + " Fardil?", "Jarce", "characters"),
-    ],
-)
+@pytest.mark.parametrize(("question", "answer", "fault"), [
+    ("Who built the Fardil?", "Jarce", None), ("Who built the Fardil?", "Mabto", "not in the part"),
+    ("Who built the Fardil?", "Jar", "not in the part"),
+    ("Did Jarce build the Fardil?", "Jarce", "gives the answer away"),
+    ("Which Fardil did JARCE's men build?", "Fardil", "gives the answer away"),
+    ("Who built the Fardil?", "", "1 to 6 words"),
+    ("Who built the Fardil?", "built by captain Jarce in the year", "1 to 6 words"), ("Who?", "Jarce", "characters"),
+    ("Who built" + " the" * 100 + " Fardil?", "Jarce", "characters"),
+])  # fmt: skip
 def test_a_question_that_is_of_no_use_is_left_out(question, answer, fault):
     found = find_fault(Draft(question, answer, "written"), "Fardil, built by captain\nJarce in the year 9")
     assert (found is None) if fault is None else (fault in found)
@@ -305,9 +273,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.faults: dict[str, list] = defaultdict(list)
-        self.asked: Counter[str] = Counter()
-        self.received: list[tuple[str, str | None, dict]] = []
+        self.faults, self.asked, self.received = defaultdict(list), Counter(), []
         self.before: Callable[[str], None] = lambda name: None
         self.is_over = threading.Event()
 
@@ -350,12 +316,9 @@ def server(script, monkeypatch) -> Iterator[Server]:
 
 
 def flags_for(server: Server, names: list[str], *flags: str) -> list[str]:
-    texts = {name: f"The tower {name} is kept by Keeper{name}. {HOSTILE}" for name in names}
-    corpus = write_corpus(texts, "towers.jsonl")
-    return [
-        *("--corpus", corpus, "--base-url", server.url, "--served-model", "some/model", "--per-part", "1"),
-        *("--output", "out.jsonl", *flags),
-    ]
+    corpus = write_corpus({name: f"The tower {name} is kept by Keeper{name}. {HOSTILE}" for name in names})
+    given = ("--corpus", corpus, "--base-url", server.url, "--served-model", "some/model", "--per-part", "1")
+    return [*given, "--output", "out.jsonl", *flags]
 
 
 def test_a_server_that_fails_in_passing_is_asked_again(script, server, monkeypatch):
@@ -425,13 +388,11 @@ def test_a_server_that_refuses_is_told_in_one_sentence(script, server, monkeypat
 
 
 def test_ctrl_c_does_not_wait_for_a_server(script, server):
-    """A request hangs, with its minute of patience; the questions of those before it are kept."""
+    """A request hangs, with minutes of patience; the questions of those before it are kept."""
     names = [f"t{n}" for n in range(6)]
-    hanging = []
 
     def interrupt(name: str) -> None:
         if len(server.received) == 5:
-            hanging.append(name)
             server.faults[name] = ["hang"]
             os.kill(os.getpid(), signal.SIGINT)
 

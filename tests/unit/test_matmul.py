@@ -34,7 +34,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(256,), (257,), (3, 111), (2, 3, 700), (50,)])
+@pytest.mark.parametrize("shape", [(257,), (2, 3, 70), (50,)])
 def test_values_and_gradients_are_those_of_a_linear_layer(shape, bias, calls):
     results = []
     for layer in both(bias):
@@ -49,7 +49,7 @@ def test_values_and_gradients_are_those_of_a_linear_layer(shape, bias, calls):
         assert (actual - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("rows", [48, 57, 128, 300])
+@pytest.mark.parametrize("rows", [48, 57, 300])
 def test_values_without_gradients(rows, calls):
     plain, fast = both(bias=True)
     x = torch.randn(rows, 1, 24, generator=torch.Generator().manual_seed(1))

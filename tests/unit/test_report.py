@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import pytest
 from viewer.__main__ import main
 from viewer.report import MOST_POINTS, write_report
 from viewer.runs import Run, RunError
-from viewer.sampled_rows import PAGE_BUDGET, describe, encode_step, keep_steps, pack
+from viewer.sampled_rows import describe, encode_step, keep_steps, pack
 from viewer.serve import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,10 +132,10 @@ def test_what_a_row_does_not_have_is_null():
     changes = {"log_probs_ref": None, "entropy": None, "updates": [], "answer": None, "question": 4, "return": None}
     row = a_row(1, **changes, old_log_probs=a_row(1)["sampler_log_probs"], rewards={"correct": float("inf")})
     (group,) = encode_step([row])["groups"]
-    assert (group["question"], group["answer"]) == ("4", None)
     (encoded,) = group["rows"]
+    assert (group["question"], group["answer"], encoded["updates"]) == ("4", None, [])
     assert [encoded[key] for key in ("ref", "entropy", "old", "return", "turns")] == [None] * 5
-    assert (encoded["updates"], encoded["rewards"]) == ([], {"correct": None})
+    assert encoded["rewards"] == {"correct": None}
 
 
 def test_findings_are_grouped_into_ranges_of_steps(directory):
@@ -146,11 +145,7 @@ def test_findings_are_grouped_into_ranges_of_steps(directory):
     path = write_report(directory)
     assert "long long at 9 Steps 3 to 5, 9" in text_of(path, "diagnosis")
     assert "flat flat at 4 Steps 4" in text_of(path, "diagnosis")
-    page = path.read_text(encoding="utf-8")
-    assert 'href="#step=3"' in page
-    heading = "## " + re.search(r'metrics.md#([\w-]*)">what it means', page)[1].replace("-", " ")
-    titles = [re.sub(r"[^\w #]", "", line) for line in (ROOT / "docs/metrics.md").read_text().splitlines()]
-    assert heading in [title.lower() for title in titles]
+    assert 'href="#step=3"' in path.read_text(encoding="utf-8")
 
 
 # How it stays small
@@ -169,29 +164,13 @@ def test_of_many_steps_the_first_and_the_last_are_kept(directory):
     assert max(after - before for before, after in itertools.pairwise(steps)) <= 15
 
 
-def test_what_is_left_out_is_said(directory):
-    texts = [base64.b64encode(os.urandom(18_000)).decode() for _ in range(64)]  # 24 KB each, also compressed
-    rows = [row | {"text": text} for row, text in zip(rows_of(*range(1, 17)), texts, strict=True)]
-    (directory / "samples.jsonl").write_bytes(lines(rows))
-    path = write_report(directory)
-    data, chunks = read_page(path)
-    assert 3 < len(chunks) < 16
-    assert [step["step"] for step in data["steps"]] == sorted(chunks)
-    assert PAGE_BUDGET / 2 < path.stat().st_size < 2_000_000
-    note = text_of(path, "samples-note")
-    assert f"{len(chunks)} of its 16 steps are in this page" in note
-    assert f"python -m viewer {directory} --serve shows all" in note
-
-
 def test_of_a_step_that_is_too_long_the_first_groups_are_kept(directory):
-    texts = [base64.b64encode(os.urandom(3000)).decode() for _ in range(4)]  # 4 KB each
-    rows = [row | {"text": text} for row, text in zip(rows_of(1), texts, strict=True)]
+    rows = [row | {"text": base64.b64encode(os.urandom(3000)).decode()} for row in rows_of(1)]  # 4 KB each
     (directory / "samples.jsonl").write_bytes(lines(rows))
     index = Run(directory).samples
     for budget, num_rows in ((20_000, {1: 4}), (14_000, {1: 2}), (100, {})):
         assert keep_steps(index, 4, step_budget=budget).num_rows == num_rows
-    kept = keep_steps(index, 4, step_budget=14_000)
-    assert "Only the first groups are here of what is very long: step 1." in describe(index, kept, "")
+    assert "step 1." in describe(index, keep_steps(index, 4, step_budget=14_000), "")
 
 
 def test_a_very_long_curve_is_thinned_and_keeps_its_evaluations(directory):
@@ -201,16 +180,10 @@ def test_a_very_long_curve_is_thinned_and_keeps_its_evaluations(directory):
     assert len(metrics["steps"]) <= MOST_POINTS + 2
     assert {0, 7777, 9999} < {*metrics["steps"]}
     assert metrics["series"]["eval/loss"][metrics["steps"].index(7777)] == 1.5
-
-
-def test_many_evaluations_are_thinned_in_time_proportional_to_them(directory):
-    rows = [{"step": n} | {f"eval/greedy/{name}": n / 7 for name in range(10)} for n in range(40_000)]
-    (directory / "metrics.jsonl").write_bytes(lines(rows))
-    began = time.monotonic()
+    (directory / "metrics.jsonl").write_bytes(lines([{"step": n, "eval/loss": n / 7} for n in range(20_000)]))
     steps = read_page(write_report(directory))[0]["metrics"]["steps"]
-    assert time.monotonic() - began < 30  # seconds; about 1 on an idle core
     assert len(steps) <= MOST_POINTS + 1
-    assert (steps[0], steps[-1]) == (0, 39_999)
+    assert (steps[0], steps[-1]) == (0, 19_999)
 
 
 # Damaged, killed and empty runs
@@ -264,19 +237,22 @@ def test_rows_of_other_prompts_are_kept_apart_and_of_one_row_the_later_line_coun
 # Hostile text
 
 
-@pytest.mark.parametrize("text", [SCRIPT, "<!--<script>", "\u2028\u2029", "\ud800", "\x00\x1b[2J\u202e", "x" * 10**6])
+@pytest.mark.parametrize("text", [SCRIPT, "<!--<script>", "\u2028\u2029", "\ud800", "\x00\x1b[2J\u202e", "x" * 10**5])
 def test_text_of_a_model_is_only_data(directory, text):
     texts = {"question": text, "answer": text, "text": text, "turns": [["assistant", text]], "finish_reason": text}
-    (directory / "samples.jsonl").write_bytes(lines([a_row(1, **texts, rewards={text: 1.0})]))
-    (directory / "tokens.jsonl").write_bytes(lines([{"id": 7, "text": text}]))
-    (directory / "config.json").write_bytes(lines([CONFIG | {"task": text, "loss": text, text: text}]))
-    (directory / "metrics.jsonl").write_bytes(lines([{"step": 1, f"reward/{text}": 1}]))
-    (directory / "diagnosis.jsonl").write_bytes(lines([{"step": 1, "finding": text, "sentence": text}]))
+    for name, row in {
+        "samples.jsonl": a_row(1, **texts, rewards={text: 1.0}),
+        "tokens.jsonl": {"id": 7, "text": text},
+        "config.json": CONFIG | {"task": text, "loss": text, text: text},
+        "metrics.jsonl": {"step": 1, f"reward/{text}": 1},
+        "diagnosis.jsonl": {"step": 1, "finding": text, "sentence": text},
+    }.items():
+        (directory / name).write_bytes(lines([row]))
     path = write_report(directory)
     data, chunks = read_page(path)
     (group,) = chunks[1]["groups"]
     assert (group["question"], group["rows"][0]["text"], data["tokens"]["7"][0]) == (text, text, text)
-    assert len(text) == 10**6 or text not in path.read_text(encoding="utf-8")
+    assert len(text) == 10**5 or text not in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such names there")
@@ -284,11 +260,10 @@ def test_the_name_of_a_run_is_only_text(directory, capsys):
     named = directory.with_name('<img src=x onerror=alert(1)>"\x1b[2J\udc80')
     directory.rename(named)
     main([str(named)])
-    assert "\x1b" not in capsys.readouterr().out
     page = (named / "report.html").read_text(encoding="utf-8")
-    assert "<img" not in page
-    assert "\x1b" not in page
     assert "&lt;img src=x" in page
+    assert "<img" not in page
+    assert "\x1b" not in page + capsys.readouterr().out
 
 
 def test_the_policy_allows_the_scripts_of_the_page_only(directory):
@@ -300,24 +275,16 @@ def test_the_policy_allows_the_scripts_of_the_page_only(directory):
 # The command line
 
 
-def test_help_is_quick_because_nothing_large_is_imported(cold):
-    code = "import sys, viewer.__main__, viewer.serve; sys.exit(' '.join({'torch', 'jinja2'} & {*sys.modules}) or 0)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nowhere\x1b[2J"], "there is no directory nowhere\ufffd[2J"),
-        (["a/config.json"], "is a file, not the directory of a run"),
-        (["."], "is no run's directory: it has neither config.json nor metrics.jsonl; did you mean ./a?"),
-        (["a", "--output", "a/metrics.jsonl"], "give the name of a file that ends in .html"),
-        (["a", "--output", "none/a.html"], "cannot be written: No such file or directory"),
-        (["a", "--port", "70000"], "--port 70000 is no port"),
-        (["a", "--serve", "--output", "b.html"], "--serve writes no file"),
-        (["nowhere", "--serve"], "there is no directory nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["nowhere\x1b[2J"], "there is no directory nowhere\ufffd[2J"),
+    (["a/config.json"], "is a file, not the directory of a run"),
+    (["."], "is no run's directory: it has neither config.json nor metrics.jsonl; did you mean ./a?"),
+    (["a", "--output", "a/metrics.jsonl"], "give the name of a file that ends in .html"),
+    (["a", "--output", "none/a.html"], "cannot be written: No such file or directory"),
+    (["a", "--port", "70000"], "--port 70000 is no port"),
+    (["a", "--serve", "--output", "b.html"], "--serve writes no file"),
+    (["nowhere", "--serve"], "there is no directory nowhere"),
+])  # fmt: skip
 def test_a_mistake_is_told_in_one_sentence(directory, monkeypatch, capsys, arguments, sentence):
     monkeypatch.chdir(directory.parent)
     with pytest.raises(SystemExit) as end:
@@ -362,12 +329,10 @@ def test_the_page_and_all_samples_are_served(ask, directory):
     status, page = ask("/")
     assert (status, 'id="samples-1"' in page) == (200, False)
     assert "connect-src &#39;self&#39;" in page
-    assert ask.headers["X-Frame-Options"] == "DENY"
-    assert ask.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert (ask.headers["X-Frame-Options"], ask.headers["Cross-Origin-Resource-Policy"]) == ("DENY", "same-origin")
     assert not [name for name in ask.headers if name.lower().startswith("access-control")]
     assert f'data-version="{ask("/version")[1]}"' in page
-    status, samples = ask("/samples/2.json")
-    assert (status, json.loads(samples)) == (200, encode_step(rows_of(2)))
+    assert json.loads(ask("/samples/2.json")[1]) == encode_step(rows_of(2))
     assert ask("/", Host=f"localhost:{ask.port}")[0] == 200
     assert ask("/", "POST")[0] == 501
     with pytest.raises(RunError, match=rf"^port {ask.port} of 127.0.0.1 cannot be used"):

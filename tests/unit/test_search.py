@@ -22,7 +22,7 @@ from common.search import SEARCH_WEIGHTS, Hit, Searcher, SearchError, SearchStat
 from tasks import qa
 
 from harness.search import remote_index
-from harness.search.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_answer, write_request
+from harness.search.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_answer
 
 ROW = {"question": "Where was the one who built the ship Fardil born?", "answer": "Waplem", "supporting": ["s1", "p1"]}
 SHIP = Hit("s1", "The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.", 7.0)
@@ -68,24 +68,39 @@ def take(state: SearchState, text: str):
 
 def test_a_conversation_of_two_hops(searcher):
     state = state_of(searcher)
-    assert take(state, call("Fardil"))[0] == ["The ship Fardil was built in Tinhur in 1846. Jarce built Fardil."]
+    assert take(state, call("Fardil"))[0] == [SHIP.text]
     (text,), _, done = take(state, call("Jarce"))
     assert text.splitlines() == [SHIP.text, "Jarce was born in Waplem in 1734. The father of Jarce was Mabto."]
     assert not done
     observation, rewards, done = take(state, "<answer>Waplem</answer>")
-    assert observation is None
-    assert done
+    assert (observation, done) == (None, True)
     assert rewards["correct"] == rewards["f1"] == rewards["retrieved"] == rewards["executed_calls"] == 1
-    assert rewards["calls"] == 2
-    assert state.describe()["failed_searches"] == 0
+    assert (rewards["calls"], state.describe()["failed_searches"]) == (2, 0)
 
 
-@pytest.mark.parametrize(("queries", "share"), [(["Tinhur"], 0.5), (["Tinhur", "Mabto"], 1), (["Tinhur", "slow"], 0.5)])
-def test_what_was_found_in_all_turns_counts(searcher, queries, share):
-    state = state_of(searcher)
+BOTH, ANSWER = ["s1", "p1"], "Waplem"
+
+
+@pytest.mark.parametrize(
+    ("queries", "supporting", "answer", "share"),
+    [
+        (["Tinhur"], BOTH, ANSWER, 0.5),
+        (["Tinhur", "Mabto"], BOTH, ANSWER, 1),
+        (["Tinhur", "slow"], BOTH, ANSWER, 0.5),
+        (["Jarce"], "p1", ANSWER, 1),
+        (["Jarce"], 7, ANSWER, 0),
+        (["Jarce"], ["p1", 7], ANSWER, 0.5),
+        (["Jarce"], "s", ANSWER, 0),
+        (["Jarce"], None, "waplem", 1),  # the answer must be found
+        (["Jarce"], None, ["never", 1734], 1),
+        (["Jarce"], None, "Bamor", 0),
+    ],
+)
+def test_what_was_found_in_all_turns_counts(searcher, queries, supporting, answer, share):
+    state = state_of(searcher, row={"question": "?", "answer": answer, "supporting": supporting})
     for query in queries:
         take(state, call(query))
-    assert take(state, "<answer>Tinhur</answer>")[1]["retrieved"] == share
+    assert take(state, "<answer>5</answer>")[1]["retrieved"] == share
 
 
 def test_by_default_only_the_right_answer_is_rewarded():
@@ -113,7 +128,6 @@ def test_all_queries_of_a_turn_are_sent_once_and_together(searcher, shelf):
 
 
 def test_a_search_that_fails_is_read_and_counted(searcher):
-    """It costs only its own call."""
     state = state_of(searcher)
     assert take(state, call("slow") + call("Jarce"))[0][0] == "error: no answer within 5 s"
     assert [hit.document for hit in state.found] == ["s1", "p1"]
@@ -122,22 +136,15 @@ def test_a_search_that_fails_is_read_and_counted(searcher):
     assert state.outcomes["executed"] == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        call("Fardil", name="find"),
-        call("Fardil", argument="expression"),
-        '<tool_call>{"name": "search", "arguments": {"query": "Fardil", "k": 9}}</tool_call>',
-        '<tool_call>{"name": "search", "arguments": {"query": ["Fardil"]}}</tool_call>',
-        '<tool_call>{"name": "search", "arguments": {"query": "Fardil"}',
-        f"<think>{call('Fardil')}</think>",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    call("Fardil", name="find"), call("Fardil", argument="expression"), call("Fardil").replace('"}}', '", "k": 9}}'),
+    call("Fardil").replace('"Fardil"', '["Fardil"]'), call("Fardil").removesuffix("}</tool_call>"),
+    f"<think>{call('Fardil')}</think>",
+])  # fmt: skip
 def test_what_is_no_search_finds_nothing(searcher, shelf, text):
     state = state_of(searcher)
     take(state, text)
-    assert shelf.asked == []
-    assert state.found == []
+    assert (shelf.asked, state.found) == ([], [])
 
 
 def test_in_the_last_turn_nothing_is_searched(searcher, shelf):
@@ -150,32 +157,15 @@ def test_in_the_last_turn_nothing_is_searched(searcher, shelf):
 
 
 def test_calls_beyond_the_limit_are_not_searched(searcher, shelf):
-    state = state_of(searcher)
-    observation = take(state, "".join(call(f"q{number}") for number in range(10)))[0]
+    observation = take(state_of(searcher), "".join(call(f"q{number}") for number in range(10)))[0]
     assert shelf.asked == [[f"q{number}" for number in range(8)]]
     assert observation[8:] == ["error: at most 8 calls per turn"] * 2
 
 
-def test_a_users_tool_of_that_name_is_not_the_index(shelf):
-    """With --no-tool the index does not even exist."""
-    searcher = Searcher(None, top_k=2)
-    state = state_of(searcher, search=lambda query: "my own answer")
+def test_a_users_tool_of_that_name_is_not_the_index():
+    state = state_of(Searcher(None, top_k=2), search=lambda query: "my own answer")
     assert take(state, call("Fardil"))[0] == ["my own answer"]
     assert state.found == []
-
-
-def test_without_supporting_documents_the_answer_must_be_found(searcher):
-    for answer, share in (("waplem", 1), (["never", 1734], 1), ("Bamor", 0)):
-        state = state_of(searcher, row={"question": "?", "answer": answer})
-        take(state, call("Jarce"))
-        assert take(state, "<answer>5</answer>")[1]["retrieved"] == share
-
-
-@pytest.mark.parametrize(("named", "share"), [("p1", 1), (["p1"], 1), (7, 0), (["p1", 7], 0.5), ("s", 0)])
-def test_supporting_documents_are_named_one_by_one(searcher, named, share):
-    state = state_of(searcher, row={"question": "?", "answer": "Waplem", "supporting": named})
-    take(state, call("Jarce"))
-    assert take(state, "<answer>5</answer>")[1]["retrieved"] == share
 
 
 # A search server ------------------------------------------------------------------------------------------------------
@@ -211,16 +201,12 @@ class Server(socketserver.ThreadingTCPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.asked: list[dict] = []
-        self.lines: list[str] = []
-        self.keeps, self.num_connections = False, 0  # connections open behind an answer
-        self.authorized: list[str] = []
+        self.asked, self.lines, self.authorized = [], [], []
         self.released = threading.Event()  # servers that hang wait for it, but not for good
         self.reply: Callable[[dict, Callable], bytes | None] = self.right
 
     def right(self, asked: dict, send: Callable) -> bytes:
-        kept = {"Connection": "keep-alive"} if self.keeps else {}
-        return http(answer_to(asked["queries"], asked["topk"]), **kept)
+        return http(answer_to(asked["queries"], asked["topk"]))
 
     def half_right(self, wrong: Callable) -> None:
         """A wrong reply to the request that has the first query, and right ones to all others."""
@@ -232,12 +218,6 @@ class Server(socketserver.ThreadingTCPServer):
 
 class Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        self.server.num_connections += 1
-        self.answer()
-        while self.server.keeps and self.rfile.peek(1):
-            self.answer()
-
-    def answer(self) -> None:
         line, length = self.rfile.readline().decode(), 0
         while (header := self.rfile.readline().strip()) != b"":
             if header.lower().startswith(b"content-length:"):
@@ -276,18 +256,13 @@ def test_a_request_is_search_r1s_and_what_is_said_comes_back(server):
         assert RemoteIndex(url, LONG).search_all(queries, 3) == [hits_of(query, 3) for query in queries]
     assert server.asked == [{"queries": queries, "topk": 3, "return_scores": True}] * 3
     assert set(server.lines) == {"POST /retrieve HTTP/1.1\r\n"}
-    assert RemoteIndex(server.url, LONG).search("one", 1) == hits_of("one", 1)
     assert RemoteIndex(server.url, LONG).search_all([], 1) == []
+    assert RemoteIndex(server.url, LONG).search("half \ud83d", 1) == hits_of("half ?", 1)
 
 
 def test_all_queries_are_in_flight_at_once(server):
     together = threading.Barrier(3)  # nobody is answered before all requests are there
-
-    def reply(asked, send):
-        together.wait(LONG / 2)
-        return server.right(asked, send)
-
-    server.reply = reply
+    server.reply = lambda asked, send: (together.wait(LONG / 2), server.right(asked, send))[1]
     queries = [*QUERIES, "one more"]
     assert RemoteIndex(server.url, LONG).search_all(queries, 1) == [hits_of(query, 1) for query in queries]
     assert sorted(len(asked["queries"]) for asked in server.asked) == [1, N, N]
@@ -297,25 +272,17 @@ PASSAGE = {"id": "17", "contents": '"A title"\nIts text'}
 WIKI = Hit("17", '"A title"\nIts text', 0.83)
 
 
-@pytest.mark.parametrize(
-    ("item", "hit"),
-    [
-        ({"document": PASSAGE, "score": 0.83}, WIKI),
-        ({"document": PASSAGE | {"id": 17}, "score": 0.83}, WIKI),
-        ({"document": PASSAGE | {"title": "A title", "text": "Its text"}, "score": 0.83}, WIKI),
-        (  # Search-R1's BM25 over an index that holds the documents
-            {"document": {"title": "A title", "text": "Its text", "contents": WIKI.text}, "score": 12},
-            Hit("A title", WIKI.text, 12.0),
-        ),
-        (
-            {"document": {"id": "a", "title": "A title", "text": "Its text"}, "score": 1},
-            Hit("a", "A title\nIts text", 1),
-        ),
-        ({"document": {"id": "a", "text": "Its text"}, "score": 1}, Hit("a", "Its text", 1)),
-        ({"document": {"contents": "x"}}, Hit("", "x", 0)),
-        (PASSAGE, WIKI._replace(score=0)),
-    ],
-)
+TITLE, TEXT = {"title": "A title"}, {"text": "Its text"}
+
+
+@pytest.mark.parametrize(("item", "hit"), [
+    ({"document": PASSAGE, "score": 0.83}, WIKI),
+    ({"document": PASSAGE | {"id": 17} | TITLE | TEXT, "score": 0.83}, WIKI),
+    ({"document": PASSAGE | {"id": None} | TITLE | TEXT, "score": 12}, Hit("A title", WIKI.text, 12.0)),
+    ({"document": {"id": "a"} | TITLE | TEXT, "score": 1}, Hit("a", "A title\nIts text", 1)),
+    ({"document": {"id": "a"} | TEXT, "score": 1}, Hit("a", "Its text", 1)),
+    ({"document": {"contents": "x"}}, Hit("", "x", 0)), (PASSAGE, WIKI._replace(score=0)),
+])  # fmt: skip
 def test_what_other_servers_leave_out_is_accepted(item, hit):
     assert read_answer(json.dumps({"result": [[item]]}).encode(), 1, 1) == [[hit]]
 
@@ -344,33 +311,21 @@ def test_a_request_that_fails_takes_no_others_with_it(server, reply, match):
         RemoteIndex(server.url, LONG).search(QUERIES[0], 2)
 
 
-def hang(asked, send) -> None:
-    pass
-
-
-def hang_in_the_headers(asked, send) -> None:
-    send(b"HTTP/1.1 200 OK\r\nContent-")
-
-
-def hang_in_the_body(asked, send) -> None:
-    send(http(answer_to(asked["queries"], asked["topk"]))[:-1])
-
-
-def drip(asked, send) -> bytes:
-    return b" "
-
-
-@pytest.mark.parametrize("begin", [hang, hang_in_the_headers, hang_in_the_body, drip])
-def test_nobody_waits_longer_than_the_time_limit(server, begin):
+@pytest.mark.parametrize(
+    ("begin", "then"),
+    [
+        (b"", b""),
+        (b"HTTP/1.1 200 OK\r\nContent-", b""),
+        (http(answer_to(QUERIES[:N], 2))[:-1], b""),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b" "),
+    ],
+    ids=["hang", "hang_in_the_headers", "hang_in_the_body", "drip"],
+)
+def test_nobody_waits_longer_than_the_time_limit(server, begin, then):
     def reply(asked, send):
-        rest = begin(asked, send)
-        if rest:
-            send(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
-        for _ in range(100 * LONG):
-            if server.released.wait(0.01):
-                return
-            send(rest or b"")
-        send({hang: http, hang_in_the_headers: http}.get(begin, bytes)(answer_to(asked["queries"], asked["topk"])))
+        send(begin)
+        while not server.released.wait(0.01):
+            send(then)
 
     server.half_right(reply)
     index = RemoteIndex(server.url, SHORT)
@@ -391,7 +346,7 @@ def test_an_answer_without_end_is_not_read_to_the_end(server, monkeypatch):
     assert_first_failed(RemoteIndex(server.url, LONG).search_all(QUERIES, 2), "longer than 100000 bytes")
 
 
-GOOD = {"document": PASSAGE, "score": 1.0}
+DOCUMENT = b'[{"document": {"id": "1", "contents": "x"}, "score": %b}]'
 
 
 @pytest.mark.parametrize(
@@ -403,32 +358,24 @@ GOOD = {"document": PASSAGE, "score": 1.0}
         b'[{"document": null, "score": 1}]',
         b'[{"document": {"id": "1"}, "score": 1}]',
         b'[{"document": {"id": ["1"], "contents": "x"}, "score": 1}]',
-        b'[{"document": {"id": "1", "contents": "x"}, "score": NaN}]',
-        b'[{"document": {"id": "1", "contents": "x"}, "score": 1' + b"0" * 400 + b"}]",
-        b'[{"document": {"id": "1", "contents": "x"}, "score": true}]',
+        DOCUMENT % b"NaN",
+        DOCUMENT % (b"1" + b"0" * 400),
+        DOCUMENT % b"true",
         b'[{"document": {"id": "1", "contents": "half \\ud83d"}, "score": 1}]',
     ],
     ids=lambda wrong: wrong.decode()[:60],
 )
 def test_a_result_that_cannot_be_used_spoils_no_other(wrong):
-    good = json.dumps([GOOD]).encode()
+    good = DOCUMENT % b"1"
     first, second, third = read_answer(b'{"result": [%b, %b, %b]}' % (good, wrong, good), 3, 2)
-    assert first == third == [Hit("17", PASSAGE["contents"], 1.0)]
+    assert first == third == [Hit("1", "x", 1.0)]
     assert isinstance(second, SearchError)
-
-
-def test_half_a_surrogate_pair_does_not_take_others_with_it(server):
-    index = RemoteIndex(server.url, LONG)
-    assert index.search_all(["a", "half \ud83d", "b"], 1) == [hits_of(query, 1) for query in ("a", "half ?", "b")]
-    assert json.loads(write_request(["\udc00"], 1))["queries"] == ["?"]
 
 
 def test_a_proxy_is_used_for_other_machines_only(server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
-    port = server.server_address[1]
     for host in ("127.0.0.1", "localhost"):
-        assert RemoteIndex(f"http://{host}:{port}", LONG).search("a", 1) == hits_of("a", 1)
+        assert RemoteIndex(f"http://{host}:{server.server_address[1]}", LONG).search("a", 1) == hits_of("a", 1)
     monkeypatch.setenv("HTTP_PROXY", server.url)
     assert RemoteIndex("http://search.example", LONG).search("a", 1) == hits_of("a", 1)
     assert server.lines[-1].startswith("POST http://search.example/retrieve")
@@ -446,22 +393,14 @@ def test_it_works_in_a_running_loop_and_in_threads(server):
     assert found == [[hits_of(query, 2)] for query in QUERIES]
 
 
-@pytest.mark.parametrize(("keeps", "connections"), [(True, 1), (False, 3)])
-def test_a_connection_is_used_again_if_the_server_keeps_it(server, keeps, connections):
-    server.keeps, index = keeps, RemoteIndex(server.url, LONG)
-    for query in ("a", "b", "c"):
-        assert index.search(query, 1) == hits_of(query, 1)
-    assert server.num_connections == connections
-
-
 def test_ctrl_c_ends_a_search_at_once(server):
     gave_up = []
 
-    def reply(asked, send):
+    def interrupt(asked, send):
         os.kill(os.getpid(), signal.SIGINT)
         gave_up.append(not server.released.wait(LONG))
 
-    server.reply = reply
+    server.reply = interrupt
     with pytest.raises(KeyboardInterrupt):
         RemoteIndex(server.url, 2 * LONG).search("a", 1)
     assert gave_up == []  # the server still waits
@@ -472,10 +411,10 @@ def test_an_outage_is_told_once_and_its_end_too(server, capsys):
     for reply in (server.right, lambda *_: wrong, lambda *_: wrong, server.right, server.right):
         server.reply = reply
         index.search_all(QUERIES, 2)
-    assert capsys.readouterr().out == (
-        f"searches at {server.url}/retrieve fail: the search server answered with status 503; the run goes on\n"
-        f"searches at {server.url}/retrieve work again\n"
-    )
+    failed, works = capsys.readouterr().out.splitlines()
+    assert failed.startswith(f"searches at {server.url}/retrieve fail: ")
+    assert "503" in failed
+    assert works == f"searches at {server.url}/retrieve work again"
     server.reply = lambda *_: http(b'{"result": [null, []]}')  # one slow query is no outage
     assert [type(answer) for answer in index.search_all(["a", "b"], 2)] == [SearchError, list]
     assert capsys.readouterr().out == ""

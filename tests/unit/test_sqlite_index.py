@@ -15,7 +15,6 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,7 +70,7 @@ def random_documents(num_documents: int, seed: int = 0) -> list[Document]:
 
 def test_scores_are_those_of_bm25(tmp_path):
     """The formula of Robertson et al. with k1 = 1.2 and b = 0.75, in a slow loop over all documents."""
-    documents = random_documents(300)
+    documents = random_documents(200)
     build_sqlite(tmp_path / "x", documents)
     index = SqliteIndex(tmp_path / "x", SECONDS)
     tokens = [document.text.split() for document in documents]
@@ -87,9 +86,7 @@ def test_scores_are_those_of_bm25(tmp_path):
                     scores[number] = scores.get(number, 0) + idf * part
         hits = index.search(query, 300)
         assert {hit.document: hit.score for hit in hits} == pytest.approx({str(n): s for n, s in scores.items()})
-        assert all(
-            a.score > b.score or (a.score == b.score and int(a.document) < int(b.document)) for a, b in pairwise(hits)
-        )
+        assert hits == sorted(hits, key=lambda hit: (-hit.score, int(hit.document)))
         assert index.search(query, 5) == hits[:5]
 
 
@@ -116,7 +113,6 @@ def test_scores_are_those_of_bm25(tmp_path):
     ],
 )
 def test_any_text_is_a_query(path, query, names):
-    """Nothing in it is an operator; capitals, accents and forms of characters do not matter."""
     result = found(path, query)
     assert result[: len(names)] == names
     assert bool(result) == bool(names)
@@ -136,26 +132,25 @@ def test_ten_thousand_hostile_queries_are_answered(path, hostile_queries):
 
 
 def test_the_number_of_terms_is_bounded():
-    phrases = query_phrases(" ".join(map(str, range(1_000_000))))
-    assert list(phrases) == [f'"{number}"' for number in range(64)]
+    assert list(query_phrases(" ".join(map(str, range(100_000))))) == [f'"{number}"' for number in range(64)]
     assert len(query_phrases("東" * 100_000)) == 1
     assert list(query_phrases("x " * 50_000 + "y")) == ['"x"']
 
 
 def test_common_words_count_only_as_far_as_they_are_affordable(tmp_path, monkeypatch):
-    """10,000 documents: "the" is in all, "half" in every second one, "rare" in some, "one" in the last one."""
-    texts = ["the " + "half " * (n % 2) + "rare " * (n % 97 == 0) + "one " * (n == 9999) for n in range(10_000)]
+    """3,000 documents: "the" is in all, "half" in every second one, "rare" in some, "one" in the last one."""
+    texts = ["the " + "half " * (n % 2) + "rare " * (n % 97 == 0) + "one " * (n == 2999) for n in range(3000)]
     build_sqlite(tmp_path / "x", (Document(str(n), text) for n, text in enumerate(texts)))
     index = SqliteIndex(tmp_path / "x", SECONDS)
-    everything = index.search("the half rare one", 10_000)
-    assert len(everything) == 10_000
-    monkeypatch.setattr(sqlite_index, "BUDGET", 6000)
-    assert len(index.search("the half rare one", 10_000)) == 5000 + 52
-    assert index.search("the half rare one", 3)[0].document == everything[0].document == "9999"
+    everything = index.search("the half rare one", 3000)
+    assert len(everything) == 3000
+    monkeypatch.setattr(sqlite_index, "BUDGET", 2400)
+    assert len(index.search("the half rare one", 3000)) == 1500 + 16
+    assert index.search("the half rare one", 3)[0].document == everything[0].document == "2999"
     assert index.search("the rare", 200) == index.search("rare", 200)
-    alone = index.search("the", 10_000)  # nothing else is in the query
-    assert 5000 < len(alone) <= 6000
-    assert alone == SqliteIndex(tmp_path / "x", SECONDS).search("the", 10_000)
+    alone = index.search("the", 3000)  # nothing else is in the query
+    assert 1500 < len(alone) <= 2400
+    assert alone == SqliteIndex(tmp_path / "x", SECONDS).search("the", 3000)
 
 
 def test_a_search_that_takes_too_long_is_an_error(tmp_path):
@@ -169,7 +164,7 @@ def test_a_search_that_takes_too_long_is_an_error(tmp_path):
 
 
 def test_threads_find_the_same(tmp_path):
-    build_sqlite(tmp_path / "x", random_documents(500))
+    build_sqlite(tmp_path / "x", random_documents(200))
     index = SqliteIndex(tmp_path / "x", SECONDS)
     queries = [document.text for document in random_documents(40, seed=1)]
     expected = [index.search(query, 5) for query in queries]
@@ -189,22 +184,21 @@ def test_an_index_is_one_file_that_needs_no_writing(tmp_path):
     assert (tmp_path / "x").stat().st_mtime_ns == before
 
 
-def test_what_is_not_an_index_is_refused(tmp_path, path):
-    content, copy = path.read_bytes(), tmp_path / "copy.sqlite"
-    with pytest.raises(UserError, match=r"there is no index .*copy\.sqlite: build it with make it"):
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda content: b"", "is not an index of documents"), (lambda content: b"text", "is not an index of documents"),
+    (lambda content: content[:68] + bytes(4) + content[72:], "is not an index of documents"),
+    (lambda content: content[:90], "is damaged .*: build it with make it"),
+    (lambda content: content[:5000], "is damaged .*: build it with make it"),
+    (lambda content: content[:100] + bytes(len(content) - 100), "is damaged .*: build it with make it"),
+    (None, "there is no index .*: build it with make it"),
+])  # fmt: skip
+def test_what_is_not_an_index_is_refused(tmp_path, path, damage, said):
+    copy = tmp_path / "copy.sqlite"
+    if damage:
+        copy.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=said) as error:
         SqliteIndex(copy, SECONDS, "make it")
-    for damaged, message in (
-        (b"", "is not an index of documents"),
-        (b"text", "is not an index of documents"),
-        (content[:68] + bytes(4) + content[72:], "is not an index of documents"),  # another program's database
-        (content[:90], "is damaged .*: build it with make it"),
-        (content[:5000], "is damaged .*: build it with make it"),
-        (content[:100] + bytes(len(content) - 100), "is damaged .*: build it with make it"),
-    ):
-        copy.write_bytes(damaged)
-        with pytest.raises(UserError, match=message) as error:
-            SqliteIndex(copy, SECONDS, "make it")
-        assert "copy.sqlite" in str(error.value)
+    assert "copy.sqlite" in str(error.value)
 
 
 def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):
@@ -219,13 +213,11 @@ def test_a_reader_keeps_the_index_that_it_has_opened(tmp_path):
 def test_a_killed_build_leaves_nothing_that_is_an_index(tmp_path):
     path = tmp_path / "x"
 
-    def documents_of_a_killed_process():
-        yield from random_documents(1000)
+    def documents():
+        yield from random_documents(300)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    builder = multiprocessing.get_context("fork").Process(
-        target=lambda: build_sqlite(path, documents_of_a_killed_process())
-    )
+    builder = multiprocessing.get_context("fork").Process(target=lambda: build_sqlite(path, documents()))
     builder.start()
     builder.join()
     assert builder.exitcode == -signal.SIGKILL
@@ -296,12 +288,11 @@ def test_the_bundled_documents_are_indexed_once():
     index, output = opened()
     (path,) = indexes()
     assert path.name == f"qa_documents-{index.content_hash[:12]}.sqlite"
-    assert "search: 2,000 documents in" in output
+    assert "2,000 documents" in output
     assert "(built in" in output
     inode = path.stat().st_ino
     again, output = opened()
-    assert "built" not in output
-    assert path.stat().st_ino == inode
+    assert ("built" in output, path.stat().st_ino) == (False, inode)
     assert again.search("Cerhur", 2) == index.search("Cerhur", 2) != []
 
 
@@ -319,17 +310,13 @@ def test_a_corpus_that_changes_gets_another_index():
 
 @pytest.mark.usefixtures("in_directory")
 def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
-    """The command of the error message does what it promises."""
     write_corpus(["one", "two"])
     opened(corpus="my docs.jsonl", index="my index")
     write_corpus(["one", "three"] * 80)
     flags = {"corpus": "my docs.jsonl", "index": "my index", "chunk_words": 50}
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=r"my index was built from other documents .* than --corpus my docs") as error:
         opened(**flags)
-    message = str(error.value)
-    assert "my index was built from other documents (2, content" in message
-    assert "than --corpus my docs.jsonl" in message
-    program, script, *arguments = shlex.split(message.partition("build it anew with ")[2])
+    program, script, *arguments = shlex.split(str(error.value).partition("build it anew with ")[2])
     assert (program, script) == ("python", SCRIPT)
     assert arguments == ["--corpus", "my docs.jsonl", "--index", "my index", "--chunk-words", "50"]
     load_script(SCRIPT).main(arguments)
@@ -357,19 +344,16 @@ def test_documents_that_questions_name_are_looked_for(capsys):
 
 
 @pytest.mark.usefixtures("in_directory")
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"corpus": "nowhere"}, "--corpus nowhere: there is no such file or directory"),
-        ({"index": "nowhere"}, "there is no index nowhere: build it with python .*--corpus CORPUS --index nowhere"),
-        ({"index": "text", "corpus": "my docs.jsonl"}, "text is not an index of documents"),
-        ({"runs_dir": "text", "corpus": "my docs.jsonl"}, "text/search_index/.* cannot be written"),
-        ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
-        ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
-        ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
-        ({"chunk_words": 0}, "--chunk-words must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"corpus": "nowhere"}, "--corpus nowhere: there is no such file or directory"),
+    ({"index": "nowhere"}, "there is no index nowhere: build it with python .*--corpus CORPUS --index nowhere"),
+    ({"index": "text", "corpus": "my docs.jsonl"}, "text is not an index of documents"),
+    ({"runs_dir": "text", "corpus": "my docs.jsonl"}, "text/search_index/.* cannot be written"),
+    ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
+    ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
+    ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
+    ({"chunk_words": 0}, "--chunk-words must be at least 1"),
+])  # fmt: skip
 def test_flags_that_cannot_work_are_refused(flags, message):
     write_corpus(["one"])
     Path("text").write_text("mine")
@@ -381,7 +365,6 @@ def test_flags_that_cannot_work_are_refused(flags, message):
 
 @pytest.mark.usefixtures("in_directory")
 def test_paths_of_a_search_are_absolute_for_a_resumed_run():
-    """Also that of an index which the run itself has made."""
     before = with_absolute_paths(Config(corpus="my docs.jsonl", index="x", encoder="intfloat/e5-base-v2"))
     write_corpus(["one"])
     config = with_absolute_paths(Config(corpus="my docs.jsonl", index="x", encoder="intfloat/e5-base-v2"))
@@ -427,25 +410,11 @@ def open_in_process(start: float) -> str:
     return opened(corpus="my docs.jsonl")[1]
 
 
+@needs_fork
 @pytest.mark.usefixtures("in_directory")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_of_several_processes_one_builds():
-    write_corpus([f"text {number}" for number in range(3000)])
+    write_corpus([f"text {number}" for number in range(1000)])
     with multiprocessing.get_context("fork").Pool(3) as pool:
         outputs = pool.map(open_in_process, [time.monotonic() + 0.3] * 3, chunksize=1)
     assert sum("(built in" in output for output in outputs) == 1
-    assert sum("3,000 documents" in output for output in outputs) == 3
-
-
-@pytest.mark.usefixtures("in_directory")
-def test_the_script_says_what_it_has_built(load_script, capsys):
-    write_corpus(["one", "two"])
-    for _ in range(2):
-        load_script(SCRIPT).main(["--corpus", "my docs.jsonl", "--index", "x.sqlite"])
-        assert "2 documents, " in capsys.readouterr().out
-    Path("x.sqlite").write_bytes(Path("x.sqlite").read_bytes()[:-5000])
-    load_script(SCRIPT).main(["--corpus", "my docs.jsonl", "--index", "x.sqlite"])
-    assert SqliteIndex(Path("x.sqlite"), 5).num_documents == 2
-    Path("x.sqlite").write_text("mine")
-    with pytest.raises(UserError, match=r"x\.sqlite is not an index of documents, and is not replaced"):
-        load_script(SCRIPT).main(["--corpus", "my docs.jsonl", "--index", "x.sqlite"])
+    assert sum("1,000 documents" in output for output in outputs) == 3

@@ -1,5 +1,6 @@
 """Tasks: a mistake in a user's file is reported in one sentence that names file, row and component."""
 
+import contextlib
 import json
 import math
 import signal
@@ -11,16 +12,12 @@ import pytest
 
 from common.errors import UserError
 from common.evaluate import Answer, Evaluation
-from common.trajectory import Trajectory
-from tasks import arithmetic, calculator, qa
-from viewer.results import read_runs
 
 from harness.base.config import RunConfig
 from harness.data import row_checks
 from harness.data import task as task_module
 from harness.data.data import load_task
-from harness.data.task import TAKEN, Task, _import_once, import_task
-from harness.logs.samples import describe_best
+from harness.data.task import Task, _import_once, import_task
 from harness.logs.summary import summarise_gain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,11 +60,9 @@ def with_messages(body: str) -> str:
 
 
 def test_held_out_questions_that_are_trained_on_are_counted(load, capsys):
-    load(GOOD)
-    assert "2 of the 2 held-out questions are training questions as well" in capsys.readouterr().out
     Path("others.jsonl").write_text('{"question": "What is 2+2?", "answer": "4"}\n{"question": "?", "answer": "4"}\n')
     load(GOOD, eval_data="others.jsonl")
-    assert "1 of the 2 held-out questions" in capsys.readouterr().out
+    assert "1 of the 2 held-out questions are training questions as well" in capsys.readouterr().out
 
 
 def test_a_good_file_is_a_task(load):
@@ -157,20 +152,16 @@ def test_descriptions_must_have_the_same_names(load):
 
 
 def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
-    task = load(with_reward('return {"correct": 1, "short": float("nan" if text else 0)}'))
+    """A description that is, or the trial at the start, is no reason to."""
+    text = with_reward('return {"correct": 1, "short": float("nan")}')
+    task = load(text + "def describe(row, text): return {'x': float('nan')}")
+    capsys.readouterr()
+    task.describe(task.train_rows[0], "x")
+    assert capsys.readouterr().err == ""
     for row in (task.train_rows[3], task.train_rows[4]):
         assert math.isnan(task.reward(row, "x")["short"])
     sentence = "--task my_task.py: reward of rows.jsonl:4 gives 'short' the value nan; an update with it is skipped\n"
     assert capsys.readouterr().err == sentence
-
-
-def test_the_best_completion_of_a_group_is_shown(load):
-    task = load(GOOD)
-    group = [
-        Trajectory([], 0, [], [], text=text, rewards={"correct": correct, "short": 0.0})
-        for text, correct in (("worse", 0.0), ("best", 1.0))
-    ]
-    assert describe_best(task, group) == "What is 0+0?\n  -> best (reward 1)"
 
 
 def test_a_component_that_is_only_logged_never_stops_training(load):
@@ -178,27 +169,14 @@ def test_a_component_that_is_only_logged_never_stops_training(load):
     assert task.total_reward({"correct": 1.0, "short": math.nan}) == 1.0
 
 
-def test_nan_in_a_description_or_in_the_trial_is_no_warning(load, capsys):
-    text = with_reward('return {"correct": 1, "short": float("nan")}')
-    task = load(text + "def describe(row, text): return {'x': float('nan')}")
-    capsys.readouterr()
-    task.describe(task.train_rows[0], "x")
-    assert capsys.readouterr().err == ""
-    task.reward(task.train_rows[0], "x")
-    assert "gives 'short' the value nan" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("kind", "value", "is_fine"), [
     ("bool", True, True), ("int", True, False), ("float", 1, True), ("int", 1.5, False), ("(str, list)", [1], True),
 ])  # fmt: skip
-def test_types_of_fields_are_those_of_json(load, tmp_path, kind, value, is_fine):
-    (tmp_path / "typed.jsonl").write_text(json.dumps({"question": "a", "x": value}) + "\n")
-    text = GOOD + f"FIELDS = {{'x': {kind}}}"
-    if is_fine:
-        assert load(text, data="typed.jsonl", eval_data="typed.jsonl").train_rows[0]["x"] == value
-    else:
-        with pytest.raises(UserError, match=r"^typed\.jsonl:1: the field 'x' cannot be"):
-            load(text, data="typed.jsonl", eval_data="typed.jsonl")
+def test_types_of_fields_are_those_of_json(load, kind, value, is_fine):
+    Path("typed.jsonl").write_text(json.dumps({"question": "a", "x": value}) + "\n")
+    refused = pytest.raises(UserError, match=r"^typed\.jsonl:1: the field 'x' cannot be")
+    with contextlib.nullcontext() if is_fine else refused:
+        load(GOOD + f"FIELDS = {{'x': {kind}}}", data="typed.jsonl", eval_data="typed.jsonl")
 
 
 def test_rows_with_lists_in_kind_fields_end_in_a_gain(load):
@@ -206,24 +184,24 @@ def test_rows_with_lists_in_kind_fields_end_in_a_gain(load):
     task = load(GOOD + "KIND_FIELDS = ('num_terms',)\ndef describe(row, text): return {'a': 1, 'b': 0}")
     for number, row in enumerate([*task.train_rows, *task.eval_rows]):
         row["num_terms"] = [number % 2]
-    answers = [[Answer(index, float(index < right), {"a": 1.0, "b": 0.0}) for index in range(2)] for right in (0, 1)]
+    assert task.kind({"num_terms": [1]}) != task.kind({"num_terms": [2]})
     before, after = (
-        Evaluation({"sampled/accuracy": right / 2, "greedy/accuracy": 0.0}, ["", ""], answers[right])
+        Evaluation(
+            {"sampled/accuracy": right / 2, "greedy/accuracy": 0.0},
+            ["", ""],
+            [Answer(index, float(index < right), {"a": 1.0, "b": 0.0}) for index in range(2)],
+        )
         for right in (0, 1)
     )
-    gain = summarise_gain(task, before, after)["gain"]
-    assert sum(gain.values()) == pytest.approx(0.5)
+    assert sum(summarise_gain(task, before, after)["gain"].values()) == pytest.approx(0.5)
 
 
-SOLVED = """
-REWARD_WEIGHTS = {"correct": 1.0, "short": 0.5}
-def messages(row, system_prompt):
-    return [{"role": "user", "content": row["question"]}]
-def reward(row, text):
-    return {"correct": float(text == f"<{int(row['answer'])}>") if row["answer"].isdigit() else 0.0, "short": 1.0}
+SOLVED = with_reward(
+    """return {"correct": float(text == f"<{int(row['answer'])}>") if row["answer"].isdigit() else 0.0, "short": 1.0}
 def solution(row):
     return f"<{row['answer']}>"
 """
+)
 GSM8K = "She has 3 * 7 = <<3*7=21>>21 eggs.\\n#### 21"
 UNSOLVED = {
     "": None,
@@ -267,24 +245,9 @@ def test_without_correct_a_solution_earns_more_than_nothing(load):
         load(text.replace("return f", 'return "no" or f'))
 
 
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("return 7", r"solution of rows\.jsonl:1 must return a str, not 7$"),
-        ("return row['gold']", r"solution of rows\.jsonl:1 raised KeyError: 'gold' \(line 8 of my_task\.py\)$"),
-    ],
-)
-def test_a_faulty_solution_is_reported_like_other_functions(load, body, sentence):
-    with pytest.raises(UserError, match=sentence):
-        load(SOLVED.replace("""return f"<{row['answer']}>\"""", body))
-
-
-def test_a_reward_that_is_not_finite_is_no_fault_of_the_gold(load, capsys):
-    """The run reports it where it happens."""
-    task = load(SOLVED.replace('{"correct": float(', '{"correct": float("nan") + float('))
-    capsys.readouterr()
-    task.reward(task.train_rows[0], "x")
-    assert "gives 'correct' the value nan" in capsys.readouterr().err
+def test_a_faulty_solution_is_reported_like_other_functions(load):
+    with pytest.raises(UserError, match=r"solution of rows\.jsonl:1 must return a str, not 7$"):
+        load(SOLVED.replace("""return f"<{row['answer']}>\"""", "return 7"))
 
 
 def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys):
@@ -292,16 +255,6 @@ def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys
     monkeypatch.setattr(row_checks, "PATIENCE", -1)
     load(SOLVED)
     assert "the solutions of 0 of 7 rows were tried in -1 s" in capsys.readouterr().out
-
-
-def test_descriptions_can_begin_like_a_metric(load):
-    task = load(GOOD + "def describe(row, text): return {'length_of_proof': -1, 'stopped_early': 0}")
-    assert task.describe(task.train_rows[0], "x") == {"length_of_proof": -1.0, "stopped_early": 0.0}
-
-
-def test_kinds_can_be_of_any_json_value(load):
-    task = load(GOOD + "KIND_FIELDS = ('tags', 'question')")
-    assert len({task.kind({"tags": [1], "question": "a"}), task.kind({"tags": [2], "question": "a"})}) == 2
 
 
 @pytest.mark.parametrize("name", ["'length'", "'called'", "'failed_calls'", "'accuracy_x'", "'reward_correct'", "3"])
@@ -380,16 +333,6 @@ def test_data_paths_of_a_task_are_relative_to_its_file(load, tmp_path, monkeypat
     assert len(task.train_rows) == 5
 
 
-def test_the_bundled_task_is_what_its_file_says():
-    task = import_task(RunConfig())
-    row = {"question": "What is 1+1?", "answer": "2"}
-    text = "<think>1+1=2</think><answer>2</answer>"
-    assert task.messages(row, "Think.") == arithmetic.messages(row, "Think.")
-    assert task.reward(row, text) == arithmetic.reward(row, text)
-    assert task.describe(row, text) == arithmetic.describe(row, text)
-    assert task.weights == {"correct": 1.0, "format": 0.0}
-
-
 def test_the_task_template_is_short_and_valid():
     path = ROOT / "docs" / "task_template.py"
     assert len(path.read_text().splitlines()) <= 36
@@ -398,15 +341,3 @@ def test_the_task_template_is_short_and_valid():
     assert task.reward(row, task.solution(row)) == {"correct": 1.0, "short": 1.0}
     assert task.reward(row, "") == {"correct": 0.0, "short": 1.0}
     assert task.reward(row, "<think>" + "1+1=2 " * 20 + "</think><answer>3</answer>") == {"correct": 0.0, "short": 0.0}
-
-
-def test_no_task_can_describe_what_a_run_logs_itself():
-    """Of all committed runs, a name of completion/... is that of a bundled task's `describe`, or taken."""
-    described = set()
-    for task in (arithmetic, calculator, qa):
-        with task.TRAIN_DATA.open(encoding="utf-8") as lines:
-            described |= task.describe(json.loads(next(lines)), "").keys()
-    runs = [run for folder in ROOT.glob("experiment_*/results") for run in read_runs(folder).values()]
-    logged = {key for run in runs for row in run.metrics.rows for key in row if key.startswith("completion/")}
-    assert len(logged) > 10
-    assert {key.removeprefix("completion/") for key in logged} - described <= TAKEN

@@ -45,12 +45,11 @@ def test_conversations_are_colored_on_terminals_that_show_it(monkeypatch, capsys
 
 
 def test_there_is_one_place_that_prints():
-    """The tables of summary.py are the exception; their cells are made by `printable`, and tested below."""
+    """But for the tables of summary.py, whose cells are made by `printable`, and tested below."""
     prints = ("print", "tqdm.write", "sys.stdout.write", "sys.stderr.write", "console.print", "warnings.warn")
     found = set()
-    for path in sorted(
-        path for folder in ("common", "harness", "tasks", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")
-    ):
+    folders = ("common", "harness", "tasks", "experiment_*")
+    for path in (path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in prints:
                 found.add((path.relative_to(ROOT).as_posix(), ast.unparse(node.func)))
@@ -75,7 +74,6 @@ def test_all_control_and_bidi_characters_are_replaced(capsys):
     ],
 )
 def test_what_ends_a_program_cannot_control_the_terminal(capsys, monkeypatch, error, status, expected):
-    """And is one line."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
     def main() -> None:
@@ -105,7 +103,6 @@ def test_a_traceback_cannot_control_the_terminal(capsys, monkeypatch):
 
 
 def test_neither_texts_nor_names_can_control_the_terminal(capsys):
-    """In the completion that a step shows, and in the tables at the end of a run."""
     task = Task(arithmetic, "arithmetic")
     task.train_rows = task.eval_rows = [Row(question=HOSTILE + "?", answer=HOSTILE)]
     trajectory = Trajectory([1], 0, [1], [0.0], text=HOSTILE, rewards={"correct": 0.0, "format": 0.0})

@@ -50,15 +50,6 @@ def count() -> int:
     HELD.append(1)
     return len(HELD)
 
-def wait(seconds: float) -> float:
-    """Wait.
-
-    Args:
-        seconds: how long
-    """
-    time.sleep(seconds)
-    return seconds
-
 def process() -> int:
     """The number of the process."""
     return os.getpid()
@@ -90,8 +81,7 @@ def load(tmp_path, monkeypatch):
 
 
 def test_a_tool_is_described_as_its_function(tools):
-    """By name, docstring and signature, which is what a schema is made of; imported and private names are none."""
-    assert list(tools) == ["echo", "evaluate", "count", "wait", "process"]
+    assert list(tools) == ["echo", "evaluate", "count", "process"]
     schema = get_json_schema(tools["echo"])["function"]
     assert (schema["name"], schema["description"]) == ("echo", "Say it again.")
     assert schema["parameters"]["properties"]["times"] == {"type": "integer", "description": "how often"}
@@ -125,21 +115,16 @@ def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
     assert tools["evaluate"](code=code) == answer
 
 
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("1 / 0", "error: ZeroDivisionError: division by zero"),
-        ("{}['\\x1b[31m\\n']", "error: KeyError: '\\x1b[31m\\n'"),
-        ("exec('raise ValueError(chr(27) + \"[31m\\\\n\" * 2)')", "error: ValueError: \ufffd[31m [31m"),
-        ("exec('raise ValueError')", "error: ValueError"),
-        ("sys.exit('bye')", "error: SystemExit: bye"),
-        ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt"),
-        ("exec('def f(): f()\\nf()', {})", "error: RecursionError: maximum recursion depth exceeded"),
-        ("bytearray(1 << 60)", "error: MemoryError"),
-        ("10 ** 5000", "error: ValueError: Exceeds the limit (4300 digits) for integer string conversion"),
-        ("exec('class E(Exception):\\n  def __str__(self): return 1 / 0\\nraise E')", "error: E"),
-    ],
-)
+@pytest.mark.parametrize(("code", "answer"), [
+    ("1 / 0", "error: ZeroDivisionError: division by zero"), ("{}['\\x1b[31m\\n']", "error: KeyError: '\\x1b[31m\\n'"),
+    ("exec('raise ValueError(chr(27) + \"[31m\\\\n\" * 2)')", "error: ValueError: \ufffd[31m [31m"),
+    ("exec('raise ValueError')", "error: ValueError"), ("sys.exit('bye')", "error: SystemExit: bye"),
+    ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt"),
+    ("exec('def f(): f()\\nf()', {})", "error: RecursionError: maximum recursion depth exceeded"),
+    ("bytearray(1 << 60)", "error: MemoryError"),
+    ("10 ** 5000", "error: ValueError: Exceeds the limit (4300 digits) for integer string conversion"),
+    ("exec('class E(Exception):\\n  def __str__(self): return 1 / 0\\nraise E')", "error: E"),
+])  # fmt: skip
 def test_an_exception_becomes_one_harmless_line(tools, code, answer):
     """And the process goes on: it is the same one."""
     before = tools["process"]()
@@ -152,7 +137,6 @@ def test_an_exception_becomes_one_harmless_line(tools, code, answer):
 
 def test_wrong_arguments_are_an_error_that_can_be_read(tools):
     assert tools["echo"]() == "error: TypeError: missing a required argument: 'value'"
-    assert tools["echo"](value="a", size=2) == "error: TypeError: got an unexpected keyword argument 'size'"
     assert tools["echo"](value=b"a") == "error: TypeError: Object of type bytes is not JSON serializable"
     assert tools["echo"](value="a", times="b").startswith("error: TypeError: can't multiply sequence")
 
@@ -177,13 +161,13 @@ def test_a_slow_answer_becomes_an_error(load, code):
     [
         ("os._exit(3)", "status 3"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "Segmentation fault"),
-        ("os.closerange(3, 256)", "Killed"),
+        ("os.closerange(3, 256)", ""),  # without its files it can end in several ways
     ],
 )
 def test_a_crash_becomes_an_error(tools, code, how):
     answer = tools["evaluate"](code=code)
     assert answer.startswith("error: evaluate ended its process (")
-    assert how in answer or how == "Killed"  # without its files it can end in several ways
+    assert how in answer
     assert tools["count"]() == "1"
 
 
@@ -214,7 +198,7 @@ def test_signals_for_the_run_do_not_end_a_tool(tools):
 def test_what_a_tool_prints_is_harmless(load, capfd):
     """It is shown on stderr, disturbs no answer, and cannot control the terminal."""
     tools = load(TOOLS)
-    assert capfd.readouterr().out.endswith("the policy may call echo, evaluate, count, wait, process\n")
+    assert capfd.readouterr().out.endswith("the policy may call echo, evaluate, count, process\n")
     code = (
         "[print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')][3]"
     )
@@ -225,21 +209,20 @@ def test_what_a_tool_prints_is_harmless(load, capfd):
 
 
 def test_calls_of_several_threads_run_at_the_same_time(tools, tmp_path):
-    """Each of four waits until it has met the others; more than four calls need no further process."""
     others = f"[time.sleep(0.001) for _ in iter(lambda: len(os.listdir({str(tmp_path)!r})), 4)]"
     meet = f"(Path({str(tmp_path)!r}, str(os.getpid())).touch(), {others})"
     answers = in_threads(lambda _: tools["evaluate"](code=meet), range(4), parallel=True)
     assert [answer for answer in answers if answer.startswith("error")] == []
     values = [0.02, 0.01, 0.0, 0.03, 0.01, 0.0]
     with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(tools["wait"], values)) == [str(value) for value in values]
+        waits = list(threads.map(tools["evaluate"], [f"(time.sleep({value}), {value})[1]" for value in values]))
+    assert waits == [str(value) for value in values]
     assert {str(worker._process.pid) for worker in tool_processes._running} == set(os.listdir(tmp_path))
 
 
-def test_ctrl_c_ends_calls_in_threads_at_once(tmp_path):
+def test_ctrl_c_ends_calls_in_threads_at_once(load):
     """The calls would take a minute, and two of them have not begun."""
-    (tmp_path / "my_tools.py").write_text(TOOLS)
-    tools = load_tools(str(tmp_path / "my_tools.py"), 60)
+    tools = load(TOOLS, 60)
     interrupt = f"os.kill({os.getpid()}, signal.SIGINT)"
     codes = ["time.sleep(60)", "9 ** 9 ** 9", "time.sleep(60)", f"({interrupt}, time.sleep(60))", "1", "1"]
     with pytest.raises(KeyboardInterrupt):
@@ -247,7 +230,6 @@ def test_ctrl_c_ends_calls_in_threads_at_once(tmp_path):
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ThreadPool")] == []
     assert not tool_processes._running
     assert tools["echo"](value="a") == "a"
-    close()
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -273,7 +255,6 @@ in_threads(lambda code: workers.call("evaluate", {"code": code}), codes, paralle
 
 
 def test_no_process_is_left_when_the_run_is_killed(tmp_path):
-    """Busy ones, one in C, and one with a child of its own. Their own limit is a minute."""
     path = tmp_path / "my_tools.py"
     path.write_text(TOOLS)
     command = [sys.executable, "-c", PROGRAM, str(path)]
@@ -293,14 +274,14 @@ def test_a_process_uses_the_file_as_the_run_has_read_it(load):
     assert tools["echo"](value="a") == "a"
 
 
-def test_tools_that_no_process_can_import_end_the_run(load, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("import nowhere", "error: ModuleNotFoundError: No mod"), ("os._exit(3)", r"ended its process \(status 3\)$")],
+)
+def test_tools_that_no_process_can_import_end_the_run(load, fault, said):
     """Rather than teach the policy that they are broken."""
-    with pytest.raises(
-        UserError, match=r"^--tools my_tools\.py: no process for .*: error: ModuleNotFoundError: No mod"
-    ):
-        load("import sys\nif 'torch' not in sys.modules:\n    import nowhere\n" + TOOLS)
-    with pytest.raises(UserError, match=r"can be started: ended its process \(status 3\)$"):
-        load("import os, sys\nif 'torch' not in sys.modules:\n    os._exit(3)\n" + TOOLS)
+    with pytest.raises(UserError, match=rf"^--tools my_tools\.py: no process for .*: {said}"):
+        load(f"import os, sys\nif 'torch' not in sys.modules:\n    {fault}\n" + TOOLS)
 
 
 GOOD = 'def good(a: int) -> int:\n    """Good.\n\n    Args:\n        a: a\n    """\n    return a\n'

@@ -4,8 +4,6 @@
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -15,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from common import tools
 from common.environment import CALL_WEIGHTS, MAX_CALLS, OUTCOMES, State, env_step
 from common.errors import UserError
 from common.tools import MAX_CALL, MAX_RESULT, ToolCall, calculator, call_form, call_tool, parse_calls, schemas
@@ -54,18 +51,15 @@ def test_hermes_calls_are_read_in_order():
     assert parse_calls("no call </tool_call> here", "hermes") == ([], "no call </tool_call> here")
 
 
-def test_hermes_calls_in_a_thought_are_text():
-    call = hermes(CALL)
-    for text, said in {
-        f"<think>{call}</think>": None,
-        f"<think>{call}": None,
-        f"<think>a<think>b</think>{call}<think>{call}": f"<think>a<think>b</think><think>{call}",
-        f"<think><tool_call></think>{call}": "<think><tool_call></think>",
-        f"<think>a</think>{call}<answer>391</answer>": "<think>a</think><answer>391</answer>",
-        f"</think>{call}": "</think>",
-    }.items():
-        calls, rest = parse_calls(text, "hermes")
-        assert (calls, rest) == (([], text) if said is None else ([PARSED], said)), text
+@pytest.mark.parametrize(("text", "said"), [
+    (f"<think>{hermes(CALL)}</think>", None), (f"<think>{hermes(CALL)}", None),
+    (f"<think>a<think>b</think>{hermes(CALL)}<think>{CALL}", f"<think>a<think>b</think><think>{CALL}"),
+    (f"<think><tool_call></think>{hermes(CALL)}", "<think><tool_call></think>"),
+    (f"<think>a</think>{hermes(CALL)}<answer>391</answer>", "<think>a</think><answer>391</answer>"),
+    (f"</think>{hermes(CALL)}", "</think>"),
+])  # fmt: skip
+def test_hermes_calls_in_a_thought_are_text(text, said):
+    assert parse_calls(text, "hermes") == (([], text) if said is None else ([PARSED], said))
 
 
 def test_a_thought_in_a_call_is_an_argument():
@@ -85,52 +79,35 @@ def test_an_unclosed_call_is_malformed():
 # The JSON of a call ---------------------------------------------------------------------------------------------------
 
 
-def test_a_malformed_call_says_why():
-    invalid, no_name = "it is not valid JSON", "it is not a JSON object with a name"
-    no_object, twice = "its arguments are not a JSON object", "a key appears twice"
-    infinite, deep = "a number is not finite", "it is nested too deeply"
-    long = f"it has more than {MAX_CALL} characters"
-    start = '{"name": "f", "arguments": '
-    expected = {
-        "": invalid,
-        "17*23": no_name,
-        "calculator(17)": invalid,
-        '{"name": "f", "arguments": {}': invalid,
-        "{'name': 'f', 'arguments': {}}": invalid,
-        start + '{"a": "\n"}}': invalid,
-        start + '{"a": 1,}}': invalid,
-        start + "{}} and more": "something follows its JSON",
-        start + "{}}}": "something follows its JSON",
-        "[]": no_name,
-        f"[{CALL}]": no_name,
-        '"calculator"': no_name,
-        "null": no_name,
-        "{}": no_name,
-        '{"arguments": {}}': no_name,
-        '{"name": null, "arguments": {}}': no_name,
-        '{"name": ["f"], "arguments": {}}': no_name,
-        '{"name": "f"}': no_object,
-        start + "null}": no_object,
-        start + "[1]}": no_object,
-        start + '"[1]"}': no_object,
-        start + '"17*23"}': invalid,
-        start + '"{\\"a\\": NaN}"}': infinite,
-        start + '"{\\"a\\": 1, \\"a\\": 2}"}': twice,
-        '{"name": "f", "name": "g", "arguments": {}}': twice,
-        start + '{"a": 1, "a": 1}}': twice,
-        start + '{"a": [{"b": 1, "b": 2}]}}': twice,
-        start + '{"a": NaN}}': infinite,
-        start + '{"a": -Infinity}}': infinite,
-        start + '{"a": 1e999}}': infinite,
-        start + "[" * 9000: deep,
-        start + '{"a":' * 1500: deep,
-        start + "[" * 10_000_000: long,
-        start + "9" * 1_000_000 + "}": long,
-    }
-    assert {body[:60]: reason_of(body) for body in expected} == {body[:60]: why for body, why in expected.items()}
-    huge = reason_of(start + '{"a": ' + "9" * 9000 + "}}")  # Python's reason
-    assert huge.startswith("Exceeds the limit")
-    assert "\n" not in huge
+START = '{"name": "f", "arguments": '
+MALFORMED_CALLS = {
+    "it is not valid JSON": [
+        *("", "calculator(17)", '{"name": "f", "arguments": {}', "{'name': 'f', 'arguments': {}}"),
+        *(START + '{"a": "\n"}}', START + '{"a": 1,}}', START + '"17*23"}'),
+    ],
+    "it is not a JSON object with a name": [
+        *("17*23", "[]", f"[{CALL}]", '"calculator"', "null", "{}", '{"arguments": {}}'),
+        *('{"name": null, "arguments": {}}', '{"name": ["f"], "arguments": {}}'),
+    ],
+    "something follows its JSON": [START + "{}} and more", START + "{}}}"],
+    "its arguments are not a JSON object": ['{"name": "f"}', START + "null}", START + "[1]}", START + '"[1]"}'],
+    "a key appears twice": [
+        *('{"name": "f", "name": "g", "arguments": {}}', START + '{"a": 1, "a": 1}}'),
+        *(START + '{"a": [{"b": 1, "b": 2}]}}', START + '"{\\"a\\": 1, \\"a\\": 2}"}'),
+    ],
+    "a number is not finite": [
+        *(START + '{"a": NaN}}', START + '{"a": -Infinity}}', START + '{"a": 1e999}}'),
+        START + '"{\\"a\\": NaN}"}',
+    ],
+    "it is nested too deeply": [START + "[" * 9000, START + '{"a":' * 1500],
+    f"it has more than {MAX_CALL} characters": [START + "[" * 1_000_000, START + "9" * 100_000 + "}"],
+}
+
+
+@pytest.mark.parametrize("reason", MALFORMED_CALLS)
+def test_a_malformed_call_says_why(reason):
+    for body in MALFORMED_CALLS[reason]:
+        assert reason_of(body) == reason, body[:60]
 
 
 def test_arguments_may_be_an_object_in_a_string_and_what_else_an_object_holds_is_ignored():
@@ -154,39 +131,28 @@ def test_llama3_calls_are_the_whole_text():
     assert parse_calls(f"{thought}\n{LLAMA_CALL}{thought}", "llama3") == ([PARSED], thought * 2)
 
 
-def test_llama3_text_that_is_no_call_stays():
-    for text in (
-        "",
-        "391",
-        f"I call {LLAMA_CALL}",
-        f"<think>{LLAMA_CALL}</think>",
-        f"<think>{LLAMA_CALL}",
-        f"[{LLAMA_CALL}]",
-        '{"answer": 391}',
-        '{"answer": ',
-        "{}",
-        "1;2",
-        hermes(CALL),
-        "[" * 100_000,
-    ):
-        assert parse_calls(text, "llama3") == ([], text), text
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "391", f"I call {LLAMA_CALL}", f"<think>{LLAMA_CALL}</think>", f"<think>{LLAMA_CALL}", f"[{LLAMA_CALL}]"),
+        *('{"answer": 391}', '{"answer": ', "{}", "1;2", hermes(CALL), "[" * 100_000),
+    ],
+)
+def test_llama3_text_that_is_no_call_stays(text):
+    assert parse_calls(text, "llama3") == ([], text)
 
 
-def test_llama3_text_that_begins_as_a_call_is_one():
-    for text in (
-        LLAMA_CALL + " is my call",
-        LLAMA_CALL + LLAMA_CALL,
-        LLAMA_CALL + "; " + LLAMA_CALL[:-1],
-        LLAMA_CALL + ";1",
-        LLAMA_CALL[:-2],
-        '{"name"',
-        '{ "name": "Ada"}',
-        '<|python_tag|>{"name": 1',
-    ):
-        thought = "<think>a</think>"
-        [call], rest = parse_calls(thought + text, "llama3")
-        assert call.error, text
-        assert rest == thought
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(LLAMA_CALL + " is my call", LLAMA_CALL + LLAMA_CALL, LLAMA_CALL + "; " + LLAMA_CALL[:-1], LLAMA_CALL + ";1"),
+        *(LLAMA_CALL[:-2], '{"name"', '{ "name": "Ada"}', '<|python_tag|>{"name": 1'),
+    ],
+)
+def test_llama3_text_that_begins_as_a_call_is_one(text):
+    [call], rest = parse_calls("<think>a</think>" + text, "llama3")
+    assert call.error
+    assert rest == "<think>a</think>"
 
 
 # Whatever the policy writes -------------------------------------------------------------------------------------------
@@ -195,7 +161,7 @@ TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
 PIECES = (*TAGS, CALL, LLAMA_CALL, *"{[;\na")
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12))
 def test_any_text_is_read(pieces):
     """By both forms, each call can be answered; and the Hermes form is what a slow reader makes of it."""
@@ -221,12 +187,10 @@ def test_any_text_is_read(pieces):
     assert [call == PARSED for call in calls] == well_formed
 
 
-@pytest.mark.parametrize(
-    "piece", [*PIECES, " ", '{"name"', '{"a":', "<tool_call></tool_call>", "<think></think>", "\\"]
-)
-def test_a_megabyte_of_anything_is_read(piece):
+@pytest.mark.parametrize("piece", [*PIECES, '{"name"', '{"a":', "<tool_call></tool_call>", "<think></think>", "\\"])
+def test_a_third_of_a_megabyte_of_anything_is_read(piece):
     """In linear time: with quadratic time this would not end."""
-    text = piece * (1_000_000 // len(piece))
+    text = piece * (300_000 // len(piece))
     for form in FORMS:
         for start in ("", "<tool_call>", "<think>", '{"name": "', "<|python_tag|>"):
             calls, rest = parse_calls(start + text, form)
@@ -270,31 +234,24 @@ def test_a_tool_that_fits_is_called():
     assert call_tool(offered, ToolCall("measure", {"width": 1, "height": 2, "tags": None}))[1]
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (ToolCall("", {}, "it is not closed"), "malformed call: it is not closed"),
-        (ToolCall("__import__", {}), "unknown tool '__import__'; known tools: tool, calculator"),
-        (ToolCall("a\n\ud800" * 99, {}), "unknown tool 'a\\n\\ud800a\\n"),
-        (ToolCall("tool", {}), "tool: missing a required argument: 'width'"),
-        (ToolCall("tool", {"width": 1}), "tool: missing a required argument: 'height'"),
-        (ToolCall("tool", {"width": 1, "height": 1, "depth": 1}), "tool: got an unexpected keyword argument 'depth'"),
-        (ToolCall("tool", {"width": "1", "height": 1}), "tool: width must be int"),
-        (ToolCall("tool", {"width": 1.0, "height": 1}), "tool: width must be int"),
-        (ToolCall("tool", {"width": True, "height": 1}), "tool: width must be int"),
-        (ToolCall("tool", {"width": None, "height": 1}), "tool: width must be int"),
-        (ToolCall("tool", {"width": 1, "height": False}), "tool: height must be float"),
-        (ToolCall("tool", {"width": 1, "height": "1"}), "tool: height must be float"),
-        (ToolCall("tool", {"width": 1, "height": 1, "unit": 1}), "tool: unit must be str"),
-        (ToolCall("tool", {"width": 1, "height": 1, "unit": ["m"]}), "tool: unit must be str"),
-        (ToolCall("tool", {"width": 1, "height": 1, "exact": 1}), "tool: exact must be bool"),
-        (ToolCall("tool", {"width": 1, "height": 1, "exact": "true"}), "tool: exact must be bool"),
-        (ToolCall("tool", {"width": 1, "height": 1, "tags": {}}), "tool: tags must be list[str] | None"),
-        (ToolCall("tool", {"width": 1, "height": 1, "side": "top"}), "tool: side must be Literal['left', 1]"),
-        (ToolCall("tool", {"width": 1, "height": 1, "side": True}), "tool: side must be Literal['left', 1]"),
-        (ToolCall("calculator", {"expression": 17}), "calculator: expression must be str"),
-    ],
-)
+FIT = {"width": 1, "height": 1}
+
+
+@pytest.mark.parametrize(("call", "said"), [
+    (ToolCall("", {}, "it is not closed"), "malformed call: it is not closed"),
+    (ToolCall("__import__", {}), "unknown tool '__import__'; known tools: tool, calculator"),
+    (ToolCall("a\n\ud800" * 99, {}), "unknown tool 'a\\n\\ud800a\\n"),
+    (ToolCall("calculator", {"expression": 17}), "calculator: expression must be str"),
+    ({}, "tool: missing a required argument: 'width'"), ({"width": 1}, "tool: missing a required argument: 'height'"),
+    (FIT | {"depth": 1}, "tool: got an unexpected keyword argument 'depth'"),
+    *((FIT | {"width": value}, "tool: width must be int") for value in ("1", 1.0, True, None)),
+    *((FIT | {"height": value}, "tool: height must be float") for value in (False, "1")),
+    *((FIT | {"unit": value}, "tool: unit must be str") for value in (1, ["m"])),
+    *((FIT | {"exact": value}, "tool: exact must be bool") for value in (1, "true")),
+    (FIT | {"tags": {}}, "tool: tags must be list[str] | None"),
+    *((FIT | {"side": value}, "tool: side must be Literal['left', 1]") for value in ("top", True)),
+    (FIT | {"count": "1"}, "tool: count must be int"),
+])  # fmt: skip
 def test_a_call_that_does_not_fit_is_an_error(call, said):
     """And the tool is not called."""
     num_calls = []
@@ -306,26 +263,15 @@ def test_a_call_that_does_not_fit_is_an_error(call, said):
         exact: bool = False,
         tags: list[str] | None = None,
         side: Literal["left", 1] = "left",
+        count: "int" = 1,
     ) -> None:
         num_calls.append(1)
 
+    call = ToolCall("tool", call) if isinstance(call, dict) else call
     text, executed = call_tool({"tool": tool, "calculator": calculator}, call)
     assert text.startswith("error: " + said)
     assert not executed
     assert not num_calls
-
-
-def test_types_that_are_written_as_text_are_checked():
-    def tool(n: "int") -> str:
-        return str(n)
-
-    assert call_tool({"tool": tool}, ToolCall("tool", {"n": "1"})) == ("error: tool: n must be int", False)
-    assert call_tool({"tool": tool}, ToolCall("tool", {"n": 1})) == ("1", True)
-
-
-def test_an_exception_of_a_tool_is_an_answer():
-    for error in (ValueError("no\nsuch thing"), SystemExit(3), RecursionError("deep"), TypeError("in the tool")):
-        assert answering(error) == (f"error: {type(error).__name__}: {error}", False)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no process for tools can be started")])
@@ -334,19 +280,20 @@ def test_what_is_meant_for_people_passes(error):
         answering(error)
 
 
-def test_every_result_is_a_short_text():
-    assert answering("error: not found") == ("error: not found", False)
-    assert answering({"a": [1, "é"]}) == ('{"a": [1, "é"]}', True)
-    assert answering((1, None)) == ("[1, null]", True)
-    assert [answering(value)[0] for value in (None, True, 1.5)] == ["None", "True", "1.5"]
-    assert answering({"a": {1}}) == ("error: TypeError: Object of type set is not JSON serializable", False)
+@pytest.mark.parametrize(("value", "text", "executed"), [
+    ("error: not found", "error: not found", False), ({"a": [1, "é"]}, '{"a": [1, "é"]}', True),
+    ((1, None), "[1, null]", True), *((value, str(value), True) for value in (None, True, 1.5)),
+    ({"a": {1}}, "error: TypeError: Object of type set is not JSON serializable", False), ("a\ud800b", "a?b", True),
+    ("x" * MAX_RESULT, "x" * MAX_RESULT, True), ("x" * (MAX_RESULT + 1), "x" * (MAX_RESULT - 10) + " ... (cut)", True),
+    (ValueError("no\nsuch thing"), "error: ValueError: no\nsuch thing", False),
+    (SystemExit(3), "error: SystemExit: 3", False), (TypeError("in the tool"), "error: TypeError: in the tool", False),
+])  # fmt: skip
+def test_every_result_and_exception_is_a_short_text(value, text, executed):
+    assert answering(value) == (text, executed)
+
+
+def test_large_results_and_exceptions_are_short():
     assert answering(10**5000)[0].startswith("error: ValueError: Exceeds the limit")
-    assert answering("a\ud800b") == ("a?b", True)
-    assert answering("x" * MAX_RESULT) == ("x" * MAX_RESULT, True)
-    for value in ("x" * (MAX_RESULT + 1), "x" * 1_000_000):
-        text, executed = answering(value)
-        assert text == "x" * (MAX_RESULT - 10) + " ... (cut)"
-        assert executed
     text, executed = answering(ValueError("x" * 1_000_000))
     assert (len(text), executed) == (MAX_RESULT, False)
 
@@ -355,37 +302,22 @@ def test_every_result_is_a_short_text():
 
 
 def test_schemas_come_from_types_and_docstrings():
-    first, second = schemas({"calculator": calculator, "gauge": measure})
-    assert first["type"] == "function"
-    assert first["function"]["parameters"]["properties"]["expression"]["type"] == "string"
-    assert second["function"]["name"] == "gauge"  # as it is called
-    assert second["function"]["parameters"]["required"] == ["width", "height"]
+    first, second = (schema["function"] for schema in schemas({"calculator": calculator, "gauge": measure}))
+    assert first["parameters"]["properties"]["expression"]["type"] == "string"
+    assert (second["name"], second["parameters"]["required"]) == ("gauge", ["width", "height"])
 
 
 def test_a_function_that_describes_nothing_is_refused():
     def undocumented(a: int) -> int:
         return a
 
-    def untyped(a):
-        """Do.
-
-        Args:
-            a: Something.
-        """
-
     def unexplained(a: int) -> int:
         """Do."""
         return a
 
-    for tool in (undocumented, untyped, unexplained, max):
+    for tool in (undocumented, unexplained, max):
         with pytest.raises(UserError, match=r"^no JSON schema can be made of the tool mine \(.*\): give it"):
             schemas({"mine": tool})
-
-
-def test_importing_tools_imports_no_transformers(cold):
-    """A program that only reads calls starts at once."""
-    check = "import sys, common.tools; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], cwd=tools.__file__.rpartition("/common/")[0]).returncode == 0
 
 
 QWEN = """\
@@ -414,17 +346,6 @@ LLAMA = """\
         {{- message.content + '<|eot|>' }}
     {%- endif %}
 {%- endfor %}"""
-MISTRAL = """\
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{{- '[INST]' + message.content + '[/INST]' }}
-    {%- elif message.content %}{{- message.content + '</s>' }}
-    {%- else %}
-        {%- set call = message.tool_calls[0] %}
-        {%- if call.id | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}
-        {{- '[TOOL_CALLS][{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
-        {{- ', "id": "' + call.id + '"}]</s>' }}
-    {%- endif %}
-{%- endfor %}"""
 CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 
 
@@ -448,27 +369,22 @@ def test_the_form_is_that_of_the_template(with_template, bundled):
     assert call_form(with_template(tagged)) == "llama3"
 
 
-def test_a_form_that_is_not_known_is_refused(with_template):
-    refused = "^the chat template refuses tool calls"
-    for template, said in {
-        CHATML: "^the chat template leaves tool calls out: take a model",
-        QWEN.replace("message.tool_calls", "[]"): "^the chat template leaves tool calls out: take a model",
-        "{{ raise_exception('no tools here') }}": rf"{refused} \(no tools here\): take",
-        "{{ messages[1].tool_calls[0].function.arguments + 'a' }}": refused,
-        "{% if": refused,
-        MISTRAL: r"""^the chat template writes a tool call as '\[\{"name": "calculator".*, which is not known""",
-        QWEN.replace("tool_call>", "call>"): r"writes a tool call as '<call>\\n\{",
-    }.items():
-        with pytest.raises(UserError, match=said):
-            call_form(with_template(template))
-    with pytest.raises(UserError, match=refused):
-        call_form(with_template(None))
+@pytest.mark.parametrize(("template", "said"), [
+    (CHATML, "leaves tool calls out"), (QWEN.replace("message.tool_calls", "[]"), "leaves tool calls out"),
+    ("{{ raise_exception('no tools here') }}", r"refuses tool calls \(no tools here\)"),
+    ("{{ messages[1].tool_calls[0].function.arguments + 'a' }}", "refuses tool calls"), ("{% if", "refuses tool calls"),
+    (None, "refuses tool calls"),
+    (QWEN.replace("tool_call>", "call>"), r"writes a tool call as '<call>\\n\{.*, which is not known"),
+])  # fmt: skip
+def test_a_form_that_is_not_known_is_refused(with_template, template, said):
+    with pytest.raises(UserError, match=f"^the chat template {said}"):
+        call_form(with_template(template))
 
 
 # The environment ------------------------------------------------------------------------------------------------------
 
 ROW = {"question": "What is 17 times 23?", "answer": "391", "kind": "product"}
-WHOLE = '<tool_call>{"name": "calculator", "arguments": {"expression": "17*23"}}</tool_call>'
+WHOLE = hermes(CALL)
 FAILING = WHOLE.replace("17*23", "1/0")
 UNKNOWN = WHOLE.replace("calculator", "search")
 MALFORMED = WHOLE.replace('"17*23"', "17*23")  # no JSON
@@ -512,20 +428,13 @@ def test_a_task_cannot_reward_what_the_environment_does():
         Task(module, "my_task.py", more_weights=CALL_WEIGHTS)
 
 
-def test_an_answer_ends_the_conversation(make_state):
-    state = make_state()
-    _, rewards = converse(state, ANSWER)
-    assert rewards == {"correct": 1, "format": 1, "well_formed_calls": 0, "executed_calls": 0, "calls": 0}
-    assert (state.describe()["called"], state.describe()["unaided"]) == (0, 1)
-    assert outcomes(state) == {}
-
-
-def test_a_call_is_executed_and_then_answered(make_state):
-    state = make_state()
-    observations, rewards = converse(state, WHOLE, ANSWER)
-    assert observations == [["391"]]
-    assert rewards == {"correct": 1, "format": 1, "well_formed_calls": 1, "executed_calls": 1, "calls": 1}
-    assert (state.describe()["called"], state.describe()["unaided"]) == (1, 0)
+@pytest.mark.parametrize(("turns", "said"), [([ANSWER], []), ([WHOLE, ANSWER], [["391"]])])
+def test_a_call_is_executed_and_an_answer_ends_the_conversation(make_state, turns, said):
+    state, num = make_state(), len(said)
+    observations, rewards = converse(state, *turns)
+    assert observations == said
+    assert rewards == {"correct": 1, "format": 1, "well_formed_calls": num, "executed_calls": num, "calls": num}
+    assert (state.describe()["called"], state.describe()["unaided"]) == (num, 1 - num)
     assert outcomes(state) == {}
 
 
@@ -544,25 +453,20 @@ def test_parallel_calls_are_executed_in_their_order(make_state):
     [
         (MALFORMED, "error: malformed call: it is not valid JSON", "malformed", 0),
         (UNCLOSED, "error: malformed call: it is not closed", "malformed", 0),
-        ("<tool_call>3</tool_call>", "error: malformed call: it is not a JSON object with a name", "malformed", 0),
         (UNKNOWN, "error: unknown tool 'search'; known tools: calculator", "unknown", 1),
         (FAILING, "error: division by zero", "failed", 1),
         (WHOLE.replace("expression", "x"), "error: calculator: ", "failed", 1),
-        (WHOLE.replace('"17*23"', "17"), "error: calculator: expression must be str", "failed", 1),
     ],
 )
 def test_a_call_that_is_not_executed_gets_a_message(make_state, turn, answer, outcome, well_formed):
     """It earns nothing, and the policy can try again."""
     state = make_state()
-    observations, rewards = converse(state, turn, ANSWER)
-    assert len(observations[0]) == 1
-    assert observations[0][0].startswith(answer)
+    ((said,), again), rewards = converse(state, turn, WHOLE, ANSWER)
+    assert said.startswith(answer)
+    assert again == ["391"]
     assert outcomes(state) == {outcome: 1}
-    assert (rewards["well_formed_calls"], rewards["executed_calls"], rewards["calls"]) == (well_formed, 0, 1)
-    state = make_state()
-    observations, rewards = converse(state, turn, WHOLE, ANSWER)
-    assert observations[1] == ["391"]
-    assert (rewards["executed_calls"], rewards["calls"], rewards["correct"]) == (0.5, 2, 1)
+    assert (rewards["well_formed_calls"], rewards["executed_calls"]) == ((1 + well_formed) / 2, 0.5)
+    assert (rewards["calls"], rewards["correct"]) == (2, 1)
 
 
 def test_calls_beyond_the_limit_of_a_turn_are_not_executed(make_state):
@@ -577,12 +481,10 @@ def test_calls_beyond_the_limit_of_a_turn_are_not_executed(make_state):
 
 
 def test_a_call_within_a_thought_is_none(make_state):
-    state = make_state()
-    _, rewards = converse(state, f"<think>{WHOLE}</think>{ANSWER}")
-    assert (rewards["calls"], rewards["correct"], outcomes(state)) == (0, 1, {})
-    observations, rewards = converse(make_state(), f"<think>{WHOLE}</think>{FAILING}", f"<think>{WHOLE}")
+    _, rewards = converse(make_state(), f"<think>{WHOLE}</think>{ANSWER}")
+    assert (rewards["calls"], rewards["correct"]) == (0, 1)
+    observations, _ = converse(make_state(), f"<think>{WHOLE}</think>{FAILING}", f"<think>{WHOLE}")
     assert observations == [["error: division by zero"]]
-    assert (rewards["calls"], rewards["correct"]) == (1, 0)
 
 
 @pytest.mark.parametrize(("turn", "outcome"), [(WHOLE, "unanswered"), (UNKNOWN, "unanswered"), (UNCLOSED, "malformed")])

@@ -3,7 +3,6 @@
 The metrics of a rollout are what their names say, counted by hand.
 """
 
-import dataclasses
 import json
 import math
 import time
@@ -22,76 +21,75 @@ from harness.base.config import RunConfig
 from harness.data.data import load_task
 from harness.logs.metrics import StepClock
 from harness.logs.samples import TokenTexts, write_samples
-from harness.logs.statistics import rollout_metrics
+from harness.logs.statistics import UpdateStatistics, rollout_metrics
 from harness.models.loading import load_policy
 
 GROUP_SIZE = 2
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-@pytest.mark.parametrize("advantages", [[1.0, -1.0, 0.0, 0.0, 2.0, -2.0], [0.0] * 6])
-def test_skipping_zero_variance_groups_changes_no_gradient(load_script, monkeypatch, experiment, advantages):
-    train = load_script(f"{experiment}/train.py")
-    config = train.Config(kl_weight=0.0, group_size=GROUP_SIZE, micro_batch_size=2, max_grad_norm=1e9, max_new_tokens=6)
-    policy = load_policy(RunConfig(device="cpu"))
-    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
-    experience = collate(sample(policy, prompts, GROUP_SIZE, max_new_tokens=6, key=(0,)), policy.pad_id)
+@pytest.fixture(params=["experiment_base", "experiment_drgrpo"])
+def train(request, load_script):
+    return load_script(f"{request.param}/train.py")
+
+
+def settings(**others) -> dict:
+    return {"kl_weight": 0.0, "group_size": GROUP_SIZE, "micro_batch_size": 2, "max_new_tokens": 6} | others
+
+
+def sampled(policy, prompts: list[list[int]], advantages: list[float], group_size: int = GROUP_SIZE) -> Experience:
+    experience = collate(sample(policy, prompts, group_size, max_new_tokens=6, key=(0,)), policy.pad_id)
     experience.advantages = torch.tensor(advantages)[:, None]
+    experience.old_log_probs = experience.sampler_log_probs
+    return experience
 
-    def gradient() -> tuple[torch.Tensor, int]:
-        policy.zero_grad()
-        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-        statistics = train.update(config, policy, optimizer, experience, step=1)
-        assert all(parameter.grad is not None for parameter in policy.parameters())
-        return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), len(statistics.rows)
 
-    skipping, trained = gradient()
+def update_at_rate_0(train, policy, experience, **others) -> tuple[torch.Tensor, UpdateStatistics]:
+    """The gradient of all parameters, and the statistics."""
+    policy.zero_grad()
+    config = train.Config(**settings(max_grad_norm=1e9) | others)
+    statistics = train.update(config, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), statistics
+
+
+@pytest.mark.parametrize("advantages", [[1.0, -1.0, 0.0, 0.0, 2.0, -2.0], [0.0] * 6])
+def test_skipping_zero_variance_groups_changes_no_gradient(train, make_policy, monkeypatch, advantages):
+    policy = make_policy()
+    experience = sampled(policy, [[5, 6, 7], [8, 9], [10, 11, 12, 13]], advantages)
+    skipping, trained = update_at_rate_0(train, policy, experience)
     split = Experience.split
     monkeypatch.setattr(Experience, "split", lambda self, size, skip_zero_advantages: split(self, size))
-    everything, all_rows = gradient()
-    assert (trained, all_rows) == (4 if any(advantages) else 1, 6)
+    everything, every = update_at_rate_0(train, policy, experience)
+    assert (len(trained.rows), len(every.rows)) == (4 if any(advantages) else 1, 6)
     assert (skipping - everything).norm() <= 1e-6 * everything.norm()
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-def test_minibatches_are_shuffled_by_seed_step_and_epoch(load_script, experiment):
+def test_minibatches_are_shuffled_by_seed_step_and_epoch(train, make_policy):
     """Each of them gives groups another order, and the same ones give the same."""
-    train = load_script(f"{experiment}/train.py")
-    policy = load_policy(RunConfig(device="cpu"))
-    prompts = [[5 + n] for n in range(8)]
-    experience = collate(sample(policy, prompts, GROUP_SIZE, max_new_tokens=2, key=(0,)), policy.pad_id)
-    experience.advantages = torch.tensor([1.0, -1.0] * len(prompts))[:, None]
-    experience.old_log_probs = experience.sampler_log_probs
+    policy = make_policy()
+    experience = sampled(policy, [[5 + n] for n in range(8)], [1.0, -1.0] * 8)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
 
     def orders(seed: int, step: int) -> list[list[int]]:
         """The minibatch of every group, epoch by epoch."""
-        config = train.Config(
-            seed=seed, epochs_per_step=2, minibatch_size=GROUP_SIZE, group_size=GROUP_SIZE, micro_batch_size=2,
-            kl_weight=0.0, max_new_tokens=2,
-        )  # fmt: skip
+        config = train.Config(**settings(seed=seed, epochs_per_step=2, minibatch_size=GROUP_SIZE))
         rows = train.update(config, policy, optimizer, experience, step).rows
-        return [[rows[prompt, 0][epoch].minibatch for prompt in range(len(prompts))] for epoch in range(2)]
+        return [[rows[prompt, 0][epoch].minibatch for prompt in range(8)] for epoch in range(2)]
 
     first = orders(seed=0, step=1)
     assert orders(seed=0, step=1) == first
     every = [*first, *orders(seed=1, step=1), *orders(seed=0, step=2)]
-    assert all(sorted(order) == list(range(len(prompts))) for order in every)
+    assert all(sorted(order) == list(range(8)) for order in every)
     assert len({tuple(order) for order in every}) == len(every)
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-def test_completions_depend_on_seed_and_step(load_script, tmp_path, experiment):
+def test_completions_depend_on_seed_and_step(train, tmp_path):
     """Of the same question: with other ones they would differ anyway."""
-    train = load_script(f"{experiment}/train.py")
-    (tmp_path / "one.jsonl").write_text('{"question": "What is 47 plus 29?", "answer": "76"}\n')
-    policy = load_policy(RunConfig(device="cpu"))
+    path, policy = tmp_path / "one.jsonl", load_policy(RunConfig(device="cpu"))
+    path.write_text('{"question": "What is 47 plus 29?", "answer": "76"}\n')
+    given = {"data": str(path), "eval_data": str(path), "temperature": 1.0, "system_prompt": "", "prompts_per_step": 1}
 
     def completions(seed: int, step: int) -> list[list[int]]:
-        files = {"data": str(tmp_path / "one.jsonl"), "eval_data": str(tmp_path / "one.jsonl")}
-        config = train.Config(
-            seed=seed, prompts_per_step=1, group_size=8, max_new_tokens=8, temperature=1.0, system_prompt="", **files
-        )
+        config = train.Config(**settings(seed=seed, group_size=8, **given))
         return [row.ids for row in train.sample_completions(config, load_task(config), policy, step)]
 
     first = completions(seed=0, step=1)
@@ -100,61 +98,39 @@ def test_completions_depend_on_seed_and_step(load_script, tmp_path, experiment):
     assert first != completions(seed=0, step=2)
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-def test_old_log_probs_are_those_of_the_arithmetic_of_training(load_script, experiment):
+@pytest.mark.parametrize(("dtype", "is_recorded"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_old_log_probs_are_those_of_the_arithmetic_of_training(train, make_policy, dtype, is_recorded):
     """In float32 the recorded ones; in bfloat16 sampling rounds differently, and they are computed again."""
-    train = load_script(f"{experiment}/train.py")
-    for dtype, is_recorded in (("float32", True), ("bfloat16", False)):
-        policy = load_policy(RunConfig(device="cpu", dtype=dtype))
-        rows = sample(policy, [[5, 6, 7], [8, 9]], GROUP_SIZE, max_new_tokens=6, key=(0,))
-        experience = collate(rows, policy.pad_id)
-        config = train.Config(epochs_per_step=2, group_size=GROUP_SIZE, micro_batch_size=4, max_new_tokens=6)
-        with torch.no_grad():
-            trained = policy(experience.sequences, experience.action_mask).log_probs
-        old = train.old_log_probs(config, policy, experience)
-        assert torch.equal(old, experience.sampler_log_probs) == is_recorded
-        torch.testing.assert_close(old, trained, atol=1e-5, rtol=0)
-        assert train.old_log_probs(dataclasses.replace(config, epochs_per_step=1), policy, experience) is None
-        smaller = dataclasses.replace(config, epochs_per_step=1, minibatch_size=GROUP_SIZE)
-        assert torch.equal(train.old_log_probs(smaller, policy, experience), old)
+    policy = make_policy(compute_dtype=dtype)
+    experience = sampled(policy, [[5, 6, 7], [8, 9]], [0.0] * 4)
+    with torch.no_grad():
+        trained = policy(experience.sequences, experience.action_mask).log_probs
+
+    def old(**others) -> torch.Tensor | None:
+        return train.old_log_probs(train.Config(**settings(micro_batch_size=4, **others)), policy, experience)
+
+    assert torch.equal(old(epochs_per_step=2), experience.sampler_log_probs) == is_recorded
+    torch.testing.assert_close(old(epochs_per_step=2), trained, atol=1e-5, rtol=0)
+    assert old(epochs_per_step=1) is None
+    assert torch.equal(old(epochs_per_step=1, minibatch_size=GROUP_SIZE), old(epochs_per_step=2))
 
 
-@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-def test_the_gradient_of_an_update_is_not_added_to_the_next(load_script, experiment):
+def test_the_gradient_of_an_update_is_not_added_to_the_next(train, make_policy):
     """At a rate of 0 every epoch has the gradient of the first."""
-    train = load_script(f"{experiment}/train.py")
-    policy = load_policy(RunConfig(device="cpu"))
-    experience = collate(sample(policy, [[5, 6, 7]], GROUP_SIZE, max_new_tokens=6, key=(0,)), policy.pad_id)
-    experience.advantages = torch.tensor([[1.0], [-0.5]])
-    experience.old_log_probs = experience.sampler_log_probs
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-
-    def gradient(epochs: int) -> torch.Tensor:
-        policy.zero_grad()
-        config = train.Config(
-            epochs_per_step=epochs, kl_weight=0.0, group_size=GROUP_SIZE, micro_batch_size=1, max_grad_norm=1e9,
-            max_new_tokens=6,
-        )  # fmt: skip
-        train.update(config, policy, optimizer, experience, step=1)
-        return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-
-    once, twice = gradient(epochs=1), gradient(epochs=2)
+    policy = make_policy()
+    experience = sampled(policy, [[5, 6, 7]], [1.0, -0.5])
+    once, twice = (update_at_rate_0(train, policy, experience, epochs_per_step=epochs)[0] for epochs in (1, 2))
     assert once.norm() > 0
     assert (twice - once).norm() <= 1e-6 * once.norm()
 
 
-def test_the_last_micro_batch_of_each_update_is_marked(load_script):
+def test_the_last_micro_batch_of_each_update_is_marked(load_script, make_policy):
     """DeepSpeed takes its step in the backward pass that is marked; without it, nothing else shows a wrong mark."""
-    train, marks = load_script("experiment_accelerate/train.py"), []
-    policy = load_policy(RunConfig(device="cpu"))
+    train, policy, marks = load_script("experiment_accelerate/train.py"), make_policy(), []
     accelerator = SimpleNamespace(distributed_type=None)
     accelerator.backward = lambda loss: (loss.backward(), marks.append(accelerator.sync_gradients))
-    experience = collate(sample(policy, [[5, 6], [7]], 4, max_new_tokens=4, key=(0,)), policy.pad_id)
-    experience.advantages = torch.tensor([1.0, -1.0] * 4)[:, None]
-    experience.old_log_probs = experience.sampler_log_probs
-    config = train.Config(
-        prompts_per_step=2, group_size=4, minibatch_size=4, micro_batch_size=2, kl_weight=0.0, max_new_tokens=4
-    )
+    experience = sampled(policy, [[5, 6], [7]], [1.0, -1.0] * 4, group_size=4)
+    config = train.Config(**settings(prompts_per_step=2, group_size=4, minibatch_size=4))
     train.update(config, accelerator, policy, torch.optim.SGD(policy.parameters(), lr=0.0), experience, step=1)
     assert marks == [False, True, False, True]
 
@@ -183,7 +159,7 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_
     texts = TokenTexts(tmp_path / "tokens.jsonl", policy.tokenizer, policy.end_of_turn_ids)
     write_samples(tmp_path / "samples.jsonl", texts, 1, load_task(config), 2, rows, experience, statistics)
 
-    settings = {"num_rows": 2, "clip_eps": config.clip_eps, "kl_weight": 0.05, "budget": 6}
+    sizes = {"num_rows": 2, "clip_eps": config.clip_eps, "kl_weight": 0.05, "budget": 6}
     total, clipped, weights = 0.0, 0, set()
     for entry in map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines()):
         mask, old, ref = (entry[name] for name in ("action_mask", "old_log_probs", "log_probs_ref"))
@@ -194,7 +170,7 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_
         assert [update["epoch"] for update in entry["updates"]] == [0, 1]
         for update in entry["updates"]:
             now = update["log_probs"]
-            terms, pushes = slow_row(FORMULAS[experiment][0][0], mask, now, advantages, old, ref, **settings)
+            terms, pushes = slow_row(FORMULAS[experiment][0][0], mask, now, advantages, old, ref, **sizes)
             assert update["terms"] == pytest.approx(terms, abs=2e-6)
             assert update["push"] == pytest.approx(pushes, abs=2e-6)
             ratios = [math.exp(x - y) if bit else 0 for x, y, bit in zip(now, old, mask, strict=True)]
@@ -243,21 +219,19 @@ def test_every_metric_of_a_rollout_is_what_its_name_says():
     }
 
 
-def test_right_and_wrong_completions_are_not_confused():
-    metrics = rollout_metrics(ROWS[:2], RETURNS[:1])
-    assert (metrics["completion/length_right"], metrics["completion/length_wrong"]) == (3.0, 5.0)
-
-
-@pytest.mark.parametrize(("correct", "absent"), [(1.0, "wrong"), (0.0, "right"), (0.5, "right")])
-def test_lengths_of_no_completions_are_absent(correct, absent):
-    metrics = rollout_metrics([completion(3, {"correct": correct})] * 2, RETURNS[:1])
-    assert f"completion/length_{absent}" not in metrics
-
-
-def test_a_task_without_correct_has_no_right_completions():
-    metrics = rollout_metrics([completion(3, {"short": 1.0})] * 2, RETURNS[:1])
-    assert metrics["reward/short"] == 1.0
-    assert not {"completion/length_right", "completion/length_wrong", "reward/correct"} & metrics.keys()
+@pytest.mark.parametrize(
+    ("rows", "right", "wrong"),
+    [
+        (ROWS[:2], 3.0, 5.0),
+        ([completion(3, {"correct": 1.0})] * 2, 3.0, None),
+        ([completion(3, {"correct": 0.5})] * 2, None, 3.0),
+        ([completion(3, {"short": 1.0})] * 2, None, None),
+    ],
+)
+def test_lengths_of_right_and_wrong_completions_are_told_apart(rows, right, wrong):
+    metrics = rollout_metrics(rows, RETURNS[:1])
+    assert (metrics.get("completion/length_right"), metrics.get("completion/length_wrong")) == (right, wrong)
+    assert ("reward/correct" in metrics) == ("correct" in rows[0].rewards)
 
 
 @pytest.mark.parametrize(
