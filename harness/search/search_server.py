@@ -88,5 +88,5 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         except asyncio.CancelledError:  # the end has come before the rest of the request
             return
 
-    settings = uvicorn.Config(quietly, log_level="critical", timeout_graceful_shutdown=2)
+    settings = uvicorn.Config(quietly, log_level="warning", timeout_graceful_shutdown=2)
     uvicorn.Server(settings).run(sockets=[listener])
