@@ -1,6 +1,7 @@
 """Promises that one line keeps: each test fails without it."""
 
 import json
+import math
 from types import ModuleType
 
 import pytest
@@ -102,3 +103,35 @@ def test_all_end_of_turn_ids_are_exported(tmp_path):
     written = GenerationConfig.from_pretrained(tmp_path)
     assert written.eos_token_id == sorted([own, 7])
     assert written.repetition_penalty in (None, 1.0)
+
+
+def own_task(**functions) -> Task:
+    """The arithmetic task with other functions."""
+    module = ModuleType("own")
+    vars(module).update(vars(arithmetic) | functions)
+    return Task(module, "own")
+
+
+def test_a_solution_that_earns_half_is_refused():
+    task = own_task(reward=lambda row, text: {"correct": 0.5, "format": 1.0})
+    with pytest.raises(UserError, match="no completion can be right"):
+        try_solutions(task, [Row({"question": "1+1", "answer": "2"})], "own")
+
+
+def test_a_component_without_weight_may_be_no_number(capsys):
+    """It is logged only, and no update is skipped for it."""
+    row = Row({"question": "1+1", "answer": "2"})
+    own_task(reward=lambda row, text: {"correct": 1.0, "format": math.nan}).reward(row, "")
+    assert "skipped" not in capsys.readouterr().err
+    own_task(reward=lambda row, text: {"correct": math.nan, "format": 0.0}).reward(row, "")
+    assert "skipped" in capsys.readouterr().err
+
+
+def test_documents_are_indexed_in_the_form_in_which_queries_are_searched(tmp_path):
+    """Full-width letters and ligatures of a document, and those of a query, are the usual letters."""
+    build_sqlite(
+        tmp_path / "index", [Document("1", "the ship \uff26\uff41\uff52\uff44\uff49\uff4c"), Document("2", "other")]
+    )
+    index = SqliteIndex(tmp_path / "index", 5)
+    assert [hit.document for hit in index.search("fardil", 2)] == ["1"]
+    assert [hit.document for hit in index.search("\uff26ardil", 2)] == ["1"]
