@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import digest, json_of, metrics_of, rows_of
 
 from common.sampling import sample
 from common.trajectory import Trajectory
+from runs import digest, json_of, metrics_of, rows_of
 from tasks.arithmetic import EVAL_DATA
 
 from harness.base.config import TINY_POLICY
@@ -59,13 +59,13 @@ ALL_WEIGHTS = {  # every value differs from the default, and so far that it chan
 AN_ADAPTER = {
     "name": ["x"],
     "device": ["cpu"],
-    "steps": ["2"],
+    "steps": ["1"],
     "prompts_per_step": ["2"],
-    "group_size": ["4"],
-    "max_new_tokens": ["8"],
-    "eval_prompts": ["2"],
+    "group_size": ["3"],
+    "max_new_tokens": ["4"],
+    "eval_prompts": ["1"],
     "epochs_per_step": ["2"],
-    "lr": ["1e-3"],
+    "lr": ["1e-2"],
     "task": ["files/task.py"],
     "chat_template": ["files/polite.jinja"],
     "data": [str(EVAL_DATA)],

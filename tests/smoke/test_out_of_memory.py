@@ -118,7 +118,7 @@ def reward(row, text):
 MIB = 2**20
 FLAGS = (
     *("--prompts-per-step", "16", "--group-size", "4", "--max-new-tokens", "6", "--eval-prompts", "1"),
-    *("--micro-batch-size", "64", "--generation-batch-size", "64", "--steps", "2", "--lr", "1e-4", "--seed", "5"),
+    *("--micro-batch-size", "64", "--generation-batch-size", "64", "--steps", "1", "--lr", "1e-4", "--seed", "5"),
     *("--device", "cpu", "--eval-every", "0", "--checkpoint-every", "1"),
 )
 
@@ -154,10 +154,9 @@ def test_a_run_without_memory_resumes_with_smaller_batches_and_ends_the_same(mod
     metrics, expected = (
         [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (limited, free)
     )
-    assert [row["step"] for row in metrics] == [row["step"] for row in expected] == [0, 1, 2, 2]
-    for row, other in zip(metrics[1:3], expected[1:3], strict=True):
-        assert row["loss/grad_norm"] == pytest.approx(other["loss/grad_norm"], rel=1e-4)
-        assert other["loss/grad_norm"] > 0.01
+    assert [row["step"] for row in metrics] == [row["step"] for row in expected] == [0, 1, 1]
+    assert metrics[1]["loss/grad_norm"] == pytest.approx(expected[1]["loss/grad_norm"], rel=1e-4)
+    assert expected[1]["loss/grad_norm"] > 0.01
     settings = json.loads((limited / "config.json").read_text())
     assert settings["micro_batch_size"] == settings["generation_batch_size"] == 64 / 2 ** len(sentences)
     weights, expected = (load_file(path / "final" / "model.safetensors") for path in (limited, free))

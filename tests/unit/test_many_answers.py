@@ -19,7 +19,7 @@ from tasks import math as mathematics
 from tasks.verdicts.judge import Judge, has_library
 
 pytestmark = pytest.mark.slow
-ANSWERS = int(os.environ.get("ANSWERS", 2000))  # of each task
+ANSWERS = int(os.environ.get("ANSWERS", 1000))  # of each task
 
 # What GSM8K's questions count
 UNITS = """dollars, cents, miles, hours, minutes, days, weeks, years, pounds, ounces, feet, inches, apples, cookies,

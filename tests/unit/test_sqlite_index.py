@@ -119,16 +119,16 @@ def test_any_text_is_a_query(path, query, names):
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_queries_are_answered(path, hostile_queries):
+def test_thousands_of_hostile_queries_are_answered(path, hostile_queries):
     """None fails, although each may take a second at most: `search` raises what it cannot answer."""
     index = SqliteIndex(path, seconds=1)
     num_found = 0
-    for query in hostile_queries(10_000):
+    for query in hostile_queries(3_000):
         hits = index.search(query, 2)
         assert len(hits) <= 2
         assert all(TEXTS[hit.document] == hit.text and math.isfinite(hit.score) for hit in hits)
         num_found += bool(hits)
-    assert num_found > 1000
+    assert num_found > 300
 
 
 def test_the_number_of_terms_is_bounded():

@@ -199,18 +199,18 @@ def test_a_verdict_is_kept_and_shared_by_spellings(judge):
 @pytest.mark.slow
 @needs_library
 def test_slow_answers_take_nothing_from_others(tmp_path, monkeypatch):
-    """64 right and 64 slow answers in one rollout, and one process, whose time for each is its own."""
+    """64 right and 12 slow answers in one rollout, and one process, whose time for each is its own."""
     compare = tmp_path / "compare.py"
     compare.write_text(judge_module.COMPARE.read_text("utf-8").replace("SECONDS = 1.0", "SECONDS = 0.2"), "utf-8")
     monkeypatch.setattr(judge_module, "COMPARE", compare)
     judge = Judge(number_of_workers=1)
     right = [([f"{number}y+y"], f"{number + 1}y") for number in range(2, 66)]
-    slow = [(["x^2"], f"(x+{number})^{{10000}}") for number in range(1, 65)]
-    cases = [case for pair in zip(slow, right, strict=True) for case in pair]
+    slow = [(["x^2"], f"(x+{number})^{{10000}}") for number in range(1, 13)]
+    cases = [case for index, pair in enumerate(right) for case in (*slow[index : index + 1], pair)]
     judge.prepare(cases)
     asked = judge.num_asked
     assert [judge.verdict(*case) for case in right] == [True] * 64
-    assert [judge.verdict(*case) for case in slow] == [None] * 64
+    assert [judge.verdict(*case) for case in slow] == [None] * 12
     assert judge.num_asked == asked
     judge.close()
 
