@@ -379,6 +379,9 @@ def test_of_two_sets_of_questions_the_shared_ones_are_compared():
     assert (found["questions"], found["only_here"], found["only_there"]) == (2, 0, 1)
     assert list(found["differences"]) == ["greedy accuracy", "mean@2 - mean@8", "pass@2"]
     assert found["other_settings"] == {"seed": [0, 1]}
+    unequal = results_of([0, 0], [2, 2], n=8), results_of([0, 0], [1, 1], n=2)
+    passed = compare(*unequal, seed=0)["differences"]["pass@2"]["value"]
+    assert passed == pytest.approx(1 - (1 - 6 * 5 / (8 * 7)))  # of two of the eight samples, not of all eight
     check_shared(there, ["row1"])
     with pytest.raises(UserError, match=r"it asked 3 other questions, none of these 2"):
         check_shared(there, ["row7", "row8"])
@@ -412,7 +415,7 @@ def test_the_page_of_failures_is_plain_text_whatever_was_written():
     row = Row({"question": "What\x1b[31m is 1+1?", "answer": "2\x07"})
     row.question, row.place = row["question"], "rows\x1b.jsonl:1"
     task = SimpleNamespace(eval_rows=[row, row, row], right_answer=lambda row: row["answer"])
-    greedy = [Answer(0.0, "\x1b1", 9, False, {}), Answer(1.0, "2", 9, False, {}), Answer(0.0, None, 9, True, {})]
+    greedy = [Answer(0.5, "\x1b1", 9, False, {}), Answer(1.0, "2", 9, False, {}), Answer(0.0, None, 9, True, {})]
     page = failures(task, Answers(greedy, [hostile, "", ""], [[greedy[1], greedy[0]], [], []]))
     assert all(character.isprintable() or character == "\n" for character in page)
     assert page.startswith("2 of 3 questions: the greedy answer is wrong\n")
@@ -421,6 +424,7 @@ def test_the_page_of_failures_is_plain_text_whatever_was_written():
     assert ": cut off\n" in page
     assert "samples: 1 of 2 right; 2 (1), \ufffd1 (1)" in page
     assert "characters ..." in page  # a long completion is cut in its middle
+    assert len(page) < 6000
     assert "     1  of them with a right answer among the samples" in page
 
 

@@ -1,8 +1,9 @@
 """Promises that one line keeps: each test fails without it."""
 
+import asyncio
 import json
 import math
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
@@ -11,6 +12,7 @@ from common.errors import UserError
 from common.evaluate import evaluate
 from common.search import Hit, share_retrieved
 from common.tools import parse_calls
+from common.trajectory import Trajectory
 from tasks import arithmetic
 
 from harness.base.checks import check_texts
@@ -18,10 +20,17 @@ from harness.base.config import TINY_POLICY, RunConfig
 from harness.data import row_checks
 from harness.data.row_checks import try_solutions
 from harness.data.task import Row, Task, import_file
+from harness.engines.vllm import VLLM
+from harness.evaluation.figures import Answer, Answers
+from harness.evaluation.session import _results
+from harness.exporting.card import public_command
 from harness.exporting.exported_weights import write_generation_config
 from harness.exporting.source import Source
+from harness.logs import metrics
+from harness.logs.samples import describe_best
 from harness.models.loading import load_policy
 from harness.search.documents import Document
+from harness.search.remote_index import read_answer
 from harness.search.sqlite_index import SqliteIndex, build_sqlite
 
 
@@ -135,3 +144,60 @@ def test_documents_are_indexed_in_the_form_in_which_queries_are_searched(tmp_pat
     index = SqliteIndex(tmp_path / "index", 5)
     assert [hit.document for hit in index.search("fardil", 2)] == ["1"]
     assert [hit.document for hit in index.search("\uff26ardil", 2)] == ["1"]
+
+
+def test_the_completion_that_is_printed_is_the_best_of_its_group():
+    task = own_task()
+    task.train_rows = [Row({"question": "What is 1+1?", "answer": "2"})]
+    group = [Trajectory([1, 2], 1, [0, 1], [0.0, 0.0], 0) for _ in range(3)]
+    for row, text, correct in zip(group, ("low", "high", "middle"), (0.0, 1.0, 0.5), strict=True):
+        row.text, row.rewards = text, {"correct": correct, "format": 0.0}
+    assert "-> high (reward 1)" in describe_best(task, group)
+
+
+def test_costs_are_of_all_processes(monkeypatch):
+    """Memory is that of the process which needs most, and tokens are divided by seconds."""
+    monkeypatch.setattr(metrics, "gather", lambda own: [own, (0.5, {}, 2**50)])
+    clock = metrics.StepClock("cpu")
+    clock._began -= 10
+    costs = clock.costs(num_tokens=100)
+    assert costs["memory/peak_bytes"] == 2**50
+    assert costs["time/tokens_per_second"] == pytest.approx(10, rel=0.01)
+    assert costs["time/waiting"] == pytest.approx(0.25, rel=0.01)
+
+
+def test_a_server_that_gives_more_hits_than_asked_for_is_cut():
+    hit = {"document": {"id": "d", "contents": "text"}, "score": 1.0}
+    assert [len(hits) for hits in read_answer(json.dumps({"result": [[hit] * 5]}).encode(), 1, 2)] == [2]
+
+
+def test_completions_are_in_the_order_of_their_numbers():
+    """vLLM answers them as they end."""
+    server, choices = VLLM.__new__(VLLM), []
+    for index in (2, 0, 1):
+        log_probs = {"token_logprobs": [-1.0]}
+        choices.append({"index": index, "token_ids": [index], "prompt_token_ids": [9], "logprobs": log_probs})
+        choices[-1]["finish_reason"] = "stop"
+
+    async def ask(*_):
+        return {"choices": choices}
+
+    server.client, server._model = SimpleNamespace(ask=ask), "policy"
+    found = asyncio.run(server.complete([9], 3, 0, {"temperature": 1.0}))
+    assert [completion.ids for completion in found] == [[0], [1], [2]]
+
+
+def test_half_a_point_is_no_right_sample_in_an_evaluations_results():
+    task = own_task()
+    row = Row({"question": "What is 1+1?", "answer": "2"})
+    row.question, task.eval_rows, task.data = row["question"], [row], "rows.jsonl"
+    half, right = Answer(0.5, "2", 3, False, {}), Answer(1.0, "2", 3, False, {})
+    results = _results(task, Answers([half], ["2"], [[half, right]]), seed=0)
+    assert results["questions"][0]["right"] == 1
+
+
+def test_an_address_of_the_users_machine_is_not_in_the_command_of_a_card():
+    settings = {"experiment": "experiment_engine", "command": ["--engine-url", "http://ada:secret@10.0.0.7:8000"]}
+    settings |= {"engine_url": settings["command"][1], "wandb": True}
+    settings["command"] += ["--wandb"]
+    assert public_command(settings) == "python experiment_engine/train.py"
