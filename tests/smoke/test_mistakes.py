@@ -73,7 +73,7 @@ def run_directories() -> list[Path]:
         ("--model gpt2", "a hub id is owner/name"),
         ("--data my=rows/x", "my=rows/x: there is no such file"),
         ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
-        ("--data=", "there is no such file"),  # as from a shell variable that is not set
+        ("--data=", "--data is empty"),  # as from a shell variable that is not set
         ("--data .", "there is no such file"),
     ],
 )
