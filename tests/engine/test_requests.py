@@ -5,8 +5,10 @@ import torch
 
 from common.errors import EngineError
 
+from harness.base.config import RunConfig
 from harness.engines.engine import Engine
 from harness.engines.folder import merged_weights
+from harness.models.loading import load_policy
 
 SHORT = (
     *("--steps", "3", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6", "--eval-prompts", "1"),
@@ -57,19 +59,17 @@ def test_one_step_ahead_asks_for_the_questions_of_the_next_step(load_script, sta
     assert [key for key, _ in asked["1"]] == [(0, 1), (0, 2), (0, 3)]
 
 
-def test_all_active_adapters_are_merged(policy):
+def test_all_active_adapters_are_merged():
     """Two on one layer: both of their changes are in what the engine gets."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    policy = load_policy(RunConfig(device="cpu"))  # of its own: adapters freeze it
     plain = policy.model.state_dict()["model.layers.0.self_attn.q_proj.weight"].clone()
     model = get_peft_model(policy.model, settings, adapter_name="one")
-    try:
-        model.add_adapter("two", settings)
-        model.base_model.set_adapter(["one", "two"])
-        layer = model.base_model.model.model.layers[0].self_attn.q_proj
-        expected = plain + layer.get_delta_weight("one") + layer.get_delta_weight("two")
-        merged = merged_weights(model.get_base_model(), torch.float32)["model.layers.0.self_attn.q_proj.weight"]
-        assert torch.allclose(merged, expected)
-    finally:
-        model.unload()
+    model.add_adapter("two", settings)
+    model.base_model.set_adapter(["one", "two"])
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    expected = plain + layer.get_delta_weight("one") + layer.get_delta_weight("two")
+    merged = merged_weights(model.get_base_model(), torch.float32)["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.allclose(merged, expected)
