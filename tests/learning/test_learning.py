@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 import torch
-from runs import json_of, read_lines, rows_of
+from run_files import json_of, read_lines, rows_of
 
 from common.chat import encode_prompt
 from common.evaluate import evaluate

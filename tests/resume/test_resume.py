@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import PATIENCE, ROOT, digest, json_of, metrics_of, wait_until
+from run_files import PATIENCE, ROOT, digest, json_of, metrics_of, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.errors import UserError

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, json_of, wait_until
+from run_files import ROOT, json_of, wait_until
 
 import common.sampling
 from common.errors import UserError

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from runs import ROOT, json_of, metrics_of, read_lines, rows_of, write_rows
+from run_files import ROOT, json_of, metrics_of, read_lines, rows_of, write_rows
 from safetensors.torch import load_file, save_file
 
 import common.sampling

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from run_files import digest, json_of, metrics_of, rows_of
 
 from common.sampling import sample
 from common.trajectory import Trajectory
-from runs import digest, json_of, metrics_of, rows_of
 from tasks.arithmetic import EVAL_DATA
 
 from harness.base.config import TINY_POLICY

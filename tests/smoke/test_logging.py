@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import read_lines
+from run_files import read_lines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.chat import encode_prompt

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, finished, read_lines
+from run_files import ROOT, finished, read_lines
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from run_files import rows_of
 from safetensors.torch import load_file
 
 from common.errors import UserError
-from runs import rows_of
 
 from harness.base.terminal import POLICY, REWARD, TOOL
 

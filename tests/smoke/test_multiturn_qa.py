@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from runs import ROOT, rows_of, write_rows
+from run_files import ROOT, rows_of, write_rows
 
 from common.errors import UserError
 from common.search import NOTHING_FOUND

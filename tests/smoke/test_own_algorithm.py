@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, finished, json_of, rows_of
+from run_files import ROOT, finished, json_of, rows_of
 
 from common.experience import collate
 from common.logprobs import token_log_probs

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import ROOT, finished, json_of, rows_of, write_rows
+from run_files import ROOT, finished, json_of, rows_of, write_rows
 
 from common.errors import UserError
 from tasks.arithmetic import EVAL_DATA, TRAIN_DATA
