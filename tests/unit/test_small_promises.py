@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ from harness.exporting.source import Source
 from harness.logs import metrics
 from harness.logs.samples import describe_best
 from harness.models.loading import load_policy
-from harness.search.documents import Document
+from harness.search.documents import Document, read_corpus
 from harness.search.remote_index import read_answer
 from harness.search.sqlite_index import SqliteIndex, build_sqlite
 
@@ -201,3 +202,20 @@ def test_an_address_of_the_users_machine_is_not_in_the_command_of_a_card():
     settings |= {"engine_url": settings["command"][1], "wandb": True}
     settings["command"] += ["--wandb"]
     assert public_command(settings) == "python experiment_engine/train.py"
+
+
+def test_directories_of_a_corpus_are_read_in_the_order_of_their_names(tmp_path, monkeypatch):
+    """Whatever order a file system gives them in: the ids of results, and the content hash, depend on it."""
+    walk = os.walk
+
+    def backwards(*arguments, **settings):
+        for folder, folders, names in walk(*arguments, **settings):
+            folders.sort(reverse=True)
+            yield folder, folders, names
+
+    monkeypatch.setattr(os, "walk", backwards)
+    for name in ("b", "a", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.txt").write_text(f"text of {name}")
+    found = [document.id for document in read_corpus(str(tmp_path), 100, 0)]
+    assert found == ["a/x.txt#1", "b/x.txt#1", "c/x.txt#1"]
