@@ -83,8 +83,8 @@ class Number:
 def changes_number(text: str) -> bool:
     """Whether what stands behind a number makes another one of it, so that it is no unit.
 
-    It does if it holds a numeral, a fraction or multiple, an operation, a comparison, or an alternative, and if it is
-    not written in Latin letters, where these cannot be told from units.
+    It does if it holds a numeral, a fraction or multiple, an operation, a comparison, or an alternative. Words in other
+    letters than Latin ones count as such, because no list here can tell them from units.
 
     >>> [text for text in ("miles per hour", "km/h", "éclairs", "more eggs", "fifth graders") if changes_number(text)]
     []
