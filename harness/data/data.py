@@ -27,9 +27,6 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     Args:
         more_weights: of reward components that the experiment gives, next to those of the task.
         tools: JSON schemas of the tools that the policy may call.
-
-    Raises:
-        UserError: the task, a file or a row cannot be used, or too few rows are left.
     """
     task = import_task(config, more_weights)
     task.tools = tools
@@ -58,11 +55,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
 
 
 def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
-    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out.
-
-    Raises:
-        UserError: the task has no data of its own, and none are given.
-    """
+    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out."""
     source = config.data if config.data is not None else task.train_data
     if source is None:
         raise UserError(f"{task} has no data of its own: give --data")
@@ -73,11 +66,8 @@ def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
 def read_rows(source: str, fields: Fields) -> list[Row]:
     """The rows of a JSONL file, or of a split of a hub dataset `owner/name[:subset[:split]]`, by default "train".
 
-    Args:
-        fields: the fields that every row must have, and their types.
-
-    Raises:
-        UserError: naming file, line and what is wrong.
+    `fields` are those that every row must have, and their types; a UserError names the file and line of one that lacks
+    them.
     """
     rows = []
     for row in scan_rows(source, fields):
@@ -92,21 +82,17 @@ def read_rows(source: str, fields: Fields) -> list[Row]:
 def scan_rows(source: str, fields: Fields) -> Iterator[Row | UserError]:
     """The same, with the error of a row that cannot be used in its place."""
     path = local_path(source, "the data file")
-    for row in _read_hub(source) if is_hub_source(source) else read_jsonl(path):
+    if is_hub_source(source):
+        rows = (placed(row, f"{source}, row {number}") for number, row in enumerate(read_split(source), start=1))
+    else:
+        rows = read_jsonl(path)
+    for row in rows:
         problem = None if isinstance(row, UserError) else find_problem(row, fields)
         yield row if problem is None else FieldsError(row, problem)
 
 
-def _read_hub(source: str) -> Iterator[Row]:
-    for number, row in enumerate(read_split(source), start=1):
-        yield placed(row, f"{source}, row {number}")
-
-
 def find_test_data(source: str) -> str | None:
-    """What training data come with to evaluate on, and a sentence about it: None if there is nothing.
-
-    That is `test.jsonl` beside a file `train.jsonl`, or the split "test" of a hub dataset whose split is not named.
-    """
+    """`test.jsonl` beside a file `train.jsonl`, or the split "test" of a hub dataset whose split is not named."""
     if is_hub_source(source):
         found = find_test_split(source)
     else:

@@ -5,12 +5,8 @@ Rows that no completion can solve: each gold answer is tried as its own solution
 
 import math
 import re
-import signal
-import threading
 import time
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from common.errors import UserError
 from common.keyed import keyed_generator
@@ -27,58 +23,29 @@ _THOUSANDS, _SIGN = re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), re.compile(r"\s*([^\
 
 
 def try_solutions(task: Task, rows: list[Row], name: str) -> None:
-    """Reward the solution of every row, for as long as `PATIENCE` lasts; does nothing for a task without `solution`.
+    """Refuse a row whose solution earns no `correct` = 1, or, in a task without `correct`, no reward.
 
-    Args:
-        name: what `--task` calls it.
-
-    Raises:
-        UserError: the solution of a row does not earn `correct` = 1, or, in a task without `correct`, no reward.
+    All rows are tried for which there is time in `PATIENCE`. `name` is what `--task` calls the task.
     """
     began = time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() - began > PATIENCE:
             say(f"{task}: the solutions of {number} of {len(rows)} rows were tried in {PATIENCE} s, and are rewarded")
             return
-        with _time_limit(f"{row.place}: solution(row) of {task} has not ended in {PATIENCE} s"):
-            text = task.solution(row)
+        text = task.solution(row)
         if text is None:
             return
         if fault := solution_fault(task, row, text):
             raise UserError(f"{row.place}: {_reason(task, row, fault, name)}")
 
 
-@contextmanager
-def _time_limit(sentence: str) -> Iterator[None]:
-    """Refuse a row, by a sentence, if the block takes longer than `PATIENCE`, where the system has such alarms.
-
-    Within the block Python code is interrupted, and the user's may use no alarm of its own.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    rings = []
-
-    def ring(*_) -> None:
-        rings.append(True)
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
-    try:
-        yield
-    except UserError as error:  # what the task makes of it
-        raise UserError(sentence) if rings else error from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 def solution_fault(task: Task, row: Row, text: str) -> str | None:
     """What the solution of a row earns, if that is not what a right answer earns."""
     rewards = task.reward(row, text)
-    measure = "correct =" if "correct" in rewards else "a total reward of"
-    earned = rewards["correct"] if "correct" in rewards else task.total_reward(rewards)
+    if "correct" in rewards:
+        measure, earned = "correct =", rewards["correct"]
+    else:
+        measure, earned = "a total reward of", task.total_reward(rewards)
     is_earned = earned == 1 if "correct" in rewards else earned > 0
     if is_earned or not math.isfinite(earned):  # others are a fault of the reward, which the run reports
         return None

@@ -459,9 +459,10 @@ def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert commit_of("model", "owner/name") is None
     for what in ("model", "dataset"):
-        refs = tmp_path / f"{what}s--owner--name" / "refs"
-        refs.mkdir(parents=True)
-        (refs / "main").write_text(f"{what[:4]}1234\n")
+        cache = tmp_path / f"{what}s--owner--name"
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs/main").write_text(f"{what[:4]}1234")
+        (cache / f"snapshots/{what[:4]}1234").mkdir(parents=True)
         assert commit_of(what, "owner/name") == f"{what[:4]}1234"
     config = RunConfig(model="owner/name", data="owner/name:subset")
     assert describe_sources(config, None) == {

@@ -14,9 +14,6 @@ from tasks import arithmetic
 
 from harness.base.checks import check_texts
 from harness.base.config import TINY_POLICY, RunConfig
-from harness.data import row_checks
-from harness.data.row_checks import try_solutions
-from harness.data.task import Row, Task, import_file
 from harness.exporting.exported_weights import write_generation_config
 from harness.exporting.source import Source
 from harness.models.loading import load_policy
@@ -40,21 +37,6 @@ def test_flipped_bits_of_an_index_are_found(tmp_path):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         with pytest.raises(UserError, match="is damaged"):
             SqliteIndex(path, 5)
-
-
-def test_a_solution_that_loops_is_stopped(tmp_path, monkeypatch):
-    file = tmp_path / "loops.py"
-    file.write_text(
-        "REWARD_WEIGHTS = {'correct': 1.0}\n"
-        "def messages(row, system_prompt=''): return [{'role': 'user', 'content': 'x'}]\n"
-        "def reward(row, text): return {'correct': 1.0}\n"
-        "def solution(row):\n    while True: pass\n"
-    )
-    monkeypatch.setattr(row_checks, "PATIENCE", 0.3)
-    row = Row({})
-    row.place = "rows.jsonl:1"
-    with pytest.raises(UserError, match=r"^rows\.jsonl:1: solution\(row\) of --task loops has not ended"):
-        try_solutions(Task(import_file(file, "task", "loops")[0], "loops"), [row], "loops")
 
 
 @pytest.mark.parametrize("name", ["model", "data", "eval_data"])
