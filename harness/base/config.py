@@ -29,7 +29,7 @@ BUNDLED = {
 ADAPTER_SETTINGS = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Numbers in a range, which --help shows and the command line is held to; they are finite
+# Numbers in a range, which --help shows
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
 ZeroOrOne = Annotated[int, Interval(ge=0, le=1)]
@@ -222,36 +222,28 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_base(adapter: Path) -> str:
-    """The hub id or the directory of the model that an adapter was trained on.
-
-    Raises:
-        UserError: the adapter does not say.
-    """
-    try:
-        name = json.loads((adapter / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        Path(name).expanduser().exists()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # the last: unknown users, and deep nesting
-        name = None
+    """The hub id or the directory of the model that an adapter was trained on; UserError if it does not say."""
+    name = _read_json(adapter / ADAPTER_SETTINGS).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")
     return name
 
 
 def _shape(model_path: Path) -> tuple[int, int] | None:
-    """Vocabulary size and hidden size of a Hugging Face model directory."""
+    """Vocabulary size and hidden size of a Hugging Face model directory; None if it does not say."""
+    settings = _read_json(model_path / "config.json")
+    return (
+        (settings["vocab_size"], settings["hidden_size"]) if {"vocab_size", "hidden_size"} <= settings.keys() else None
+    )
+
+
+def _read_json(path: Path) -> dict:
+    """The object in a file; empty if there is none, which is refused where a model is read."""
     try:
-        settings = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-        return settings["vocab_size"], settings["hidden_size"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _find_device() -> str:
-    """CUDA, else another accelerator that PyTorch finds, else the CPU."""
-    if torch.cuda.is_available():
-        return "cuda"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
@@ -259,7 +251,10 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 def resolve(config: ConfigT, defaults: dict) -> ConfigT:
     """The settings, with every None and "auto" resolved from the machine, the model, and `defaults`."""
-    device = _find_device() if config.device == "auto" else config.device
+    device = config.device
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cuda" if torch.cuda.is_available() else "cpu" if accelerator is None else accelerator.type
     on_cuda = device.startswith("cuda")
     dtype = config.dtype
     if dtype is None:

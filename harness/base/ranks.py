@@ -44,8 +44,7 @@ def is_speaker() -> bool:
 def on_main(function: Callable[[], T]) -> T:
     """Call `function` on the main process only; all processes wait for it and get what it returns.
 
-    Raises:
-        EndedElsewhereError: on the other processes, if it has raised an error, which the main process raises.
+    If it raises an error, the main process does too, and the others raise EndedElsewhereError.
     """
     if world_size() == 1:
         return function()
@@ -77,14 +76,11 @@ def together() -> Iterator[None]:
     except UserError as raised:
         error = raised
     sentences = gather(None if error is None else str(error))
-    failed = [number for number, sentence in enumerate(sentences) if sentence is not None]
-    if not failed:
-        return
-    if rank() > 0:
+    failed = [f"process {number}: {sentence}" for number, sentence in enumerate(sentences) if sentence is not None]
+    if failed and rank() > 0:
         raise EndedElsewhereError from error
-    if error is not None:
-        raise error
-    raise UserError(f"process {failed[0]}: {sentences[failed[0]]}")
+    if failed:
+        raise error or UserError(failed[0])
 
 
 def check_alike(values: dict[str, object]) -> None:

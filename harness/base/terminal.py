@@ -34,14 +34,13 @@ def say_above_progress(text: str) -> bool:
     """Print above a progress bar; whether anybody can read it."""
     from tqdm import tqdm
 
-    if not is_speaker():
-        return True
-    try:
-        tqdm.write(_colored(visible(text)))
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, and of a closed terminal
-            raise
-        return False
+    if is_speaker():
+        try:
+            tqdm.write(_colored(visible(text)))
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, and of a closed terminal
+                raise
+            return False
     return True
 
 
@@ -89,20 +88,17 @@ def printable(text: str, width: int) -> str:
 
 def short(value: object) -> str:
     """A value that a user's code has given, for an error message."""
-    try:
-        return printable(repr(value), 80)
-    except Exception:  # of the value's own class
-        return f"a {type(value).__name__}"
+    return printable(repr(value), 80)
 
 
 def describe_error(error: BaseException, module: ModuleType) -> str:
     """An error in one line, with the line of the task's file that it comes from."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
-    if isinstance(error, SyntaxError) and error.lineno:
-        lines = [error.lineno]
+    text = str(error)
+    if isinstance(error, SyntaxError):
+        text, lines = error.msg, [error.lineno]
     place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
-    text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+    return f"{type(error).__name__}: {printable(text, 200)}{place}"
 
 
 def clean_log(library: str) -> None:

@@ -29,11 +29,7 @@ from harness.processes import processes
 
 
 def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
-    """Meet the other processes that a launcher has started; the settings with the device of this one.
-
-    Raises:
-        UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
-    """
+    """Meet the other processes that a launcher has started; the settings with the device of this one."""
     on_cpu, by_deepspeed = config.device == "cpu", processes.requested_launch().sharding == "deepspeed"
     if processes.num_restarts():  # Accelerate would look for the addresses of before; it takes who have met
         processes.meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")

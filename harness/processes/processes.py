@@ -38,11 +38,7 @@ WHERE = "in the configuration file or on the command line of accelerate"
 
 
 def start_processes(config: ConfigT) -> ConfigT:
-    """Meet the other processes, or be one alone; the settings with the device of this one.
-
-    Raises:
-        UserError: they cannot meet, or cannot share the devices or the rows of a step.
-    """
+    """Meet the other processes, or be one alone; the settings with the device of this one."""
     config = dataclasses.replace(config, device=own_device(config.device))
     if torch.device(config.device).type == "cuda":
         torch.cuda.set_device(torch.device(config.device).index or 0)
@@ -79,11 +75,8 @@ def meet(backend: str) -> None:
     if distributed.is_initialized():
         return
     place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
-    try:
-        with meeting():
-            distributed.init_process_group(backend, timeout=PATIENCE, **(place or _place_after_restart()))
-    except ValueError as error:  # a variable of the launcher is missing
-        raise _could_not_meet(error) from error
+    with meeting():
+        distributed.init_process_group(backend, timeout=PATIENCE, **(place or _place_after_restart()))
 
 
 def num_restarts() -> int:
@@ -113,7 +106,7 @@ def meeting() -> Iterator[None]:
     try:
         with call_after(TIME_TO_MEET, give_up):  # torch has no limit for a port where a stranger is silent
             yield
-    except distributed.DistError as error:
+    except (distributed.DistError, ValueError) as error:  # the second: a variable of the launcher is missing
         raise _could_not_meet(error) from error
 
 
@@ -136,7 +129,7 @@ class Requested(NamedTuple):
 
 def requested_launch() -> Requested:
     """What the environment asks for, and the command line of `accelerate launch` with its configuration file."""
-    processes = int(os.environ.get("WORLD_SIZE", 0))
+    processes = num_launched() if "WORLD_SIZE" in os.environ else 0
     accumulation = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1))
     sharding = [name for name in SHARDED if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"]
     arguments = _arguments_of_accelerate_launch()
@@ -157,26 +150,18 @@ def requested_launch() -> Requested:
 
 
 def check_launch(accelerator: "Accelerator") -> None:
-    """Refuse a launch that is not what was asked for, or that the training does not support; on every rank alike.
-
-    Raises:
-        UserError: other processes than asked for, or without the sharding that was asked for; gradient accumulation by
-            Accelerate, fp16 or fp8, FSDP 1.
-    """
+    """Refuse a launch that is not what was asked for, or that the training does not support; on every rank alike."""
     asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserError(
-            f"mixed_precision {accelerator.mixed_precision} is not supported, because it needs a scaled loss: set "
-            f"bf16, or no, {WHERE}"
-        )
+        raise UserError(f"mixed_precision {accelerator.mixed_precision} is not supported: set bf16, or no, {WHERE}")
     plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number
     steps = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
     steps = max(asked.accumulation, accelerator.gradient_accumulation_steps, steps if isinstance(steps, int) else 1)
     if steps > 1:
         raise UserError(
-            f"gradient_accumulation_steps {steps} is not supported, because Accelerate would divide a loss by it that "
-            f"is a mean already: set 1 {WHERE}, and --micro-batch-size for less memory"
+            f"gradient_accumulation_steps {steps} is not supported: set 1 {WHERE}, and --micro-batch-size for less "
+            "memory"
         )
     processes = asked.num_processes or got
     count = f"{processes} process{'es' if processes > 1 else ''}"
@@ -194,7 +179,7 @@ def check_launch(accelerator: "Accelerator") -> None:
             f"{count} were asked for, but Accelerate started {got}: give a multiple of the number of machines"
         )
     if processes != got:
-        alone = ", each for itself" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        alone = ", each for itself" if num_launched() > 1 else ""
         start = "torchrun --nproc-per-node" if on_cpu else "accelerate launch --multi_gpu --num_processes"
         raise UserError(f"{count} were asked for, but Accelerate started 1{alone}: use {start} {processes} {script}")
 
@@ -205,11 +190,8 @@ def _arguments_of_accelerate_launch() -> list[str] | None:
         words = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:  # it has ended, or may not be looked at
         return None
-    names = [Path(word).name for word in words]
-    for start in (0, 1, 2):  # without the interpreter, after it, and after its -m
-        match names[start : start + 2]:
-            case ["accelerate" | "accelerate.commands.accelerate_cli", "launch"]:
-                return words[start + 2 :]
-            case ["accelerate-launch" | "accelerate.commands.launch", *_]:
-                return words[start + 1 :]
-    return None
+    names = [Path(word).name for word in words[:4]]  # perhaps after an interpreter and its -m
+    if "launch" in names and {"accelerate", "accelerate.commands.accelerate_cli"} & {*names}:
+        return words[names.index("launch") + 1 :]
+    start = next((name for name in names if name in ("accelerate-launch", "accelerate.commands.launch")), None)
+    return None if start is None else words[names.index(start) + 1 :]

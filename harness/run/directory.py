@@ -78,7 +78,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
             lost something, or its files cannot be written. Nothing is changed then.
     """
     directory = Path(config.resume).expanduser()
-    settings = read_settings(directory, type(config))
+    settings = read_settings(directory)
     if settings["experiment"] != experiment:
         raise UserError(f"--resume {directory} is a run of {settings['experiment']}, not of {experiment}")
     lock = lock_directory(directory)

@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import json
 import sys
-import typing
 from pathlib import Path
 
 import torch
@@ -43,29 +42,16 @@ def change_settings(directory: Path, **changes: object) -> None:
     write_settings(directory, settings | changes)
 
 
-def read_settings(directory: Path, config_class: type[PolicyConfig], what: str = "--resume") -> dict:
-    """The settings of a run; those that `config_class` knows must be of its types.
-
-    Args:
-        what: how the user has named the directory.
-    """
+def read_settings(directory: Path, what: str = "--resume") -> dict:
+    """The settings of a run, whose directory the user has named by `what`."""
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{what} {directory}: no config.json of a run can be read there ({error})") from error
-    if not isinstance(settings, dict) or not isinstance(settings.get("experiment"), str):
+    if "experiment" not in settings:
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
         raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")
-    from pydantic import TypeAdapter, ValidationError
-
-    wanted = typing.get_type_hints(config_class, include_extras=True)
-    for name in {field.name for field in dataclasses.fields(config_class)} & settings.keys():
-        value = settings[name]
-        try:
-            TypeAdapter(wanted[name]).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
-        except ValidationError:
-            raise UserError(f"{what} {directory}: config.json is damaged: {name} cannot be {value!r}") from None
     return settings
 
 
@@ -105,10 +91,15 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
 def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict], has_failed: bool) -> None:
     """Refuse to resume a run from a model, data or a task that are no longer what they were.
 
-    Args:
-        has_failed: the run ended with an error of its task, so that the task, or its data, may have been corrected.
+    After an error of its task, `has_failed`, the task and its data may have been corrected.
     """
-    _check_evaluation(directory, before.get("eval_data"), now.get("eval_data"))
+    then, eval_data = before.get("eval_data"), now.get("eval_data")
+    # A hub dataset that is in one of them only is no sign of a change: its commit may not have been known
+    if then is None and eval_data is not None and Path(eval_data["source"]).is_file():
+        source = eval_data["source"]
+        raise UserError(f"{source} was not there when {directory} began, which held out rows of --data: move it")
+    if eval_data is None and then is not None and Path(then["source"]).is_absolute():
+        raise UserError(f"{then['source']}, which {directory} is evaluated on, is no longer there: restore it")
     for name in before.keys() & now.keys():
         then, content = before[name]["content"], now[name]["content"]
         if content == then:
@@ -121,17 +112,6 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
                 "start a new run"
             )
         say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
-
-
-def _check_evaluation(directory: Path, before: dict | None, now: dict | None) -> None:
-    """Refuse to hold out rows of the data now if they were evaluated on a file before, and the other way round.
-
-    A hub dataset that is in one of them only is no sign of that: its commit may not have been known.
-    """
-    if before is None and now is not None and Path(now["source"]).is_file():
-        raise UserError(f"{now['source']} was not there when {directory} began, which held out rows of --data: move it")
-    if now is None and before is not None and Path(before["source"]).is_absolute():
-        raise UserError(f"{before['source']}, which {directory} is evaluated on, is no longer there: restore it")
 
 
 def _describe(name: str, source: str | Path) -> dict:

@@ -66,7 +66,6 @@ def run_directories() -> list[Path]:
         ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
         ("--at-most num_terms=1", "none of the 192 rows of .* passes the filters"),
         ("--at-most num_terms", "--at-most num_terms: this is not NAME=NUMBER"),
-        ("--reward-weight --steps 1", "--reward-weight needs at least one value"),
         ("--reward-weight format=1 --reward_weight correct=2", "--reward-weight is given 2 times"),
         ("--task nowhere.py", "--task nowhere.py: there is no such file"),
         ("--at-most size=3", "--at-most size: .*:1 has no number in a field 'size'"),
@@ -234,7 +233,6 @@ def test_quantised_weights_that_are_not_numbers_are_refused(train):
     [
         ("a/run", r"--model a/run holds no model .*; did you mean a/run/final\?$"),
         ("a/stopped", r"--model a/stopped holds no model .*; did you mean a/stopped/checkpoints/step_10\?$"),
-        ("a/run/checkpoints", r"--model a/run/checkpoints holds no model .* a/run/checkpoints/step_10\?$"),
         ("./a", r"--model a holds no model \(config.json\) and no adapter \(adapter_config.json\)$"),
     ],
 )
@@ -713,13 +711,8 @@ LONG = "a" * 5000
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (("--model", "caf\udce9"), "^--model caf\ufffd: this is not UTF-8 text"),
-        (("--system-prompt", "a\0b"), "^--system-prompt a\ufffdb: this is not UTF-8 text"),
-        (("--at-most", "num_terms=2", "caf\udce9=1"), "^--at-most caf\ufffd=1: this is not UTF-8 text"),
         *(((f"--{name}", LONG), rf"^--{name} a+ \.\.\.: .*File name too long") for name in ("model", "task", "data")),
         *(((f"--{name}", "~nobody-here/x"), rf"^--{name} ~nobody-here/x: .*home") for name in ("runs-dir", "resume")),
-        (("--name", LONG), r"^--name 'a+ \.\.\. cannot be the name of a directory"),
-        (("--name", "é" * 128), r"^--name '.* cannot be the name of a directory"),  # 256 bytes
     ],
     ids=lambda value: str(value)[:30].encode("ascii", "replace").decode().replace("\0", "0"),
 )

@@ -112,7 +112,6 @@ BROKEN = {
     GOOD.replace("1.0, ", "0, ", 1).replace("0.5", "0"): rf"{FILE}: the weights of all components are 0",
     # the reward
     with_reward("raise SystemExit(0)"): rf"{ROW} raised SystemExit: 0 ",
-    with_reward("return __import__('argparse').Namespace(a=type('A', (), {'__repr__': lambda self: 1 / 0})())"): ROW,
     with_reward("return None"): rf"{ROW} must return a dict of components, not None$",
     with_reward("return 1.0"): rf"{ROW} must return a dict of components, not 1\.0$",
     with_reward('return {"correct": 1.0}'): rf"{ROW} lacks the component 'short' of REWARD_WEIGHTS$",
