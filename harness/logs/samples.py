@@ -6,6 +6,7 @@ docs/metrics.md lists their fields.
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,12 +23,6 @@ from harness.logs.statistics import RowUpdate, UpdateStatistics
 
 MOST_TURNS = 12  # of a conversation that is printed
 
-# Byte-level tokenizers write each byte of a token as one character: a printable one as itself, any other as the next of
-# those from U+0100 on (GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
-
 
 def write_samples(
     path: Path,
@@ -42,11 +37,7 @@ def write_samples(
     """Append two groups of most steps and all groups of every tenth step, one line per completion, from all ranks.
 
     Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled. A number that is not
-    finite becomes null, as JSON has no name for it.
-
-    Args:
-        tokens: gets the ids first, so that the text of every one of them is known.
-        group_size: G; the ranks have equal parts of the step's rows, in the order of the ranks.
+    finite becomes null. The ranks have equal parts of the step's rows, in the order of the ranks.
     """
     num_rows = world_size() * len(trajectories)
     kept = num_rows if step % 10 == 0 else 2 * group_size
@@ -55,8 +46,12 @@ def write_samples(
         if number >= kept:
             break
         row = task.train_rows[trajectory.prompt_index]
-        entry = {"step": step, "question": task.question(row), "answer": task.right_answer(row)}
-        entry |= {"text": trajectory.text}
+        entry = {
+            "step": step,
+            "question": task.question(row),
+            "answer": task.right_answer(row),
+            "text": trajectory.text,
+        }
         entry |= {"turns": trajectory.turns} if trajectory.turns else {}
         entry |= {"return": task.total_reward(trajectory.rewards)}
         entry |= _describe_row(trajectory, index, experience, statistics)
@@ -64,7 +59,7 @@ def write_samples(
     entries = gather_rows(entries)
 
     def write() -> None:
-        tokens.add(step, (i for ids, _ in entries for i in ids))
+        tokens.add(step, (i for ids, _ in entries for i in ids))  # first: every id that samples.jsonl holds has a text
         with path.open("a", encoding="utf-8") as samples:
             samples.writelines(line for _, line in entries)
 
@@ -74,7 +69,7 @@ def write_samples(
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:
     """What samples.jsonl holds of row `index` of a rollout."""
 
-    def per_token(values: torch.Tensor, compact: Callable[[float], float] = in_millionths) -> list[float]:
+    def per_token(values: torch.Tensor, compact: Callable[[float], float] = partial(round, ndigits=6)) -> list[float]:
         return [0.0] + [compact(value) for value in values[: len(row.ids) - 1].tolist()]
 
     def of_update(update: RowUpdate) -> dict:
@@ -107,10 +102,6 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
     }
 
 
-def in_millionths(value: float) -> float:
-    return round(value, 6)
-
-
 def in_six_digits(value: float) -> float:
     """
     >>> in_six_digits(0.000123456789), in_six_digits(1.0)
@@ -140,7 +131,10 @@ class TokenTexts:
     """
 
     def __init__(self, path: Path, tokenizer, end_of_turn_ids: list[int]):
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self._path, self._tokenizer = path, tokenizer
+        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
         self._added = tokenizer.added_tokens_decoder
         self._ends = set(end_of_turn_ids)
         self._special = {i for i, token in self._added.items() if token.special} | {*tokenizer.all_special_ids}
@@ -148,8 +142,6 @@ class TokenTexts:
 
     def add(self, step: int, ids: Iterable[int]) -> None:
         new = sorted(set(ids) - self._known)
-        if not new:
-            return
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step} | self._describe(i)) + "\n" for i in new)
         self._known.update(new)
@@ -173,9 +165,10 @@ class TokenTexts:
         text = self._tokenizer.decode([i], clean_up_tokenization_spaces=False)
         if "\ufffd" not in text:
             return text
-        if not set(piece) <= _BYTES.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's bytes
+        # byte-level tokenizers write each byte as one character; SentencePiece writes <0xE2>
+        if not set(piece) <= self._bytes.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return piece
-        return _text_of(bytes(_BYTES[character] for character in piece))
+        return _text_of(bytes(self._bytes[character] for character in piece))
 
 
 def _text_of(raw: bytes) -> str:

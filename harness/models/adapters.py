@@ -21,12 +21,11 @@ KEPT = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 )
-# Fields that say how it was made. Dropout is off here. Whatever else is set makes it something other than W x + B A x
+# Fields that say how it was made; dropout is off here. Whatever else is set makes it something other than W x + B A x
 IGNORED = (
     *("auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode", "lora_dropout", "runtime_config"),
     *("eva_config", "megatron_core", "qalora_group_size"),
 )
-MAX_RANK = 8192  # beyond the width of most models
 ALLOWED = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
@@ -53,19 +52,15 @@ def add_adapter(model: torch.nn.Module, rank: int, alpha: float | None = None, s
 def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
     """Put the adapter of the directory `path` on its base, ready to be trained further, in float32.
 
-    Raises:
-        UserError: it is not an adapter for this model, it lacks weights, or it computes something other than LoRA.
+    A UserError says that it is not one for this model, lacks weights, or computes something other than LoRA.
     """
     from peft import LoraConfig, set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import load_file
 
     settings = _read_settings(path)
-    source = path / "adapter_model.safetensors"
-    if not source.is_file():
-        raise UserError(f"the adapter {path} has no {source.name}")
     try:
-        weights = load_file(source)
+        weights = load_file(path / "adapter_model.safetensors")
         with torch.random.fork_rng():  # what is drawn is replaced
             model = _inject(model, LoraConfig(task_type="CAUSAL_LM", **settings))
         loaded = set_peft_model_state_dict(model, weights)
@@ -91,11 +86,6 @@ def adds_something(model: torch.nn.Module) -> bool:
     return any(weight.any() for name, weight in model.named_parameters() if "_B." in name)
 
 
-def merge_adapter(model: torch.nn.Module) -> torch.nn.Module:
-    """The plain model with W + (alpha / rank) B A in place of W."""
-    return model.merge_and_unload()
-
-
 def _inject(model: torch.nn.Module, settings) -> torch.nn.Module:
     from peft import get_peft_model
 
@@ -107,8 +97,8 @@ def _inject(model: torch.nn.Module, settings) -> torch.nn.Module:
 def _read_settings(path: Path) -> dict:
     """What adapter_config.json says about the computation, if all of it can be done here."""
     try:
-        fields = dict(json.loads((path / ADAPTER_SETTINGS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        fields = json.loads((path / ADAPTER_SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path / ADAPTER_SETTINGS} cannot be read ({error})") from error
     for name, value in fields.items():
         is_off = name in KEPT or name in IGNORED or value in (None, False, {}, [])
@@ -117,9 +107,6 @@ def _read_settings(path: Path) -> dict:
                 f"the adapter {path} has {name}={json.dumps(value)} in its {ADAPTER_SETTINGS}: only plain LoRA "
                 "adapters of a language model can be trained on here"
             )
-    for rank in (fields.get("r"), *dict(fields.get("rank_pattern") or {}).values()):
-        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-            raise UserError(f"the adapter {path} has a rank of {json.dumps(rank)[:40]} in its {ADAPTER_SETTINGS}")
     return {name: fields[name] for name in KEPT if name in fields}
 
 

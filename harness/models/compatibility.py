@@ -12,10 +12,7 @@ from harness.models.adapters import is_lora
 
 
 def check_quantisation(model: torch.nn.Module, config: ModelConfig) -> None:
-    """
-    Raises:
-        UserError: the weights were quantised when they were saved, and the settings ask for what needs other ones.
-    """
+    """Refuse weights that were quantised when they were saved, where the settings ask for what needs other ones."""
     quantizer = getattr(model, "hf_quantizer", None)
     if not getattr(model, "is_quantized", False) or not quantizer.pre_quantized:
         return

@@ -23,7 +23,6 @@ from harness.models.adapters import (
     adds_something,
     is_lora,
     load_adapter,
-    merge_adapter,
 )
 from harness.models.compatibility import check_computation, check_quantisation
 from harness.models.pretrained import (
@@ -32,9 +31,9 @@ from harness.models.pretrained import (
     describe_parameters,
     find_end_of_turn_ids,
     read_model,
-    read_template,
-    read_tokenizer,
     refuse_adapter,
+    set_template,
+    tokenizer_of,
 )
 
 
@@ -42,9 +41,6 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter if one is requested.
 
     Trained weights are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
-
-    Raises:
-        UserError: there is no such model, or it cannot be used here; the sentence says what to do.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -54,8 +50,7 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     config = resolve(config, {})  # only for a config that was made in code: the command line has resolved its own
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     refuse_adapter(config.base, is_here)
-    has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
-    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
+    tokenizer = tokenizer_of(config, is_here)
     quantised = {}
     if config.load_in is not None:
         quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}
@@ -71,13 +66,7 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
 
 def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperature: float = 1.0) -> Policy:
     """Wrap a model and its tokenizer, with its adapter; under a `PolicyConfig` ready for training."""
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
-            "--chat-template FILE (Jinja), or use an instruction-tuned model"
-        )
+    set_template(tokenizer, config)
     prefix = getattr(config, "completion_prefix", None)
     if prefix is not None:
         begin_completions(tokenizer, prefix)
@@ -121,14 +110,11 @@ def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module
     """With the adapter that `--model` names, which is merged if a new one is to be trained."""
     model = load_adapter(model, config.adapter_path)
     given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
-    if not isinstance(config, PolicyConfig):
-        say(f"{given} for {config.base}")
-        return model
-    if not config.lora_rank:
-        say(f"{given} for {config.base}: it is trained further")
-        return model
-    say(f"{given}: it is merged into its base {config.base}, and a new one of rank {config.lora_rank} is trained")
-    return merge_adapter(model)
+    if isinstance(config, PolicyConfig) and config.lora_rank:
+        say(f"{given}: it is merged into its base {config.base}, and a new one of rank {config.lora_rank} is trained")
+        return model.merge_and_unload()
+    say(f"{given} for {config.base}{': it is trained further' if isinstance(config, PolicyConfig) else ''}")
+    return model
 
 
 def make_reference(policy: Policy) -> Policy:

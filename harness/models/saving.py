@@ -10,7 +10,7 @@ from common.policy import Policy
 
 from harness.base.config import DTYPES, PolicyConfig, find_directory, read_base
 from harness.base.ranks import on_main
-from harness.models.adapters import is_lora, load_adapter, merge_adapter
+from harness.models.adapters import is_lora, load_adapter
 from harness.models.pretrained import read_model
 
 
@@ -50,7 +50,7 @@ def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> Non
     """
     base = read_base(adapter)
     model = read_model(str(find_directory(base) or base), dtype, local_files_only=True)
-    merge_adapter(load_adapter(model, adapter)).save_pretrained(path)
+    load_adapter(model, adapter).merge_and_unload().save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

@@ -43,10 +43,7 @@ def write_checkpoint(
 ) -> None:
     """Write `checkpoints/step_<step>` of a run, completely or not at all, and then remove all but the newest `keep`.
 
-    All processes call it together.
-
-    Raises:
-        UserError: it could not be written, because the disk is full for example; older ones are left as they were.
+    All processes call it together. If the disk is full, a UserError says so, and older ones are left as they were.
     """
     from safetensors import SafetensorError
 
@@ -65,10 +62,10 @@ def write_checkpoint(
         if has_lost_others(error):
             raise
         shutil.rmtree(partial, ignore_errors=True)
-        newest = [found for found, _ in _finished(directory)][:1]
+        newest = [f"The last complete one is that of step {found}" for found, _ in _finished(directory)]
         raise UserError(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
-            + (f"The last complete one is that of step {newest[0]}" if newest else "There is no earlier one")
+            + [*newest, "There is no earlier one"][0]
         ) from error
     on_main(lambda: _remove_old(directory, keep))
 
@@ -101,49 +98,33 @@ def _remove_old(directory: Path, keep: int) -> None:
 
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest finished checkpoint of a run; None if there is none.
-
-    Raises:
-        UserError: it is not complete as it was written.
-    """
+    """The newest finished checkpoint of a run; None if there is none, UserError if one of its files is incomplete."""
     for path in sorted(directory.glob("step_*.partial")):
         say(f"{path} was not finished when the run was stopped; it is ignored")
-    for step, path in _finished(directory)[:1]:
-        remedy = f"restore it, or remove {path} to resume from an earlier step"
-        try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            sizes, logs = dict(manifest["sizes"]), dict(manifest["logs"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fault = getattr(error, "strerror", None) or error
-            raise UserError(f"{path / MANIFEST} cannot be read ({fault}): {remedy}") from error
-        for name, size in sizes.items():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-                raise UserError(f"{path / name} {what}: {remedy}")
-        return Checkpoint(step, path, logs)
-    return None
+    if not (finished := _finished(directory)):
+        return None
+    step, path = finished[0]
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    for name, size in manifest["sizes"].items():
+        if _size(path / name) != size:
+            remedy = f"restore it, or remove {path} to resume from an earlier step"
+            raise UserError(f"{path / name} is not as it was written: {remedy}")
+    return Checkpoint(step, path, manifest["logs"])
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
 
 
 def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
     """Bring a run's logs back to what they held when the checkpoint was written; the rows of metrics.jsonl.
 
-    A kill leaves more than that. Nothing is changed if a log has lost something.
-
-    Raises:
-        UserError: a log is shorter than it was, or has a line that cannot be read.
+    A kill leaves more than that. Nothing is changed if a log has lost something, which is a UserError.
     """
     for name, size in checkpoint.logs.items():
-        path = run / name
-        content = path.read_bytes()[:size] if path.exists() else b""
-        remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"
-        if len(content) < size:
-            raise UserError(f"{path} {'has lost its end' if path.exists() else 'is missing'}: {remedy}")
-        for number, line in enumerate(content.splitlines(), start=1):
-            try:
-                json.loads(line)
-            except (ValueError, RecursionError):
-                raise UserError(f"line {number} of {path} cannot be read: {remedy}") from None
+        if _size(run / name) < size:
+            remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"
+            raise UserError(f"{run / name} is shorter than it was: {remedy}")
     remove_logs(run, but=checkpoint.logs)
     for name, size in checkpoint.logs.items():
         os.truncate(run / name, size)
@@ -159,8 +140,7 @@ def remove_logs(run: Path, but: dict[str, int] | None = None) -> None:
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
     """Restore the state of the policy and of the optimizer.
 
-    Raises:
-        UserError: Accelerate cannot read what it has written for another number of processes or another sharding.
+    What Accelerate has written for another number of processes or another sharding it may not read: a UserError.
     """
     if accelerator is None:
         load_weights(policy, path)

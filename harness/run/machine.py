@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import os
 import platform
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -23,7 +22,7 @@ from harness.run.settings import BATCH_SIZES
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: "max 100000", or microseconds of every 100000
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 # What PyTorch calls an allocation that has failed, where it raises a RuntimeError and no OutOfMemoryError: its own
-# allocators, C++'s, and cuBLAS, which allocates past them; and oneDNN, which has no memory for a kernel.
+# allocators, C++'s, and cuBLAS; and oneDNN, of which it is the whole message
 NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_KERNEL = "could not create a primitive"
 
@@ -46,9 +45,9 @@ def with_threads(config: ConfigT) -> ConfigT:
     """
     if config.threads != "auto":
         return config
-    asked = re.match(r"\s*(\d{1,6})\s*(?:,|$)", os.environ.get("OMP_NUM_THREADS", ""), re.ASCII)  # it may be a list
-    if asked is not None and int(asked[1]) > 0:
-        return dataclasses.replace(config, threads=int(asked[1]))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list
+    if asked.isdecimal() and int(asked) > 0:
+        return dataclasses.replace(config, threads=int(asked))
     is_small = config.kind != "full" or torch.device(config.device).type != "cpu" or num_launched() > 1
     return dataclasses.replace(config, threads=1 if is_small else usable_cores())
 
@@ -91,11 +90,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(config: ModelConfig, error: BaseException, resume_command: str | None) -> UserError:
-    """One sentence on what helps a program that has run out of memory, what helps most first.
-
-    Args:
-        resume_command: None: there is nothing to resume.
-    """
+    """One sentence on what helps a program that has run out of memory, and how to resume it if it can be resumed."""
     sizes = {name: getattr(config, name, None) for name in BATCH_SIZES}
     smaller = [f"{flag(name)} {size // 2}" for name, size in sizes.items() if size is not None and size > 1]
     others = [] if getattr(config, "gradient_checkpointing", True) else ["--gradient-checkpointing"]

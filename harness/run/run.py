@@ -47,11 +47,9 @@ class Run:
     """Where a run writes. `start_run` makes it."""
 
     def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict):
-        self.directory = directory.path
+        self.config, self.task, self.directory = config, task, directory.path
         self._checkpoints = self.directory / "checkpoints"
         self._lock = directory.lock  # held until the run is closed
-        self.config = config
-        self.task = task
         self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
         self.stop_reason: str | None = None  # why training must end after this step
         self._machine = machine  # as described when the run started: the checkout may have changed since
@@ -88,8 +86,7 @@ class Run:
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Give a resumed run's policy and optimizer the state of its checkpoint, and get to know the policy's tokens.
 
-        Args:
-            accelerator: of Accelerate, if it has prepared the two; their state is then read, and written, by it.
+        If Accelerate has prepared the two, `accelerator` reads and writes their state.
         """
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
@@ -97,11 +94,10 @@ class Run:
         self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Count the steps that are left, behind a progress bar, and end the run after one that has a reason to.
+        """Count the steps that are left, behind a progress bar.
 
-        Raises:
-            KeyboardInterrupt: after a step during which the user has asked to stop.
-            UserError: after a step for which `log` has found a `stop_reason`.
+        After a step during which the user has asked to stop it raises KeyboardInterrupt, and after one for which `log`
+        has found a `stop_reason` UserError.
         """
         self._last_step = num_steps
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
@@ -132,10 +128,7 @@ class Run:
         return self._clock.costs(num_tokens)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop.
-
-        The metrics that are not about time are the same on all processes, and so are the conclusions.
-        """
+        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop."""
         on_main(lambda: self._metrics.write(step, metrics))
         if self._bar is not None:
             more = getattr(self.config, "progress", ())
@@ -147,19 +140,19 @@ class Run:
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
-            hint = f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
-            hint += " without --lora-rank" if self.config.lora_rank > 0 else ""
             self.stop_reason = (
                 f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
-                f"again with a lower --lr{hint if self._checkpoints.exists() else ''}"
+                "again with a lower --lr"
             )
+            if self._checkpoints.exists():
+                self.stop_reason += f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
+                self.stop_reason += " without --lora-rank" if self.config.lora_rank > 0 else ""
 
     def log_samples(
         self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics
     ) -> None:
         """Keep what was sampled, and print one completion now and then."""
-        every = self.config.samples_every
-        if every == 0 or step % every:
+        if not self.config.samples_every or step % self.config.samples_every:
             return
         if step % 10 == 0 or step == 1:
             self.tell(f"step {step}: {describe_best(self.task, trajectories[: self.config.group_size])}")
@@ -205,13 +198,14 @@ class Run:
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print what was gained."""
         self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
-        on_main(lambda: self._finish(after))
 
-    def _finish(self, after: Evaluation) -> None:
-        before = read_before(self.directory / BEFORE)
-        results = summarise_gain(self.task, before, after)
-        self.write_summary(results)
-        show_gain(self.directory, self.task, before, after, results["gain"])
+        def finish() -> None:
+            before = read_before(self.directory / BEFORE)
+            results = summarise_gain(self.task, before, after)
+            self.write_summary(results)
+            show_gain(self.directory, self.task, before, after, results["gain"])
+
+        on_main(finish)
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, curve.png and report.html."""

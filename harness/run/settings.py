@@ -48,7 +48,7 @@ def read_settings(directory: Path, what: str = "--resume") -> dict:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{what} {directory}: no config.json of a run can be read there ({error})") from error
-    if "experiment" not in settings:
+    if settings.get("experiment") is None:
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
         raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")

@@ -56,16 +56,10 @@ def call_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether a run has been asked to stop, in this process and in any.
-
-    Args:
-        tell: prints a sentence.
-        resume_command: of the run.
-    """
+    """Whether a run has been asked to stop, in this process and in any. `tell` prints a sentence."""
 
     def __init__(self, tell: Callable[[str], None], resume_command: str):
-        self._tell = tell
-        self._resume_command = resume_command
+        self._tell, self._resume_command = tell, resume_command
         self._received_at = -SAME_CTRL_C
         self.is_made = False
         self.is_agreed = False  # by all processes
@@ -88,10 +82,8 @@ class StopRequest:
         self.is_made = True
         sentence = "stopping: this step is finished first, and a checkpoint written (Ctrl-C again: at once)"
         if num_launched() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # also accelerate launch, which is torchrun
-            sentence += (
-                f"; the launcher kills a step that takes longer than {GRACE:g} s: in that case resume with: "
-                f"{self._resume_command}"
-            )
+            sentence += f"; the launcher kills a step that takes longer than {GRACE:g} s: then resume with: "
+            sentence += self._resume_command
         self._tell(sentence)
 
 
@@ -101,17 +93,13 @@ class StopRequest:
 def may_say_why(otherwise: bool = True) -> bool:
     """Whether this process is to say why the launch ends: the main one if it can, else the first that knows.
 
-    Args:
-        otherwise: what to do where processes cannot know of each other: each was started by hand, and they have not
-            met, or the main one has gone.
+    `otherwise` is for processes that cannot know of each other: started by hand, and not met, or the main one has gone.
     """
-    if num_launched() == 1:
-        return True
     store = _find_store()
     with suppress(distributed.DistError):
         if store is not None:
             return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(_key(), 1) == 1
-    return otherwise
+    return otherwise or num_launched() == 1
 
 
 def wait_until_said() -> None:

@@ -191,8 +191,6 @@ def add_token(role: str | None) -> Callable[[Path], None]:
         (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "chat template refuses the messages: TypeError: "),
         (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "RecursionError"),
         (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model model: the chat template renders no"),
-        (end_of_turn(True), r"--model model: .* \(eos_token_id\) True is not a whole number"),
-        (end_of_turn([2, [3]]), r"--model model: .* \(eos_token_id\) \[3\] is not a whole number"),
         (end_of_turn([2, 1024]), "--model model: the end-of-turn id 1024 is not among the 1024 ids that the"),
         (change("config.json", pad_token_id=1024), "could not be loaded: .*[Pp]adding_idx"),
         (add_token("pad_token"), "--model model: the padding id 1024 is not among the 1024 ids"),
@@ -350,9 +348,9 @@ def test_a_model_without_template_runs_with_a_given_one(train, load_script):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, r"--chat-template t\.jinja cannot be read \(No such file"),
-        (b"\xe9", r"--chat-template t\.jinja cannot be read \(not UTF-8 text"),
-        (b" \n", r"--chat-template t\.jinja is empty"),
+        (None, r"--chat-template t\.jinja cannot be read \(.*No such file"),
+        (b"\xe9", r"--chat-template t\.jinja cannot be read \('utf-8' codec"),
+        (b" \n", "the chat template renders nothing"),
         (b"{% for %}", "the chat template refuses the messages"),
     ],
 )

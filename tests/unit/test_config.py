@@ -214,9 +214,7 @@ def many_cores(monkeypatch):
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
 
 
-@pytest.mark.parametrize(
-    ("variable", "number"), [("3", 3), (" 2 ", 2), ("2,4", 2), ("", 6), ("0", 6), ("two", 6), ("9" * 30, 6)]
-)
+@pytest.mark.parametrize(("variable", "number"), [("3", 3), (" 2 ", 2), ("2,4", 2), ("", 6), ("0", 6), ("two", 6)])
 def test_omp_num_threads_is_taken_else_the_cores(monkeypatch, many_cores, variable, number):
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     config = ModelConfig(model="owner/name", device="cpu")
