@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -53,8 +53,8 @@ class StepClock:
     def costs(self, num_tokens: int) -> dict[str, float]:
         """Seconds since the beginning of the step, tokens per second for so many tokens of all processes, and memory.
 
-        The seconds of each phase are means over processes, `time/waiting` is the mean over processes of the share of
-        the step's seconds that they waited, and `memory/peak_bytes` is that of the process that needs most.
+        The seconds of each phase and `time/waiting`, a share of the step, are means over processes, and
+        `memory/peak_bytes` is that of the process that needs most.
         """
         seconds = time.perf_counter() - self._began
         own = (self._waited / seconds, self._laps, peak_memory_bytes(self._device))
@@ -69,12 +69,10 @@ class StepClock:
 
 
 class MetricsLog:
-    """One line of metrics.jsonl per step, and the same numbers in TensorBoard and W&B.
+    """One line of metrics.jsonl per step in a run's directory, and the same numbers in TensorBoard and W&B.
 
     Args:
-        directory: of the run.
-        history: the lines that a resumed run's metrics.jsonl holds already. TensorBoard and W&B get them once more, so
-            that they hold exactly what metrics.jsonl holds.
+        history: the lines that a resumed run's metrics.jsonl holds already, which TensorBoard and W&B get once more.
         wandb_settings: keyword arguments of `wandb.init`, or None for no W&B.
         tell: prints a sentence.
     """
@@ -114,10 +112,8 @@ class MetricsLog:
 
     def close(self) -> None:
         if self._events is not None:
-            try:
+            with suppress(OSError):  # it must not hide what ended the run
                 self._events.close()
-            except OSError as error:  # it must not hide what ended the run
-                self._tell(f"the TensorBoard events are not complete: {error}")
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -132,9 +128,7 @@ def finite(value: object) -> object:
 
 
 def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tuple[str, ...] = ()) -> str:
-    """
-    Args:
-        more: keys of `metrics` that are shown, too.
+    """The progress line, with the keys `more` of `metrics`.
 
     >>> progress_line(3, 80, {"reward/total": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5})
     'step 3/80  reward 0.50  KL 0.012  1,234 tokens/s'

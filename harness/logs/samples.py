@@ -6,7 +6,6 @@ docs/metrics.md lists their fields.
 import json
 import re
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,13 +45,8 @@ def write_samples(
         if number >= kept:
             break
         row = task.train_rows[trajectory.prompt_index]
-        entry = {
-            "step": step,
-            "question": task.question(row),
-            "answer": task.right_answer(row),
-            "text": trajectory.text,
-        }
-        entry |= {"turns": trajectory.turns} if trajectory.turns else {}
+        entry = {"step": step, "question": task.question(row), "answer": task.right_answer(row)}
+        entry |= {"text": trajectory.text} | ({"turns": trajectory.turns} if trajectory.turns else {})
         entry |= {"return": task.total_reward(trajectory.rewards)}
         entry |= _describe_row(trajectory, index, experience, statistics)
         entries.append((trajectory.ids, json.dumps(finite(entry), default=str) + "\n"))
@@ -69,7 +63,7 @@ def write_samples(
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:
     """What samples.jsonl holds of row `index` of a rollout."""
 
-    def per_token(values: torch.Tensor, compact: Callable[[float], float] = partial(round, ndigits=6)) -> list[float]:
+    def per_token(values: torch.Tensor, compact: Callable[[float], float] = in_millionths) -> list[float]:
         return [0.0] + [compact(value) for value in values[: len(row.ids) - 1].tolist()]
 
     def of_update(update: RowUpdate) -> dict:
@@ -100,6 +94,10 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "finish_reason": row.finish_reason,
         "updates": [of_update(update) for update in updates],
     }
+
+
+def in_millionths(value: float) -> float:
+    return round(value, 6)
 
 
 def in_six_digits(value: float) -> float:

@@ -55,9 +55,6 @@ class UpdateStatistics:
             terms: (b, T-1), each token's part of the update's loss; they add up to it.
             diagnostics: (b, T-1) or (b, 1) each, by name: `entropy`, and what the loss wants to be logged. Two names
                 are known: `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
-
-        Raises:
-            ValueError: there is not a term for every token.
         """
         mask = micro.action_mask.bool()
         if terms.shape != mask.shape:

@@ -49,17 +49,9 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
                    choice of style            better answers, style by style
 
     The styles are the first names that the task describes as 0 or 1 and of which exactly one is 1 in every answer: for
-    the bundled task `reasoned` and `direct`. The gain is divided for every kind of question separately, and averaged:
-    hard kinds are reasoned about more often, and over all kinds together a change in their mix would be mistaken for
-    skill.
-
-    Args:
-        before, after: answers to the same questions. If no answer of a kind has a style, the accuracy that does not
-            exist is taken from the other evaluation.
-        kinds: of the questions.
-
-    Returns:
-        The parts, by name; empty if there are no styles.
+    the bundled task `reasoned` and `direct`. Without any, the result is empty. The gain is divided for every kind of
+    question separately, and averaged: over all kinds together a change in their mix would be mistaken for skill. If no
+    answer of a kind has a style, the accuracy that does not exist is taken from the other evaluation.
 
     >>> styles = ({"reasoned": 1.0, "direct": 0.0}, {"reasoned": 0.0, "direct": 1.0})
     >>> before = [Answer(0, 1.0, styles[0]), Answer(0, 0.0, styles[1])]

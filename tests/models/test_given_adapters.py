@@ -298,7 +298,7 @@ def without(name: str) -> Callable[[dict], dict]:
         (change_weights(without("layers.2.mlp.up_proj.lora_B")), r"lacks weights .*2\.mlp\.up_proj\.lora_B"),
         (change_weights(nan_in("layers.1.self_attn.q_proj.lora_A")), r"hold NaN .*1\.self_attn\.q_proj\.lora_A"),
         (lambda path: (path / "adapter_model.safetensors").write_bytes(b"nonsense"), "cannot be put on its base"),
-        (lambda path: (path / "adapter_model.safetensors").unlink(), "cannot be put on its base .*adapter_model.safetensors"),
+        (lambda path: (path / "adapter_model.safetensors").unlink(), "cannot be put on its base"),
         (lambda path: shutil.copy(TINY_POLICY / "config.json", path), "holds a model .* and an adapter"),
     ],
 )  # fmt: skip
