@@ -83,7 +83,8 @@ class Diagnosis:
             )
         if (kl := self._mean("loss/kl")) > 1:
             found["the KL grows without bound"] = (
-                f"the KL to the policy at the start has reached {kl:.2g} nats per token: lower --lr or raise --kl-weight"
+                f"the KL to the policy at the start has reached {kl:.2g} nats per token: lower --lr, or raise "
+                "--kl-weight"
             )
         if (share := self._mean("policy/clipped")) > 0.3:
             found["too many tokens are clipped"] = (
