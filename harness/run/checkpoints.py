@@ -50,7 +50,7 @@ def write_checkpoint(
     directory = run / "checkpoints"
     target, partial = directory / f"step_{step}", directory / f"step_{step}.partial"
     try:
-        on_main(lambda: _make_empty(partial))
+        on_main(lambda: (shutil.rmtree(partial, ignore_errors=True), partial.mkdir(parents=True)))
         if accelerator is None:
             save_policy(policy, partial)
             on_main(lambda: torch.save(optimizer.state_dict(), partial / "optimizer.pt"))
@@ -68,11 +68,6 @@ def write_checkpoint(
             + [*newest, "There is no earlier one"][0]
         ) from error
     on_main(lambda: _remove_old(directory, keep))
-
-
-def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
 
 
 def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
@@ -117,7 +112,7 @@ def _size(path: Path) -> int:
 
 
 def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
-    """Bring a run's logs back to what they held when the checkpoint was written; the rows of metrics.jsonl.
+    """Bring a run's logs back to what they held at the checkpoint, or remove them; the rows of metrics.jsonl.
 
     A kill leaves more than that. Nothing is changed if a log has lost something, which is a UserError.
     """
@@ -125,16 +120,12 @@ def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
         if _size(run / name) < size:
             remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"
             raise UserError(f"{run / name} is shorter than it was: {remedy}")
-    remove_logs(run, but=checkpoint.logs)
-    for name, size in checkpoint.logs.items():
-        os.truncate(run / name, size)
+    for name in LOGS:
+        if name in checkpoint.logs:
+            os.truncate(run / name, checkpoint.logs[name])
+        else:
+            (run / name).unlink(missing_ok=True)
     return read_lines(run / METRICS)
-
-
-def remove_logs(run: Path, but: dict[str, int] | None = None) -> None:
-    """Remove the logs that a run had not begun when its checkpoint was written; all of them if there is none."""
-    for name in set(LOGS) - (but or {}).keys():
-        (run / name).unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:

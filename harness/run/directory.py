@@ -15,7 +15,7 @@ from common.errors import UserError
 
 from harness.base.config import PolicyConfig
 from harness.base.terminal import say
-from harness.run.checkpoints import newest_checkpoint, remove_logs, restore_logs
+from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
     BATCH_SIZES,
     ENGINE_PLACES,
@@ -113,12 +113,10 @@ def _restore(
     directory: Path, config: PolicyConfig, settings: dict, machine: dict, sources: dict
 ) -> tuple[int, list[dict]]:
     check_sources(directory, settings.get("sources", {}), sources, has_failed=settings.get("task_failed", False))
-    found = newest_checkpoint(directory / "checkpoints")
-    if found is not None and found.step > getattr(config, "steps", found.step):
+    found = newest_checkpoint(directory / "checkpoints") or Checkpoint(0, directory, logs={})
+    if found.step > getattr(config, "steps", found.step):
         raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
-    history = [] if found is None else restore_logs(directory, found)
-    if found is None:
-        remove_logs(directory)
+    history = restore_logs(directory, found)
     for name in ("versions", "machine", "commit", "processes"):
         before = settings.get(name, 1 if name == "processes" else None)
         if before != machine[name]:
@@ -127,4 +125,4 @@ def _restore(
     changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
     settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
     write_settings(directory, settings)
-    return (0 if found is None else found.step), history
+    return found.step, history

@@ -5,7 +5,6 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl
                          report.html  .lock
 """
 
-import dataclasses
 import json
 import shlex
 import sys
@@ -66,12 +65,9 @@ class Run:
         self._complete: tuple | None = None
         for row in directory.history:
             self._diagnosis.check(row)  # what it has said already
-        self._metrics = None
         if is_main():
-            wandb = None
-            if config.wandb:
-                wandb = {"project": experiment_of(config), "name": self.directory.name}
-                wandb |= {"config": dataclasses.asdict(config)}
+            wandb = {"project": experiment_of(config), "name": self.directory.name, "config": vars(config)}
+            wandb = wandb if config.wandb else None
             self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
 
     @property
@@ -80,8 +76,7 @@ class Run:
 
     def tell(self, sentence: str) -> None:
         """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
-        if not say_above_progress(sentence):
-            self.stop.is_made = True
+        self.stop.is_made |= not say_above_progress(sentence)
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Give a resumed run's policy and optimizer the state of its checkpoint, and get to know the policy's tokens.
@@ -105,10 +100,8 @@ class Run:
             self.step = step
             self._clock.start()
             yield step
-            if self.stop_reason is not None and is_main():
-                raise UserError(self.stop_reason)
             if self.stop_reason is not None:
-                raise EndedElsewhereError
+                raise UserError(self.stop_reason) if is_main() else EndedElsewhereError
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
@@ -166,8 +159,7 @@ class Run:
         """
         self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every
-        is_due = self.stop.agree() or (every and (step % every == 0 or step == self._last_step))
-        if is_due:
+        if self.stop.agree() or (every and (step % every == 0 or step == self._last_step)):
             self.keep_progress()
 
     def keep_progress(self) -> None:

@@ -70,9 +70,6 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
     return settings
 
 
-# What a run was made from
-
-
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
 
@@ -117,17 +114,16 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
 def _describe(name: str, source: str | Path) -> dict:
     path = Path(source).expanduser()
     if path.is_dir():
-        content = _sha256([file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES])
+        files = [file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES]
+        sums = "".join(f"{file.name} {_sha256(file)}\n" for file in files)
+        content = hashlib.sha256(sums.encode()).hexdigest() if len(files) != 1 else _sha256(files[0])
     elif path.is_file():
-        content = _sha256([path])
+        content = _sha256(path)
     else:
         content = commit_of("model" if name in ("model", "base") else "dataset", str(source).partition(":")[0])
     return {"source": str(source), "content": content}
 
 
-def _sha256(paths: list[Path]) -> str:
-    """SHA-256 of files: of one its content's, of several that of their names and contents."""
-    if len(paths) == 1:
-        with paths[0].open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256("".join(f"{path.name} {_sha256([path])}\n" for path in paths).encode()).hexdigest()
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

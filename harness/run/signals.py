@@ -26,6 +26,8 @@ SAME_CTRL_C = 2.0  # seconds in which signals to several processes count as one
 GRACE = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 HEAD_START = 3.0  # seconds for the main process, which often finds the same error, and says it best
 LONGEST_END = 20.0  # seconds of a main process that has an error: it may have files to close
+# Another one after torchrun has started the processes again: its store is still the same
+SAID = f"said {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 LOST = "the connection to another process was lost: its own message, or the launcher's, says why it ended"
 
 
@@ -87,9 +89,6 @@ class StopRequest:
         self._tell(sentence)
 
 
-# Several processes
-
-
 def may_say_why(otherwise: bool = True) -> bool:
     """Whether this process is to say why the launch ends: the main one if it can, else the first that knows.
 
@@ -98,20 +97,19 @@ def may_say_why(otherwise: bool = True) -> bool:
     store = _find_store()
     with suppress(distributed.DistError):
         if store is not None:
-            return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(_key(), 1) == 1
+            return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(SAID, 1) == 1
     return otherwise or num_launched() == 1
 
 
 def wait_until_said() -> None:
     """Wait for the main process, which has an error that this one only knows of."""
-    store = _find_store()
     with suppress(distributed.DistError):
-        if store is not None:
+        if (store := _find_store()) is not None:
             _is_said(store, LONGEST_END)
 
 
 def tell_launcher(sentence: str) -> None:
-    """Let torchrun end its own report, which follows a traceback of it, with the sentence that says why."""
+    """Let torchrun end its own report with the sentence that says why."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         about = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
@@ -145,13 +143,8 @@ def _find_store() -> distributed.TCPStore | None:
 
 def _is_said(store: distributed.TCPStore, patience: float) -> bool:
     deadline = time.monotonic() + patience
-    while not store.check([_key()]):  # its `wait` would print that nothing came
+    while not store.check([SAID]):  # its `wait` would print that nothing came
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
-
-
-def _key() -> str:
-    """Another one after torchrun has started the processes again: its store is still the same."""
-    return f"said {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

@@ -1,6 +1,5 @@
 """Starting a program and its run: a new directory or a resumed one, and what the user is told when it ends early."""
 
-import dataclasses
 import errno
 import shutil
 import sys
@@ -125,7 +124,7 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
 
 
 def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) -> NoReturn:
-    """Raise what the user is told of an error that ends a run, with the command that resumes it, if one can."""
+    """Raise what the user is told of an error that ends a run, with the command that resumes it."""
     from safetensors import SafetensorError
 
     resume = f"resume with: {run.resume_command}"
@@ -154,11 +153,10 @@ def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) ->
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
     """The run, whose directory the main process makes, or brings back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size()}
-    flags = dataclasses.asdict(config).items()
     with together():
         sources = describe_sources(config, task) | searched
-    check_alike({flag(name): value for name, value in flags if name not in ("device", "threads")})
-    check_alike({f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
+    flags = {flag(name): value for name, value in vars(config).items() if name not in ("device", "threads")}
+    check_alike(flags | {f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
     opened = []
 
     def open_directory() -> RunDirectory:
