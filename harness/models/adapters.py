@@ -41,12 +41,10 @@ def is_lora(policy: Policy) -> bool:
 
 def add_adapter(model: torch.nn.Module, rank: int, alpha: float | None = None, seed: int = 0) -> torch.nn.Module:
     """LoRA (arXiv 2106.09685) on every linear layer but the head: W x becomes W x + (alpha / rank) B A x, B = 0."""
-    from peft import LoraConfig
-
     alpha = 2 * rank if alpha is None else alpha
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # A is random
-        return _inject(model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear"))
+        return _inject(model, r=rank, lora_alpha=alpha, target_modules="all-linear")
 
 
 def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
@@ -54,7 +52,7 @@ def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
 
     A UserError says that it is not one for this model, lacks weights, or computes something other than LoRA.
     """
-    from peft import LoraConfig, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import load_file
 
@@ -62,7 +60,7 @@ def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
     try:
         weights = load_file(path / "adapter_model.safetensors")
         with torch.random.fork_rng():  # what is drawn is replaced
-            model = _inject(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+            model = _inject(model, **settings)
         loaded = set_peft_model_state_dict(model, weights)
     except Exception as error:  # a damaged file can raise anything
         reason = " ".join(str(error).split())
@@ -81,14 +79,10 @@ def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
     return model
 
 
-def adds_something(model: torch.nn.Module) -> bool:
-    """Whether the adapter of `model` has been trained: in a new one B = 0."""
-    return any(weight.any() for name, weight in model.named_parameters() if "_B." in name)
+def _inject(model: torch.nn.Module, **settings) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
 
-
-def _inject(model: torch.nn.Module, settings) -> torch.nn.Module:
-    from peft import get_peft_model
-
+    settings = LoraConfig(task_type="CAUSAL_LM", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
         return get_peft_model(model, settings)

@@ -20,7 +20,6 @@ from harness.models.adapters import (
     WithAdapterAsItWas,
     WithoutAdapter,
     add_adapter,
-    adds_something,
     is_lora,
     load_adapter,
 )
@@ -28,7 +27,7 @@ from harness.models.compatibility import check_computation, check_quantisation
 from harness.models.pretrained import (
     check_finite,
     check_tokenizer,
-    describe_parameters,
+    count_parameters,
     find_end_of_turn_ids,
     read_model,
     refuse_adapter,
@@ -51,16 +50,15 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     refuse_adapter(config.base, is_here)
     tokenizer = tokenizer_of(config, is_here)
-    quantised = {}
+    options = {"attn_implementation": config.attn_implementation, "local_files_only": is_here}
     if config.load_in is not None:
-        quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}
-    model = read_model(
-        config.base,
-        DTYPES[config.dtype] if config.has_adapter else torch.float32,
-        local_files_only=is_here,
-        attn_implementation=config.attn_implementation,
-        **quantised,
-    )
+        from transformers import BitsAndBytesConfig
+
+        four_bit = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        four_bit |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": DTYPES[config.dtype]}
+        bits = four_bit if config.load_in == "4bit" else {"load_in_8bit": True}
+        options |= {"quantization_config": BitsAndBytesConfig(**bits), "device_map": {"": config.device}}
+    model = read_model(config.base, DTYPES[config.dtype] if config.has_adapter else torch.float32, **options)
     return make_policy(model, tokenizer, config, temperature)
 
 
@@ -92,17 +90,26 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         if is_trained and config.gradient_checkpointing:
             # works in training mode only: Policy.forward enters it, and dropout is off anyway
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _disable_dropout(model)
     if config.load_in is None:
         model = model.to(config.device)
-    _forbid_repacking(model)  # the weights may be quantised without --load-in: in the checkpoint
+    for module in model.modules():
+        # log-probabilities are compared between passes, and dropout would give each pass another policy
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+        # bitsandbytes would pack 4-bit weights anew for CPUs with AVX512-BF16, in the first rollout, and compute wrong
+        # gradients from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them)
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype])
     policy.gradient_checkpointing = is_trained and config.gradient_checkpointing
     exclude_frozen(policy)
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
     check_computation(policy)
     if is_trained:
-        say(describe_parameters(model))
+        total, trained = count_parameters(model).values()
+        say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
     return policy
 
 
@@ -124,20 +131,8 @@ def make_reference(policy: Policy) -> Policy:
     """
     if not is_lora(policy):
         return copy.deepcopy(policy).requires_grad_(False)
-    return WithAdapterAsItWas(policy) if adds_something(policy.model) else WithoutAdapter(policy)
-
-
-def _quantization(config: ModelConfig):
-    from transformers import BitsAndBytesConfig
-
-    if config.load_in == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[config.dtype],
-    )
+    is_trained = any(weight.any() for name, weight in policy.named_parameters() if "_B." in name)  # a new one: B = 0
+    return WithAdapterAsItWas(policy) if is_trained else WithoutAdapter(policy)
 
 
 def exclude_frozen(policy: Policy) -> None:
@@ -148,23 +143,3 @@ def exclude_frozen(policy: Policy) -> None:
     frozen = [name for name, weight in policy.named_parameters() if not weight.requires_grad]
     buffers = [name for name, _ in policy.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, frozen + buffers)
-
-
-def _forbid_repacking(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights anew for CPUs with AVX512-BF16.
-
-    It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
-    from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them).
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes.nn.Linear4bit has it
-            module.support_avx512bf16_for_cpu = False
-
-
-def _disable_dropout(model: torch.nn.Module) -> None:
-    """Log-probabilities are compared between passes, and dropout would give each pass another policy."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0

@@ -21,14 +21,11 @@ def refuse_adapter(source: str, local_files_only: bool) -> None:
     """An adapter, which transformers would load as something that is neither trained nor saved, is a UserError."""
     from transformers.utils import find_adapter_config_file
 
-    if find_adapter_config_file(source, local_files_only=local_files_only) is None:
-        return
-    if Path(source).is_dir():
-        raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
-    raise UserError(
-        f"{source} is an adapter: download it, with `hf download {source} --local-dir adapter` for example, and give "
-        "its directory: --model ./adapter"
-    )
+    if find_adapter_config_file(source, local_files_only=local_files_only) is not None:
+        if Path(source).is_dir():
+            raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
+        download = f"hf download {source} --local-dir adapter"
+        raise UserError(f"{source} is an adapter: `{download}`, and give its directory: --model ./adapter")
 
 
 def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:
@@ -130,11 +127,6 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
         sizes = [(weight.ds_numel, weight.requires_grad) for weight in model.parameters()]
         return {"parameters": sum(n for n, _ in sizes), "trained_parameters": sum(n for n, trained in sizes if trained)}
     return {"parameters": model.num_parameters(), "trained_parameters": model.num_parameters(only_trainable=True)}
-
-
-def describe_parameters(model: torch.nn.Module) -> str:
-    total, trained = count_parameters(model).values()
-    return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
 
 
 def check_finite(owner: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

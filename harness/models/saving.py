@@ -20,16 +20,10 @@ def save_policy(policy: Policy, path: Path) -> None:
     All processes call it together, and the main one writes.
     """
     weights = whole_weights(policy.model)
-    on_main(lambda: _save(policy, weights, path))
-
-
-def _save(policy: Policy, weights: dict[str, torch.Tensor] | None, path: Path) -> None:
     # "auto" would ask the hub whether the vocabulary has grown
     options = {"save_embedding_layers": False} if is_lora(policy) else {}
-    if weights is not None:
-        options |= {"state_dict": weights}
-    policy.model.save_pretrained(path, **options)
-    policy.tokenizer.save_pretrained(path)
+    options |= {} if weights is None else {"state_dict": weights}
+    on_main(lambda: (policy.model.save_pretrained(path, **options), policy.tokenizer.save_pretrained(path)))
 
 
 def load_weights(policy: Policy, path: Path) -> None:
