@@ -83,7 +83,12 @@ def check_combinations(config: ModelConfig) -> None:
 
 
 def _check_training(config: PolicyConfig) -> None:
-    _check_minibatches(config)
+    if minibatch_size := getattr(config, "minibatch_size", None):
+        group_size, rows = config.group_size, config.prompts_per_step * config.group_size
+        if minibatch_size % group_size:
+            raise UserError(f"--minibatch-size {minibatch_size} is not a multiple of --group-size {group_size}")
+        if minibatch_size > rows:
+            raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rows} rows of a rollout")
     if not config.lora_rank:
         for name in ("lora_alpha",) if config.has_adapter else ("lora_alpha", "load_in", "save_merged"):
             if getattr(config, name):
@@ -146,17 +151,6 @@ def check_device(name: str) -> None:
         raise UserError(f"--device must be {wanted}, not {printable(name, 40)}") from None
     if (device.index or 0) >= num_devices:
         raise UserError(f"--device {name}: this machine has {num_devices} device(s) of the kind {device.type}")
-
-
-def _check_minibatches(config: PolicyConfig) -> None:
-    minibatch_size = getattr(config, "minibatch_size", None)
-    if minibatch_size is None:
-        return
-    group_size, rows = config.group_size, config.prompts_per_step * config.group_size
-    if minibatch_size % group_size:
-        raise UserError(f"--minibatch-size {minibatch_size} is not a multiple of --group-size {group_size}")
-    if minibatch_size > rows:
-        raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rows} rows of a rollout")
 
 
 def is_finite(value: object) -> bool:

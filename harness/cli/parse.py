@@ -45,7 +45,7 @@ def parse_config(
     from harness.base.interrupt import handle_as_usual  # not above: a program imports this file before all others
 
     argv = _prepare(config_class, argv, description)
-    config = _read(config_class(), argv)
+    config = with_absolute_paths(_read_flags(config_class(), argv))
     if getattr(config, "resume", None) is not None:
         config = _resumed(config, argv)
     check_model(config)
@@ -59,7 +59,8 @@ def parse_config(
         defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
     config = resolve(config, defaults)
     check_combinations(config)
-    _check_engine(config)
+    if hasattr(config, "engine_url"):
+        _check_engine(config)
     handle_as_usual()
     return with_threads(config)
 
@@ -87,12 +88,8 @@ def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -
     return argv
 
 
-def _read(config: ConfigT, argv: Sequence[str]) -> ConfigT:
-    """The settings with the changes that the command line makes; `--help` and mistakes end the program."""
-    return with_absolute_paths(_read_flags(config, argv))
-
-
 def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
+    """The settings with the changes that the command line makes; `--help` and mistakes end the program."""
     import tyro
 
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
@@ -138,15 +135,19 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         )
     values = {name: tuple(stored[name]) if isinstance(stored[name], list) else stored[name] for name in names}
     before = dataclasses.replace(config, **values)
-    config = _with_one_engine(before, _read(before, argv))
+    config = with_absolute_paths(_read_flags(before, argv))
     if config.threads == "auto":
         config = dataclasses.replace(config, threads=before.threads)
+    if engines := [name for name in ENGINE_PLACES if getattr(config, name, None) != getattr(before, name, None)]:
+        # an engine that the command line names replaces the one that the run had
+        config = dataclasses.replace(config, **{name: None for name in ENGINE_PLACES if name not in engines})
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
         if name not in ("resume", *BATCH_SIZES, *ENGINE_PLACES) and new != old and not (name == "steps" and new > old):
+            new, old = (" ".join(value) or "none" if isinstance(value, tuple) else value for value in (new, old))
             raise UserError(
-                f"{flag(name)} {_shown(new)} differs from the run's {_shown(old)}: a resumed run keeps its settings, "
-                "and only --steps may be raised, and batch sizes changed"
+                f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, and only --steps "
+                "may be raised, and batch sizes changed"
             )
     return config
 
@@ -172,8 +173,6 @@ def with_absolute_paths(config: ConfigT) -> ConfigT:
 
 
 def _check_engine(config: ConfigT) -> None:
-    if not hasattr(config, "engine_url"):
-        return
     if (config.engine_url is None) == (config.engine_start is None):
         raise UserError(
             "an engine samples here: give --engine-url URL of one that runs, or --engine-start PYTHON of an "
@@ -181,12 +180,6 @@ def _check_engine(config: ConfigT) -> None:
         )
     if config.load_in == "8bit":
         raise UserError("--load-in 8bit rounds activations, which an engine would not: use --load-in 4bit, or omit it")
-
-
-def _with_one_engine(before: ConfigT, after: ConfigT) -> ConfigT:
-    """The settings of a resumed run: an engine that its command line names replaces the one that it had."""
-    named = [name for name in ENGINE_PLACES if getattr(after, name, None) != getattr(before, name, None)]
-    return dataclasses.replace(after, **{name: None for name in ENGINE_PLACES if named and name not in named})
 
 
 def _words(command: str) -> list[str]:
@@ -198,7 +191,3 @@ def _words(command: str) -> list[str]:
         shown = printable(repr(command), 60)
         raise UserError(f"--engine-start {shown}: give the path of a Python, and then flags of its server, if any")
     return words
-
-
-def _shown(value: object) -> str:
-    return " ".join(value) or "none" if isinstance(value, tuple) else str(value)

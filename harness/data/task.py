@@ -62,10 +62,8 @@ class Task:
         self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         self.path = Path(module.__file__)
-        self.train_data, self.eval_data = (
-            find_source(getattr(module, name, None), self.path, f"{self}: {name}")
-            for name in ("TRAIN_DATA", "EVAL_DATA")
-        )
+        self.train_data = find_source(getattr(module, "TRAIN_DATA", None), self.path, f"{self}: TRAIN_DATA")
+        self.eval_data = find_source(getattr(module, "EVAL_DATA", None), self.path, f"{self}: EVAL_DATA")
         self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
         self.tools: list[dict] | None = None  # schemas of those that every prompt presents
         self.train_rows: list[Row] = []
@@ -130,6 +128,11 @@ class Task:
         """A completion that earns the reward of a row; None if the task defines no `solution`."""
         return self._call("solution", row, kind=str, what="a str") if hasattr(self._module, "solution") else None
 
+    def solves(self, row: dict) -> bool:
+        """Whether the solution of a row is right."""
+        text = self.solution(row)
+        return text is not None and self.reward(row, text).get("correct") == 1
+
     @property
     def has_vote(self) -> bool:
         return hasattr(self._module, "vote")
@@ -155,7 +158,7 @@ class Task:
         self._has_warned = False
 
     def question(self, row: dict) -> str:
-        """What a row asks, for people: the last turn of its conversation."""
+        """What a row asks, for people: the last turn."""
         return self.messages(row)[-1]["content"]
 
     def kind(self, row: dict) -> tuple:
@@ -277,16 +280,10 @@ def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
 
 def suggest_task(row: Row, name: str) -> str:
     """The end of a sentence about a row that a bundled task, `name`, cannot use: which ones can; empty if none can."""
-    others = set(bundled_tasks()) - {name} if name in bundled_tasks() else ()  # a user's own task is no mistake
-    fitting = [f"--task {other}" for other in sorted(others) if _accepts(other, row)]
+    bundled = bundled_tasks()
+    fitting = []
+    for other in map(task_of, bundled if name in bundled else ()):  # a user's own task is no mistake
+        with suppress(UserError):  # its functions can do nothing with such a row
+            if find_problem(row, other.fields) is None and other.solves(row):
+                fitting.append(str(other))
     return f"; rows like this one are those of {' or '.join(fitting)}" if fitting else ""
-
-
-def _accepts(name: str, row: Row) -> bool:
-    """Whether a row has the fields of a bundled task, and its own solution is right."""
-    task = task_of(name)
-    try:
-        text = task.solution(row) if find_problem(row, task.fields) is None else None
-        return text is not None and task.reward(row, text).get("correct") == 1
-    except UserError:  # its functions can do nothing with such a row
-        return False

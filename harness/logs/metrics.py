@@ -160,12 +160,10 @@ def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
         tell("--wandb: the package is not installed (pip install wandb); logging continues without it")
         return None
     settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
-    for mode in ({}, {"mode": "offline"}):
-        try:
-            if not mode and wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-                raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
-            return wandb.init(**(settings | mode))
-        except Exception as error:  # a wrong key, no network, a full disk: none of them may stop the run
-            next_step = "continuing without it" if mode else "logging offline, to be sent later with `wandb sync`"
-            tell(f"--wandb: {' '.join(str(error).split())}; {next_step}")
-    return None
+    try:
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
+        return wandb.init(**settings)
+    except Exception as error:  # a wrong key, no network: none of them may stop the run
+        tell(f"--wandb: {' '.join(str(error).split())}; logging offline, to be sent later with `wandb sync`")
+        return wandb.init(**settings, mode="offline")

@@ -116,9 +116,12 @@ def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids:
 def read_template(source: str) -> str:
     """The chat template in a file."""
     try:
-        return Path(source).expanduser().read_text(encoding="utf-8")
+        template = Path(source).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--chat-template {shown(source)} cannot be read ({error})") from error
+    if not template.strip():
+        raise UserError(f"--chat-template {shown(source)} is empty")
+    return template
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:

@@ -67,16 +67,15 @@ def check_divides(name: str, count: int, what: str) -> None:
         )
 
 
-# Meeting
-
-
 def meet(backend: str) -> None:
     """Start the process group, through which ranks talk to each other; also that of one process."""
     if distributed.is_initialized():
         return
-    place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
+    place = _place_after_restart() if num_restarts() else {}
+    if num_launched() == 1:
+        place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
     with meeting():
-        distributed.init_process_group(backend, timeout=PATIENCE, **(place or _place_after_restart()))
+        distributed.init_process_group(backend, timeout=PATIENCE, **place)
 
 
 def num_restarts() -> int:
@@ -86,8 +85,6 @@ def num_restarts() -> int:
 
 def _place_after_restart() -> dict:
     """Where processes meet that were started again: torchrun's store can hold the addresses of those that ended."""
-    if not num_restarts():
-        return {}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
     store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
@@ -118,10 +115,9 @@ def _could_not_meet(error: Exception) -> UserError:
     )
 
 
-# What Accelerate was asked for
-
-
 class Requested(NamedTuple):
+    """What Accelerate was asked for."""
+
     num_processes: int | None  # on all machines together; None: not said
     sharding: str | None  # "fsdp" or "deepspeed"; None: not asked for
     accumulation: int = 1  # Accelerate's gradient_accumulation_steps

@@ -72,7 +72,7 @@ def run_directories() -> list[Path]:
         ("--model gpt2", "a hub id is owner/name"),
         ("--data my=rows/x", "my=rows/x: there is no such file"),
         ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
-        ("--data=", "there is no such file"),  # as from a shell variable that is not set
+        ("--data=", "--data is empty"),  # as from a shell variable that is not set
         ("--data .", "there is no such file"),
     ],
 )
@@ -350,7 +350,7 @@ def test_a_model_without_template_runs_with_a_given_one(train, load_script):
     [
         (None, r"--chat-template t\.jinja cannot be read \(.*No such file"),
         (b"\xe9", r"--chat-template t\.jinja cannot be read \('utf-8' codec"),
-        (b" \n", "the chat template renders nothing"),
+        (b" \n", r"--chat-template t\.jinja is empty"),
         (b"{% for %}", "the chat template refuses the messages"),
     ],
 )
