@@ -1,7 +1,4 @@
-"""Datasets of the hub, and whether it answers.
-
-It is asked once, with little patience: its own client tries again for a minute when nobody answers.
-"""
+"""Datasets of the hub, and whether it answers: it is asked with less patience than its own client has."""
 
 import functools
 import os
@@ -19,10 +16,7 @@ FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip",
 
 
 def must_be_cached(what: str, name: str) -> bool:
-    """Whether a "model" or "dataset", owner/name, has to come from this machine's cache: the hub does not answer.
-
-    A UserError says why it cannot be had.
-    """
+    """Whether a "model" or "dataset" has to come from the cache; UserError if it cannot be had."""
     from huggingface_hub import constants, errors, try_to_load_from_cache
 
     if constants.is_offline_mode():

@@ -66,10 +66,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Let an error of the user that one process finds in the block end all of them, with one sentence of the main one.
-
-    Within the block the processes must not communicate.
-    """
+    """End all processes if one finds a UserError in the block, within which they must not communicate."""
     error = None
     try:
         yield

@@ -22,10 +22,7 @@ _COLORS = {POLICY: 36, TOOL: 33, REWARD: 32}
 
 
 def say(text: str, stream: TextIO | None = None, anyway: bool = False) -> None:
-    """Print on stdout, or on `stream`. The lines are those of `text`; what else is not printable is replaced.
-
-    Of several processes the main one prints, and others only what must be said `anyway`.
-    """
+    """Print what is printable of a text, and its lines: of several processes the main one, or each `anyway`."""
     if anyway or is_speaker():
         print(visible(text), file=stream, flush=anyway)
 

@@ -29,7 +29,7 @@ def context_of(config) -> float:
 
 
 def check_context(config: ModelConfig, task: Task, policy: Policy, engine: object | None = None) -> None:
-    """Refuse a row whose prompt and completion exceed the context of the model, or of an `Engine`; see below."""
+    """Refuse a row whose prompt and completion exceed the context of the model, or of an `Engine`."""
     remedy = "leave out long questions with --max-question-length, or lower --max-new-tokens"
     remedy += ", or describe the functions of --tools in fewer words" if getattr(config, "tools", None) else ""
     engine_length = math.inf if engine is None else engine.max_length

@@ -1,7 +1,4 @@
-"""What is wrong with rows: a run looks for it before it trains, and the audit (`tasks/audit`) reports all of it.
-
-Rows that no completion can solve: each gold answer is tried as its own solution. Held-out questions that training asks.
-"""
+"""What is wrong with rows: gold answers that no completion can give, and held-out questions that training asks."""
 
 import math
 import re

@@ -39,10 +39,7 @@ class FieldsError(UserError):
 
 
 def read_jsonl(path: Path) -> Iterator[Row | UserError]:
-    """The rows of a file in their order; in the place of a line that is no row, the error that says why.
-
-    Blank lines and a byte order mark are skipped. A file that cannot be read, or is of another format, is a UserError.
-    """
+    """The rows of a file in their order; in the place of a line that is no row, the error that says why."""
     file = shown(path)  # once: for every row it would take longer than reading them
     if path.is_dir():
         raise UserError(f"{file}: there is no such file, but a directory: name one of its files")

@@ -1,7 +1,4 @@
-"""A task as its file defines it, with every call checked: what a user's file gets wrong is told in one sentence.
-
-The README's section "Your own task" lists what such a file defines.
-"""
+"""A task as its file defines it (README: "Your own task"), with every call checked."""
 
 import functools
 import importlib

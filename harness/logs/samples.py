@@ -1,7 +1,4 @@
-"""samples.jsonl: what was sampled, with everything that the loss sees of it, and tokens.jsonl: the texts of its tokens.
-
-docs/metrics.md lists their fields.
-"""
+"""samples.jsonl, what was sampled and what the loss sees of it, and tokens.jsonl; docs/metrics.md lists the fields."""
 
 import json
 import re
@@ -122,11 +119,7 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
 
 
 class TokenTexts:
-    """Writes one line of tokens.jsonl per token id, when it is first sampled or read.
-
-    A line is `{"step", "id", "text"}`, with `"special": true` for tokens that are no ordinary text, and
-    `"end_of_turn": true` for those that end a turn. `path` may hold those of a resumed run already.
-    """
+    """tokens.jsonl: one line per token id, when it is first sampled or read; `path` can hold some already."""
 
     def __init__(self, path: Path, tokenizer, end_of_turn_ids: list[int]):
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -149,10 +142,7 @@ class TokenTexts:
         return {"id": i, "text": self.text(i)} | {name: True for name, is_so in marks.items() if is_so}
 
     def text(self, i: int) -> str:
-        """The text of one token, with its leading space; bytes that are no complete text as `<0xE2><0x82>`.
-
-        Empty for an id that no token has: some models have more rows in their embeddings than tokens.
-        """
+        """The text of one token; incomplete bytes as `<0xE2><0x82>`, and nothing for an id without a token."""
         if i in self._added:
             return self._added[i].content
         piece = self._tokenizer.convert_ids_to_tokens(i)

@@ -48,10 +48,7 @@ def add_adapter(model: torch.nn.Module, rank: int, alpha: float | None = None, s
 
 
 def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
-    """Put the adapter of the directory `path` on its base, ready to be trained further, in float32.
-
-    A UserError says that it is not one for this model, lacks weights, or computes something other than LoRA.
-    """
+    """Put the adapter of the directory `path` on its base, ready to be trained further, in float32."""
     from peft import set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import load_file

@@ -37,10 +37,7 @@ from harness.models.pretrained import (
 
 
 def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
-    """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter if one is requested.
-
-    Trained weights are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
-    """
+    """Load `config.model` on `config.device`: trained weights in float32, frozen ones (with LoRA) in `config.dtype`."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress line is enough
@@ -125,10 +122,7 @@ def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module
 
 
 def make_reference(policy: Policy) -> Policy:
-    """The policy as it is now, frozen, for the KL penalty.
-
-    It is a copy, or with LoRA the same model: without its adapter if that adds nothing yet, else with a copy of it.
-    """
+    """The policy as it is now, frozen, for the KL penalty: a copy, or with LoRA the same model without its adapter."""
     if not is_lora(policy):
         return copy.deepcopy(policy).requires_grad_(False)
     is_trained = any(weight.any() for name, weight in policy.named_parameters() if "_B." in name)  # a new one: B = 0
@@ -136,10 +130,7 @@ def make_reference(policy: Policy) -> Policy:
 
 
 def exclude_frozen(policy: Policy) -> None:
-    """Let DistributedDataParallel leave alone what is not trained: every process has loaded the same.
-
-    Otherwise it would send all frozen weights once, and all buffers in every forward pass.
-    """
+    """Keep DistributedDataParallel from sending frozen weights and buffers: every process has loaded the same."""
     frozen = [name for name, weight in policy.named_parameters() if not weight.requires_grad]
     buffers = [name for name, _ in policy.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, frozen + buffers)

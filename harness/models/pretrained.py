@@ -1,7 +1,4 @@
-"""Read models and tokenizers of Hugging Face, and check them; code of a model is never run, and nobody is asked.
-
-A tokenizer must be able to render a conversation and name ids that the model has; all weights must be numbers.
-"""
+"""Read models and tokenizers of Hugging Face, and check them; code of a model is never run, and nobody is asked."""
 
 from collections.abc import Iterable
 from pathlib import Path

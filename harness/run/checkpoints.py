@@ -129,10 +129,7 @@ def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
 
 
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-    """Restore the state of the policy and of the optimizer.
-
-    What Accelerate has written for another number of processes or another sharding it may not read: a UserError.
-    """
+    """Restore the state of policy and optimizer; Accelerate may not read what other processes or shards wrote."""
     if accelerator is None:
         load_weights(policy, path)
         optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))

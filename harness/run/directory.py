@@ -1,7 +1,4 @@
-"""A run's directory: made for a new run, or brought back to its newest checkpoint, which resumes a run.
-
-It is locked, so that no two processes write into it.
-"""
+"""A run's directory, locked: made for a new run, or brought back to its newest checkpoint, which resumes a run."""
 
 import dataclasses
 import shutil
@@ -37,10 +34,7 @@ class RunDirectory(NamedTuple):
 
 
 def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
-    """Make and lock `<runs-dir>/<experiment>/<name>`, and write config.json.
-
-    Without --name the name is date, time and seed, and then unique.
-    """
+    """Make and lock `<runs-dir>/<experiment>/<name>`, and write config.json."""
     settings = describe_settings(config, machine) | {"sources": sources}
     parent = Path(config.runs_dir).expanduser() / experiment
     name = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
@@ -64,10 +58,7 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
 
 
 def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
-    """Lock the run, find the checkpoint to continue from, and bring the run's files back to its step.
-
-    `sources` is what the run is made from now, see `describe_sources`. Where a UserError is raised, nothing is changed.
-    """
+    """Lock the run, and bring its files back to its newest checkpoint; on a UserError nothing is changed."""
     directory = Path(config.resume).expanduser()
     settings = read_settings(directory)
     if settings["experiment"] != experiment:

@@ -79,10 +79,7 @@ class Run:
         self.stop.is_made |= not say_above_progress(sentence)
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Give a resumed run's policy and optimizer the state of its checkpoint, and get to know the policy's tokens.
-
-        If Accelerate has prepared the two, `accelerator` reads and writes their state.
-        """
+        """Read a resumed run's checkpoint into policy and optimizer; by `accelerator`, if that has prepared them."""
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, accelerator)
@@ -153,10 +150,7 @@ class Run:
         write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
-
-        None is due while updates are being skipped: what led to that is nothing to continue from.
-        """
+        """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
         self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every
         if self.stop.agree() or (every and (step % every == 0 or step == self._last_step)):

@@ -1,7 +1,4 @@
-"""config.json of a run: every setting as resolved, the command, the machine, and what the run was made from.
-
-What it was made from are the contents of its model, data and task, by checksum or commit.
-"""
+"""config.json of a run: settings, command, machine, and checksums of model, data and task."""
 
 import dataclasses
 import hashlib
@@ -71,10 +68,7 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
 
 
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
-    """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
-
-    The model's only in one process of each machine: it can be large.
-    """
+    """By flag: where it is from, and its SHA-256 or the hub's commit; the model's in one process of each machine."""
     sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools")}
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
@@ -86,10 +80,7 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
 
 
 def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict], has_failed: bool) -> None:
-    """Refuse to resume a run from a model, data or a task that are no longer what they were.
-
-    After an error of its task, `has_failed`, the task and its data may have been corrected.
-    """
+    """Refuse to resume a run from other content, but for a task and data after an error of the task (`has_failed`)."""
     then, eval_data = before.get("eval_data"), now.get("eval_data")
     # A hub dataset that is in one of them only is no sign of a change: its commit may not have been known
     if then is None and eval_data is not None and Path(eval_data["source"]).is_file():

@@ -90,10 +90,7 @@ class StopRequest:
 
 
 def may_say_why(otherwise: bool = True) -> bool:
-    """Whether this process is to say why the launch ends: the main one if it can, else the first that knows.
-
-    `otherwise` is for processes that cannot know of each other: started by hand, and not met, or the main one has gone.
-    """
+    """Whether this process says why the launch ends: the main one, else the first that knows; `otherwise` if alone."""
     store = _find_store()
     with suppress(distributed.DistError):
         if store is not None:

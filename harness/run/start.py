@@ -44,10 +44,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2.
-
-    If nobody reads its output any more, as after `| head`, the status is 141, that of a program which SIGPIPE ends.
-    """
+    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2."""
     prepare_output()
     try:
         status = _call(main)
