@@ -1,8 +1,4 @@
-"""The settings that every experiment has and none teaches, and the table that resolves their defaults.
-
-An experiment's `Config` inherits from `RunConfig` and adds what it teaches. A field says everything about its flag: the
-comment is its help, with the default that None stands for after "None: ", and the type its range, and its group.
-"""
+"""The settings that every experiment has; a field's comment is its help, its type the range and group of its flag."""
 
 import dataclasses
 import importlib.util

@@ -42,10 +42,7 @@ def is_speaker() -> bool:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Call `function` on the main process only; all processes wait for it and get what it returns.
-
-    If it raises an error, the main process does too, and the others raise EndedElsewhereError.
-    """
+    """Call `function` on the main process; all get what it returns, or on its error EndedElsewhereError."""
     if world_size() == 1:
         return function()
     result, error = None, None

@@ -36,12 +36,7 @@ from harness.run.signals import may_say_why
 def parse_config(
     config_class: type[ConfigT], argv: Sequence[str] | None, description: str, resolved: dict[str, dict] = RESOLVED
 ) -> ConfigT:
-    """Read the command line, resolve defaults, and refuse what cannot work, before anything is loaded.
-
-    Args:
-        description: shown by `--help`, up to what is left out, or to its parent.
-        resolved: the table that resolves flags left at None, by the kind of policy.
-    """
+    """Read the command line, resolve None by `resolved`, and refuse what cannot work, before anything is loaded."""
     from harness.base.interrupt import handle_as_usual  # not above: a program imports this file before all others
 
     argv = _prepare(config_class, argv, description)
@@ -120,12 +115,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
-    """The settings of the run that `--resume` names.
-
-    The command line is read again with these settings as its defaults. A setting that differs from them afterwards was
-    given on the command line, with another value, which is refused for all but `--steps`, batch sizes, and the place of
-    an engine. `--threads auto` is the run's number: with another one it would not be the same run, bit for bit.
-    """
+    """The settings of the run that `--resume` names, which are the defaults of the command line; few may differ."""
     stored = read_settings(Path(config.resume).expanduser())
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     if unknown := stored.keys() - {*names, *NOT_FLAGS}:

@@ -64,11 +64,7 @@ def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
 
 
 def read_rows(source: str, fields: Fields) -> list[Row]:
-    """The rows of a JSONL file, or of a split of a hub dataset `owner/name[:subset[:split]]`, by default "train".
-
-    `fields` are those that every row must have, and their types; a UserError names the file and line of one that lacks
-    them.
-    """
+    """The rows of a JSONL file, or of a hub dataset `owner/name[:subset[:split]]`, which must have `fields`."""
     rows = []
     for row in scan_rows(source, fields):
         if isinstance(row, UserError):

@@ -20,10 +20,7 @@ _THOUSANDS, _SIGN = re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), re.compile(r"\s*([^\
 
 
 def try_solutions(task: Task, rows: list[Row], name: str) -> None:
-    """Refuse a row whose solution earns no `correct` = 1, or, in a task without `correct`, no reward.
-
-    All rows are tried for which there is time in `PATIENCE`. `name` is what `--task` calls the task.
-    """
+    """Refuse a row whose solution earns no `correct` = 1 (without `correct`: no reward), within `PATIENCE`."""
     began = time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() - began > PATIENCE:

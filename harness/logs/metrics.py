@@ -69,13 +69,7 @@ class StepClock:
 
 
 class MetricsLog:
-    """One line of metrics.jsonl per step in a run's directory, and the same numbers in TensorBoard and W&B.
-
-    Args:
-        history: the lines that a resumed run's metrics.jsonl holds already, which TensorBoard and W&B get once more.
-        wandb_settings: keyword arguments of `wandb.init`, or None for no W&B.
-        tell: prints a sentence.
-    """
+    """metrics.jsonl, TensorBoard and W&B (with `wandb_settings`); `history` holds the lines of a resumed run."""
 
     def __init__(self, directory: Path, history: list[dict], wandb_settings: dict | None, tell: Callable[[str], None]):
         self._directory = directory

@@ -30,11 +30,7 @@ def write_samples(
     experience: Experience,
     statistics: UpdateStatistics,
 ) -> None:
-    """Append two groups of most steps and all groups of every tenth step, one line per completion, from all ranks.
-
-    Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled. A number that is not
-    finite becomes null. The ranks have equal parts of the step's rows, in the order of the ranks.
-    """
+    """Append two groups of most steps and all of every tenth step, from all ranks, with 0 where nothing was sampled."""
     num_rows = world_size() * len(trajectories)
     kept = num_rows if step % 10 == 0 else 2 * group_size
     entries = []

@@ -1,8 +1,4 @@
-"""LoRA adapters: a new one, one that an earlier run has trained, and the reference of a run that trains one.
-
-adapter_config.json         rank, alpha, adapted layers, and the base: the model that the adapter was trained on
-adapter_model.safetensors   A and B of every adapted layer
-"""
+"""LoRA adapters: a new one, one that an earlier run has trained, and the reference of a run that trains one."""
 
 import json
 import warnings

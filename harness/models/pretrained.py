@@ -77,10 +77,7 @@ def set_template(tokenizer, config: ModelConfig) -> None:
 
 
 def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
-    """Every id that ends an assistant turn: the tokenizer's and the generation config's (Llama 3 has several).
-
-    ValueError if there is none, so that no completion could ever end.
-    """
+    """Every id that ends an assistant turn, of tokenizer and generation config (Llama 3 has several)."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
     ids = {tokenizer.eos_token_id, *configured} - {None}

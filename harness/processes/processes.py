@@ -1,9 +1,4 @@
-"""The processes that a launcher has started: they meet, share the devices of their machine, and are as many as asked.
-
-Where Accelerate cannot start what it was asked for, it starts less without a word. On a machine without a GPU, for
-example, `accelerate launch --cpu --num_processes 2` of Accelerate 1.15 starts one process, and a configuration file for
-FSDP gives plain data parallelism.
-"""
+"""The processes that a launcher has started: they meet, share devices, and are as many as Accelerate was asked for."""
 
 import dataclasses
 import os

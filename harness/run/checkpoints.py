@@ -41,10 +41,7 @@ class Checkpoint(NamedTuple):
 def write_checkpoint(
     run: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int, accelerator=None
 ) -> None:
-    """Write `checkpoints/step_<step>` of a run, completely or not at all, and then remove all but the newest `keep`.
-
-    All processes call it together. If the disk is full, a UserError says so, and older ones are left as they were.
-    """
+    """Write `checkpoints/step_<step>`, completely or not at all, and keep the newest `keep`; all processes call it."""
     from safetensors import SafetensorError
 
     directory = run / "checkpoints"
@@ -112,10 +109,7 @@ def _size(path: Path) -> int:
 
 
 def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
-    """Bring a run's logs back to what they held at the checkpoint, or remove them; the rows of metrics.jsonl.
-
-    A kill leaves more than that. Nothing is changed if a log has lost something, which is a UserError.
-    """
+    """Bring the logs, which a kill leaves longer, back to the checkpoint; the rows of metrics.jsonl."""
     for name, size in checkpoint.logs.items():
         if _size(run / name) < size:
             remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"

@@ -38,11 +38,7 @@ def describe_machine() -> dict:
 
 
 def with_threads(config: ConfigT) -> ConfigT:
-    """The settings with the number of threads, if that is "auto".
-
-    It is OMP_NUM_THREADS where that is set, by a user or a launcher. Otherwise the bundled policies, one of several
-    processes, and a run on an accelerator have one thread; other models have as many as there are physical cores.
-    """
+    """Resolve `--threads auto`: OMP_NUM_THREADS, else one, or the physical cores for a large model on the CPU alone."""
     if config.threads != "auto":
         return config
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list

@@ -86,11 +86,7 @@ class Run:
         self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Count the steps that are left, behind a progress bar.
-
-        After a step during which the user has asked to stop it raises KeyboardInterrupt, and after one for which `log`
-        has found a `stop_reason` UserError.
-        """
+        """Count the steps that are left, behind a progress bar; ends after a step by Ctrl-C or a `stop_reason`."""
         self._last_step = num_steps
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
         for step in self._bar:

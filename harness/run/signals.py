@@ -1,7 +1,4 @@
-"""How a program ends: on Ctrl-C or SIGTERM, after a call that takes too long, and which of several processes says why.
-
-A launcher ends all processes as soon as one has ended, also one that is about to speak.
-"""
+"""How a program ends: on Ctrl-C or SIGTERM, after too long, and which of several processes says why."""
 
 import json
 import os
