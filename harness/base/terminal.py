@@ -60,8 +60,8 @@ def _colored(text: str) -> str:
     """The lines of a conversation in colors, on a terminal that is to show them (https://no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
-    lines = [(_COLORS.get(re.match(" *[a-z]*", line)[0]), line) for line in text.split("\n")]
-    return "\n".join(line if color is None else f"\x1b[{color}m{line}\x1b[0m" for color, line in lines)
+    pattern = re.compile(f"^({'|'.join(_COLORS)}).*", re.MULTILINE)
+    return pattern.sub(lambda line: f"\x1b[{_COLORS[line[1]]}m{line[0]}\x1b[0m", text)
 
 
 def visible(text: str) -> str:

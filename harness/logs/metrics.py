@@ -79,7 +79,7 @@ class MetricsLog:
         self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line; a number that is not finite is left out, as JSON has no name for it."""
+        """Write one line; a number that is not finite is left out."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **finite}) + "\n")

@@ -98,7 +98,7 @@ def meeting() -> Iterator[None]:
     try:
         with call_after(TIME_TO_MEET, give_up):  # torch has no limit for a port where a stranger is silent
             yield
-    except (distributed.DistError, ValueError) as error:  # the second: a variable of the launcher is missing
+    except distributed.DistError as error:
         raise _could_not_meet(error) from error
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -64,15 +65,13 @@ def peak_memory_bytes(device: str) -> int:
         return torch.cuda.max_memory_allocated(device)
     # Linux has it here; getrusage would begin at the peak of the process that started this one
     status = Path("/proc/self/status")
-    for line in status.read_text(encoding="utf-8", errors="replace").splitlines() if status.exists() else ():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if status.exists():
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8"))[1]) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
 
 
 def is_out_of_memory(error: BaseException) -> bool:
