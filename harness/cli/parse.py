@@ -14,15 +14,8 @@ from typing import get_type_hints
 
 from common.errors import UserError
 
-from harness.base.checks import (
-    check_combinations,
-    check_device,
-    check_model,
-    check_name,
-    check_ranges,
-    check_texts,
-    flag,
-)
+from harness.base import checks
+from harness.base.checks import flag
 from harness.base.config import BUNDLED, RESOLVED, ConfigT, resolve
 from harness.base.flags import make_flags, read_marks, show_description
 from harness.base.ranks import num_launched
@@ -43,17 +36,17 @@ def parse_config(
     config = with_absolute_paths(_read_flags(config_class(), argv))
     if getattr(config, "resume", None) is not None:
         config = _resumed(config, argv)
-    check_model(config)
-    check_name(getattr(config, "name", None))
-    check_device(config.device)
+    checks.check_model(config)
+    checks.check_name(getattr(config, "name", None))
+    checks.check_device(config.device)
     if config.kind not in resolved:
         raise UserError(f"--model {config.model} is for experiment_sft only: it has not learned anything yet")
     defaults = resolved[config.kind]
-    check_ranges(config)  # before the task, whose first reward takes time
+    checks.check_ranges(config)  # before the task, whose first reward takes time
     if hasattr(config, "system_prompt"):
         defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
     config = resolve(config, defaults)
-    check_combinations(config)
+    checks.check_combinations(config)
     if hasattr(config, "engine_url"):
         _check_engine(config)
     handle_as_usual()
@@ -65,7 +58,7 @@ def parse_plain(config: object, argv: Sequence[str] | None, description: str) ->
     from harness.base.interrupt import handle_as_usual
 
     config = _read_flags(config, _prepare(type(config), argv, description))
-    check_ranges(config)
+    checks.check_ranges(config)
     handle_as_usual()
     return config
 
@@ -94,7 +87,7 @@ def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     config = dataclasses.replace(
         config, **{name: value for group in vars(groups).values() for name, value in vars(group).items()}
     )
-    check_texts(config)
+    checks.check_texts(config)
     return config
 
 

@@ -11,7 +11,7 @@ from harness.base.config import RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
 from harness.base.terminal import say
-from harness.data.row_checks import hold_out, say_what_is_shared, try_solutions
+from harness.data.row_checks import hold_out, shared_questions, try_solutions
 from harness.data.rows import Fields, FieldsError, find_problem, placed, read_jsonl
 from harness.data.task import Row, Task, import_task, suggest_task
 
@@ -36,15 +36,16 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
-            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
-            "is left to train on: lower --eval-prompts or give --eval-data"
+            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}: "
+            "lower it, or give --eval-data"
         )
     else:
         train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
-    say_what_is_shared(train_rows, eval_rows)
+    if known := sum(map(len, shared_questions(train_rows, eval_rows))):
+        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
     task.try_out(train_rows[0])
     if note := task.note():

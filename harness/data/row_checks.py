@@ -36,12 +36,10 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
 def solution_fault(task: Task, row: Row, text: str) -> str | None:
     """What the solution of a row earns, if that is not what a right answer earns."""
     rewards = task.reward(row, text)
+    measure, earned, is_right = "a total reward of", (total := task.total_reward(rewards)), total > 0
     if "correct" in rewards:
-        measure, earned = "correct =", rewards["correct"]
-    else:
-        measure, earned = "a total reward of", task.total_reward(rewards)
-    is_earned = earned == 1 if "correct" in rewards else earned > 0
-    if is_earned or not math.isfinite(earned):  # others are a fault of the reward, which the run reports
+        measure, earned, is_right = "correct =", rewards["correct"], rewards["correct"] == 1
+    if is_right or not math.isfinite(earned):  # others are a fault of the reward, which the run reports
         return None
     return f"{printable(repr(text), 80)} earns {measure} {earned:g}"
 
@@ -70,26 +68,18 @@ def hold_out(rows: list[Row], num_held_out: int, seed: int) -> tuple[list[Row], 
     return rows[num_held_out:], rows[:num_held_out]
 
 
-def say_what_is_shared(train_rows: list[Row], eval_rows: list[Row]) -> None:
-    if known := sum(map(len, shared_questions(train_rows, eval_rows))):
-        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
-
-
 def shared_questions(
     train_rows: list[Row], eval_rows: list[Row]
 ) -> tuple[list[tuple[Row, Row]], list[tuple[Row, Row]]]:
     """Held-out rows whose questions training asks as well, each with the first such row of training.
 
-    Returns:
-        exactly: with the same question.
-        nearly: with one that differs in case, spaces and punctuation only.
+    First those with exactly the same question, then those where it differs in case, spaces and punctuation only.
     """
     asked = {row.question: row for row in reversed(train_rows)}
     exactly = [(row, asked[row.question]) for row in eval_rows if row.question in asked]
-    asked = {normalise(row.question): row for row in reversed(train_rows)}
-    others = [(row, normalise(row.question)) for row in eval_rows]
-    found = {id(row) for row, _ in exactly}
-    return exactly, [(row, asked[text]) for row, text in others if text in asked and id(row) not in found]
+    alike = {normalise(row.question): row for row in reversed(train_rows)}
+    others = [(row, normalise(row.question)) for row in eval_rows if row.question not in asked]
+    return exactly, [(row, alike[text]) for row, text in others if text in alike]
 
 
 def normalise(question: str) -> str:

@@ -152,15 +152,8 @@ class TokenTexts:
         # byte-level tokenizers write each byte as one character; SentencePiece writes <0xE2>
         if not set(piece) <= self._bytes.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return piece
-        return _text_of(bytes(self._bytes[character] for character in piece))
-
-
-def _text_of(raw: bytes) -> str:
-    """
-    >>> _text_of("\u20ac".encode()), _text_of("\u20ac".encode()[:2])
-    ('€', '<0xE2><0x82>')
-    """
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "".join(f"<0x{byte:02X}>" for byte in raw)
+        raw = bytes(self._bytes[character] for character in piece)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in raw)

@@ -64,7 +64,10 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
         old, new = ([answer for answer in side if kinds[answer.question] == kind] for side in (before, after))
         for style in styles:
             share, share_after = (mean([answer.description[style] for answer in side]) for side in (old, new))
-            accuracy, accuracy_after = _accuracies(old, new, style)
+            rights = ([answer.correct for answer in side if answer.description[style]] for side in (old, new))
+            correct, correct_after = rights
+            accuracy = mean(correct or correct_after or [0.0])
+            accuracy_after = mean(correct_after) if correct_after else accuracy
             weight = len(old) / len(before)
             parts["choice of style"] += weight * (share_after - share) * accuracy
             parts[f"better if {style}"] += weight * share_after * (accuracy_after - accuracy)
@@ -80,13 +83,6 @@ def _styles(answers: list[Answer]) -> list[str]:
         if all(sum(answer.description[name] for name in styles) == 1 for answer in answers):
             return styles
     return []
-
-
-def _accuracies(before: list[Answer], after: list[Answer], style: str) -> tuple[float, float]:
-    """Accuracy before and after among the answers of a style."""
-    old, new = ([answer.correct for answer in side if answer.description[style]] for side in (before, after))
-    known = mean(old or new or [0.0])
-    return known, mean(new) if new else known
 
 
 def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation, gain: dict) -> None:

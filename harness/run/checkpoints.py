@@ -64,7 +64,8 @@ def write_checkpoint(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
             + [*newest, "There is no earlier one"][0]
         ) from error
-    on_main(lambda: _remove_old(directory, keep))
+    old = [*(path for _, path in _finished(directory)[keep:]), *directory.glob("step_*.partial")]
+    on_main(lambda: [shutil.rmtree(path) for path in old])
 
 
 def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
@@ -82,11 +83,6 @@ def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
         flush_to_disk(path)
     partial.rename(target)
     flush_to_disk(target.parent)
-
-
-def _remove_old(directory: Path, keep: int) -> None:
-    for path in (*(path for _, path in _finished(directory)[keep:]), *directory.glob("step_*.partial")):
-        shutil.rmtree(path)
 
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,11 +31,15 @@ NO_KERNEL = "could not create a primitive"
 
 def describe_machine() -> dict:
     """Versions, machine and commit, which every figure needs."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = None  # not a checkout, or no git
+    with suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread(s)",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": _git_commit(),
+        "commit": commit,
     }
 
 
@@ -95,11 +100,3 @@ def out_of_memory(config: ModelConfig, error: BaseException, resume_command: str
     if resume_command is not None:  # other flags cannot change when it is resumed
         sentence += f"; resume with: {' '.join([resume_command, *smaller])}"
     return UserError(sentence)
-
-
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None  # not a checkout, or no git

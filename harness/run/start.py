@@ -13,32 +13,16 @@ from torch import distributed
 from common.errors import EngineError, UserError
 from common.parallel import is_main, rank, world_size
 
+from harness.base import ranks
 from harness.base.checks import flag
 from harness.base.config import PolicyConfig
-from harness.base.ranks import (
-    EndedElsewhereError,
-    check_alike,
-    has_lost_others,
-    is_speaker,
-    num_launched,
-    on_main,
-    together,
-)
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.task import Task, TaskError
+from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
 from harness.run.settings import change_settings, describe_sources, experiment_of
-from harness.run.signals import (
-    LOST,
-    ignore_further_signals,
-    leave,
-    may_say_why,
-    signals_to,
-    tell_launcher,
-    wait_until_said,
-)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -54,8 +38,8 @@ def run_main(main: Callable[[], object]) -> None:
     except BrokenPipeError:
         discard_output()
         status = 141
-    if num_launched() > 1:
-        leave(status or 0)
+    if ranks.num_launched() > 1:
+        signals.leave(status or 0)
     if status:
         sys.exit(status)
 
@@ -64,26 +48,26 @@ def _call(main: Callable[[], object]) -> int:
     """The exit status of a program."""
     try:
         main()
-    except EndedElsewhereError:
-        wait_until_said()
+    except ranks.EndedElsewhereError:
+        signals.wait_until_said()
         return 2
     except KeyboardInterrupt as interrupt:
-        ignore_further_signals()
-        if may_say_why(otherwise=is_speaker()):
+        signals.ignore_further_signals()
+        if signals.may_say_why(otherwise=ranks.is_speaker()):
             say(f"\n{str(interrupt) or 'interrupted'}", sys.stderr, anyway=True)
         return 130
     except SystemExit as end:  # after --help, for example
         return end.code
     except Exception as error:
-        if not isinstance(error, UserError) and not has_lost_others(error):
+        if not isinstance(error, UserError) and not ranks.has_lost_others(error):
             raise
-        ignore_further_signals()
-        if may_say_why():
-            sentence = str(error if isinstance(error, UserError) else LOST).replace("\n", " ")
+        signals.ignore_further_signals()
+        if signals.may_say_why():
+            sentence = str(error if isinstance(error, UserError) else signals.LOST).replace("\n", " ")
             # the main process may know nothing of another one's error, and be in the middle of a line
             start = f"\nerror: process {rank()}: " if rank() > 0 else "error: "
             say(start + sentence, sys.stderr, anyway=True)
-            tell_launcher(sentence)
+            signals.tell_launcher(sentence)
         return 2
     return 0
 
@@ -99,10 +83,10 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
     checkpoint. A run that ends with an error before anything was logged leaves no directory.
     """
     experiment = experiment_of(config)
-    if num_launched() > world_size():
+    if ranks.num_launched() > world_size():
         raise UserError(
-            f"{experiment} trains in one process, but {num_launched()} were started: start it with python, or several "
-            "processes of experiment_accelerate"
+            f"{experiment} trains in one process, but {ranks.num_launched()} were started: start it with python, or "
+            "several processes of experiment_accelerate"
         )
     torch.set_num_threads(config.threads)
     if config.estimate:
@@ -111,7 +95,7 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         estimate(config, task)
         raise SystemExit(0)
     run = _open_run(experiment, config, task, searched or {})
-    with signals_to(run.request_stop):
+    with signals.signals_to(run.request_stop):
         try:
             yield run
         except (Exception, KeyboardInterrupt) as error:
@@ -131,8 +115,8 @@ def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) ->
     is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
     if is_main() and not is_kept:
         shutil.rmtree(run.directory)
-    if has_lost_others(error):
-        raise UserError(LOST + (f"; {resume}" if run.directory.exists() else "")) from error
+    if ranks.has_lost_others(error):
+        raise UserError(signals.LOST + (f"; {resume}" if run.directory.exists() else "")) from error
     if is_out_of_memory(error):
         raise out_of_memory(config, error, run.resume_command if is_kept else None) from error
     if isinstance(error, EngineError) and is_kept:
@@ -150,15 +134,15 @@ def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) ->
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
     """The run, whose directory the main process makes, or brings back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size()}
-    with together():
+    with ranks.together():
         sources = describe_sources(config, task) | searched
     flags = {flag(name): value for name, value in vars(config).items() if name not in ("device", "threads")}
-    check_alike(flags | {f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
+    ranks.check_alike(flags | {f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
     opened = []
 
     def open_directory() -> RunDirectory:
         opened.append((open_resumed_run if config.resume else make_directory)(experiment, config, machine, sources))
         return opened[0]._replace(lock=None)  # which cannot be sent to other processes
 
-    directory = on_main(open_directory)
+    directory = ranks.on_main(open_directory)
     return Run(opened[0] if opened else directory, config, task, machine)
