@@ -71,9 +71,7 @@ RESOLVED = {
     "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128},
     "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},
 }
-# LoRA learns best at some ten times the learning rate of full fine-tuning, whatever its rank (Schulman and Thinking
-# Machines Lab 2025, "LoRA Without Regret").
-LORA_LR_FACTOR = 10
+LORA_LR_FACTOR = 10  # of the learning rate of full fine-tuning (Thinking Machines Lab 2025, "LoRA Without Regret")
 
 
 @dataclass(frozen=True, kw_only=True)

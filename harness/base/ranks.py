@@ -53,11 +53,9 @@ def on_main(function: Callable[[], T]) -> T:
             error = raised
     message = [(error is not None, result)]
     distributed.broadcast_object_list(message, src=0)
-    if error is not None:
-        raise error
     has_failed, result = message[0]
     if has_failed:
-        raise EndedElsewhereError
+        raise error or EndedElsewhereError
     return result
 
 

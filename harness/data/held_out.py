@@ -21,11 +21,7 @@ def evaluate_held_out(
     converse: Callable | None = None,
     sampler: Callable = sample,
 ) -> Evaluation:
-    """Ask the held-out questions, greedily and `num_samples` times each by sampling, in one turn or as `converse` does.
-
-    `sampler` answers in one turn: the policy itself, or an inference engine. A prompt that is too long for the model
-    is a UserError, before the first evaluation of a run.
-    """
+    """Ask the held-out questions, greedily and `num_samples` times each, in one turn or as `converse` does."""
     if not task.fits_context:
         check_context(config, task, policy)
         task.fits_context = True

@@ -6,7 +6,6 @@ import math
 import sys
 import threading
 import time
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, UnionType
@@ -69,7 +68,6 @@ class Task:
         self._has_warned = False  # of a number that is not finite
         self._described: set[str] | None = None  # the names that `describe` gave the first time
         self._running: tuple[float, str, Row] | None = None  # since when which function has been running, of which row
-        self._told: tuple[float, str, Row] | None = None  # of which of these the user knows
         self._watcher: threading.Thread | None = None
 
     def __str__(self) -> str:
@@ -167,7 +165,7 @@ class Task:
         first = arguments[0] if arguments else {}
         row = first if isinstance(first, dict) else first[0]  # `prepare` is told of many
         if self._watcher is None:
-            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
             self._watcher.start()
         self._running = (time.monotonic(), function, row)
         try:
@@ -180,12 +178,15 @@ class Task:
             raise self._error(function, row, f"must return {what}, not {short(found)}")
         return found
 
-    def tell_if_slow(self) -> None:
-        """Tell the user, once, of a call that has been running for long; by a thread, as user code may use SIGALRM."""
-        running = self._running
-        if running is not None and running is not self._told and time.monotonic() - running[0] > PATIENCE:
-            self._told = running
-            self._tell(*running[1:], f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
+    def _watch(self) -> None:
+        """Tell the user, once, of each call that has been running for long; a thread, as user code may use SIGALRM."""
+        told = None
+        while True:
+            running = self._running
+            if running is not None and running is not told and time.monotonic() - running[0] > PATIENCE:
+                told = running
+                self._tell(*running[1:], f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
+            time.sleep(min(0.5, PATIENCE / 5))
 
     def _number(self, function: str, row: dict, name: str, value) -> float:
         if not isinstance(value, str):
@@ -220,14 +221,6 @@ class Task:
         if not isinstance(value, wanted):
             raise UserError(f"{self}: {name} must be a {wanted.__name__}, not {short(value)}")
         return value
-
-
-def _watch(task: "weakref.ref[Task]") -> None:
-    """Look at a task as long as anybody uses it."""
-    while (watched := task()) is not None:
-        watched.tell_if_slow()
-        del watched
-        time.sleep(min(0.5, PATIENCE / 5))
 
 
 def import_task(config: RunConfig, more_weights: dict[str, float] | None = None) -> Task:

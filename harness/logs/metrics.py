@@ -51,11 +51,7 @@ class StepClock:
         self._waited += time.perf_counter() - began
 
     def costs(self, num_tokens: int) -> dict[str, float]:
-        """Seconds since the beginning of the step, tokens per second for so many tokens of all processes, and memory.
-
-        The seconds of each phase and `time/waiting`, a share of the step, are means over processes, and
-        `memory/peak_bytes` is that of the process that needs most.
-        """
+        """Seconds of the step and its phases (mean over processes), tokens per second, and the largest peak."""
         seconds = time.perf_counter() - self._began
         own = (self._waited / seconds, self._laps, peak_memory_bytes(self._device))
         shares, laps, peaks = zip(*gather(own), strict=True)

@@ -38,12 +38,7 @@ PROMPT_LENGTHS, GROUP_SIZE, NEW_TOKENS = (3, 6), 2, 2
 
 @torch.no_grad()
 def check_computation(policy: Policy) -> None:
-    """Refuse a model that sampling and training would compute otherwise than a plain forward pass does.
-
-    `Policy.forward` relies on logits that are the LM head applied to the last hidden states (Gemma 2's soft-capped
-    ones are something else); sampling and shared prompts, on keys and values as all that a prompt leaves behind (Mamba
-    and hybrid models keep other state).
-    """
+    """Refuse a model whose logits are not the LM head of the last hidden states, or that keeps other state (Mamba)."""
     model = policy.model.eval()
     name = type(model.get_base_model() if is_lora(policy) else model).__name__
     rows, prompts, sequences, action_mask = _rows(policy)

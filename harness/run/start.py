@@ -74,14 +74,7 @@ def _call(main: Callable[[], object]) -> int:
 
 @contextmanager
 def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None) -> Iterator[Run]:
-    """Make the run's directory and write its settings, before anything slow happens; or resume a run.
-
-    The experiment is the directory of the train.py that defines the class of `config`. `searched` says which documents
-    the policy can search, see `search_sources`.
-
-    Within the block the directory is locked, and Ctrl-C and SIGTERM end the step that is running and write a
-    checkpoint. A run that ends with an error before anything was logged leaves no directory.
-    """
+    """Make or resume the run's directory; Ctrl-C ends a step with a checkpoint. `searched`: see `search_sources`."""
     experiment = experiment_of(config)
     if ranks.num_launched() > world_size():
         raise UserError(
