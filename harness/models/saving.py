@@ -42,16 +42,6 @@ def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> Non
     tokenizer.save_pretrained(path)
 
 
-def save_final(config: PolicyConfig, policy: Policy, directory: Path) -> Path:
-    """Write a run's final/, and with --save-merged its final_merged/."""
-    path = directory / "final"
-    on_main(lambda: save_base(config, policy, directory / "base"))
-    save_policy(policy, path)
-    if config.save_merged:
-        on_main(lambda: save_merged(path, directory / "final_merged", policy.tokenizer, DTYPES[config.dtype]))
-    return path
-
-
 def save_base(config: PolicyConfig, policy: Policy, path: Path) -> None:
     """Write the base of a new adapter, if the one of `--model` was merged into it, and tell the adapter where it is."""
     if config.adapter_path is None or not config.lora_rank:

@@ -21,7 +21,7 @@ from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from harness.base.config import PolicyConfig
+from harness.base.config import DTYPES, PolicyConfig
 from harness.base.files import replace_file
 from harness.base.ranks import EndedElsewhereError, launcher, on_main
 from harness.base.terminal import printable, progress_bar, say_above_progress
@@ -33,7 +33,7 @@ from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import show_gain, summarise_gain, summarise_steps
 from harness.models.pretrained import count_parameters
-from harness.models.saving import save_base, save_final
+from harness.models.saving import save_base, save_merged, save_policy
 from harness.run.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
 from harness.run.directory import RunDirectory
 from harness.run.settings import experiment_of
@@ -175,7 +175,12 @@ class Run:
     def save_final(self, policy: Policy) -> Path:
         """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
         self._parameters = count_parameters(policy.model)
-        return save_final(self.config, policy, self.directory)
+        path, dtype = self.directory / "final", DTYPES[self.config.dtype]
+        on_main(lambda: save_base(self.config, policy, self.directory / "base"))
+        save_policy(policy, path)
+        if self.config.save_merged:
+            on_main(lambda: save_merged(path, self.directory / "final_merged", policy.tokenizer, dtype))
+        return path
 
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print what was gained."""

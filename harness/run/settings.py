@@ -33,12 +33,6 @@ def write_settings(directory: Path, settings: dict) -> None:
     replace_file(directory / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
 
 
-def change_settings(directory: Path, **changes: object) -> None:
-    """Replace some entries of config.json."""
-    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    write_settings(directory, settings | changes)
-
-
 def read_settings(directory: Path, what: str = "--resume") -> dict:
     """The settings of a run, whose directory the user has named by `what`."""
     try:

@@ -22,7 +22,7 @@ from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
-from harness.run.settings import change_settings, describe_sources, experiment_of
+from harness.run.settings import describe_sources, experiment_of, read_settings, write_settings
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -116,7 +116,8 @@ def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) ->
         run.keep_progress()
         raise UserError(f"{error}; when the engine can be used again, {resume}") from error
     if isinstance(error, TaskError) and is_kept:
-        change_settings(run.directory, task_failed=True)  # so that a corrected one is accepted
+        # so that a corrected one is accepted
+        write_settings(run.directory, read_settings(run.directory) | {"task_failed": True})
         raise UserError(f"{error}. When it is corrected, {resume}") from error
     # what safetensors raises has no errno; it comes from save_final
     if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
