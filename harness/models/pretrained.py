@@ -22,7 +22,7 @@ def refuse_adapter(source: str, local_files_only: bool) -> None:
         if Path(source).is_dir():
             raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
         download = f"hf download {source} --local-dir adapter"
-        raise UserError(f"{source} is an adapter: `{download}`, and give its directory: --model ./adapter")
+        raise UserError(f"{source} is an adapter: download it (`{download}`), and give its directory to --model")
 
 
 def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:

@@ -285,7 +285,7 @@ def without(name: str) -> Callable[[dict], dict]:
     ("damage", "sentence"),
     [
         (settings(base_model_name_or_path="/nowhere"), "is an adapter of /nowhere, where there is no model"),
-        (lambda path: (path / "adapter_config.json").write_text("[" * 100_000), "does not name the base model"),
+        (lambda path: (path / "adapter_config.json").write_text("["), "does not name the base model"),
         (settings(base_model_name_or_path=None), "does not name the base model"),
         (settings(peft_type="LOHA"), 'has peft_type="LOHA"'),
         (settings(use_dora=True), "has use_dora=true in its adapter_config.json: only plain LoRA"),
@@ -372,7 +372,7 @@ def test_a_hub_repository_with_an_adapter_is_refused(tmp_path, first, monkeypatc
     shutil.copytree(first / "final", repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    with pytest.raises(UserError, match=r"owner/name is an adapter: download it, .* and give its directory"):
+    with pytest.raises(UserError, match=r"owner/name is an adapter: download it .*, and give its directory"):
         load("owner/name")
 
 
