@@ -1,4 +1,1 @@
-"""What all rooms stand on: settings and their checks, the terminal, ranks, files, the hub.
-
-No room is imported from here.
-"""
+"""What all rooms stand on: settings and their checks, the terminal, ranks, files, the hub."""

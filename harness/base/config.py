@@ -1,8 +1,4 @@
-"""The settings that every experiment has and none teaches, and the table that resolves their defaults.
-
-An experiment's `Config` inherits from `RunConfig` and adds what it teaches. A field says everything about its flag: the
-comment is its help, with the default that None stands for after "None: ", and the type its range, and its group.
-"""
+"""The settings that every experiment has; a field's comment is its help, its type the range and group of its flag."""
 
 import dataclasses
 import importlib.util
@@ -29,7 +25,7 @@ BUNDLED = {
 ADAPTER_SETTINGS = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Numbers in a range, which --help shows and the command line is held to; they are finite
+# Numbers in a range, which --help shows
 Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
 ZeroOrOne = Annotated[int, Interval(ge=0, le=1)]
@@ -75,9 +71,7 @@ RESOLVED = {
     "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128},
     "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},
 }
-# LoRA learns best at some ten times the learning rate of full fine-tuning, whatever its rank (Schulman and Thinking
-# Machines Lab 2025, "LoRA Without Regret").
-LORA_LR_FACTOR = 10
+LORA_LR_FACTOR = 10  # of the learning rate of full fine-tuning (Thinking Machines Lab 2025, "LoRA Without Regret")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,36 +216,28 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_base(adapter: Path) -> str:
-    """The hub id or the directory of the model that an adapter was trained on.
-
-    Raises:
-        UserError: the adapter does not say.
-    """
-    try:
-        name = json.loads((adapter / ADAPTER_SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        Path(name).expanduser().exists()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # the last: unknown users, and deep nesting
-        name = None
+    """The hub id or the directory of the model that an adapter was trained on; UserError if it does not say."""
+    name = _read_json(adapter / ADAPTER_SETTINGS).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")
     return name
 
 
 def _shape(model_path: Path) -> tuple[int, int] | None:
-    """Vocabulary size and hidden size of a Hugging Face model directory."""
+    """Vocabulary size and hidden size of a Hugging Face model directory; None if it does not say."""
+    settings = _read_json(model_path / "config.json")
+    return (
+        (settings["vocab_size"], settings["hidden_size"]) if {"vocab_size", "hidden_size"} <= settings.keys() else None
+    )
+
+
+def _read_json(path: Path) -> dict:
+    """The object in a file; empty if there is none, which is refused where a model is read."""
     try:
-        settings = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-        return settings["vocab_size"], settings["hidden_size"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _find_device() -> str:
-    """CUDA, else another accelerator that PyTorch finds, else the CPU."""
-    if torch.cuda.is_available():
-        return "cuda"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
@@ -259,7 +245,10 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 def resolve(config: ConfigT, defaults: dict) -> ConfigT:
     """The settings, with every None and "auto" resolved from the machine, the model, and `defaults`."""
-    device = _find_device() if config.device == "auto" else config.device
+    device = config.device
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = "cuda" if torch.cuda.is_available() else "cpu" if accelerator is None else accelerator.type
     on_cuda = device.startswith("cuda")
     dtype = config.dtype
     if dtype is None:

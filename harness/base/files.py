@@ -16,7 +16,5 @@ def flush_to_disk(path: Path) -> None:
     if path.is_dir() and os.name == "nt":
         return  # Windows opens no directory
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

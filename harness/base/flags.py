@@ -81,17 +81,13 @@ def make_flags(config: object) -> type:
         if field.name in getattr(config, "POSITIONAL", ()):
             flag_type = tyro.conf.Positional[flag_type]
         group = marks[field.name].group
-        grouped[first if group is None else group.value].append(
-            (field.name, flag_type, dataclasses.field(default=default))
-        )
-    groups = [
-        (
-            group.replace(" ", "_"),
-            Annotated[dataclasses.make_dataclass("Group", flags, kw_only=True), tyro.conf.arg(name=group, help="")],
-        )
-        for group, flags in grouped.items()
-        if flags
-    ]
+        flags = grouped[first if group is None else group.value]
+        flags.append((field.name, flag_type, dataclasses.field(default=default)))
+    groups = []
+    for name, flags in grouped.items():
+        if flags:
+            group = dataclasses.make_dataclass("Group", flags, kw_only=True)
+            groups.append((name.replace(" ", "_"), Annotated[group, tyro.conf.arg(name=name, help="")]))
     return dataclasses.make_dataclass("Flags", groups, kw_only=True)
 
 
@@ -104,19 +100,15 @@ def read_comment(config_class: type, name: str) -> str:
 
 def _hint(marks: Marks, default: object, resolved: str) -> str:
     """Range and default of a flag, as `--help` shows them behind its comment."""
+    shown = (" ".join(default) if isinstance(default, tuple) else str(default)) or "none"
     if default is None:
         shown = resolved or "none"
     elif isinstance(default, bool):
         shown = "on" if default else "off"
-    else:
-        shown = (" ".join(default) if isinstance(default, tuple) else str(default)) or "none"
     return f"{marks.range}; default: {shown}" if marks.limits else f"default: {shown}"
 
 
 def show_description(text: str, width: int) -> None:
-    """Print what a program is and does, its paragraphs wrapped to the width of the terminal, indented lines unchanged.
-
-    It is printed here because tyro joins the lines of a paragraph and does not wrap it.
-    """
+    """Print what a program is and does, wrapped but for indented lines; tyro would join its lines."""
     for paragraph in text.strip("\n").split("\n\n"):
         say((paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, min(width, 120))) + "\n")

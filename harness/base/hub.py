@@ -1,11 +1,8 @@
-"""Datasets of the hub, and whether it answers.
-
-It is asked once, with little patience: its own client tries again for a minute when nobody answers.
-"""
+"""Datasets of the hub, and whether it answers: it is asked with less patience than its own client has."""
 
 import functools
 import os
-import re
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import UserError
@@ -19,22 +16,13 @@ FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip",
 
 
 def must_be_cached(what: str, name: str) -> bool:
-    """Whether `name` has to come from this machine's cache, because the hub is switched off or does not answer.
-
-    Args:
-        what: "model" or "dataset".
-        name: its id, owner/name.
-
-    Raises:
-        UserError: it cannot be had.
-    """
-    from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
+    """Whether a "model" or "dataset" has to come from the cache; UserError if it cannot be had."""
+    from huggingface_hub import constants, errors, try_to_load_from_cache
 
     if constants.is_offline_mode():
         return True
-    ask = HfApi().model_info if what == "model" else HfApi().dataset_info
     try:
-        ask(name, timeout=TIMEOUT)
+        _ask(what, name)
     except errors.GatedRepoError as error:
         raise UserError(
             f"{name}: its owners ask for an agreement: give it at https://huggingface.co/{name}, then log in with "
@@ -55,34 +43,30 @@ def must_be_cached(what: str, name: str) -> bool:
 
 def commit_of(what: str, name: str) -> str | None:
     """The commit of a model or a dataset: the hub's newest, or if it does not answer that of this machine's cache."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub import constants, snapshot_download
 
-    try:
+    with suppress(Exception):  # of the network: `must_be_cached` has told the user
         if not constants.is_offline_mode():
-            return (HfApi().model_info if what == "model" else HfApi().dataset_info)(name, timeout=TIMEOUT).sha
-    except Exception:  # whatever a network can do to a request; `must_be_cached` has told the user
-        pass
-    path = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=what) / "refs" / "main"
-    return path.read_text(encoding="utf-8").strip() if path.is_file() else None
+            return _ask(what, name).sha
+    with suppress(Exception):  # it is not there
+        return Path(snapshot_download(name, repo_type=what, local_files_only=True)).name
+    return None
+
+
+def _ask(what: str, name: str):
+    from huggingface_hub import HfApi
+
+    return HfApi().repo_info(name, repo_type=what, timeout=TIMEOUT)
 
 
 def is_hub_source(source: str, path: Path | None = None) -> bool:
-    """Whether data are those of a hub dataset, `owner/name[:subset[:split]]`, and not of a file.
-
-    Args:
-        path: where the file would be; None: where `source` says.
-    """
+    """Whether data are those of a hub dataset, `owner/name[:subset[:split]]`, and not of a file, which is at `path`."""
     path = local_path(source, "the data file") if path is None else path
     return is_hub_id(source.partition(":")[0]) and not path.exists() and path.suffix not in FILES
 
 
 def find_source(value: object, file: Path, what: str) -> str | None:
-    """The data that a task names, `what`, as its own: a path, relative to its file, or a hub dataset.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """The data that a task names, `what`, as its own: a path, relative to its file, or a hub dataset."""
     if value is None:
         return None
     if not isinstance(value, str | Path):
@@ -92,11 +76,7 @@ def find_source(value: object, file: Path, what: str) -> str | None:
 
 
 def read_split(source: str) -> list[dict]:
-    """The rows of a split of a hub dataset, by default of "train".
-
-    Raises:
-        UserError: it cannot be loaded, or has no such subset or split; the sentence names those that it has.
-    """
+    """The rows of a split of a hub dataset, by default of "train"; a UserError names the splits that it has."""
     name, subset, split = _parts(source)
     splits, split = _load(name, subset, os.getcwd()), split or "train"
     if split not in splits:
@@ -130,19 +110,6 @@ def _load(name: str, subset: str, _directory: str):
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(name, subset or None, trust_remote_code=False)
-    except Exception as error:  # the hub client raises many kinds, which make no difference to a user
-        source = f"{name}:{subset}" if subset else name
-        if subsets := _subsets(str(error)):
-            problem = f"has no subset {subset!r}" if subset else "has several subsets"
-            raise UserError(f"the dataset {name} {problem} (there are: {subsets}): give {name}:SUBSET") from error
-        raise UserError(f"the dataset {source} could not be loaded: {' '.join(str(error).split())}") from error
-
-
-def _subsets(message: str) -> str:
-    """The subsets that datasets names when one is missing: of a repository, or of this machine's cache.
-
-    >>> _subsets("BuilderConfig 'x' not found. Available: ['main', 'socratic']")
-    'main, socratic'
-    """
-    listed = re.search(r"(?:[Aa]vailable.*?: \[|There are multiple .* in the cache: )([^\]\n]*)", message)
-    return listed[1].replace("'", "") if listed else ""
+    except Exception as error:  # the hub client raises many kinds; they name the subsets if one is missing
+        source, reason = f"{name}:{subset or 'SUBSET'}", " ".join(str(error).split())
+        raise UserError(f"the dataset {source} could not be loaded: {reason}") from error

@@ -1,8 +1,7 @@
 """Ctrl-C while a program is still importing what it needs: it ends at once, without a traceback.
 
-A program imports this first, before torch: the imports take seconds, `run_main` can only act after them, and a
-KeyboardInterrupt within them shows a traceback, or disappears in a library that catches it. `parse_config` ends this
-early phase. What PyTorch reads when it is imported is set here, too: how long its threads spin before they sleep.
+A program imports this first: `run_main` can only act after the imports, which take seconds. `parse_config` ends this
+early phase. What PyTorch reads when it is imported is set here, too.
 """
 
 import os
@@ -10,8 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-# Times round a loop that a thread of PyTorch (GNU OpenMP) waits actively for the others; then it sleeps. GNU's 300,000,
-# milliseconds, make several threads many times slower than one when other programs need their cores.
+# Times round a loop that a thread of PyTorch (GNU OpenMP) waits actively; GNU's 300,000 are slow on busy cores
 SPINS = "1000"
 # How the names of programs begin
 PROGRAMS = ("train", "build_index", "serve_index", "make_questions", "evaluate", "export", "math_levels")

@@ -42,11 +42,7 @@ def is_speaker() -> bool:
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Call `function` on the main process only; all processes wait for it and get what it returns.
-
-    Raises:
-        EndedElsewhereError: on the other processes, if it has raised an error, which the main process raises.
-    """
+    """Call `function` on the main process; all get what it returns, or on its error EndedElsewhereError."""
     if world_size() == 1:
         return function()
     result, error = None, None
@@ -57,34 +53,26 @@ def on_main(function: Callable[[], T]) -> T:
             error = raised
     message = [(error is not None, result)]
     distributed.broadcast_object_list(message, src=0)
-    if error is not None:
-        raise error
     has_failed, result = message[0]
     if has_failed:
-        raise EndedElsewhereError
+        raise error or EndedElsewhereError
     return result
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Let an error of the user that one process finds in the block end all of them, with one sentence of the main one.
-
-    Within the block the processes must not communicate.
-    """
+    """End all processes if one finds a UserError in the block, within which they must not communicate."""
     error = None
     try:
         yield
     except UserError as raised:
         error = raised
     sentences = gather(None if error is None else str(error))
-    failed = [number for number, sentence in enumerate(sentences) if sentence is not None]
-    if not failed:
-        return
-    if rank() > 0:
+    failed = [f"process {number}: {sentence}" for number, sentence in enumerate(sentences) if sentence is not None]
+    if failed and rank() > 0:
         raise EndedElsewhereError from error
-    if error is not None:
-        raise error
-    raise UserError(f"process {failed[0]}: {sentences[failed[0]]}")
+    if failed:
+        raise error or UserError(failed[0])
 
 
 def check_alike(values: dict[str, object]) -> None:

@@ -22,10 +22,7 @@ _COLORS = {POLICY: 36, TOOL: 33, REWARD: 32}
 
 
 def say(text: str, stream: TextIO | None = None, anyway: bool = False) -> None:
-    """Print on stdout, or on `stream`. The lines are those of `text`; what else is not printable is replaced.
-
-    Of several processes the main one prints, and others only what must be said `anyway`.
-    """
+    """Print what is printable of a text, and its lines: of several processes the main one, or each `anyway`."""
     if anyway or is_speaker():
         print(visible(text), file=stream, flush=anyway)
 
@@ -34,14 +31,13 @@ def say_above_progress(text: str) -> bool:
     """Print above a progress bar; whether anybody can read it."""
     from tqdm import tqdm
 
-    if not is_speaker():
-        return True
-    try:
-        tqdm.write(_colored(visible(text)))
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, and of a closed terminal
-            raise
-        return False
+    if is_speaker():
+        try:
+            tqdm.write(_colored(visible(text)))
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe without a reader, and of a closed terminal
+                raise
+            return False
     return True
 
 
@@ -64,8 +60,8 @@ def _colored(text: str) -> str:
     """The lines of a conversation in colors, on a terminal that is to show them (https://no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
-    lines = [(_COLORS.get(re.match(" *[a-z]*", line)[0]), line) for line in text.split("\n")]
-    return "\n".join(line if color is None else f"\x1b[{color}m{line}\x1b[0m" for color, line in lines)
+    pattern = re.compile(f"^({'|'.join(_COLORS)}).*", re.MULTILINE)
+    return pattern.sub(lambda line: f"\x1b[{_COLORS[line[1]]}m{line[0]}\x1b[0m", text)
 
 
 def visible(text: str) -> str:
@@ -89,20 +85,17 @@ def printable(text: str, width: int) -> str:
 
 def short(value: object) -> str:
     """A value that a user's code has given, for an error message."""
-    try:
-        return printable(repr(value), 80)
-    except Exception:  # of the value's own class
-        return f"a {type(value).__name__}"
+    return printable(repr(value), 80)
 
 
 def describe_error(error: BaseException, module: ModuleType) -> str:
     """An error in one line, with the line of the task's file that it comes from."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == module.__file__]
-    if isinstance(error, SyntaxError) and error.lineno:
-        lines = [error.lineno]
+    text = str(error)
+    if isinstance(error, SyntaxError):
+        text, lines = error.msg, [error.lineno]
     place = f" (line {lines[-1]} of {Path(module.__file__).name})" if lines else ""
-    text = printable(str(error.msg if isinstance(error, SyntaxError) else error), 200)
-    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
+    return f"{type(error).__name__}: {printable(text, 200)}{place}"
 
 
 def clean_log(library: str) -> None:

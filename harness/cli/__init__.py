@@ -1,4 +1,1 @@
-"""The command line: flags become the settings of a program.
-
-parse.py resolves the defaults that depend on the model.
-"""
+"""The command line: flags become the settings of a program."""

@@ -1,4 +1,1 @@
-"""Tasks and their rows: read, checked, held out, and fitted into the context.
-
-task.py imports what `--task` names.
-"""
+"""Tasks and their rows: read, checked, held out, and fitted into the context."""

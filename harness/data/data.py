@@ -11,7 +11,7 @@ from harness.base.config import RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
 from harness.base.terminal import say
-from harness.data.row_checks import hold_out, say_what_is_shared, try_solutions
+from harness.data.row_checks import hold_out, shared_questions, try_solutions
 from harness.data.rows import Fields, FieldsError, find_problem, placed, read_jsonl
 from harness.data.task import Row, Task, import_task, suggest_task
 
@@ -27,9 +27,6 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     Args:
         more_weights: of reward components that the experiment gives, next to those of the task.
         tools: JSON schemas of the tools that the policy may call.
-
-    Raises:
-        UserError: the task, a file or a row cannot be used, or too few rows are left.
     """
     task = import_task(config, more_weights)
     task.tools = tools
@@ -39,15 +36,16 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
-            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}, so none "
-            "is left to train on: lower --eval-prompts or give --eval-data"
+            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}: "
+            "lower it, or give --eval-data"
         )
     else:
         train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
-    say_what_is_shared(train_rows, eval_rows)
+    if known := sum(map(len, shared_questions(train_rows, eval_rows))):
+        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
     try_solutions(task, [*train_rows, *eval_rows], config.task)  # before a model is loaded
     task.try_out(train_rows[0])
     if note := task.note():
@@ -58,11 +56,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
 
 
 def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
-    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out.
-
-    Raises:
-        UserError: the task has no data of its own, and none are given.
-    """
+    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out."""
     source = config.data if config.data is not None else task.train_data
     if source is None:
         raise UserError(f"{task} has no data of its own: give --data")
@@ -71,14 +65,7 @@ def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
 
 
 def read_rows(source: str, fields: Fields) -> list[Row]:
-    """The rows of a JSONL file, or of a split of a hub dataset `owner/name[:subset[:split]]`, by default "train".
-
-    Args:
-        fields: the fields that every row must have, and their types.
-
-    Raises:
-        UserError: naming file, line and what is wrong.
-    """
+    """The rows of a JSONL file, or of a hub dataset `owner/name[:subset[:split]]`, which must have `fields`."""
     rows = []
     for row in scan_rows(source, fields):
         if isinstance(row, UserError):
@@ -92,21 +79,17 @@ def read_rows(source: str, fields: Fields) -> list[Row]:
 def scan_rows(source: str, fields: Fields) -> Iterator[Row | UserError]:
     """The same, with the error of a row that cannot be used in its place."""
     path = local_path(source, "the data file")
-    for row in _read_hub(source) if is_hub_source(source) else read_jsonl(path):
+    if is_hub_source(source):
+        rows = (placed(row, f"{source}, row {number}") for number, row in enumerate(read_split(source), start=1))
+    else:
+        rows = read_jsonl(path)
+    for row in rows:
         problem = None if isinstance(row, UserError) else find_problem(row, fields)
         yield row if problem is None else FieldsError(row, problem)
 
 
-def _read_hub(source: str) -> Iterator[Row]:
-    for number, row in enumerate(read_split(source), start=1):
-        yield placed(row, f"{source}, row {number}")
-
-
 def find_test_data(source: str) -> str | None:
-    """What training data come with to evaluate on, and a sentence about it: None if there is nothing.
-
-    That is `test.jsonl` beside a file `train.jsonl`, or the split "test" of a hub dataset whose split is not named.
-    """
+    """`test.jsonl` beside a file `train.jsonl`, or the split "test" of a hub dataset whose split is not named."""
     if is_hub_source(source):
         found = find_test_split(source)
     else:

@@ -21,14 +21,7 @@ def evaluate_held_out(
     converse: Callable | None = None,
     sampler: Callable = sample,
 ) -> Evaluation:
-    """Ask the held-out questions, greedily and `num_samples` times each by sampling, in one turn or as `converse` does.
-
-    Args:
-        sampler: who answers in one turn: the policy itself, or an inference engine.
-
-    Raises:
-        UserError: before the first evaluation of a run, if a prompt is too long for the model.
-    """
+    """Ask the held-out questions, greedily and `num_samples` times each, in one turn or as `converse` does."""
     if not task.fits_context:
         check_context(config, task, policy)
         task.fits_context = True
@@ -47,9 +40,8 @@ def evaluate_held_out(
 
 
 def read_before(path: Path) -> Evaluation | None:
-    """The evaluation before training as a run has kept it; None if it cannot be read."""
-    try:
-        metrics, texts, answers = json.loads(path.read_text(encoding="utf-8"))
-        return Evaluation(dict(metrics), list(texts), [Answer(*answer) for answer in answers])
-    except (OSError, ValueError, TypeError):
+    """The evaluation before training as a run has kept it; None if it has not."""
+    if not path.exists():
         return None
+    metrics, texts, answers = json.loads(path.read_text(encoding="utf-8"))
+    return Evaluation(metrics, texts, [Answer(*answer) for answer in answers])

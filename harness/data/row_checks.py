@@ -1,7 +1,4 @@
-"""What is wrong with rows: a run looks for it before it trains, and the audit (`tasks/audit`) reports all of it.
-
-Rows that no completion can solve: each gold answer is tried as its own solution. Held-out questions that training asks.
-"""
+"""What is wrong with rows: gold answers that no completion can give, and held-out questions that training asks."""
 
 import math
 import re
@@ -27,14 +24,7 @@ _THOUSANDS, _SIGN = re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), re.compile(r"\s*([^\
 
 
 def try_solutions(task: Task, rows: list[Row], name: str) -> None:
-    """Reward the solution of every row, for as long as `PATIENCE` lasts; does nothing for a task without `solution`.
-
-    Args:
-        name: what `--task` calls it.
-
-    Raises:
-        UserError: the solution of a row does not earn `correct` = 1, or, in a task without `correct`, no reward.
-    """
+    """Refuse a row whose solution earns no `correct` = 1 (without `correct`: no reward), within `PATIENCE`."""
     began = time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() - began > PATIENCE:
@@ -50,10 +40,7 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
 
 @contextmanager
 def _time_limit(sentence: str) -> Iterator[None]:
-    """Refuse a row, by a sentence, if the block takes longer than `PATIENCE`, where the system has such alarms.
-
-    Within the block Python code is interrupted, and the user's may use no alarm of its own.
-    """
+    """Raise a UserError of this sentence where the block takes longer than `PATIENCE`, if the system has such alarms."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -77,10 +64,10 @@ def _time_limit(sentence: str) -> Iterator[None]:
 def solution_fault(task: Task, row: Row, text: str) -> str | None:
     """What the solution of a row earns, if that is not what a right answer earns."""
     rewards = task.reward(row, text)
-    measure = "correct =" if "correct" in rewards else "a total reward of"
-    earned = rewards["correct"] if "correct" in rewards else task.total_reward(rewards)
-    is_earned = earned == 1 if "correct" in rewards else earned > 0
-    if is_earned or not math.isfinite(earned):  # others are a fault of the reward, which the run reports
+    measure, earned, is_right = "a total reward of", (total := task.total_reward(rewards)), total > 0
+    if "correct" in rewards:
+        measure, earned, is_right = "correct =", rewards["correct"], rewards["correct"] == 1
+    if is_right or not math.isfinite(earned):  # others are a fault of the reward, which the run reports
         return None
     return f"{printable(repr(text), 80)} earns {measure} {earned:g}"
 
@@ -109,26 +96,18 @@ def hold_out(rows: list[Row], num_held_out: int, seed: int) -> tuple[list[Row], 
     return rows[num_held_out:], rows[:num_held_out]
 
 
-def say_what_is_shared(train_rows: list[Row], eval_rows: list[Row]) -> None:
-    if known := sum(map(len, shared_questions(train_rows, eval_rows))):
-        say(f"{known} of the {len(eval_rows)} held-out questions are training questions as well: they test no learning")
-
-
 def shared_questions(
     train_rows: list[Row], eval_rows: list[Row]
 ) -> tuple[list[tuple[Row, Row]], list[tuple[Row, Row]]]:
     """Held-out rows whose questions training asks as well, each with the first such row of training.
 
-    Returns:
-        exactly: with the same question.
-        nearly: with one that differs in case, spaces and punctuation only.
+    First those with exactly the same question, then those where it differs in case, spaces and punctuation only.
     """
     asked = {row.question: row for row in reversed(train_rows)}
     exactly = [(row, asked[row.question]) for row in eval_rows if row.question in asked]
-    asked = {normalise(row.question): row for row in reversed(train_rows)}
-    others = [(row, normalise(row.question)) for row in eval_rows]
-    found = {id(row) for row, _ in exactly}
-    return exactly, [(row, asked[text]) for row, text in others if text in asked and id(row) not in found]
+    alike = {normalise(row.question): row for row in reversed(train_rows)}
+    others = [(row, normalise(row.question)) for row in eval_rows if row.question not in asked]
+    return exactly, [(row, alike[text]) for row, text in others if text in alike]
 
 
 def normalise(question: str) -> str:

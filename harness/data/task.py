@@ -1,7 +1,4 @@
-"""A task as its file defines it, with every call checked: what a user's file gets wrong is told in one sentence.
-
-The README's section "Your own task" lists what such a file defines.
-"""
+"""A task as its file defines it (README: "Your own task"), with every call checked."""
 
 import functools
 import importlib
@@ -9,7 +6,6 @@ import math
 import sys
 import threading
 import time
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, UnionType
@@ -17,7 +13,7 @@ from types import ModuleType, UnionType
 from common.environment import OUTCOMES
 from common.errors import UserError
 
-from harness.base.checks import is_finite, is_text, local_path, parse_numbers
+from harness.base.checks import is_finite, local_path, parse_numbers
 from harness.base.config import RunConfig, shown
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
@@ -36,16 +32,13 @@ class TaskError(UserError):
 
 
 class Task:
-    """The functions and constants of a task's file.
+    """The functions and constants of a task's file; a UserError says what it lacks, or what cannot be used.
 
     Args:
         module: the file, imported.
         name: what the user calls it.
         weights: NAME=NUMBER, as in `--reward-weight`.
         more_weights: of components that the experiment gives; the task's functions know nothing of them.
-
-    Raises:
-        UserError: the file lacks a function or a constant, or one of them cannot be used.
     """
 
     def __init__(
@@ -63,15 +56,10 @@ class Task:
         self._components = module.REWARD_WEIGHTS.keys()  # those that its own `reward` gives
         self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
         self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
-        for field, wanted in self.fields.items():
-            if not all(isinstance(kind, type) for kind in (wanted if isinstance(wanted, tuple) else (wanted,))):
-                raise UserError(f"{self}: FIELDS must name a type, or a tuple of types, for {field!r}")
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         self.path = Path(module.__file__)
-        self.train_data, self.eval_data = (
-            find_source(getattr(module, name, None), self.path, f"{self}: {name}")
-            for name in ("TRAIN_DATA", "EVAL_DATA")
-        )
+        self.train_data = find_source(getattr(module, "TRAIN_DATA", None), self.path, f"{self}: TRAIN_DATA")
+        self.eval_data = find_source(getattr(module, "EVAL_DATA", None), self.path, f"{self}: EVAL_DATA")
         self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
         self.tools: list[dict] | None = None  # schemas of those that every prompt presents
         self.train_rows: list[Row] = []
@@ -80,7 +68,6 @@ class Task:
         self._has_warned = False  # of a number that is not finite
         self._described: set[str] | None = None  # the names that `describe` gave the first time
         self._running: tuple[float, str, Row] | None = None  # since when which function has been running, of which row
-        self._told: tuple[float, str, Row] | None = None  # of which of these the user knows
         self._watcher: threading.Thread | None = None
 
     def __str__(self) -> str:
@@ -90,17 +77,18 @@ class Task:
         """The conversation that asks the question of a row."""
         what = "a list of role and content"
         found = self._call("messages", row, system_prompt, kind=list, what=what)
-        if not found or not all(map(_is_turn, found)):
+        turns = [turn if isinstance(turn, dict) else {} for turn in found] or [{}]
+        if not all(isinstance(turn.get(key), str) for turn in turns for key in ("role", "content")):
             raise self._error("messages", row, f"must return {what}, not {short(found)}")
         return found
 
     def reward(self, row: dict, text: str) -> dict[str, float]:
         """The reward components of a completion; a total is their sum, weighted by `weights`."""
         found = self._call("reward", row, text, kind=dict, what="a dict of components")
-        for component in self._components - found.keys():
-            raise self._error("reward", row, f"lacks the component {component!r} of REWARD_WEIGHTS")
-        for component in found.keys() - self._components:
-            problem = f"has a component {component!r} without a weight: give it one in REWARD_WEIGHTS (0: log it)"
+        for component in found.keys() ^ self._components:
+            problem = f"lacks the component {component!r} of REWARD_WEIGHTS"
+            if component in found:
+                problem = f"has a component {component!r} without a weight: give it one in REWARD_WEIGHTS (0: log it)"
             raise self._error("reward", row, problem)
         rewards = {name: self._number("reward", row, name, found[name]) for name in self._components}
         for component, value in rewards.items():
@@ -124,17 +112,21 @@ class Task:
             return {}
         found = self._call("describe", row, text, kind=dict, what="a dict of numbers")
         self._described = set(found) if self._described is None else self._described
-        if set(found) != self._described:
-            names = ", ".join(sorted(map(str, set(found) ^ self._described)))
-            problem = f"must return the same names for every completion; it differs in {names}"
+        if differing := set(found) ^ self._described:
+            problem = f"must return the same names for every completion; it differs in {', '.join(sorted(differing))}"
             raise self._error("describe", row, problem)
-        if wrong := [name for name in found if not is_text(name) or name in TAKEN or name.startswith(TAKEN_PREFIXES)]:
+        if wrong := [name for name in found if name in TAKEN or name.startswith(TAKEN_PREFIXES)]:
             raise self._error("describe", row, f"cannot use the name {wrong[0]!r}")
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
     def solution(self, row: dict) -> str | None:
         """A completion that earns the reward of a row; None if the task defines no `solution`."""
         return self._call("solution", row, kind=str, what="a str") if hasattr(self._module, "solution") else None
+
+    def solves(self, row: dict) -> bool:
+        """Whether the solution of a row is right."""
+        text = self.solution(row)
+        return text is not None and self.reward(row, text).get("correct") == 1
 
     @property
     def has_vote(self) -> bool:
@@ -161,7 +153,7 @@ class Task:
         self._has_warned = False
 
     def question(self, row: dict) -> str:
-        """What a row asks, for people: the last turn of its conversation."""
+        """What a row asks, for people: the last turn."""
         return self.messages(row)[-1]["content"]
 
     def kind(self, row: dict) -> tuple:
@@ -173,7 +165,7 @@ class Task:
         first = arguments[0] if arguments else {}
         row = first if isinstance(first, dict) else first[0]  # `prepare` is told of many
         if self._watcher is None:
-            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True)
+            self._watcher = threading.Thread(target=self._watch, daemon=True)
             self._watcher.start()
         self._running = (time.monotonic(), function, row)
         try:
@@ -186,19 +178,19 @@ class Task:
             raise self._error(function, row, f"must return {what}, not {short(found)}")
         return found
 
-    def tell_if_slow(self) -> None:
-        """Tell the user, once, of a call that has been running for long. Another thread looks after it.
-
-        Not SIGALRM: that is for the user's code, which may limit its own time with it.
-        """
-        running = self._running
-        if running is not None and running is not self._told and time.monotonic() - running[0] > PATIENCE:
-            self._told = running
-            self._tell(*running[1:], f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
+    def _watch(self) -> None:
+        """Tell the user, once, of each call that has been running for long; a thread, as user code may use SIGALRM."""
+        told = None
+        while True:
+            running = self._running
+            if running is not None and running is not told and time.monotonic() - running[0] > PATIENCE:
+                told = running
+                self._tell(*running[1:], f"has been running for {PATIENCE} s; Ctrl-C twice ends it")
+            time.sleep(min(0.5, PATIENCE / 5))
 
     def _number(self, function: str, row: dict, name: str, value) -> float:
         if not isinstance(value, str):
-            with suppress(Exception):  # of the value's own class
+            with suppress(TypeError, ValueError):
                 return float(value)
         raise self._error(function, row, f"gives {name!r} the value {short(value)}, which is not a number")
 
@@ -211,13 +203,10 @@ class Task:
     def _read_weights(self, given: tuple[str, ...], more_weights: dict[str, float]) -> dict[str, float]:
         """The weights of all reward components: the task's own, those of the experiment, and as `given`."""
         own = getattr(self._module, "REWARD_WEIGHTS", None)
-        if not isinstance(own, dict) or not own or not all(is_text(k) and is_finite(v) for k, v in own.items()):
+        if not isinstance(own, dict) or not own or not all(map(is_finite, own.values())):
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {short(own)}")
-        if "total" in own:
-            raise UserError(f"{self}: no component can be called 'total', which is their weighted sum")
-        if taken := own.keys() & more_weights.keys():
-            problem = f"the experiment itself rewards {min(taken)!r}: give the task's component another name"
-            raise UserError(f"{self}: {problem}")
+        if taken := own.keys() & {"total", *more_weights}:
+            raise UserError(f"{self}: the name {min(taken)!r} is taken: give the reward component another one")
         weights = {component: float(weight) for component, weight in (own | more_weights).items()}
         for component, weight in parse_numbers("--reward-weight", given).items():
             if component not in weights:
@@ -234,29 +223,13 @@ class Task:
         return value
 
 
-def _is_turn(turn: object) -> bool:
-    return isinstance(turn, dict) and is_text(turn.get("role")) and is_text(turn.get("content"))
-
-
-def _watch(task: "weakref.ref[Task]") -> None:
-    """Look at a task as long as anybody uses it."""
-    while (watched := task()) is not None:
-        watched.tell_if_slow()
-        del watched
-        time.sleep(min(0.5, PATIENCE / 5))
-
-
 def import_task(config: RunConfig, more_weights: dict[str, float] | None = None) -> Task:
-    """The task that `--task` names, with its weights and without its rows.
-
-    Raises:
-        UserError: there is no such task, or its file cannot be used.
-    """
+    """The task that `--task` names, with its weights and without its rows."""
     return task_of(config.task, config.reward_weight, more_weights)
 
 
 def task_of(name: str, weights: tuple[str, ...] = (), more_weights: dict[str, float] | None = None) -> Task:
-    """The task of this name or path. Arguments and errors as of `Task`."""
+    """The task of this name or path; arguments and errors are those of `Task`."""
     return Task(import_named(name), shown(name), weights, more_weights)
 
 
@@ -282,11 +255,7 @@ def _import_once(path: Path, _changed_at: int, name: str) -> ModuleType:
 
 
 def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
-    """A user's file, which `--<flag>` calls `name`, as a module, and its content.
-
-    Raises:
-        UserError: it cannot be imported.
-    """
+    """A user's file, which `--<flag>` calls `name`, as a module, and its content; UserError if its import fails."""
     module = ModuleType(f"{flag}_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look their module up there
@@ -301,16 +270,10 @@ def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
 
 def suggest_task(row: Row, name: str) -> str:
     """The end of a sentence about a row that a bundled task, `name`, cannot use: which ones can; empty if none can."""
-    others = set(bundled_tasks()) - {name} if name in bundled_tasks() else ()  # a user's own task is no mistake
-    fitting = [f"--task {other}" for other in sorted(others) if _accepts(other, row)]
+    bundled = bundled_tasks()
+    fitting = []
+    for other in map(task_of, bundled if name in bundled else ()):  # a user's own task is no mistake
+        with suppress(UserError):  # its functions can do nothing with such a row
+            if find_problem(row, other.fields) is None and other.solves(row):
+                fitting.append(str(other))
     return f"; rows like this one are those of {' or '.join(fitting)}" if fitting else ""
-
-
-def _accepts(name: str, row: Row) -> bool:
-    """Whether a row has the fields of a bundled task, and its own solution is right."""
-    task = task_of(name)
-    try:
-        text = task.solution(row) if find_problem(row, task.fields) is None else None
-        return text is not None and task.reward(row, text).get("correct") == 1
-    except UserError:  # a fault of its functions with such a row
-        return False

@@ -107,7 +107,7 @@ def find_source(text: str) -> Source:
             raise UserError(f"RUN {shown(path)} is not a complete checkpoint (step_N)")
     else:
         run, weights = path, path / "final"
-    settings = read_settings(run, RunConfig, what="RUN")
+    settings = read_settings(run, what="RUN")
     if not any((weights / name).is_file() for name in ("config.json", ADAPTER_SETTINGS)):
         steps = [found for found in (run / "checkpoints").glob("step_*") if _step(found) is not None]
         newest = (

@@ -1,4 +1,1 @@
-"""What a run writes while it goes on: metrics, samples, statistics, findings, the summary.
-
-All numbers come from the training loop; nothing here knows a formula.
-"""
+"""What a run writes while it goes on, by numbers of the training loop; nothing here knows a formula."""

@@ -2,13 +2,13 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
 from harness.base.config import PolicyConfig
 
-# How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens. They come from matrix products
-# of different shapes, and differ by some 1e-6 after float32 rounding, by some 1e-2 after bfloat16 rounding.
+# How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens; rounding gives 1e-6 and 1e-2
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 MAX_STALE_DIFFERENCE = 1.0  # where an engine samples with weights that are several steps old, on purpose
 
@@ -46,18 +46,13 @@ class Diagnosis:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "finding": finding, "sentence": sentence}) + "\n")
 
-    def _last(self, name: str, count: int) -> list[float]:
-        """The values of the last `count` steps; none where one of them lacks it, or there are not so many yet."""
+    def _mean(self, name: str, count: int = 5, of: Callable[[list[float]], float] = mean) -> float:
+        """Of the last `count` steps; where one lacks it, it is not a number, for which no comparison holds."""
         values = [entry[name] for entry in self._history[-count:] if name in entry]
-        return values if len(values) == count else []
-
-    def _mean(self, name: str, count: int = 5) -> float:
-        """Their mean; where there are none it is not a number, for which no comparison holds."""
-        return mean(self._last(name, count) or [math.nan])
+        return of(values) if len(values) == count else math.nan
 
     def _least(self, name: str, count: int) -> float:
-        """The least of them, or not a number."""
-        return min(self._last(name, count), default=math.nan)
+        return self._mean(name, count, of=min)
 
     def _about_updates(self) -> dict[str, str]:
         """Sentences, by what they find in the words of docs/metrics.md."""
@@ -88,8 +83,8 @@ class Diagnosis:
             )
         if (kl := self._mean("loss/kl")) > 1:
             found["the KL grows without bound"] = (
-                f"the KL to the policy at the start has reached {kl:.2g} nats per token: the policy is leaving what "
-                "it could do before: lower --lr or raise --kl-weight"
+                f"the KL to the policy at the start has reached {kl:.2g} nats per token: lower --lr, or raise "
+                "--kl-weight"
             )
         if (share := self._mean("policy/clipped")) > 0.3:
             found["too many tokens are clipped"] = (
@@ -100,8 +95,7 @@ class Diagnosis:
         if self._least("loss/grad_clipped", 20) == 1 and norm > 5 * config.max_grad_norm:
             found["every gradient is scaled down, and by much"] = (
                 f"every gradient of the last twenty steps was scaled down, from {norm:.1f} to --max-grad-norm "
-                f"{config.max_grad_norm:g}: the steps' lengths no longer tell small gradients from large ones: raise "
-                "--max-grad-norm, or lower --kl-weight if it is high"
+                f"{config.max_grad_norm:g}: raise --max-grad-norm, or lower --kl-weight if it is high"
             )
         return found
 
@@ -138,7 +132,6 @@ class Diagnosis:
         if failures > 0.1 * calls:
             found["searches fail"] = (
                 f"{failures / calls:.0%} of the calls of the last five steps were searches that the index could not "
-                "answer, so that the policy learns that searching does not help: see what is wrong with --search-url, "
-                "or raise --search-seconds"
+                "answer: see what is wrong with --search-url, or raise --search-seconds"
             )
         return found

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -51,11 +51,7 @@ class StepClock:
         self._waited += time.perf_counter() - began
 
     def costs(self, num_tokens: int) -> dict[str, float]:
-        """Seconds since the beginning of the step, tokens per second for so many tokens of all processes, and memory.
-
-        The seconds of each phase are means over processes, `time/waiting` is the mean over processes of the share of
-        the step's seconds that they waited, and `memory/peak_bytes` is that of the process that needs most.
-        """
+        """Seconds of the step and its phases (mean over processes), tokens per second, and the largest peak."""
         seconds = time.perf_counter() - self._began
         own = (self._waited / seconds, self._laps, peak_memory_bytes(self._device))
         shares, laps, peaks = zip(*gather(own), strict=True)
@@ -69,15 +65,7 @@ class StepClock:
 
 
 class MetricsLog:
-    """One line of metrics.jsonl per step, and the same numbers in TensorBoard and W&B.
-
-    Args:
-        directory: of the run.
-        history: the lines that a resumed run's metrics.jsonl holds already. TensorBoard and W&B get them once more, so
-            that they hold exactly what metrics.jsonl holds.
-        wandb_settings: keyword arguments of `wandb.init`, or None for no W&B.
-        tell: prints a sentence.
-    """
+    """metrics.jsonl, TensorBoard and W&B (with `wandb_settings`); `history` holds the lines of a resumed run."""
 
     def __init__(self, directory: Path, history: list[dict], wandb_settings: dict | None, tell: Callable[[str], None]):
         self._directory = directory
@@ -87,7 +75,7 @@ class MetricsLog:
         self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line; a number that is not finite is left out, as JSON has no name for it."""
+        """Write one line; a number that is not finite is left out."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **finite}) + "\n")
@@ -114,10 +102,8 @@ class MetricsLog:
 
     def close(self) -> None:
         if self._events is not None:
-            try:
+            with suppress(OSError):  # it must not hide what ended the run
                 self._events.close()
-            except OSError as error:  # it must not hide what ended the run
-                self._tell(f"the TensorBoard events are not complete: {error}")
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -132,9 +118,7 @@ def finite(value: object) -> object:
 
 
 def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tuple[str, ...] = ()) -> str:
-    """
-    Args:
-        more: keys of `metrics` that are shown, too.
+    """The progress line, with the keys `more` of `metrics`.
 
     >>> progress_line(3, 80, {"reward/total": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5})
     'step 3/80  reward 0.50  KL 0.012  1,234 tokens/s'
@@ -166,12 +150,10 @@ def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
         tell("--wandb: the package is not installed (pip install wandb); logging continues without it")
         return None
     settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
-    for mode in ({}, {"mode": "offline"}):
-        try:
-            if not mode and wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-                raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
-            return wandb.init(**(settings | mode))
-        except Exception as error:  # a wrong key, no network, a full disk: none of them may stop the run
-            next_step = "continuing without it" if mode else "logging offline, to be sent later with `wandb sync`"
-            tell(f"--wandb: {' '.join(str(error).split())}; {next_step}")
-    return None
+    try:
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
+            raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
+        return wandb.init(**settings)
+    except Exception as error:  # a wrong key, no network: none of them may stop the run
+        tell(f"--wandb: {' '.join(str(error).split())}; logging offline, to be sent later with `wandb sync`")
+        return wandb.init(**settings, mode="offline")

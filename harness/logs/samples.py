@@ -1,7 +1,4 @@
-"""samples.jsonl: what was sampled, with everything that the loss sees of it, and tokens.jsonl: the texts of its tokens.
-
-docs/metrics.md lists their fields.
-"""
+"""samples.jsonl, what was sampled and what the loss sees of it, and tokens.jsonl; docs/metrics.md lists the fields."""
 
 import json
 import re
@@ -22,12 +19,6 @@ from harness.logs.statistics import RowUpdate, UpdateStatistics
 
 MOST_TURNS = 12  # of a conversation that is printed
 
-# Byte-level tokenizers write each byte of a token as one character: a printable one as itself, any other as the next of
-# those from U+0100 on (GPT-2, https://github.com/openai/gpt-2/blob/master/src/encoder.py).
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
-
 
 def write_samples(
     path: Path,
@@ -39,15 +30,7 @@ def write_samples(
     experience: Experience,
     statistics: UpdateStatistics,
 ) -> None:
-    """Append two groups of most steps and all groups of every tenth step, one line per completion, from all ranks.
-
-    Every list of a line has one entry for each of its `ids`, and 0 where nothing was sampled. A number that is not
-    finite becomes null, as JSON has no name for it.
-
-    Args:
-        tokens: gets the ids first, so that the text of every one of them is known.
-        group_size: G; the ranks have equal parts of the step's rows, in the order of the ranks.
-    """
+    """Append two groups of most steps and all of every tenth step, from all ranks, with 0 where nothing was sampled."""
     num_rows = world_size() * len(trajectories)
     kept = num_rows if step % 10 == 0 else 2 * group_size
     entries = []
@@ -56,15 +39,14 @@ def write_samples(
             break
         row = task.train_rows[trajectory.prompt_index]
         entry = {"step": step, "question": task.question(row), "answer": task.right_answer(row)}
-        entry |= {"text": trajectory.text}
-        entry |= {"turns": trajectory.turns} if trajectory.turns else {}
+        entry |= {"text": trajectory.text} | ({"turns": trajectory.turns} if trajectory.turns else {})
         entry |= {"return": task.total_reward(trajectory.rewards)}
         entry |= _describe_row(trajectory, index, experience, statistics)
         entries.append((trajectory.ids, json.dumps(finite(entry), default=str) + "\n"))
     entries = gather_rows(entries)
 
     def write() -> None:
-        tokens.add(step, (i for ids, _ in entries for i in ids))
+        tokens.add(step, (i for ids, _ in entries for i in ids))  # first: every id that samples.jsonl holds has a text
         with path.open("a", encoding="utf-8") as samples:
             samples.writelines(line for _, line in entries)
 
@@ -133,14 +115,13 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
 
 
 class TokenTexts:
-    """Writes one line of tokens.jsonl per token id, when it is first sampled or read.
-
-    A line is `{"step", "id", "text"}`, with `"special": true` for tokens that are no ordinary text, and
-    `"end_of_turn": true` for those that end a turn. `path` may hold those of a resumed run already.
-    """
+    """tokens.jsonl: one line per token id, when it is first sampled or read; `path` can hold some already."""
 
     def __init__(self, path: Path, tokenizer, end_of_turn_ids: list[int]):
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self._path, self._tokenizer = path, tokenizer
+        self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
         self._added = tokenizer.added_tokens_decoder
         self._ends = set(end_of_turn_ids)
         self._special = {i for i, token in self._added.items() if token.special} | {*tokenizer.all_special_ids}
@@ -148,8 +129,6 @@ class TokenTexts:
 
     def add(self, step: int, ids: Iterable[int]) -> None:
         new = sorted(set(ids) - self._known)
-        if not new:
-            return
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": step} | self._describe(i)) + "\n" for i in new)
         self._known.update(new)
@@ -159,10 +138,7 @@ class TokenTexts:
         return {"id": i, "text": self.text(i)} | {name: True for name, is_so in marks.items() if is_so}
 
     def text(self, i: int) -> str:
-        """The text of one token, with its leading space; bytes that are no complete text as `<0xE2><0x82>`.
-
-        Empty for an id that no token has: some models have more rows in their embeddings than tokens.
-        """
+        """The text of one token; incomplete bytes as `<0xE2><0x82>`, and nothing for an id without a token."""
         if i in self._added:
             return self._added[i].content
         piece = self._tokenizer.convert_ids_to_tokens(i)
@@ -173,17 +149,11 @@ class TokenTexts:
         text = self._tokenizer.decode([i], clean_up_tokenization_spaces=False)
         if "\ufffd" not in text:
             return text
-        if not set(piece) <= _BYTES.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):  # SentencePiece's bytes
+        # byte-level tokenizers write each byte as one character; SentencePiece writes <0xE2>
+        if not set(piece) <= self._bytes.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return piece
-        return _text_of(bytes(_BYTES[character] for character in piece))
-
-
-def _text_of(raw: bytes) -> str:
-    """
-    >>> _text_of("\u20ac".encode()), _text_of("\u20ac".encode()[:2])
-    ('€', '<0xE2><0x82>')
-    """
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "".join(f"<0x{byte:02X}>" for byte in raw)
+        raw = bytes(self._bytes[character] for character in piece)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "".join(f"<0x{byte:02X}>" for byte in raw)

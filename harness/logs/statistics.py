@@ -1,7 +1,4 @@
-"""What a step shows: of what was sampled, and of its updates; docs/metrics.md explains each number.
-
-No loss is computed here. Each train.py hands over the terms of its loss, and its diagnostics by name.
-"""
+"""What a step shows (docs/metrics.md): of what was sampled, and of its updates. No loss is computed here."""
 
 import math
 from typing import NamedTuple
@@ -25,10 +22,7 @@ class RowUpdate(NamedTuple):
 
 
 class UpdateStatistics:
-    """Gathers what the updates of one step show, from micro-batches of different sizes, on all ranks.
-
-    `metrics` gives means for metrics.jsonl, `rows` the numbers of every token for samples.jsonl.
-    """
+    """What the updates of one step show, on all ranks: `metrics` for metrics.jsonl, `rows` for samples.jsonl."""
 
     def __init__(self, max_grad_norm: float):
         self._max_grad_norm = max_grad_norm
@@ -55,9 +49,6 @@ class UpdateStatistics:
             terms: (b, T-1), each token's part of the update's loss; they add up to it.
             diagnostics: (b, T-1) or (b, 1) each, by name: `entropy`, and what the loss wants to be logged. Two names
                 are known: `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
-
-        Raises:
-            ValueError: there is not a term for every token.
         """
         mask = micro.action_mask.bool()
         if terms.shape != mask.shape:
@@ -130,11 +121,7 @@ class _Parts:
 
 
 def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> dict[str, float]:
-    """Of what was sampled: rewards by component, what the task describes, lengths, and how many groups teach anything.
-
-    Args:
-        returns: (Q, G).
-    """
+    """Metrics of what was sampled, with `returns` of (Q, G)."""
     first = trajectories[0]
     lengths = [row.num_action_tokens for row in trajectories]
     metrics = {"reward/total": returns.mean().item()}

@@ -49,17 +49,9 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
                    choice of style            better answers, style by style
 
     The styles are the first names that the task describes as 0 or 1 and of which exactly one is 1 in every answer: for
-    the bundled task `reasoned` and `direct`. The gain is divided for every kind of question separately, and averaged:
-    hard kinds are reasoned about more often, and over all kinds together a change in their mix would be mistaken for
-    skill.
-
-    Args:
-        before, after: answers to the same questions. If no answer of a kind has a style, the accuracy that does not
-            exist is taken from the other evaluation.
-        kinds: of the questions.
-
-    Returns:
-        The parts, by name; empty if there are no styles.
+    the bundled task `reasoned` and `direct`. Without any, the result is empty. The gain is divided for every kind of
+    question separately, and averaged: over all kinds together a change in their mix would be mistaken for skill. If no
+    answer of a kind has a style, the accuracy that does not exist is taken from the other evaluation.
 
     >>> styles = ({"reasoned": 1.0, "direct": 0.0}, {"reasoned": 0.0, "direct": 1.0})
     >>> before = [Answer(0, 1.0, styles[0]), Answer(0, 0.0, styles[1])]
@@ -72,7 +64,10 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
         old, new = ([answer for answer in side if kinds[answer.question] == kind] for side in (before, after))
         for style in styles:
             share, share_after = (mean([answer.description[style] for answer in side]) for side in (old, new))
-            accuracy, accuracy_after = _accuracies(old, new, style)
+            rights = ([answer.correct for answer in side if answer.description[style]] for side in (old, new))
+            correct, correct_after = rights
+            accuracy = mean(correct or correct_after or [0.0])
+            accuracy_after = mean(correct_after) if correct_after else accuracy
             weight = len(old) / len(before)
             parts["choice of style"] += weight * (share_after - share) * accuracy
             parts[f"better if {style}"] += weight * share_after * (accuracy_after - accuracy)
@@ -88,13 +83,6 @@ def _styles(answers: list[Answer]) -> list[str]:
         if all(sum(answer.description[name] for name in styles) == 1 for answer in answers):
             return styles
     return []
-
-
-def _accuracies(before: list[Answer], after: list[Answer], style: str) -> tuple[float, float]:
-    """Accuracy before and after among the answers of a style."""
-    old, new = ([answer.correct for answer in side if answer.description[style]] for side in (before, after))
-    known = mean(old or new or [0.0])
-    return known, mean(new) if new else known
 
 
 def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation, gain: dict) -> None:

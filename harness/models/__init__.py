@@ -1,4 +1,1 @@
-"""Models: read, adapted, refused where they cannot be trained, and saved.
-
-estimate.py says how much memory a run needs.
-"""
+"""Models: read, adapted, refused where they cannot be trained, and saved; and how much memory a run needs."""

@@ -1,8 +1,4 @@
-"""LoRA adapters: a new one, one that an earlier run has trained, and the reference of a run that trains one.
-
-adapter_config.json         rank, alpha, adapted layers, and the base: the model that the adapter was trained on
-adapter_model.safetensors   A and B of every adapted layer
-"""
+"""LoRA adapters: a new one, one that an earlier run has trained, and the reference of a run that trains one."""
 
 import json
 import warnings
@@ -21,12 +17,11 @@ KEPT = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 )
-# Fields that say how it was made. Dropout is off here. Whatever else is set makes it something other than W x + B A x
+# Fields that say how it was made; dropout is off here. Whatever else is set makes it something other than W x + B A x
 IGNORED = (
     *("auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode", "lora_dropout", "runtime_config"),
     *("eva_config", "megatron_core", "qalora_group_size"),
 )
-MAX_RANK = 8192  # beyond the width of most models
 ALLOWED = {
     "peft_type": ("LORA",),
     "task_type": (None, "CAUSAL_LM"),
@@ -42,32 +37,23 @@ def is_lora(policy: Policy) -> bool:
 
 def add_adapter(model: torch.nn.Module, rank: int, alpha: float | None = None, seed: int = 0) -> torch.nn.Module:
     """LoRA (arXiv 2106.09685) on every linear layer but the head: W x becomes W x + (alpha / rank) B A x, B = 0."""
-    from peft import LoraConfig
-
     alpha = 2 * rank if alpha is None else alpha
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # A is random
-        return _inject(model, LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear"))
+        return _inject(model, r=rank, lora_alpha=alpha, target_modules="all-linear")
 
 
 def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
-    """Put the adapter of the directory `path` on its base, ready to be trained further, in float32.
-
-    Raises:
-        UserError: it is not an adapter for this model, it lacks weights, or it computes something other than LoRA.
-    """
-    from peft import LoraConfig, set_peft_model_state_dict
+    """Put the adapter of the directory `path` on its base, ready to be trained further, in float32."""
+    from peft import set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import load_file
 
     settings = _read_settings(path)
-    source = path / "adapter_model.safetensors"
-    if not source.is_file():
-        raise UserError(f"the adapter {path} has no {source.name}")
     try:
-        weights = load_file(source)
+        weights = load_file(path / "adapter_model.safetensors")
         with torch.random.fork_rng():  # what is drawn is replaced
-            model = _inject(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+            model = _inject(model, **settings)
         loaded = set_peft_model_state_dict(model, weights)
     except Exception as error:  # a damaged file can raise anything
         reason = " ".join(str(error).split())
@@ -86,19 +72,10 @@ def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
     return model
 
 
-def adds_something(model: torch.nn.Module) -> bool:
-    """Whether the adapter of `model` has been trained: in a new one B = 0."""
-    return any(weight.any() for name, weight in model.named_parameters() if "_B." in name)
+def _inject(model: torch.nn.Module, **settings) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
 
-
-def merge_adapter(model: torch.nn.Module) -> torch.nn.Module:
-    """The plain model with W + (alpha / rank) B A in place of W."""
-    return model.merge_and_unload()
-
-
-def _inject(model: torch.nn.Module, settings) -> torch.nn.Module:
-    from peft import get_peft_model
-
+    settings = LoraConfig(task_type="CAUSAL_LM", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
         return get_peft_model(model, settings)
@@ -107,8 +84,8 @@ def _inject(model: torch.nn.Module, settings) -> torch.nn.Module:
 def _read_settings(path: Path) -> dict:
     """What adapter_config.json says about the computation, if all of it can be done here."""
     try:
-        fields = dict(json.loads((path / ADAPTER_SETTINGS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        fields = json.loads((path / ADAPTER_SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path / ADAPTER_SETTINGS} cannot be read ({error})") from error
     for name, value in fields.items():
         is_off = name in KEPT or name in IGNORED or value in (None, False, {}, [])
@@ -117,9 +94,6 @@ def _read_settings(path: Path) -> dict:
                 f"the adapter {path} has {name}={json.dumps(value)} in its {ADAPTER_SETTINGS}: only plain LoRA "
                 "adapters of a language model can be trained on here"
             )
-    for rank in (fields.get("r"), *dict(fields.get("rank_pattern") or {}).values()):
-        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-            raise UserError(f"the adapter {path} has a rank of {json.dumps(rank)[:40]} in its {ADAPTER_SETTINGS}")
     return {name: fields[name] for name in KEPT if name in fields}
 
 

@@ -12,10 +12,7 @@ from harness.models.adapters import is_lora
 
 
 def check_quantisation(model: torch.nn.Module, config: ModelConfig) -> None:
-    """
-    Raises:
-        UserError: the weights were quantised when they were saved, and the settings ask for what needs other ones.
-    """
+    """Refuse weights that were quantised when they were saved, where the settings ask for what needs other ones."""
     quantizer = getattr(model, "hf_quantizer", None)
     if not getattr(model, "is_quantized", False) or not quantizer.pre_quantized:
         return
@@ -23,40 +20,30 @@ def check_quantisation(model: torch.nn.Module, config: ModelConfig) -> None:
     load_in = next((bits for bits in ("4bit", "8bit") if getattr(stored, f"load_in_{bits}", False)), None)
     kind = load_in or getattr(stored.quant_method, "value", stored.quant_method)
     given = f"--model {shown(config.model)}: the weights of {config.base} are already quantised ({kind})"
-    is_trained = isinstance(config, PolicyConfig)
-    if is_trained and not config.has_adapter:
-        raise UserError(f"{given} and cannot be trained: add an adapter, --lora-rank 16 for example")
     if config.load_in not in (None, load_in):
         raise UserError(f"{given}: omit --load-in {config.load_in}, or use a model that is not quantised")
-    if is_trained and config.save_merged:
-        raise UserError(f"{given}, and an adapter cannot be merged into them: omit --save-merged")
-    if is_trained and config.adapter_path is not None and config.lora_rank:
-        raise UserError(f"{given}, and an adapter cannot be merged into them: omit --lora-rank")
+    if isinstance(config, PolicyConfig):
+        if not config.has_adapter:
+            raise UserError(f"{given} and cannot be trained: add an adapter, --lora-rank 16 for example")
+        if config.save_merged or (config.adapter_path is not None and config.lora_rank):
+            omitted = "--save-merged" if config.save_merged else "--lora-rank"
+            raise UserError(f"{given}, and an adapter cannot be merged into them: omit {omitted}")
     if load_in == "8bit" and config.dtype == "float32":
         raise UserError(f"{given} and compute in half precision: use --dtype bfloat16")
 
 
 # The model is tried on two prompts of different lengths with two completions of two tokens each
-PROMPT_LENGTHS = (3, 6)
-GROUP_SIZE = 2
-NEW_TOKENS = 2
+PROMPT_LENGTHS, GROUP_SIZE, NEW_TOKENS = (3, 6), 2, 2
 
 
 @torch.no_grad()
 def check_computation(policy: Policy) -> None:
-    """Refuse a model that sampling and training would compute otherwise than a plain forward pass does.
-
-    `Policy.forward` relies on logits that are the LM head applied to the last hidden states (Gemma 2's soft-capped
-    ones are something else); sampling and shared prompts, on keys and values as all that a prompt leaves behind (Mamba
-    and hybrid models keep other state).
-    """
+    """Refuse a model whose logits are not the LM head of the last hidden states, or that keeps other state (Mamba)."""
     model = policy.model.eval()
     name = type(model.get_base_model() if is_lora(policy) else model).__name__
     rows, prompts, sequences, action_mask = _rows(policy)
     unsupported = "which this code does not support yet"
-    own_state = (
-        f"{name} keeps state other than keys and values of attention, or has positions of its own, {unsupported}"
-    )
+    own_state = f"{name} keeps state other than keys and values, or has positions of its own, {unsupported}"
     fault = f"{name} does not run as a decoder with an LM head, {unsupported}"
     with policy.autocast():
         try:

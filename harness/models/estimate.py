@@ -7,13 +7,12 @@ Sampling and the update do not overlap, so the larger one counts. docs/real_mode
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 
-from common.chat import encode_prompt
-from common.errors import UserError
 from common.logprobs import MAX_LOGITS
 from common.parallel import is_main, world_size
 
@@ -21,8 +20,9 @@ from harness.base.checks import flag
 from harness.base.config import ADAPTER_SETTINGS, TINY_POLICY, PolicyConfig, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import say
+from harness.data.context import longest_prompt
 from harness.data.task import Task
-from harness.models.pretrained import read_config, read_template, read_tokenizer
+from harness.models.pretrained import read_config, set_template, tokenizer_of
 
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those
 QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
@@ -30,33 +30,23 @@ PROGRAM = 0.5e9  # bytes of Python and its libraries, on a CPU; of CUDA, its con
 ROOM = 32  # tokens that the cache has room for beyond its last, see common/fast/cache.py
 IN_PIECES = 0.6  # of activations and logits, on a CPU: what the C library's allocator keeps after they are freed
 AUTOCAST = 2.6  # bytes per value that bfloat16 arithmetic keeps: most have 2, those of norms 4
-LONGEST = 32  # rows whose prompts are encoded: those with the longest texts
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 FULL = 0.95  # of a device's memory: above it, fragmentation alone can be too much
 GB = 1e9
-LAUNCHES = (
-    "multi_gpu",
-    "fsdp2",
-)  # files of accelerate_configs/: every process holds all, or a shard of what is trained
+# Files of accelerate_configs/: every process holds all, or a shard of what is trained
+LAUNCHES = ("multi_gpu", "fsdp2")
 
 
 class Shape:
-    """The sizes of a model, from its config alone.
-
-    Raises:
-        UserError: the config cannot be read, or transformers cannot build a model from it.
-    """
+    """The sizes of a model, from its config alone."""
 
     def __init__(self, config: PolicyConfig):
         from transformers import AutoModelForCausalLM
 
         source = str(TINY_POLICY) if config.model == "new" else config.base
         whole = read_config(source, Path(source).is_dir() or must_be_cached("model", source))
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(whole, dtype=torch.float32)
-        except Exception as error:  # transformers raises many kinds
-            raise UserError(f"--estimate: no model can be built from this config: {error}") from error
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(whole, dtype=torch.float32)
         text = whole.get_text_config()
         self.layers, self.heads = text.num_hidden_layers, text.num_attention_heads
         self.vocabulary, self.hidden = model.get_input_embeddings().weight.shape
@@ -77,7 +67,7 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shape, prompt = Shape(config), 0 if task is None else longest_prompt(config, task)
+    shape, prompt = Shape(config), 0 if task is None else _prompt_length(config, task)
     if not is_main():
         return
     processes, room = max(2, world_size(), torch.cuda.device_count()), device_memory(config.device)
@@ -178,17 +168,12 @@ def rank_of(config: PolicyConfig) -> int:
     return int(json.loads((config.adapter_path / ADAPTER_SETTINGS).read_text(encoding="utf-8")).get("r", 8))
 
 
-def longest_prompt(config: PolicyConfig, task: Task) -> int:
-    """In tokens, of all rows of training and evaluation."""
-    has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
-    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, config.base_path is not None)
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
-    if tokenizer.chat_template is None:
-        raise UserError(f"--model {shown(config.model)} has no chat template: give it one with --chat-template FILE")
-    rows = sorted([*task.train_rows, *task.eval_rows], key=lambda row: -len(row.question))[:LONGEST]
-    messages = [task.messages(row, config.system_prompt) for row in rows]
-    return max(len(encode_prompt(tokenizer, each, task.tools)) for each in messages)
+def _prompt_length(config: PolicyConfig, task: Task) -> int:
+    """Tokens of the longest prompt of training and evaluation."""
+    tokenizer = tokenizer_of(config, config.base_path is not None)
+    set_template(tokenizer, config)
+    messages = partial(task.messages, system_prompt=config.system_prompt)
+    return longest_prompt(tokenizer, [*task.train_rows, *task.eval_rows], messages, task.tools)[0]
 
 
 def device_memory(device: str) -> float:

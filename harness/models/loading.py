@@ -20,32 +20,24 @@ from harness.models.adapters import (
     WithAdapterAsItWas,
     WithoutAdapter,
     add_adapter,
-    adds_something,
     is_lora,
     load_adapter,
-    merge_adapter,
 )
 from harness.models.compatibility import check_computation, check_quantisation
 from harness.models.pretrained import (
     check_finite,
     check_tokenizer,
-    describe_parameters,
+    count_parameters,
     find_end_of_turn_ids,
     read_model,
-    read_template,
-    read_tokenizer,
     refuse_adapter,
+    set_template,
+    tokenizer_of,
 )
 
 
 def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
-    """Load `config.model` with its tokenizer on `config.device`, with a LoRA adapter if one is requested.
-
-    Trained weights are held in float32, frozen ones (with LoRA: all of the model's own) in `config.dtype`.
-
-    Raises:
-        UserError: there is no such model, or it cannot be used here; the sentence says what to do.
-    """
+    """Load `config.model` on `config.device`: trained weights in float32, frozen ones (with LoRA) in `config.dtype`."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress line is enough
@@ -54,30 +46,22 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     config = resolve(config, {})  # only for a config that was made in code: the command line has resolved its own
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     refuse_adapter(config.base, is_here)
-    has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
-    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
-    quantised = {}
+    tokenizer = tokenizer_of(config, is_here)
+    options = {"attn_implementation": config.attn_implementation, "local_files_only": is_here}
     if config.load_in is not None:
-        quantised = {"quantization_config": _quantization(config), "device_map": {"": config.device}}
-    model = read_model(
-        config.base,
-        DTYPES[config.dtype] if config.has_adapter else torch.float32,
-        local_files_only=is_here,
-        attn_implementation=config.attn_implementation,
-        **quantised,
-    )
+        from transformers import BitsAndBytesConfig
+
+        four_bit = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        four_bit |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": DTYPES[config.dtype]}
+        bits = four_bit if config.load_in == "4bit" else {"load_in_8bit": True}
+        options |= {"quantization_config": BitsAndBytesConfig(**bits), "device_map": {"": config.device}}
+    model = read_model(config.base, DTYPES[config.dtype] if config.has_adapter else torch.float32, **options)
     return make_policy(model, tokenizer, config, temperature)
 
 
 def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperature: float = 1.0) -> Policy:
     """Wrap a model and its tokenizer, with its adapter; under a `PolicyConfig` ready for training."""
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
-            "--chat-template FILE (Jinja), or use an instruction-tuned model"
-        )
+    set_template(tokenizer, config)
     prefix = getattr(config, "completion_prefix", None)
     if prefix is not None:
         begin_completions(tokenizer, prefix)
@@ -103,17 +87,26 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         if is_trained and config.gradient_checkpointing:
             # works in training mode only: Policy.forward enters it, and dropout is off anyway
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _disable_dropout(model)
     if config.load_in is None:
         model = model.to(config.device)
-    _forbid_repacking(model)  # the weights may be quantised without --load-in: in the checkpoint
+    for module in model.modules():
+        # log-probabilities are compared between passes, and dropout would give each pass another policy
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+        # bitsandbytes would pack 4-bit weights anew for CPUs with AVX512-BF16, in the first rollout, and compute wrong
+        # gradients from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them)
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype])
     policy.gradient_checkpointing = is_trained and config.gradient_checkpointing
     exclude_frozen(policy)
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
     check_computation(policy)
     if is_trained:
-        say(describe_parameters(model))
+        total, trained = count_parameters(model).values()
+        say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
     return policy
 
 
@@ -121,64 +114,23 @@ def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module
     """With the adapter that `--model` names, which is merged if a new one is to be trained."""
     model = load_adapter(model, config.adapter_path)
     given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
-    if not isinstance(config, PolicyConfig):
-        say(f"{given} for {config.base}")
-        return model
-    if not config.lora_rank:
-        say(f"{given} for {config.base}: it is trained further")
-        return model
-    say(f"{given}: it is merged into its base {config.base}, and a new one of rank {config.lora_rank} is trained")
-    return merge_adapter(model)
+    if isinstance(config, PolicyConfig) and config.lora_rank:
+        say(f"{given}: it is merged into its base {config.base}, and a new one of rank {config.lora_rank} is trained")
+        return model.merge_and_unload()
+    say(f"{given} for {config.base}{': it is trained further' if isinstance(config, PolicyConfig) else ''}")
+    return model
 
 
 def make_reference(policy: Policy) -> Policy:
-    """The policy as it is now, frozen, for the KL penalty.
-
-    It is a copy, or with LoRA the same model: without its adapter if that adds nothing yet, else with a copy of it.
-    """
+    """The policy as it is now, frozen, for the KL penalty: a copy, or with LoRA the same model without its adapter."""
     if not is_lora(policy):
         return copy.deepcopy(policy).requires_grad_(False)
-    return WithAdapterAsItWas(policy) if adds_something(policy.model) else WithoutAdapter(policy)
-
-
-def _quantization(config: ModelConfig):
-    from transformers import BitsAndBytesConfig
-
-    if config.load_in == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPES[config.dtype],
-    )
+    is_trained = any(weight.any() for name, weight in policy.named_parameters() if "_B." in name)  # a new one: B = 0
+    return WithAdapterAsItWas(policy) if is_trained else WithoutAdapter(policy)
 
 
 def exclude_frozen(policy: Policy) -> None:
-    """Let DistributedDataParallel leave alone what is not trained: every process has loaded the same.
-
-    Otherwise it would send all frozen weights once, and all buffers in every forward pass.
-    """
+    """Keep DistributedDataParallel from sending frozen weights and buffers: every process has loaded the same."""
     frozen = [name for name, weight in policy.named_parameters() if not weight.requires_grad]
     buffers = [name for name, _ in policy.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, frozen + buffers)
-
-
-def _forbid_repacking(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights anew for CPUs with AVX512-BF16.
-
-    It does so in the first forward pass without gradient, that is in the first rollout, and computes wrong gradients
-    from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them).
-    """
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes.nn.Linear4bit has it
-            module.support_avx512bf16_for_cpu = False
-
-
-def _disable_dropout(model: torch.nn.Module) -> None:
-    """Log-probabilities are compared between passes, and dropout would give each pass another policy."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0

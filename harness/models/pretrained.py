@@ -1,7 +1,4 @@
-"""Read models and tokenizers of Hugging Face, and check them; code of a model is never run, and nobody is asked.
-
-A tokenizer must be able to render a conversation and name ids that the model has; all weights must be numbers.
-"""
+"""Read models and tokenizers of Hugging Face, and check them; code of a model is never run, and nobody is asked."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,35 +8,25 @@ import torch
 from common.chat import encode_prompt
 from common.errors import UserError
 
-from harness.base.config import shown
+from harness.base.config import ModelConfig, shown
 from harness.base.terminal import clean_log
 
 PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
 
 
 def refuse_adapter(source: str, local_files_only: bool) -> None:
-    """
-    Raises:
-        UserError: there is an adapter, which transformers would load as something that is neither trained nor saved.
-    """
+    """An adapter, which transformers would load as something that is neither trained nor saved, is a UserError."""
     from transformers.utils import find_adapter_config_file
 
-    if find_adapter_config_file(source, local_files_only=local_files_only) is None:
-        return
-    if Path(source).is_dir():
-        raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
-    raise UserError(
-        f"{source} is an adapter: download it, with `hf download {source} --local-dir adapter` for example, and give "
-        "its directory: --model ./adapter"
-    )
+    if find_adapter_config_file(source, local_files_only=local_files_only) is not None:
+        if Path(source).is_dir():
+            raise UserError(f"{source} holds a model (config.json) and an adapter (adapter_config.json): remove either")
+        download = f"hf download {source} --local-dir adapter"
+        raise UserError(f"{source} is an adapter: download it (`{download}`), and give its directory to --model")
 
 
 def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:
-    """The causal language model of a hub id or a directory.
-
-    Raises:
-        UserError: it cannot be loaded, or lacks weights.
-    """
+    """The causal language model of a hub id or a directory; UserError if it cannot be loaded, or lacks weights."""
     from transformers import AutoModelForCausalLM
 
     clean_log("transformers")
@@ -54,11 +41,7 @@ def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **option
 
 
 def read_config(source: str, local_files_only: bool):
-    """The config of a model that is not loaded.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The config of a model that is not loaded."""
     from transformers import AutoConfig
 
     try:
@@ -76,31 +59,35 @@ def read_tokenizer(source: str, local_files_only: bool):
         raise UserError(f"the tokenizer of {source} could not be loaded: {_reason(error)}") from error
 
 
-def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
-    """Every id that ends an assistant turn: the tokenizer's and the generation config's (Llama 3 has several).
+def tokenizer_of(config: ModelConfig, local_files_only: bool):
+    """The tokenizer of the model that `config` names, or the one that was saved with its adapter."""
+    has_own = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
+    return read_tokenizer(str(config.adapter_path) if has_own else config.base, local_files_only)
 
-    Raises:
-        ValueError: there is none, so that no completion could ever end, or one is not an id.
-    """
+
+def set_template(tokenizer, config: ModelConfig) -> None:
+    """Give it the template of `--chat-template`; UserError if it has none."""
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"--model {shown(config.model)} has no chat template, like most base models: give it one with "
+            "--chat-template FILE (Jinja), or use an instruction-tuned model"
+        )
+
+
+def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
+    """Every id that ends an assistant turn, of tokenizer and generation config (Llama 3 has several)."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
-    ids = [i for i in [tokenizer.eos_token_id, *configured] if i is not None]
-    for i in ids:
-        if type(i) is not int:  # a bool is not an id either
-            raise ValueError(f"the generation config's end-of-turn id (eos_token_id) {i!r} is not a whole number")
+    ids = {tokenizer.eos_token_id, *configured} - {None}
     if not ids:
         raise ValueError("neither the tokenizer nor the generation config names an end-of-turn (eos) token")
-    return sorted(set(ids))
+    return sorted(ids)
 
 
 def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids: int) -> None:
-    """
-    Args:
-        num_ids: how many rows the model's embedding has.
-
-    Raises:
-        ValueError: the chat template renders nothing, or an id is beyond the embedding.
-    """
+    """ValueError if the chat template renders nothing, or an id is beyond the `num_ids` rows of the embedding."""
     try:
         prompt = encode_prompt(tokenizer, PROBE)
     except UserError:  # it may want other messages; those that the run has are seen before it trains
@@ -121,16 +108,11 @@ def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids:
 
 
 def read_template(source: str) -> str:
-    """The chat template in a file.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The chat template in a file."""
     try:
         template = Path(source).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"--chat-template {shown(source)} cannot be read ({reason})") from error
+        raise UserError(f"--chat-template {shown(source)} cannot be read ({error})") from error
     if not template.strip():
         raise UserError(f"--chat-template {shown(source)} is empty")
     return template
@@ -144,16 +126,8 @@ def count_parameters(model: torch.nn.Module) -> dict[str, int]:
     return {"parameters": model.num_parameters(), "trained_parameters": model.num_parameters(only_trainable=True)}
 
 
-def describe_parameters(model: torch.nn.Module) -> str:
-    total, trained = count_parameters(model).values()
-    return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
-
-
 def check_finite(owner: str, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """
-    Raises:
-        UserError: a weight of `owner` is NaN or infinite.
-    """
+    """Refuse weights of `owner` that are NaN or infinite."""
     for name, weight in weights:
         if not weight.is_floating_point() or not weight.numel():
             continue

@@ -10,26 +10,17 @@ from common.policy import Policy
 
 from harness.base.config import DTYPES, PolicyConfig, find_directory, read_base
 from harness.base.ranks import on_main
-from harness.models.adapters import is_lora, load_adapter, merge_adapter
+from harness.models.adapters import is_lora, load_adapter
 from harness.models.pretrained import read_model
 
 
 def save_policy(policy: Policy, path: Path) -> None:
-    """Write a Hugging Face directory that `from_pretrained` loads; with LoRA that of the adapter, for peft.
-
-    All processes call it together, and the main one writes.
-    """
+    """Write a Hugging Face directory, with LoRA that of the adapter: all processes call it, and the main one writes."""
     weights = whole_weights(policy.model)
-    on_main(lambda: _save(policy, weights, path))
-
-
-def _save(policy: Policy, weights: dict[str, torch.Tensor] | None, path: Path) -> None:
     # "auto" would ask the hub whether the vocabulary has grown
     options = {"save_embedding_layers": False} if is_lora(policy) else {}
-    if weights is not None:
-        options |= {"state_dict": weights}
-    policy.model.save_pretrained(path, **options)
-    policy.tokenizer.save_pretrained(path)
+    options |= {} if weights is None else {"state_dict": weights}
+    on_main(lambda: (policy.model.save_pretrained(path, **options), policy.tokenizer.save_pretrained(path)))
 
 
 def load_weights(policy: Policy, path: Path) -> None:
@@ -44,31 +35,15 @@ def load_weights(policy: Policy, path: Path) -> None:
 
 
 def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> None:
-    """Add a saved LoRA adapter to the weights that it was trained on, and write them as a model of its own.
-
-    The weights are read anew, unquantised: to add to quantised ones would round what was learned.
-    """
+    """Merge a saved adapter into its base, read anew: to add to quantised weights would round what was learned."""
     base = read_base(adapter)
     model = read_model(str(find_directory(base) or base), dtype, local_files_only=True)
-    merge_adapter(load_adapter(model, adapter)).save_pretrained(path)
+    load_adapter(model, adapter).merge_and_unload().save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
-def save_final(config: PolicyConfig, policy: Policy, directory: Path) -> Path:
-    """Write a run's final/, and with --save-merged its final_merged/."""
-    path = directory / "final"
-    on_main(lambda: save_base(config, policy, directory / "base"))
-    save_policy(policy, path)
-    if config.save_merged:
-        on_main(lambda: save_merged(path, directory / "final_merged", policy.tokenizer, DTYPES[config.dtype]))
-    return path
-
-
 def save_base(config: PolicyConfig, policy: Policy, path: Path) -> None:
-    """Write the model that the policy's adapter is trained on, if that is on no disk yet, and tell the adapter where.
-
-    That is so when the adapter that `--model` names was merged, and a new one is trained on top.
-    """
+    """Write the base of a new adapter, if the one of `--model` was merged into it, and tell the adapter where it is."""
     if config.adapter_path is None or not config.lora_rank:
         return
     path = path.resolve()

@@ -1,8 +1,7 @@
 """Hugging Face Accelerate: the processes that it finds, their devices and arithmetic, and its checkpoints.
 
-With DeepSpeed under it, ZeRO-2 shards gradients and optimizer states over the ranks, ZeRO-3 also the weights.
-`accelerator.backward` of the last micro-batch reduces the gradient, clips it and takes the step; the prepared
-optimizer's own methods do nothing. Under ZeRO-3 the call of a submodule gathers its weights and is so a message to all
+With DeepSpeed, `accelerator.backward` of the last micro-batch reduces the gradient, clips it and takes the step; the
+prepared optimizer's own methods do nothing. Under ZeRO-3 the call of a submodule gathers its weights, a message to all
 ranks: each rank must make the same calls in the same order, or the launch hangs.
 """
 
@@ -29,11 +28,7 @@ from harness.processes import processes
 
 
 def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
-    """Meet the other processes that a launcher has started; the settings with the device of this one.
-
-    Raises:
-        UserError: Accelerate gives something else than was asked for, or the processes cannot share the work equally.
-    """
+    """Meet the other processes that a launcher has started; the settings with the device of this one."""
     on_cpu, by_deepspeed = config.device == "cpu", processes.requested_launch().sharding == "deepspeed"
     if processes.num_restarts():  # Accelerate would look for the addresses of before; it takes who have met
         processes.meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")

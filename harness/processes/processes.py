@@ -1,9 +1,4 @@
-"""The processes that a launcher has started: they meet, share the devices of their machine, and are as many as asked.
-
-Where Accelerate cannot start what it was asked for, it starts less without a word. On a machine without a GPU, for
-example, `accelerate launch --cpu --num_processes 2` of Accelerate 1.15 starts one process, and a configuration file for
-FSDP gives plain data parallelism.
-"""
+"""The processes that a launcher has started: they meet, share devices, and are as many as Accelerate was asked for."""
 
 import dataclasses
 import os
@@ -38,11 +33,7 @@ WHERE = "in the configuration file or on the command line of accelerate"
 
 
 def start_processes(config: ConfigT) -> ConfigT:
-    """Meet the other processes, or be one alone; the settings with the device of this one.
-
-    Raises:
-        UserError: they cannot meet, or cannot share the devices or the rows of a step.
-    """
+    """Meet the other processes, or be one alone; the settings with the device of this one."""
     config = dataclasses.replace(config, device=own_device(config.device))
     if torch.device(config.device).type == "cuda":
         torch.cuda.set_device(torch.device(config.device).index or 0)
@@ -71,19 +62,15 @@ def check_divides(name: str, count: int, what: str) -> None:
         )
 
 
-# Meeting
-
-
 def meet(backend: str) -> None:
     """Start the process group, through which ranks talk to each other; also that of one process."""
     if distributed.is_initialized():
         return
-    place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1} if num_launched() == 1 else {}
-    try:
-        with meeting():
-            distributed.init_process_group(backend, timeout=PATIENCE, **(place or _place_after_restart()))
-    except ValueError as error:  # a variable of the launcher is missing
-        raise _could_not_meet(error) from error
+    place = _place_after_restart() if num_restarts() else {}
+    if num_launched() == 1:
+        place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
+    with meeting():
+        distributed.init_process_group(backend, timeout=PATIENCE, **place)
 
 
 def num_restarts() -> int:
@@ -93,8 +80,6 @@ def num_restarts() -> int:
 
 def _place_after_restart() -> dict:
     """Where processes meet that were started again: torchrun's store can hold the addresses of those that ended."""
-    if not num_restarts():
-        return {}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
     store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
@@ -125,10 +110,9 @@ def _could_not_meet(error: Exception) -> UserError:
     )
 
 
-# What Accelerate was asked for
-
-
 class Requested(NamedTuple):
+    """What Accelerate was asked for."""
+
     num_processes: int | None  # on all machines together; None: not said
     sharding: str | None  # "fsdp" or "deepspeed"; None: not asked for
     accumulation: int = 1  # Accelerate's gradient_accumulation_steps
@@ -136,7 +120,7 @@ class Requested(NamedTuple):
 
 def requested_launch() -> Requested:
     """What the environment asks for, and the command line of `accelerate launch` with its configuration file."""
-    processes = int(os.environ.get("WORLD_SIZE", 0))
+    processes = num_launched() if "WORLD_SIZE" in os.environ else 0
     accumulation = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1))
     sharding = [name for name in SHARDED if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"]
     arguments = _arguments_of_accelerate_launch()
@@ -157,26 +141,18 @@ def requested_launch() -> Requested:
 
 
 def check_launch(accelerator: "Accelerator") -> None:
-    """Refuse a launch that is not what was asked for, or that the training does not support; on every rank alike.
-
-    Raises:
-        UserError: other processes than asked for, or without the sharding that was asked for; gradient accumulation by
-            Accelerate, fp16 or fp8, FSDP 1.
-    """
+    """Refuse a launch that is not what was asked for, or that the training does not support; on every rank alike."""
     asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserError(
-            f"mixed_precision {accelerator.mixed_precision} is not supported, because it needs a scaled loss: set "
-            f"bf16, or no, {WHERE}"
-        )
+        raise UserError(f"mixed_precision {accelerator.mixed_precision} is not supported: set bf16, or no, {WHERE}")
     plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number
     steps = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
     steps = max(asked.accumulation, accelerator.gradient_accumulation_steps, steps if isinstance(steps, int) else 1)
     if steps > 1:
         raise UserError(
-            f"gradient_accumulation_steps {steps} is not supported, because Accelerate would divide a loss by it that "
-            f"is a mean already: set 1 {WHERE}, and --micro-batch-size for less memory"
+            f"gradient_accumulation_steps {steps} is not supported: set 1 {WHERE}, and --micro-batch-size for less "
+            "memory"
         )
     processes = asked.num_processes or got
     count = f"{processes} process{'es' if processes > 1 else ''}"
@@ -194,7 +170,7 @@ def check_launch(accelerator: "Accelerator") -> None:
             f"{count} were asked for, but Accelerate started {got}: give a multiple of the number of machines"
         )
     if processes != got:
-        alone = ", each for itself" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        alone = ", each for itself" if num_launched() > 1 else ""
         start = "torchrun --nproc-per-node" if on_cpu else "accelerate launch --multi_gpu --num_processes"
         raise UserError(f"{count} were asked for, but Accelerate started 1{alone}: use {start} {processes} {script}")
 
@@ -205,11 +181,8 @@ def _arguments_of_accelerate_launch() -> list[str] | None:
         words = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:  # it has ended, or may not be looked at
         return None
-    names = [Path(word).name for word in words]
-    for start in (0, 1, 2):  # without the interpreter, after it, and after its -m
-        match names[start : start + 2]:
-            case ["accelerate" | "accelerate.commands.accelerate_cli", "launch"]:
-                return words[start + 2 :]
-            case ["accelerate-launch" | "accelerate.commands.launch", *_]:
-                return words[start + 1 :]
-    return None
+    names = [Path(word).name for word in words[:4]]  # perhaps after an interpreter and its -m
+    if "launch" in names and {"accelerate", "accelerate.commands.accelerate_cli"} & {*names}:
+        return words[names.index("launch") + 1 :]
+    start = next((name for name in names if name in ("accelerate-launch", "accelerate.commands.launch")), None)
+    return None if start is None else words[names.index(start) + 1 :]

@@ -41,19 +41,13 @@ class Checkpoint(NamedTuple):
 def write_checkpoint(
     run: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, keep: int, accelerator=None
 ) -> None:
-    """Write `checkpoints/step_<step>` of a run, completely or not at all, and then remove all but the newest `keep`.
-
-    All processes call it together.
-
-    Raises:
-        UserError: it could not be written, because the disk is full for example; older ones are left as they were.
-    """
+    """Write `checkpoints/step_<step>`, completely or not at all, and keep the newest `keep`; all processes call it."""
     from safetensors import SafetensorError
 
     directory = run / "checkpoints"
     target, partial = directory / f"step_{step}", directory / f"step_{step}.partial"
     try:
-        on_main(lambda: _make_empty(partial))
+        on_main(lambda: (shutil.rmtree(partial, ignore_errors=True), partial.mkdir(parents=True)))
         if accelerator is None:
             save_policy(policy, partial)
             on_main(lambda: torch.save(optimizer.state_dict(), partial / "optimizer.pt"))
@@ -65,17 +59,13 @@ def write_checkpoint(
         if has_lost_others(error):
             raise
         shutil.rmtree(partial, ignore_errors=True)
-        newest = [found for found, _ in _finished(directory)][:1]
+        newest = [f"The last complete one is that of step {found}" for found, _ in _finished(directory)]
         raise UserError(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
-            + (f"The last complete one is that of step {newest[0]}" if newest else "There is no earlier one")
+            + [*newest, "There is no earlier one"][0]
         ) from error
-    on_main(lambda: _remove_old(directory, keep))
-
-
-def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    old = [*(path for _, path in _finished(directory)[keep:]), *directory.glob("step_*.partial")]
+    on_main(lambda: [shutil.rmtree(path) for path in old])
 
 
 def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
@@ -95,73 +85,41 @@ def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
     flush_to_disk(target.parent)
 
 
-def _remove_old(directory: Path, keep: int) -> None:
-    for path in (*(path for _, path in _finished(directory)[keep:]), *directory.glob("step_*.partial")):
-        shutil.rmtree(path)
-
-
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest finished checkpoint of a run; None if there is none.
-
-    Raises:
-        UserError: it is not complete as it was written.
-    """
+    """The newest finished checkpoint of a run; None if there is none, UserError if one of its files is incomplete."""
     for path in sorted(directory.glob("step_*.partial")):
         say(f"{path} was not finished when the run was stopped; it is ignored")
-    for step, path in _finished(directory)[:1]:
-        remedy = f"restore it, or remove {path} to resume from an earlier step"
-        try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            sizes, logs = dict(manifest["sizes"]), dict(manifest["logs"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fault = getattr(error, "strerror", None) or error
-            raise UserError(f"{path / MANIFEST} cannot be read ({fault}): {remedy}") from error
-        for name, size in sizes.items():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
-                raise UserError(f"{path / name} {what}: {remedy}")
-        return Checkpoint(step, path, logs)
-    return None
+    if not (finished := _finished(directory)):
+        return None
+    step, path = finished[0]
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    for name, size in manifest["sizes"].items():
+        if _size(path / name) != size:
+            remedy = f"restore it, or remove {path} to resume from an earlier step"
+            raise UserError(f"{path / name} is not as it was written: {remedy}")
+    return Checkpoint(step, path, manifest["logs"])
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
 
 
 def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
-    """Bring a run's logs back to what they held when the checkpoint was written; the rows of metrics.jsonl.
-
-    A kill leaves more than that. Nothing is changed if a log has lost something.
-
-    Raises:
-        UserError: a log is shorter than it was, or has a line that cannot be read.
-    """
+    """Bring the logs, which a kill leaves longer, back to the checkpoint; the rows of metrics.jsonl."""
     for name, size in checkpoint.logs.items():
-        path = run / name
-        content = path.read_bytes()[:size] if path.exists() else b""
-        remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"
-        if len(content) < size:
-            raise UserError(f"{path} {'has lost its end' if path.exists() else 'is missing'}: {remedy}")
-        for number, line in enumerate(content.splitlines(), start=1):
-            try:
-                json.loads(line)
-            except (ValueError, RecursionError):
-                raise UserError(f"line {number} of {path} cannot be read: {remedy}") from None
-    remove_logs(run, but=checkpoint.logs)
-    for name, size in checkpoint.logs.items():
-        os.truncate(run / name, size)
+        if _size(run / name) < size:
+            remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"
+            raise UserError(f"{run / name} is shorter than it was: {remedy}")
+    for name in LOGS:
+        if name in checkpoint.logs:
+            os.truncate(run / name, checkpoint.logs[name])
+        else:
+            (run / name).unlink(missing_ok=True)
     return read_lines(run / METRICS)
 
 
-def remove_logs(run: Path, but: dict[str, int] | None = None) -> None:
-    """Remove the logs that a run had not begun when its checkpoint was written; all of them if there is none."""
-    for name in set(LOGS) - (but or {}).keys():
-        (run / name).unlink(missing_ok=True)
-
-
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-    """Restore the state of the policy and of the optimizer.
-
-    Raises:
-        UserError: Accelerate cannot read what it has written for another number of processes or another sharding.
-    """
+    """Restore the state of policy and optimizer; Accelerate may not read what other processes or shards wrote."""
     if accelerator is None:
         load_weights(policy, path)
         optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))

@@ -1,7 +1,4 @@
-"""A run's directory: made for a new run, or brought back to its newest checkpoint, which resumes a run.
-
-It is locked, so that no two processes write into it.
-"""
+"""A run's directory, locked: made for a new run, or brought back to its newest checkpoint, which resumes a run."""
 
 import dataclasses
 import shutil
@@ -15,7 +12,7 @@ from common.errors import UserError
 
 from harness.base.config import PolicyConfig
 from harness.base.terminal import say
-from harness.run.checkpoints import newest_checkpoint, remove_logs, restore_logs
+from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
     BATCH_SIZES,
     ENGINE_PLACES,
@@ -37,13 +34,7 @@ class RunDirectory(NamedTuple):
 
 
 def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
-    """Make and lock `<runs-dir>/<experiment>/<name>`, and write config.json.
-
-    Without --name the name is date, time and seed, and then unique.
-
-    Raises:
-        UserError: a run of that name exists, or the directory cannot be made.
-    """
+    """Make and lock `<runs-dir>/<experiment>/<name>`, and write config.json."""
     settings = describe_settings(config, machine) | {"sources": sources}
     parent = Path(config.runs_dir).expanduser() / experiment
     name = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
@@ -60,7 +51,6 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
         write_settings(directory, settings)
     except OSError as error:
         shutil.rmtree(directory)
-        lock.release()
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
     flags = dataclasses.asdict(config).items()
     say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
@@ -68,24 +58,18 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
 
 
 def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
-    """Lock the run, find the checkpoint to continue from, and bring the run's files back to its step.
-
-    Args:
-        sources: what the run is made from now, see `describe_sources`.
-
-    Raises:
-        UserError: it is a run of another experiment, is in use, is beyond `--steps`, was made from something else, has
-            lost something, or its files cannot be written. Nothing is changed then.
-    """
+    """Lock the run, and bring its files back to its newest checkpoint; on a UserError nothing is changed."""
     directory = Path(config.resume).expanduser()
-    settings = read_settings(directory, type(config))
+    settings = read_settings(directory)
     if settings["experiment"] != experiment:
         raise UserError(f"--resume {directory} is a run of {settings['experiment']}, not of {experiment}")
     lock = lock_directory(directory)
     try:
         step, history = _restore(directory, config, settings, machine, sources)
-    except BaseException:
+    except BaseException as error:
         lock.release()
+        if isinstance(error, OSError):
+            raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error
         raise
     say(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
     return RunDirectory(directory, lock, step, tuple(history))
@@ -120,21 +104,16 @@ def _restore(
     directory: Path, config: PolicyConfig, settings: dict, machine: dict, sources: dict
 ) -> tuple[int, list[dict]]:
     check_sources(directory, settings.get("sources", {}), sources, has_failed=settings.get("task_failed", False))
-    try:
-        found = newest_checkpoint(directory / "checkpoints")
-        if found is not None and found.step > getattr(config, "steps", found.step):
-            raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
-        history = [] if found is None else restore_logs(directory, found)
-        if found is None:
-            remove_logs(directory)
-        for name in ("versions", "machine", "commit", "processes"):
-            before = settings.get(name, 1 if name == "processes" else None)
-            if before != machine[name]:
-                say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
-        settings |= {"sources": sources, "task_failed": False}
-        changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
-        settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
-        write_settings(directory, settings)
-    except OSError as error:
-        raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error
-    return (0 if found is None else found.step), history
+    found = newest_checkpoint(directory / "checkpoints") or Checkpoint(0, directory, logs={})
+    if found.step > getattr(config, "steps", found.step):
+        raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
+    history = restore_logs(directory, found)
+    for name in ("versions", "machine", "commit", "processes"):
+        before = settings.get(name, 1 if name == "processes" else None)
+        if before != machine[name]:
+            say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
+    settings |= {"sources": sources, "task_failed": False}
+    changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
+    settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
+    write_settings(directory, settings)
+    return found.step, history

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -23,32 +24,32 @@ from harness.run.settings import BATCH_SIZES
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: "max 100000", or microseconds of every 100000
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 # What PyTorch calls an allocation that has failed, where it raises a RuntimeError and no OutOfMemoryError: its own
-# allocators, C++'s, and cuBLAS, which allocates past them; and oneDNN, which has no memory for a kernel.
+# allocators, C++'s, and cuBLAS; and oneDNN, of which it is the whole message
 NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_KERNEL = "could not create a primitive"
 
 
 def describe_machine() -> dict:
     """Versions, machine and commit, which every figure needs."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = None  # not a checkout, or no git
+    with suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread(s)",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": _git_commit(),
+        "commit": commit,
     }
 
 
 def with_threads(config: ConfigT) -> ConfigT:
-    """The settings with the number of threads, if that is "auto".
-
-    It is OMP_NUM_THREADS where that is set, by a user or a launcher. Otherwise the bundled policies, one of several
-    processes, and a run on an accelerator have one thread; other models have as many as there are physical cores.
-    """
+    """Resolve `--threads auto`: OMP_NUM_THREADS, else one, or the physical cores for a large model on the CPU alone."""
     if config.threads != "auto":
         return config
-    asked = re.match(r"\s*(\d{1,6})\s*(?:,|$)", os.environ.get("OMP_NUM_THREADS", ""), re.ASCII)  # it may be a list
-    if asked is not None and int(asked[1]) > 0:
-        return dataclasses.replace(config, threads=int(asked[1]))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list
+    if asked.isdecimal() and int(asked) > 0:
+        return dataclasses.replace(config, threads=int(asked))
     is_small = config.kind != "full" or torch.device(config.device).type != "cpu" or num_launched() > 1
     return dataclasses.replace(config, threads=1 if is_small else usable_cores())
 
@@ -69,15 +70,13 @@ def peak_memory_bytes(device: str) -> int:
         return torch.cuda.max_memory_allocated(device)
     # Linux has it here; getrusage would begin at the peak of the process that started this one
     status = Path("/proc/self/status")
-    for line in status.read_text(encoding="utf-8", errors="replace").splitlines() if status.exists() else ():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if status.exists():
+        return int(re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8"))[1]) * 1024
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -91,11 +90,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(config: ModelConfig, error: BaseException, resume_command: str | None) -> UserError:
-    """One sentence on what helps a program that has run out of memory, what helps most first.
-
-    Args:
-        resume_command: None: there is nothing to resume.
-    """
+    """One sentence on what helps a program that has run out of memory, and how to resume it if it can be resumed."""
     sizes = {name: getattr(config, name, None) for name in BATCH_SIZES}
     smaller = [f"{flag(name)} {size // 2}" for name, size in sizes.items() if size is not None and size > 1]
     others = [] if getattr(config, "gradient_checkpointing", True) else ["--gradient-checkpointing"]
@@ -105,11 +100,3 @@ def out_of_memory(config: ModelConfig, error: BaseException, resume_command: str
     if resume_command is not None:  # other flags cannot change when it is resumed
         sentence += f"; resume with: {' '.join([resume_command, *smaller])}"
     return UserError(sentence)
-
-
-def _git_commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None  # not a checkout, or no git

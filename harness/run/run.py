@@ -5,7 +5,6 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl
                          report.html  .lock
 """
 
-import dataclasses
 import json
 import shlex
 import sys
@@ -22,7 +21,7 @@ from common.parallel import is_main
 from common.policy import Policy
 from common.trajectory import Trajectory
 
-from harness.base.config import PolicyConfig
+from harness.base.config import DTYPES, PolicyConfig
 from harness.base.files import replace_file
 from harness.base.ranks import EndedElsewhereError, launcher, on_main
 from harness.base.terminal import printable, progress_bar, say_above_progress
@@ -34,7 +33,7 @@ from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import show_gain, summarise_gain, summarise_steps
 from harness.models.pretrained import count_parameters
-from harness.models.saving import save_base, save_final
+from harness.models.saving import save_base, save_merged, save_policy
 from harness.run.checkpoints import BEFORE, DIAGNOSIS, METRICS, SAMPLES, TOKENS, read_checkpoint, write_checkpoint
 from harness.run.directory import RunDirectory
 from harness.run.settings import experiment_of
@@ -47,11 +46,9 @@ class Run:
     """Where a run writes. `start_run` makes it."""
 
     def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict):
-        self.directory = directory.path
+        self.config, self.task, self.directory = config, task, directory.path
         self._checkpoints = self.directory / "checkpoints"
         self._lock = directory.lock  # held until the run is closed
-        self.config = config
-        self.task = task
         self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
         self.stop_reason: str | None = None  # why training must end after this step
         self._machine = machine  # as described when the run started: the checkout may have changed since
@@ -68,12 +65,9 @@ class Run:
         self._complete: tuple | None = None
         for row in directory.history:
             self._diagnosis.check(row)  # what it has said already
-        self._metrics = None
         if is_main():
-            wandb = None
-            if config.wandb:
-                wandb = {"project": experiment_of(config), "name": self.directory.name}
-                wandb |= {"config": dataclasses.asdict(config)}
+            wandb = {"project": experiment_of(config), "name": self.directory.name, "config": vars(config)}
+            wandb = wandb if config.wandb else None
             self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
 
     @property
@@ -82,37 +76,25 @@ class Run:
 
     def tell(self, sentence: str) -> None:
         """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
-        if not say_above_progress(sentence):
-            self.stop.is_made = True
+        self.stop.is_made |= not say_above_progress(sentence)
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Give a resumed run's policy and optimizer the state of its checkpoint, and get to know the policy's tokens.
-
-        Args:
-            accelerator: of Accelerate, if it has prepared the two; their state is then read, and written, by it.
-        """
+        """Read a resumed run's checkpoint into policy and optimizer; by `accelerator`, if that has prepared them."""
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, accelerator)
         self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Count the steps that are left, behind a progress bar, and end the run after one that has a reason to.
-
-        Raises:
-            KeyboardInterrupt: after a step during which the user has asked to stop.
-            UserError: after a step for which `log` has found a `stop_reason`.
-        """
+        """Count the steps that are left, behind a progress bar; ends after a step by Ctrl-C or a `stop_reason`."""
         self._last_step = num_steps
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
         for step in self._bar:
             self.step = step
             self._clock.start()
             yield step
-            if self.stop_reason is not None and is_main():
-                raise UserError(self.stop_reason)
             if self.stop_reason is not None:
-                raise EndedElsewhereError
+                raise UserError(self.stop_reason) if is_main() else EndedElsewhereError
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
@@ -132,10 +114,7 @@ class Run:
         return self._clock.costs(num_tokens)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop.
-
-        The metrics that are not about time are the same on all processes, and so are the conclusions.
-        """
+        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop."""
         on_main(lambda: self._metrics.write(step, metrics))
         if self._bar is not None:
             more = getattr(self.config, "progress", ())
@@ -147,19 +126,19 @@ class Run:
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
-            hint = f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
-            hint += " without --lora-rank" if self.config.lora_rank > 0 else ""
             self.stop_reason = (
                 f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
-                f"again with a lower --lr{hint if self._checkpoints.exists() else ''}"
+                "again with a lower --lr"
             )
+            if self._checkpoints.exists():
+                self.stop_reason += f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
+                self.stop_reason += " without --lora-rank" if self.config.lora_rank > 0 else ""
 
     def log_samples(
         self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics
     ) -> None:
         """Keep what was sampled, and print one completion now and then."""
-        every = self.config.samples_every
-        if every == 0 or step % every:
+        if not self.config.samples_every or step % self.config.samples_every:
             return
         if step % 10 == 0 or step == 1:
             self.tell(f"step {step}: {describe_best(self.task, trajectories[: self.config.group_size])}")
@@ -167,14 +146,10 @@ class Run:
         write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C.
-
-        None is due while updates are being skipped: what led to that is nothing to continue from.
-        """
+        """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
         self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every
-        is_due = self.stop.agree() or (every and (step % every == 0 or step == self._last_step))
-        if is_due:
+        if self.stop.agree() or (every and (step % every == 0 or step == self._last_step)):
             self.keep_progress()
 
     def keep_progress(self) -> None:
@@ -200,18 +175,24 @@ class Run:
     def save_final(self, policy: Policy) -> Path:
         """Write final/, which `from_pretrained` loads (with LoRA: the adapter), and what --save-merged asks for."""
         self._parameters = count_parameters(policy.model)
-        return save_final(self.config, policy, self.directory)
+        path, dtype = self.directory / "final", DTYPES[self.config.dtype]
+        on_main(lambda: save_base(self.config, policy, self.directory / "base"))
+        save_policy(policy, path)
+        if self.config.save_merged:
+            on_main(lambda: save_merged(path, self.directory / "final_merged", policy.tokenizer, dtype))
+        return path
 
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print what was gained."""
         self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
-        on_main(lambda: self._finish(after))
 
-    def _finish(self, after: Evaluation) -> None:
-        before = read_before(self.directory / BEFORE)
-        results = summarise_gain(self.task, before, after)
-        self.write_summary(results)
-        show_gain(self.directory, self.task, before, after, results["gain"])
+        def finish() -> None:
+            before = read_before(self.directory / BEFORE)
+            results = summarise_gain(self.task, before, after)
+            self.write_summary(results)
+            show_gain(self.directory, self.task, before, after, results["gain"])
+
+        on_main(finish)
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, curve.png and report.html."""

@@ -1,14 +1,10 @@
-"""config.json of a run: every setting as resolved, the command, the machine, and what the run was made from.
-
-What it was made from are the contents of its model, data and task, by checksum or commit.
-"""
+"""config.json of a run: settings, command, machine, and checksums of model, data and task."""
 
 import dataclasses
 import hashlib
 import inspect
 import json
 import sys
-import typing
 from pathlib import Path
 
 import torch
@@ -37,35 +33,16 @@ def write_settings(directory: Path, settings: dict) -> None:
     replace_file(directory / "config.json", (json.dumps(settings, indent=2) + "\n").encode())
 
 
-def change_settings(directory: Path, **changes: object) -> None:
-    """Replace some entries of config.json."""
-    settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    write_settings(directory, settings | changes)
-
-
-def read_settings(directory: Path, config_class: type[PolicyConfig], what: str = "--resume") -> dict:
-    """The settings of a run; those that `config_class` knows must be of its types.
-
-    Args:
-        what: how the user has named the directory.
-    """
+def read_settings(directory: Path, what: str = "--resume") -> dict:
+    """The settings of a run, whose directory the user has named by `what`."""
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{what} {directory}: no config.json of a run can be read there ({error})") from error
-    if not isinstance(settings, dict) or not isinstance(settings.get("experiment"), str):
+    if settings.get("experiment") is None:
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
         raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")
-    from pydantic import TypeAdapter, ValidationError
-
-    wanted = typing.get_type_hints(config_class, include_extras=True)
-    for name in {field.name for field in dataclasses.fields(config_class)} & settings.keys():
-        value = settings[name]
-        try:
-            TypeAdapter(wanted[name]).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
-        except ValidationError:
-            raise UserError(f"{what} {directory}: config.json is damaged: {name} cannot be {value!r}") from None
     return settings
 
 
@@ -84,14 +61,8 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
     return settings
 
 
-# What a run was made from
-
-
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
-    """By flag: where it is from, and its SHA-256, or for what comes from the hub the commit.
-
-    The model's only in one process of each machine: it can be large.
-    """
+    """By flag: where it is from, and its SHA-256 or the hub's commit; the model's in one process of each machine."""
     sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools")}
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
@@ -103,12 +74,14 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
 
 
 def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict], has_failed: bool) -> None:
-    """Refuse to resume a run from a model, data or a task that are no longer what they were.
-
-    Args:
-        has_failed: the run ended with an error of its task, so that the task, or its data, may have been corrected.
-    """
-    _check_evaluation(directory, before.get("eval_data"), now.get("eval_data"))
+    """Refuse to resume a run from other content, but for a task and data after an error of the task (`has_failed`)."""
+    then, eval_data = before.get("eval_data"), now.get("eval_data")
+    # A hub dataset that is in one of them only is no sign of a change: its commit may not have been known
+    if then is None and eval_data is not None and Path(eval_data["source"]).is_file():
+        source = eval_data["source"]
+        raise UserError(f"{source} was not there when {directory} began, which held out rows of --data: move it")
+    if eval_data is None and then is not None and Path(then["source"]).is_absolute():
+        raise UserError(f"{then['source']}, which {directory} is evaluated on, is no longer there: restore it")
     for name in before.keys() & now.keys():
         then, content = before[name]["content"], now[name]["content"]
         if content == then:
@@ -123,31 +96,19 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
         say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
 
 
-def _check_evaluation(directory: Path, before: dict | None, now: dict | None) -> None:
-    """Refuse to hold out rows of the data now if they were evaluated on a file before, and the other way round.
-
-    A hub dataset that is in one of them only is no sign of that: its commit may not have been known.
-    """
-    if before is None and now is not None and Path(now["source"]).is_file():
-        raise UserError(f"{now['source']} was not there when {directory} began, which held out rows of --data: move it")
-    if now is None and before is not None and Path(before["source"]).is_absolute():
-        raise UserError(f"{before['source']}, which {directory} is evaluated on, is no longer there: restore it")
-
-
 def _describe(name: str, source: str | Path) -> dict:
     path = Path(source).expanduser()
     if path.is_dir():
-        content = _sha256([file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES])
+        files = [file for file in sorted(path.iterdir()) if file.suffix in MODEL_FILES]
+        sums = "".join(f"{file.name} {_sha256(file)}\n" for file in files)
+        content = hashlib.sha256(sums.encode()).hexdigest() if len(files) != 1 else _sha256(files[0])
     elif path.is_file():
-        content = _sha256([path])
+        content = _sha256(path)
     else:
         content = commit_of("model" if name in ("model", "base") else "dataset", str(source).partition(":")[0])
     return {"source": str(source), "content": content}
 
 
-def _sha256(paths: list[Path]) -> str:
-    """SHA-256 of files: of one its content's, of several that of their names and contents."""
-    if len(paths) == 1:
-        with paths[0].open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256("".join(f"{path.name} {_sha256([path])}\n" for path in paths).encode()).hexdigest()
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

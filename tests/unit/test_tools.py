@@ -424,7 +424,7 @@ def outcomes(state: State) -> dict[str, float]:
 
 def test_a_task_cannot_reward_what_the_environment_does():
     module = SimpleNamespace(messages=len, reward=len, REWARD_WEIGHTS={"calls": 1.0})
-    with pytest.raises(UserError, match=r"the experiment itself rewards 'calls': give the task's component another"):
+    with pytest.raises(UserError, match=r"the name 'calls' is taken: give the reward component another"):
         Task(module, "my_task.py", more_weights=CALL_WEIGHTS)
 
 
