@@ -12,12 +12,12 @@ Whatever the server does, or fails to do, becomes a `SearchError` for the querie
 
 import asyncio
 import json
-import math
-import netrc
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx2
+from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter
 
 from common.errors import UserError
 from common.search import Hit, SearchError
@@ -41,13 +41,10 @@ class RemoteIndex:
         Args:
             url: of the server, with or without `/retrieve`. A password for it stands in ~/.netrc.
             seconds: until when all queries of a call are answered; those that are not then have failed.
-
-        Raises:
-            UserError: this is not the URL of a server, or it holds a password.
         """
         self._url, self._seconds, self._is_down = _read_url(url), seconds, False
         self._client = httpx2.AsyncClient(
-            auth=_read_passwords(),
+            auth=httpx2.NetRCAuth() if Path("~/.netrc").expanduser().exists() else None,
             headers=HEADERS,
             limits=httpx2.Limits(max_connections=100, keepalive_expiry=KEPT),
             timeout=None,  # of all pieces of an answer together, see `_send`
@@ -61,21 +58,13 @@ class RemoteIndex:
         return str(self._url)
 
     def check(self) -> None:
-        """Search once.
-
-        Raises:
-            UserError: there is no server, or it is not one of these.
-        """
+        """Search once, so that a server which does not answer is found before training."""
         [answer] = self._ask(["document"], k=1)
         if isinstance(answer, SearchError):
             raise UserError(f"--search-url {self}: {_explain(answer)}; {START}") from answer
 
     def search(self, query: str, k: int) -> list[Hit]:
-        """At most `k` hits.
-
-        Raises:
-            SearchError: there is no answer.
-        """
+        """At most `k` hits; raises SearchError if there is no answer."""
         [answer] = self.search_all([query], k)
         if isinstance(answer, SearchError):
             raise answer
@@ -119,11 +108,6 @@ class RemoteIndex:
         return [failure for _ in queries]
 
     async def _post(self, content: bytes) -> bytes:
-        """The body of the answer.
-
-        Raises:
-            SearchError: it has another status than 200, or is too long.
-        """
         async with self._client.stream("POST", self._url, content=content) as response:
             if response.status_code != 200:
                 raise SearchError(f"the search server answered with status {response.status_code}")
@@ -160,15 +144,37 @@ def _read_url(text: str) -> httpx2.URL:
     return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
 
 
-def _read_passwords() -> httpx2.Auth | None:
-    """Those of ~/.netrc, by machine."""
-    try:
-        return httpx2.NetRCAuth()
-    except (OSError, RuntimeError, netrc.NetrcParseError):  # the second: there is no home directory
-        return None
-
-
 # The protocol ---------------------------------------------------------------------------------------------------------
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    id: str | None = None
+    title: str | None = None
+    contents: str | None = None
+    text: str | None = None
+
+    def hit(self, rank: int, score: float | None = None) -> Hit:
+        """Without a score the order is the server's. ValueError: there is no text."""
+        text = self.contents
+        if text is None:
+            if self.text is None:
+                raise ValueError
+            text = self.text if self.title is None else f"{self.title}\n{self.text}"
+        name = (self.title or "") if self.id is None else self.id
+        return Hit(whole(name), whole(text), float(-rank) if score is None else score)
+
+
+class _Scored(BaseModel):
+    document: _Document
+    score: FiniteFloat | None = None
+
+    def hit(self, rank: int) -> Hit:
+        return self.document.hit(rank, self.score)
+
+
+_ITEMS = TypeAdapter(list[_Scored | _Document])
 
 
 def write_request(queries: Sequence[str], k: int) -> bytes:
@@ -197,33 +203,7 @@ def _read_hits(result: object, k: int) -> list[Hit] | SearchError:
     if result is None:
         return SearchError("the search server could not answer this query")
     try:
-        return [_read_hit(item, rank) for rank, item in enumerate(_checked(result, list)[:k])]
-    except (TypeError, ValueError, OverflowError):  # the latter: an integer that no float can hold
+        items = _ITEMS.validate_python(result)[:k]
+        return [item.hit(rank) for rank, item in enumerate(items)]
+    except ValueError:
         return SearchError("the search server's answer has results that cannot be read")
-
-
-def _read_hit(item: object, rank: int) -> Hit:
-    """
-    Raises:
-        TypeError, ValueError, OverflowError: this is not a hit.
-    """
-    document = _checked(_checked(item, dict).get("document", item), dict)
-    title, text, score = document.get("title"), document.get("contents"), item.get("score")
-    if text is None:
-        text = _checked(document.get("text"), str)
-        text = text if title is None else f"{_checked(title, str)}\n{text}"
-    name = document.get("id")
-    name = str(_checked((title or "") if name is None else name, str, int))
-    if score is None or "document" not in item:
-        score = -rank  # the order is the server's
-    if not math.isfinite(_checked(score, int, float)):
-        raise ValueError
-    (name + _checked(text, str)).encode()  # ValueError: half of a surrogate pair
-    return Hit(name, text, float(score))
-
-
-def _checked(value: object, *kinds: type) -> object:
-    """The value, which must be of one of the kinds; True is none of them."""
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise TypeError
-    return value

@@ -59,10 +59,6 @@ def build_command(config: IndexConfig, path: Path, corpus: str = "CORPUS") -> st
 
 
 def check_index(config: IndexConfig) -> None:
-    """
-    Raises:
-        UserError: a number is out of range, or the chunks would not end.
-    """
     check_ranges(config)
     if config.chunk_overlap >= config.chunk_words:
         raise UserError(
@@ -72,10 +68,6 @@ def check_index(config: IndexConfig) -> None:
 
 
 def check_search(config: SearchConfig) -> None:
-    """
-    Raises:
-        UserError: a number is out of range, or flags contradict each other.
-    """
     check_index(config)
     if config.search_url is not None:
         for name in ("corpus", "index", "encoder"):

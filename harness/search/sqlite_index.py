@@ -12,16 +12,14 @@ import sqlite3
 import threading
 import time
 import unicodedata
-import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from common.errors import UserError
 from common.search import Hit, SearchError
 
 from harness.base.config import shown
-from harness.base.files import flush_to_disk
 from harness.base.terminal import printable
 from harness.search.documents import UNSPACED, Document, add_to_hash
 
@@ -30,7 +28,6 @@ MAX_QUERY = 100_000  # characters of a query that are read
 MAX_TERMS = 64  # distinct terms of a query that are searched for, the first ones
 # Documents that a query may touch, summed over its terms: the rarest terms are searched for, as far as this reaches.
 BUDGET = 20_000
-_CHECKSUM_AT = 60  # in the header: the number user_version, which SQLite leaves to us
 COMMON = BUDGET // MAX_TERMS  # the number of documents is stored for terms in more than so many; all others may be used
 # Letters, digits and marks make words, without accents and capitals; `fold` has put spaces between Han characters.
 _SCHEMA = f"""
@@ -66,9 +63,6 @@ class SqliteIndex:
         Args:
             seconds: time limit of a query.
             rebuild: the command that makes the index anew, for error messages.
-
-        Raises:
-            UserError: there is no index, or it cannot be used.
         """
         self.path, self._seconds, self._lock = Path(path), seconds, threading.Lock()
         again = f": build it with {rebuild}" if rebuild else ""
@@ -79,11 +73,9 @@ class SqliteIndex:
         try:
             uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
-            if _stored_checksum(self.path) != _checksum(self.path):
-                raise ValueError("it is not what was written")
             info = self._connection.execute("SELECT documents, hash, corpus FROM info").fetchone()
             self.num_documents, self.content_hash, self.corpus = info
-        except (sqlite3.Error, TypeError, ValueError) as error:  # the others: of no row, and of what is not UTF-8
+        except sqlite3.Error as error:
             raise UserError(f"the index {shown(self.path)} is damaged ({error}){again}") from error
 
     def search(self, query: str, k: int) -> list[Hit]:
@@ -99,7 +91,7 @@ class SqliteIndex:
                 self._connection.set_progress_handler(lambda: time.monotonic() > end, 1000)
                 chosen, last = self._choose(phrases)
                 rows = self._connection.execute(_SEARCH, (" OR ".join(chosen), last, k)).fetchall()
-        except (sqlite3.Error, ValueError) as error:  # the second: of text that is not UTF-8
+        except sqlite3.Error as error:
             if time.monotonic() > end:
                 raise SearchError(f"the search took longer than {self._seconds:g} seconds") from error
             raise SearchError(f"the index cannot be read ({printable(str(error), 100)})") from error
@@ -137,40 +129,18 @@ class SqliteIndex:
 
 def is_index(path: Path) -> bool:
     """Whether the header of a file says that it is an index by words."""
-    if not path.is_file():  # opening a pipe would wait for a writer
+    if not path.is_file():
         return False
-    try:
-        with path.open("rb") as file:
-            header = file.read(72)
-    except OSError as error:
-        raise UserError(f"the index {shown(path)} cannot be read ({error.strerror})") from error
+    with path.open("rb") as file:
+        header = file.read(72)
     return header.startswith(b"SQLite format 3\0") and header[68:] == APPLICATION.to_bytes(4, "big")
 
 
-def _checksum(path: Path) -> bytes:
-    """CRC-32 of a file, without the number of SQLite's header in which it is kept: flipped bits are found."""
-    with path.open("rb") as file:
-        checksum = zlib.crc32(file.read(_CHECKSUM_AT))
-        file.seek(_CHECKSUM_AT + 4)
-        while block := file.read(1 << 20):
-            checksum = zlib.crc32(block, checksum)
-    return checksum.to_bytes(4, "big")
-
-
-def _stored_checksum(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(_CHECKSUM_AT)
-        return file.read(4)
-
-
 def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") -> str:
-    """Write an index, completely or not at all. The caller holds a lock, see `opening`.
+    """Write an index, completely or not at all; returns the content hash of the documents.
 
     Args:
         corpus: what the documents were read from, for error messages.
-
-    Returns:
-        the content hash of the documents.
 
     Raises:
         UserError: it cannot be written, or would replace a file that is no index.
@@ -192,17 +162,11 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
             connection.execute("INSERT INTO common SELECT term, doc FROM vocabulary WHERE doc > ?", (COMMON,))
             connection.execute("INSERT INTO info VALUES (?, ?, ?)", (number, digest.hexdigest(), corpus))
             connection.execute("COMMIT")
-        checksum = _checksum(partial)
-        with partial.open("r+b") as file:
-            file.seek(_CHECKSUM_AT)
-            file.write(checksum)
-        flush_to_disk(partial)
         os.replace(partial, path)
     except (sqlite3.Error, OSError) as error:
         raise UserError(f"the index {shown(path)} cannot be written ({error})") from error
     finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     return digest.hexdigest()
 
 

@@ -309,7 +309,7 @@ def test_the_bundled_documents_are_indexed_once():
 def test_a_corpus_that_changes_gets_another_index():
     write_corpus(["one", "", "two"])
     first, output = opened(corpus="my docs.jsonl")
-    assert "has no text, and so no document, in 1 places: line 2" in output
+    assert "no text, and so no document, in 1 places of my docs.jsonl: my docs.jsonl:2" in output
     write_corpus(["one", "two", "three " * 30])
     second, _ = opened(corpus="my docs.jsonl")
     third, _ = opened(corpus="my docs.jsonl", chunk_words=10, chunk_overlap=0)
@@ -327,8 +327,7 @@ def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
     with pytest.raises(UserError) as error:
         opened(**flags)
     message = str(error.value)
-    assert "my index was built from other documents (2, content" in message
-    assert "than --corpus my docs.jsonl" in message
+    assert "my index was built from other documents than --corpus my docs.jsonl" in message
     program, script, *arguments = shlex.split(message.partition("build it anew with ")[2])
     assert (program, script) == ("python", SCRIPT)
     assert arguments == ["--corpus", "my docs.jsonl", "--index", "my index", "--chunk-words", "50"]
