@@ -19,9 +19,6 @@ def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> 
     Args:
         folder: replaced. No file is written over: the engine may still have the old ones open.
         dtype: of the weights in the folder: that of the engine, which would round them in the same way.
-
-    Raises:
-        OSError: it could not be written.
     """
     has_adapter = getattr(policy.model, "peft_config", None) is not None
     model = policy.model.get_base_model() if has_adapter else policy.model

@@ -39,9 +39,6 @@ class ChildServer:
         log: what the server writes is appended to it.
         environment: what the server's environment has besides that of this process.
         patience: seconds that it may take to become healthy.
-
-    Raises:
-        UserError: the server could not be started, has ended, or is not healthy in time.
     """
 
     def __init__(

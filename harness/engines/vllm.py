@@ -42,11 +42,7 @@ class Completion(NamedTuple):
 
 
 class VLLM:
-    """A server in development mode and with processed log-probs.
-
-    Raises:
-        EngineError: there is no such server, or one that cannot serve here; the sentence says what to do.
-    """
+    """A server in development mode and with processed log-probs."""
 
     def __init__(self, url: str, dtype: torch.dtype):
         self.client = Client(url)
@@ -67,8 +63,8 @@ class VLLM:
             raise self.wrong("other settings than are known here") from None
         if mode != "processed_logprobs":
             raise EngineError(
-                f"{self.client.about} answers with {mode}, which are not those of the distribution that is sampled "
-                "from: start it with --logprobs-mode processed_logprobs"
+                f"{self.client.about} answers with {mode}, which the temperature is not in: start it with "
+                "--logprobs-mode processed_logprobs"
             )
         if found != str(dtype):
             raise EngineError(
@@ -89,8 +85,7 @@ class VLLM:
         while not self.client.post("/reset_prefix_cache").get("success"):
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{self.client.about} is busy with requests of others, and for {CACHE_SECONDS:g} s could not "
-                    "forget the prompts that it has run with older weights: an engine that trains is for one run"
+                    f"{self.client.about} is busy with requests of others: an engine that trains is for one run"
                 )
             time.sleep(0.1)
 
@@ -115,16 +110,18 @@ class VLLM:
         answer = await self.client.ask("POST", "/v1/completions", body)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if [choice["index"] for choice in choices] != list(range(len(choices))):
-                raise self.wrong("two completions of the same number")
             if any(choice["prompt_token_ids"] != prompt for choice in choices):
                 raise self.wrong("a completion of another prompt")
             completions = [
-                Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"] == "stop")
+                Completion(
+                    list(map(int, choice["token_ids"])),
+                    list(map(float, choice["logprobs"]["token_logprobs"])),
+                    choice["finish_reason"] == "stop",
+                )
                 for choice in choices
             ]
             return completions * count if is_greedy else completions
-        except (TypeError, LookupError, AttributeError):
+        except (TypeError, LookupError, ValueError):
             raise self.wrong("completions without ids, log-probs or a reason to finish") from None
 
     def wrong(self, what: str) -> EngineError:
