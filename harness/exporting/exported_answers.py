@@ -28,8 +28,7 @@ def read_questions(source: Source, limit: int, policy: Policy) -> Questions:
     """The first held-out questions of the run's task, with its system turn."""
     task, config = source.load_task(limit)
     conversations = [task.messages(row, config.system_prompt) for row in task.eval_rows]
-    budget = source.settings.get("max_new_tokens")
-    budget = budget if type(budget) is int else RESOLVED["tiny"]["max_new_tokens"]
+    budget = source.settings.get("max_new_tokens", RESOLVED["tiny"]["max_new_tokens"])  # experiment_sft has none
     return Questions(conversations, [encode_prompt(policy.tokenizer, turns) for turns in conversations], budget)
 
 
