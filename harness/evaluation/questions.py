@@ -19,9 +19,6 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
 
     Args:
         renamed: fields of the data, and what the task calls them.
-
-    Raises:
-        UserError: the task or a row cannot be used, or no row is left.
     """
     task = task_of(config.task)
     if "correct" not in task.weights:
