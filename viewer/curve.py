@@ -16,11 +16,7 @@ KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wro
 
 
 def draw_curve(directory: Path) -> Path:
-    """Draw the metrics of a run into `curve.png` in its directory, and return that path.
-
-    Raises:
-        RunError: this is not the directory of a run.
-    """
+    """Draw the metrics of a run into `curve.png` in its directory, and return that path."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed

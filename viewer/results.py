@@ -53,11 +53,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def open_run(directory: Path) -> Run:
-    """The run of a directory, or the one that is kept under this name in the folder around it.
-
-    Raises:
-        RunError: it is neither.
-    """
+    """The run of a directory, or the one that is kept under this name in the folder around it."""
     return read_runs(directory.parent).get(directory.name) or Run(directory)
 
 

@@ -36,8 +36,8 @@ def encode_step(rows: list[dict]) -> dict:
             continue
         new = {
             "prompt_index": row["prompt_index"],
-            "question": _text(row.get("question")) or "",
-            "answer": _text(row.get("answer")),
+            "question": row.get("question", ""),
+            "answer": row.get("answer"),
             "prompt": prompt,
             "rows": {},
         }
@@ -66,14 +66,14 @@ def _encode_row(row: dict) -> dict:
     reference, entropy = row.get("log_probs_ref"), row.get("entropy")
     return {
         "completion_index": row["completion_index"],
-        "text": _text(row.get("text")) or "",
-        "turns": row.get("turns") and [[_text(role) or "", _text(text) or ""] for role, text in row["turns"]],
+        "text": row.get("text", ""),
+        "turns": row.get("turns"),
         "ids": ids[start:],
         "mask": mask[start:],
         "rewards": {name: number(value) for name, value in row.get("rewards", {}).items()},
         "return": number(row.get("return")),
         "advantage": number(row.get("advantage")),
-        "finish_reason": _text(row.get("finish_reason")),
+        "finish_reason": row.get("finish_reason"),
         "sampler": sampler,
         "old": old if any(difference != 0 for difference in old) else None,
         "ref": reference and _minus(_micro(reference, sampled), sampler),
@@ -103,10 +103,6 @@ def _micro(values: list, places: list[int]) -> list[int | None]:
 
 def _minus(values: list[int | None], others: list[int | None]) -> list[int | None]:
     return [None if a is None or b is None else a - b for a, b in zip(values, others, strict=True)]
-
-
-def _text(value: object) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 # ---- as many steps as there is room for
