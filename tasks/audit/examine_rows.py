@@ -56,11 +56,7 @@ Found = Iterator[tuple[str, Row, str]]  # a finding's name, the row, and what is
 
 
 def examine(config: RunConfig, max_new_tokens: int) -> dict:
-    """Audit the data of a task: a report of what JSON can hold.
-
-    Raises:
-        UserError: the task, a file as a whole, or the model's tokenizer cannot be used, or no row can be read.
-    """
+    """Audit the data of a task: a report of what JSON can hold."""
     task = import_task(config)
     prompt = config.system_prompt
     if prompt is None:
@@ -148,11 +144,7 @@ def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dic
 
 
 def _load_tokenizer(config: RunConfig) -> tuple[object, float]:
-    """The tokenizer of `--model`, as a run would have it, and the length of the model's context.
-
-    Raises:
-        UserError: it cannot be loaded, or has no chat template.
-    """
+    """The tokenizer of `--model`, as a run would have it, and the length of the model's context."""
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     has_tokenizer = config.adapter_path is not None and (config.adapter_path / "tokenizer_config.json").is_file()
     tokenizer = read_tokenizer(str(config.adapter_path) if has_tokenizer else config.base, is_here)
@@ -164,11 +156,7 @@ def _load_tokenizer(config: RunConfig) -> tuple[object, float]:
 
 
 def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
-    """The rows that can be read and asked, and the places and problems of those that cannot.
-
-    Raises:
-        UserError: there is none that can, with the problem of the first one.
-    """
+    """The rows that can be read and asked, and the places and problems of those that cannot."""
     usable, unusable, first = [], [], None
     for row in scan_rows(source, task.fields):
         try:
@@ -221,9 +209,11 @@ def _repeated(task: Task, rows: list[Row]) -> Found:
     first: dict[str, Row] = {}
     for row in rows:
         before = first.setdefault(normalise(row.question), row)
-        if before is not row and _agree(task, before, row):
+        if before is row:
+            continue
+        if _agree(task, before, row):
             yield "repeated", row, f"as {before.place}: {row.question}"
-        elif before is not row:
+        else:
             golds = f"{_shown_gold(task, row)} and {_shown_gold(task, before)}"
             yield "conflicts", row, f"as {before.place}, answers {golds}: {row.question}"
 
