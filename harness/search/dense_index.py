@@ -59,11 +59,7 @@ def checksum(model: torch.nn.Module) -> str:
 def build_dense(path: Path, documents: Iterable[Document], encoder: str, model) -> str:
     """Write an index, completely or not at all; returns the content hash of the documents.
 
-    Args:
-        encoder: the name of the model, for error messages.
-
-    Raises:
-        UserError: the encoder gives no finite numbers, or the file cannot be written, or would replace another one.
+    `encoder` is the name of the model, for error messages.
     """
     if path.exists():
         _read_about(path)
@@ -123,7 +119,7 @@ class DenseIndex:
         with safe_open(path, framework="pt") as file:  # its tensors are views of the file
             self._vectors, self._ends, self._documents = map(file.get_tensor, ("vectors", "ends", "documents"))
         self.path, self._model, self._lock = path, model, threading.Lock()
-        self.num_documents, self.content_hash, self.corpus = len(self._ends), about["content"], about["name"]
+        self.num_documents, self.content_hash = len(self._ends), about["content"]
 
     def search(self, query: str, k: int) -> list[Hit]:
         """The `k` hits whose vectors have the largest inner products with that of the query."""

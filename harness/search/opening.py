@@ -89,7 +89,7 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
     path = _index_path(config, corpus, content)
     command = build_command(config, path, corpus)
     if config.encoder is None:
-        build, reopen = partial(build_sqlite, corpus=corpus), partial(SqliteIndex, path, seconds, command)
+        build, reopen = build_sqlite, partial(SqliteIndex, path, seconds, command)
     else:
         from harness.search.dense_index import DenseIndex, build_dense, load_encoder
 

@@ -3,11 +3,10 @@
     POST <url>/retrieve   {"queries": [...], "topk": k, "return_scores": true}
     answer                {"result": [[{"document": {"id": ..., "contents": ...}, "score": ...}, ...], ...]}
 
-One list for each query. `null` in place of a list is an addition of experiment_multiturn_qa/serve_index.py: this query
-has failed, alone. What other servers do is accepted: they leave out ids (the title is taken), scores (then a hit is the
-document itself), or `contents` (title and text are taken), and give more than k hits (the first k are taken).
-
-Whatever the server does, or fails to do, becomes a `SearchError` for the queries that it concerns, in the time limit.
+`null` in place of a query's list is an addition of experiment_multiturn_qa/serve_index.py: that query has failed.
+Other servers leave out ids (the title is taken), scores (then a hit is the document itself), or `contents` (title and
+text are taken), and give more than k hits. Whatever the server does, or fails to do, becomes a `SearchError` for the
+queries that it concerns, in the time limit.
 """
 
 import asyncio
@@ -26,8 +25,6 @@ from harness.base.terminal import printable, say_above_progress
 from harness.search.documents import whole
 
 QUERIES_PER_REQUEST = 16  # a request that fails, or is answered too late, takes all of its queries with it
-MAX_BYTES = 2**23  # of the answer to a request
-HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 # seconds that an unused connection is kept: less than servers do, which would close it while a request is on its way
 KEPT = 2.0
 START = "`python experiment_multiturn_qa/serve_index.py` starts one"
@@ -45,7 +42,7 @@ class RemoteIndex:
         self._url, self._seconds, self._is_down = _read_url(url), seconds, False
         self._client = httpx2.AsyncClient(
             auth=httpx2.NetRCAuth() if Path("~/.netrc").expanduser().exists() else None,
-            headers=HEADERS,
+            headers={"Content-Type": "application/json"},
             limits=httpx2.Limits(max_connections=100, keepalive_expiry=KEPT),
             timeout=None,  # of all pieces of an answer together, see `_send`
             # proxies that the environment names are for other machines than this one
@@ -96,7 +93,10 @@ class RemoteIndex:
         """One request, and what each of its queries has become."""
         try:
             async with asyncio.timeout(self._seconds):
-                return read_answer(await self._post(write_request(queries, k)), len(queries), k)
+                response = await self._client.post(self._url, content=write_request(queries, k))
+            if response.status_code != 200:
+                raise SearchError(f"the search server answered with status {response.status_code}")
+            return read_answer(response.content, len(queries), k)
         except SearchError as error:
             failure = error
         except TimeoutError:
@@ -106,17 +106,6 @@ class RemoteIndex:
             failure = SearchError(f"the search server {what}")
             failure.__cause__ = error
         return [failure for _ in queries]
-
-    async def _post(self, content: bytes) -> bytes:
-        async with self._client.stream("POST", self._url, content=content) as response:
-            if response.status_code != 200:
-                raise SearchError(f"the search server answered with status {response.status_code}")
-            body = bytearray()
-            async for block in response.aiter_raw():  # what is compressed all the same is not unpacked, and no JSON
-                body += block
-                if len(body) > MAX_BYTES:
-                    raise SearchError(f"the search server's answer is longer than {MAX_BYTES} bytes")
-        return bytes(body)
 
 
 def _explain(error: SearchError) -> str:

@@ -34,7 +34,7 @@ _SCHEMA = f"""
     PRAGMA journal_mode = OFF;
     PRAGMA synchronous = OFF;
     PRAGMA application_id = {APPLICATION};
-    CREATE TABLE info (documents INTEGER, hash TEXT, corpus TEXT);
+    CREATE TABLE info (documents INTEGER, hash TEXT);
     CREATE TABLE documents (number INTEGER PRIMARY KEY, id TEXT, text TEXT);
     CREATE TABLE common (term TEXT PRIMARY KEY, documents INTEGER) WITHOUT ROWID;
     CREATE VIRTUAL TABLE words USING fts5(
@@ -73,8 +73,8 @@ class SqliteIndex:
         try:
             uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
-            info = self._connection.execute("SELECT documents, hash, corpus FROM info").fetchone()
-            self.num_documents, self.content_hash, self.corpus = info
+            info = self._connection.execute("SELECT documents, hash FROM info").fetchone()
+            self.num_documents, self.content_hash = info
         except sqlite3.Error as error:
             raise UserError(f"the index {shown(self.path)} is damaged ({error}){again}") from error
 
@@ -136,15 +136,8 @@ def is_index(path: Path) -> bool:
     return header.startswith(b"SQLite format 3\0") and header[68:] == APPLICATION.to_bytes(4, "big")
 
 
-def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") -> str:
-    """Write an index, completely or not at all; returns the content hash of the documents.
-
-    Args:
-        corpus: what the documents were read from, for error messages.
-
-    Raises:
-        UserError: it cannot be written, or would replace a file that is no index.
-    """
+def build_sqlite(path: Path, documents: Iterable[Document]) -> str:
+    """Write an index, completely or not at all; returns the content hash of the documents."""
     if path.exists() and not is_index(path):
         raise UserError(f"{shown(path)} is not an index of documents, and is not replaced: give another --index")
     partial, digest = path.with_name(f".{path.name}.partial"), hashlib.sha256()
@@ -160,7 +153,7 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
             connection.execute("INSERT INTO words(words) VALUES ('optimize')")
             connection.execute("CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, words, row)")
             connection.execute("INSERT INTO common SELECT term, doc FROM vocabulary WHERE doc > ?", (COMMON,))
-            connection.execute("INSERT INTO info VALUES (?, ?, ?)", (number, digest.hexdigest(), corpus))
+            connection.execute("INSERT INTO info VALUES (?, ?)", (number, digest.hexdigest()))
             connection.execute("COMMIT")
         os.replace(partial, path)
     except (sqlite3.Error, OSError) as error:

@@ -52,7 +52,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("index") / "an index?#%.sqlite"  # a name that an URI has to quote
-    build_sqlite(path, DOCUMENTS, "texts")
+    build_sqlite(path, DOCUMENTS)
     return path
 
 
