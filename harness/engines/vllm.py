@@ -63,14 +63,12 @@ class VLLM:
             raise self.wrong("other settings than are known here") from None
         if mode != "processed_logprobs":
             raise EngineError(
-                f"{self.client.about} answers with {mode}, which the temperature is not in: start it with "
-                "--logprobs-mode processed_logprobs"
+                f"{self.client.about} answers with {mode}: start it with --logprobs-mode processed_logprobs"
             )
         if found != str(dtype):
-            raise EngineError(
-                f"{self.client.about} computes in {found}, not in {dtype}: give --engine-dtype "
-                f"{found.removeprefix('torch.')}, or start it with --dtype {str(dtype).removeprefix('torch.')}"
-            )
+            own, wanted = (name.removeprefix("torch.") for name in (found, str(dtype)))
+            remedy = f"give --engine-dtype {own}, or start it with --dtype {wanted}"
+            raise EngineError(f"{self.client.about} computes in {found}, not in {dtype}: {remedy}")
         if is_cpu and is_chunked:  # the first long prompt with a seed would end it
             raise EngineError(f"{self.client.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
@@ -84,9 +82,7 @@ class VLLM:
         deadline = time.monotonic() + CACHE_SECONDS
         while not self.client.post("/reset_prefix_cache").get("success"):
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self.client.about} is busy with requests of others: an engine that trains is for one run"
-                )
+                raise EngineError(f"{self.client.about} is busy with requests of others: it has to be for one run")
             time.sleep(0.1)
 
     async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:

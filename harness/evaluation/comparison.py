@@ -50,10 +50,8 @@ def _by_key(results: dict) -> dict[Key, dict]:
 def check_shared(other: dict, rows: list[str]) -> None:
     """Refuse another evaluation that asked none of the questions with these contents."""
     if not {entry["row"] for entry in other["questions"]} & set(rows):
-        raise UserError(
-            f"--compare {other['path']}: it asked {len(other['questions'])} other questions, none of these "
-            f"{len(rows)}: give the results of the same --task and --data"
-        )
+        asked = f"it asked {len(other['questions'])} other questions, none of these {len(rows)}"
+        raise UserError(f"--compare {other['path']}: {asked}: give the results of the same --task and --data")
 
 
 def compare(other: dict, own: dict, seed: int) -> dict:

@@ -60,10 +60,8 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
     for name in names:
         if stored.get(name) != settings[name]:
             values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]
-            raise UserError(
-                f"{flag(name)} {values[0]} differs from {values[1]} in {directory}, which holds an evaluation with "
-                "that setting: repeat the setting, or choose another --output"
-            )
+            known = f"{values[1]} in {directory}: repeat that setting, or choose another --output"
+            raise UserError(f"{flag(name)} {values[0]} differs from {known}")
     check_sources(directory, stored.get("sources", {}), sources, has_failed=False)
     return stored
 
@@ -81,10 +79,8 @@ def _stored(directory: Path) -> dict | None:
     if not path.exists():
         others = sorted({entry.name for entry in directory.iterdir()} - BEFORE_SETTINGS)
         if others:
-            raise UserError(
-                f"--output {directory} holds other files ({printable(', '.join(others), 60)}) and no evaluation: "
-                "choose a new directory"
-            )
+            names = printable(", ".join(others), 60)
+            raise UserError(f"--output {directory} holds other files ({names}) and no evaluation: choose another")
         return None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

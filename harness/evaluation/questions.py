@@ -22,9 +22,9 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     """
     task = task_of(config.task)
     if "correct" not in task.weights:
+        problem = f"has no reward component 'correct' (it has {', '.join(task.weights)})"
         raise UserError(
-            f"{task} has no reward component 'correct' (it has {', '.join(task.weights)}): there is no accuracy to "
-            "evaluate; add the component to its REWARD_WEIGHTS, with weight 0 if it is not to be trained on"
+            f"{task} {problem}, and so no accuracy: add it to its REWARD_WEIGHTS, with weight 0 if you like"
         )
     source = config.data if config.data is not None else task.eval_data
     if source is None:

@@ -58,10 +58,8 @@ def evaluate(
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            raise UserError(
-                f"{directory} could not be written ({os.strerror(error.errno)}); when there is space, the same command "
-                "with this --output continues"
-            ) from error
+            problem = f"{directory} could not be written ({os.strerror(error.errno)})"
+            raise UserError(f"{problem}; when there is space, the same command with this --output continues") from error
     return results
 
 

@@ -61,8 +61,6 @@ def num_prompts_equal(directory: Path, questions: Questions) -> int:
     rendered = [tokenizer.apply_chat_template(turns, **options) for turns in questions.conversations]
     equal = num_equal(questions.prompts, rendered)
     if equal < len(rendered):
-        say(
-            f"the chat template renders {len(rendered) - equal} of {len(rendered)} questions otherwise than training "
-            "did: it writes the date, or a question spells a control token"
-        )
+        others = f"{len(rendered) - equal} of {len(rendered)} questions"
+        say(f"the chat template renders {others} otherwise: it writes the date, or they spell control tokens")
     return equal

@@ -21,10 +21,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def refuse_quantised(source: Source) -> None:
     """Refuse a run whose base is a quantised checkpoint, into which no adapter can be merged."""
     if getattr(read_config(source.policy.base, local_files_only=True), "quantization_config", None):
-        raise UserError(
-            f"RUN {shown(source.run)} has trained an adapter on quantised weights ({source.policy.base}), into which "
-            "it cannot be merged: export it without --merge and --quantize"
-        )
+        what = f"has trained an adapter on quantised weights ({source.policy.base})"
+        raise UserError(f"RUN {shown(source.run)} {what}: export it without --merge and --quantize")
 
 
 def write_model(source: Source, directory: Path, dtype: str) -> None:

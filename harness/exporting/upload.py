@@ -38,10 +38,8 @@ def push(directory: Path, name: str, private: bool) -> str:
     except UserError:
         raise
     except Exception as error:  # of the library, of its HTTP client or of its storage
-        raise UserError(
-            f"--push {name}: {_reason(error)}; what was exported is complete, and can be sent later: "
-            f"hf upload {name} {directory}"
-        ) from error
+        later = f"what was exported is complete, and can be sent later: hf upload {name} {directory}"
+        raise UserError(f"--push {name}: {_reason(error)}; {later}") from error
     return address
 
 

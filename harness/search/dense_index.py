@@ -113,9 +113,8 @@ class DenseIndex:
         about = _read_about(path)
         if about["encoder"] != checksum(model):
             again = f": build it with {rebuild}" if rebuild else ""
-            raise UserError(
-                f"--index {shown(path)} was made with another encoder, or other weights ({about['name']}){again}"
-            )
+            made_with = f"another encoder, or other weights ({about['name']})"
+            raise UserError(f"--index {shown(path)} was made with {made_with}{again}")
         with safe_open(path, framework="pt") as file:  # its tensors are views of the file
             self._vectors, self._ends, self._documents = map(file.get_tensor, ("vectors", "ends", "documents"))
         self.path, self._model, self._lock = path, model, threading.Lock()

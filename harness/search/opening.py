@@ -72,10 +72,8 @@ def check_questions(config: SearchConfig, index: Index | None, task: Task) -> No
     what = f"the documents that the questions in {shown(task.data)} name as supporting"
     where, example = shown(corpus_of(config)), printable(min(missing), 80)
     if missing == named:
-        raise UserError(
-            f"none of {what}, such as {example!r}, is in {where}: give the --questions that belong to --corpus, and "
-            "the --chunk-words and --chunk-overlap with which they were made"
-        )
+        remedy = "give the --questions that belong to --corpus"
+        raise UserError(f"none of {what}, such as {example!r}, is in {where}: {remedy}")
     say(f"{len(missing)} of {len(named)} of {what} are not in {where}, such as {example!r}: nothing can find them")
 
 

@@ -121,14 +121,10 @@ def _read_url(text: str) -> httpx2.URL:
     except (httpx2.InvalidURL, ValueError):
         is_server = False
     if not is_server:
-        raise UserError(
-            f"--search-url {printable(text, 100)} is not the URL of a server, such as http://127.0.0.1:8000"
-        )
+        raise UserError(f"--search-url {printable(text, 80)} is not the URL of a server, as http://127.0.0.1:8000 is")
     if url.userinfo:
-        raise UserError(
-            "--search-url holds a password, which config.json of the run would keep: omit it, and write it into "
-            f"~/.netrc: machine {printable(url.host, 100)} login NAME password PASSWORD"
-        )
+        line = f"machine {printable(url.host, 100)} login NAME password PASSWORD"
+        raise UserError(f"--search-url holds a password, which config.json would keep: write it into ~/.netrc: {line}")
     path = url.path.rstrip("/")
     return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
 

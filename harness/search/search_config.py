@@ -61,10 +61,8 @@ def build_command(config: IndexConfig, path: Path, corpus: str = "CORPUS") -> st
 def check_index(config: IndexConfig) -> None:
     check_ranges(config)
     if config.chunk_overlap >= config.chunk_words:
-        raise UserError(
-            f"--chunk-overlap {config.chunk_overlap} leaves no new words in a chunk: it must be below --chunk-words "
-            f"{config.chunk_words}"
-        )
+        overlap, words = config.chunk_overlap, config.chunk_words
+        raise UserError(f"--chunk-overlap {overlap} leaves no new words: it must be below --chunk-words {words}")
 
 
 def check_search(config: SearchConfig) -> None:

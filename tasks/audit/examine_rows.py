@@ -170,9 +170,8 @@ def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[t
             unusable.append((row.place, _problem(error, row)) if isinstance(row, Row) else (place, problem))
     if not usable:
         hint = suggest_task(first.row, config.task) if isinstance(first, FieldsError) else ""
-        raise UserError(
-            f"no row of {shown(source)} can be used: {first}{hint}" if first else f"{shown(source)} has no rows"
-        )
+        reason = f"can be used: {first}{hint}" if first else "is there"
+        raise UserError(f"no row of {shown(source)} {reason}")
     return usable, unusable
 
 
