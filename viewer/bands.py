@@ -23,11 +23,7 @@ NUM_COLORS = 10  # of matplotlib; then the lines are dashed
 
 
 def draw_comparison(groups: Groups, path: Path, panels: Sequence[str]) -> None:
-    """Draw the runs of each group into a figure at `path`.
-
-    Args:
-        panels: keys of metrics.jsonl; the first one is large, and the others are beside it.
-    """
+    """Draw the runs of each group into a figure: a large panel for the first key, and others beside it."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed

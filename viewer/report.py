@@ -51,8 +51,7 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
     """The page, from viewer/page/ and viewer/vendor/.
 
     Args:
-        kept: the samples that the page shows.
-        command: that shows all.
+        command: that shows more samples than those that are kept.
         metrics_page: relative address of docs/metrics.md; None: the page names it only.
         version: of the run's files, for a page that is served.
     """

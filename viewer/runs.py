@@ -113,11 +113,7 @@ class StepIndex:
 
 
 class Run:
-    """What a run's directory holds.
-
-    Raises:
-        RunError: there is no such directory, it is not a run's, or a file cannot be read.
-    """
+    """What a run's directory holds."""
 
     def __init__(self, directory: Path):
         try:

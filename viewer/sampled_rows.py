@@ -122,11 +122,7 @@ class Kept:
 def keep_steps(
     index: StepIndex, rows_per_step: int | None, page_budget: int = PAGE_BUDGET, step_budget: int = STEP_BUDGET
 ) -> Kept:
-    """Encode the steps that a page can hold: the first and the last, then complete ones, spread evenly, then others.
-
-    Args:
-        rows_per_step: of a complete step; None: not known.
-    """
+    """Encode the steps that a page can hold: the first and the last, then complete ones, spread evenly, then others."""
     kept, used, read = Kept(), 0, 0
     for step in _in_order(index, rows_per_step):
         expected = index.num_bytes(step) * used / read if read else 0

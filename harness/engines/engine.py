@@ -49,12 +49,9 @@ class Sampling(NamedTuple):
 
 
 class Engine:
-    """An inference engine. Its `sample` can be used in place of `common.sampling.sample`.
+    """An inference engine at http://host:port. Its `sample` can be used in place of `common.sampling.sample`.
 
-    Args:
-        url: http://host:port.
-        folder: where weights are written for the engine, which must see it under the same path.
-        dtype: of the engine's weights.
+    Weights of `dtype` are written for it into `folder`, which it must see under the same path.
     """
 
     length_flag = "--max-model-len"  # of the server, for `max_length`
@@ -94,10 +91,8 @@ class Engine:
     ) -> Sampling:
         """`sample` in the background: returns as soon as the engine has the weights, which may change from then on.
 
-        A call waits for the one before. All ranks call it together.
-
-        Args:
-            push: False: sample with the weights that the engine has, unless none were pushed yet.
+        A call waits for the one before. All ranks call it together. Without `push` the engine samples with the weights
+        that it has, unless it has none yet.
         """
         trajectories = begin_rows(prompts, group_size, prompt_index, rows)
         longest = max(map(len, prompts), default=0)

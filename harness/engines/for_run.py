@@ -89,11 +89,7 @@ def server_command(start: str, flags: list[str]) -> list[str]:
 
 
 def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, over the action tokens of all ranks.
-
-    Raises:
-        EngineError: so far that the engine does not sample from the policy.
-    """
+    """How far the engine's log-probs are from the trainer's, over all action tokens; too far is an EngineError."""
     mask = experience.action_mask.bool()
     weights = experience.importance_weights[mask]  # in float32, to which clamping has rounded the cap, too
     difference = (experience.old_log_probs - experience.sampler_log_probs)[mask].abs()

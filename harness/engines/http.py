@@ -28,11 +28,7 @@ class RefusedError(EngineError):
 
 
 class Client:
-    """What one server is asked. Requests run in a thread of their own, any number of them at the same time.
-
-    Args:
-        url: http://host:port.
-    """
+    """What one server is asked. Requests run in a thread of their own, any number of them at the same time."""
 
     def __init__(self, url: str):
         try:

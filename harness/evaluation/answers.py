@@ -61,11 +61,7 @@ def make_batches(num_questions: int, num_samples: int, size: int) -> list[Batch]
 
 
 def ask(policy: Policy, rows: list[dict], task: Task, batch: Batch, num_samples: int, **settings) -> list[Trajectory]:
-    """The answers of one batch; the random numbers are those of a run's evaluation.
-
-    Args:
-        settings: `seed`, and those of `ask_once`.
-    """
+    """The answers of one batch, with `seed` and the settings of `ask_once`; random numbers as in a run's evaluation."""
     group_size = 1 if batch.is_greedy else num_samples
     first, last = batch.rows[0] // group_size, batch.rows[-1] // group_size
     key = (settings.pop("seed"), EVALUATION)
@@ -75,11 +71,9 @@ def ask(policy: Policy, rows: list[dict], task: Task, batch: Batch, num_samples:
 
 
 class Completions:
-    """completions.jsonl of an evaluation. What a kill has left behind the last complete batch of the file is removed
-    when the next one is added.
+    """completions.jsonl of an evaluation, up to the last complete one of all its batches.
 
-    Args:
-        batches: all of the evaluation.
+    What a kill has left behind that is removed when the next one is added.
     """
 
     def __init__(self, path: Path, batches: list[Batch], num_samples: int):

@@ -35,10 +35,7 @@ class Answers(NamedTuple):
 def read_answers(
     completions: Iterable[Completion], num_questions: int, read: Callable[[int, str], str | None]
 ) -> Answers:
-    """
-    Args:
-        read: what a completion of a question answers.
-    """
+    """`read` says what a completion of a question answers."""
     answers = Answers([], [], [[] for _ in range(num_questions)])
     for line in completions:
         others = {f"reward_{name}": value for name, value in line.rewards.items() if name != "correct"}

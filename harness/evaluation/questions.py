@@ -15,11 +15,7 @@ from harness.data.task import Row, Task, import_named, task_of
 
 
 def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
-    """The task of an evaluation, with its questions as `eval_rows`.
-
-    Args:
-        renamed: fields of the data, and what the task calls them.
-    """
+    """The task of an evaluation, with its questions as `eval_rows`; `renamed`: fields of the data by other names."""
     task = task_of(config.task)
     if "correct" not in task.weights:
         problem = f"has no reward component 'correct' (it has {', '.join(task.weights)})"

@@ -32,7 +32,6 @@ def evaluate(
     """Ask all questions, or those that are left, and write results.json and failures.txt; returns the results.
 
     Args:
-        config: the `Config` of evaluate.py.
         load: the policy; it is not called if nothing is left to ask.
         renamed: fields of the data, and what the task calls them.
     """

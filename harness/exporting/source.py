@@ -80,11 +80,7 @@ class Source:
 
 
 def find_source(text: str) -> Source:
-    """What RUN names: a run's directory, its final/, or one of its checkpoints.
-
-    Raises:
-        UserError: it is none of them, the run has not ended, or the base of its adapter is not there.
-    """
+    """What RUN names: a run's directory, its final/, or one of its checkpoints."""
     path = local_path(text, "RUN").resolve()
     if not path.is_dir():
         raise UserError(f"RUN {printable(text, 80)}: there is no such directory")

@@ -55,9 +55,6 @@ def read_corpus(
     Args:
         path: a directory, searched with all directories in it but hidden ones; one file of text; or a JSONL file.
         skipped: the names of the files, and the places of the rows, that hold no text are appended to it.
-
-    Raises:
-        UserError: naming the file, and the line or byte.
     """
     root, skipped = local_path(path, "--corpus"), [] if skipped is None else skipped
     if not root.exists():

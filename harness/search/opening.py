@@ -53,12 +53,9 @@ def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]
 
 
 def check_questions(config: SearchConfig, index: Index | None, task: Task) -> None:
-    """Look for the documents that the rows of a task name as supporting; say so if some of them are not there.
+    """Look for the documents that the rows of a task name as supporting; refuse them if none is there.
 
     An index without its corpus, and a server, are not asked: they do not list their documents.
-
-    Raises:
-        UserError: none of them is there.
     """
     if index is None or config.search_url is not None or (config.index is not None and config.corpus is None):
         return

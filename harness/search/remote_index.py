@@ -31,14 +31,12 @@ START = "`python experiment_multiturn_qa/serve_index.py` starts one"
 
 
 class RemoteIndex:
-    """The index of a server. Several threads may search; the requests have a thread of their own, with its loop."""
+    """The index of a server. Several threads may search; the requests have a thread of their own, with its loop.
+
+    `url` is with or without `/retrieve`; queries that are not answered within `seconds` have failed.
+    """
 
     def __init__(self, url: str, seconds: float):
-        """
-        Args:
-            url: of the server, with or without `/retrieve`. A password for it stands in ~/.netrc.
-            seconds: until when all queries of a call are answered; those that are not then have failed.
-        """
         self._url, self._seconds, self._is_down = _read_url(url), seconds, False
         self._client = httpx2.AsyncClient(
             auth=httpx2.NetRCAuth() if Path("~/.netrc").expanduser().exists() else None,
@@ -169,8 +167,7 @@ def write_request(queries: Sequence[str], k: int) -> bytes:
 def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | SearchError]:
     """The hits that a server's answer has for each query, at most `k`, or an error in their place.
 
-    Raises:
-        SearchError: nothing in it can be used.
+    SearchError: nothing in it can be used.
     """
     try:
         content = json.loads(body)

@@ -55,15 +55,11 @@ _PIECES = re.compile(f"[{UNSPACED}]+|[^ {UNSPACED}]+")
 class SqliteIndex:
     """Documents by their words. Equal scores are in the order of the documents, so that every run finds the same.
 
-    Several threads may search; one of them does at a time.
+    Several threads may search; one of them does at a time, for `seconds` at most. `rebuild` is the command that makes
+    the index anew, for error messages.
     """
 
     def __init__(self, path: Path, seconds: float, rebuild: str = ""):
-        """
-        Args:
-            seconds: time limit of a query.
-            rebuild: the command that makes the index anew, for error messages.
-        """
         self.path, self._seconds, self._lock = Path(path), seconds, threading.Lock()
         again = f": build it with {rebuild}" if rebuild else ""
         if not self.path.exists():

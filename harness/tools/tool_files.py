@@ -25,11 +25,7 @@ def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) ->
 
     A function that is returned has the name, docstring and signature of the user's, so that a schema can be made of it.
     It never raises an error of the user's code: a call that raises, crashes, or takes longer than `seconds` returns a
-    line that begins with "error:".
-
-    Args:
-        name: the file's path.
-        taken: names of other tools.
+    line that begins with "error:". `taken` are the names of other tools.
     """
     if name is None:
         return {}

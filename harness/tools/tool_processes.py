@@ -154,8 +154,7 @@ class Workers:
     """The workers of one file. They are started when they are needed, and again when one has been ended.
 
     Args:
-        path: the file, and `source` its text, as it was when the run read it.
-        shown: what the user calls it.
+        source: the text of the file `path`, as it was when the run read it; the user calls it `shown`.
         seconds: what a call may take.
         number: processes, and so calls at the same time.
         memory: bytes of address space that each may use; None: as much as there is.
