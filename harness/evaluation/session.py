@@ -70,11 +70,12 @@ def _ask(config: ModelConfig, task: Task, completions: Completions, load: Callab
     if done:
         say(f"{done} of {total} completions are there already")
     settings = {name: getattr(config, name) for name in ("seed", "system_prompt", "max_new_tokens", "top_p")}
-    form = "completions: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}]"
-    pause = 0.1 if sys.stderr.isatty() else 60.0  # seconds between lines of a log file
-    with tqdm(
-        total=total, initial=done, bar_format=form, mininterval=pause, dynamic_ncols=True, leave=False
-    ) as progress:
+    style = {"bar_format": "completions: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}]", "dynamic_ncols": True}
+    if sys.stderr.isatty():
+        style["leave"] = False
+    else:
+        style |= {"mininterval": 60.0, "delay": 60.0}  # seconds between what a log file is told
+    with tqdm(total=total, initial=done, **style) as progress:
         for batch in completions.left:
             completions.add(ask(policy, task.eval_rows, task, batch, config.num_samples, **settings))
             progress.update(len(batch.rows))
