@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from viewer.groups import Groups, plain, series
-from viewer.runs import Run
+from viewer.runs import Run, rolling_means
 
 # key in metrics.jsonl: its title, and the range of the axis (None: as the data need); the title of others is their key
 HEADINGS = {
@@ -105,9 +105,7 @@ def _add_legend(figure) -> float:
 
 def _smooth(curve: dict[int, float]) -> dict[int, float]:
     """A run's values by step, each the mean of the last few steps."""
-    values = list(curve.values())
-    means = [sum(values[max(0, i + 1 - WINDOW) : i + 1]) / min(WINDOW, i + 1) for i in range(len(values))]
-    return dict(zip(curve, means, strict=True))
+    return dict(zip(curve, rolling_means(list(curve.values()), WINDOW), strict=True))
 
 
 def _text(text: str) -> str:

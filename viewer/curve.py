@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from viewer.results import open_run
-from viewer.runs import RunError
+from viewer.runs import RunError, rolling_means
 
 # Of every task; what else a run logs of its completions is what its own task describes.
 KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
@@ -92,8 +92,7 @@ def _line(axes, entries: list[dict], key: str, window: int = 1, **style) -> None
     if not points:
         return
     steps, values = zip(*points, strict=True)
-    smooth = [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
-    axes.plot(steps, smooth, **{"markersize": 4, **style})
+    axes.plot(steps, rolling_means(values, window), **{"markersize": 4, **style})
 
 
 if __name__ == "__main__":

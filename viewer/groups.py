@@ -62,10 +62,7 @@ def read_groups(arguments: Sequence[str]) -> tuple[Groups, list[str]]:
         left_out += reasons
         if not runs:
             raise RunError(reasons[0] if len(reasons) == 1 else f"{len(reasons)} directories, no run: {reasons[0]}")
-        found = group_by_seed(runs) if label is None else {label: runs}
-        if twice := found.keys() & groups.keys():
-            raise RunError(f"the label {twice.pop()} is given twice")
-        groups |= found
+        groups |= group_by_seed(runs) if label is None else {label: runs}
     if not groups:
         raise RunError("no run is given: name directories of runs, such as runs/experiment_base/*")
     return groups, left_out
@@ -76,8 +73,6 @@ def _match(argument: str) -> tuple[str | None, list[Path]]:
     ends = [match.start() for match in re.finditer("=", argument)]
     for label, pattern in [(None, argument), *((argument[:end], argument[end + 1 :]) for end in ends)]:
         found = _find(Path(pattern).expanduser()) if pattern else []
-        if found and label is not None and not label.strip():
-            raise RunError(f"{argument} has no label before the =")
         if found:
             return label, sorted(found, key=_natural)
     place = argument[ends[0] + 1 :] if ends else argument
