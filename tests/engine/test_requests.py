@@ -73,3 +73,4 @@ def test_all_active_adapters_are_merged(policy):
         assert torch.allclose(merged, expected)
     finally:
         model.unload()
+        policy.requires_grad_()  # other tests train it
