@@ -51,11 +51,7 @@ def meaning(name: str) -> str:
 
 
 class Loss:
-    """Calls the user's `policy_loss`. `check` is the name of the check that does so, for errors.
-
-    Raises:
-        UnusableError: it has a parameter for which there is no value.
-    """
+    """Calls the user's `policy_loss`. `check` is the name of the check that does so, for errors."""
 
     def __init__(self, file: UserFile):
         function = file.module.policy_loss
@@ -89,11 +85,7 @@ class Loss:
         return (low, high) if self.knows >= {*names} else None
 
     def __call__(self, batch: Batch, may_be_nan: bool = False) -> tuple[float, torch.Tensor]:
-        """The loss, and its gradient (B, W) by the log-probs.
-
-        Raises:
-            UnusableError: the function raised, or did not return one finite number with a gradient.
-        """
+        """The loss, and its gradient (B, W) by the log-probs."""
         leaf = batch.log_probs.clone().requires_grad_()
         what = f"policy_loss (in the check {self.check})" if self.check else "policy_loss"
         values = self._values(batch, leaf * 1)  # as in training no leaf, so that it can be changed

@@ -8,6 +8,7 @@ from torch import nn
 
 from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, UnusableError, compare, either, farthest, number
 from doctor.user_file import UserFile, parameters_of
+from doctor.weights import shifted
 
 SMALL = 0.01  # beside advantages of about 1; a standard deviation plus 1e-4 leaves 0.001
 RETURNS = torch.tensor([[1.0, 0.0, 0.0, 0.5], [0.1, 1.0, 0.7, 1.0], [2.0, 5.0, 3.0, 4.0]])  # Q = 3 groups, G = 4
@@ -190,8 +191,7 @@ def check_action_mask(file: UserFile) -> Iterator[Finding]:
     shared, *_ = _mask(file, ROWS, END)
     shorter = (lengths < lengths.max())[:, 0]  # the end of the longest row can be cut off
     for step, where in ((-1, "before"), (1, "after")):
-        moved = torch.roll(expected, step, dims=1)
-        moved[:, 0 if step > 0 else -1] = False
+        moved = shifted(expected, step)
         if torch.equal(mask[shorter], moved[shorter]) and not (mask & ~moved).any():
             sentence = f"it is 1 {where} the entry of each sampled token. Entry t is about token t+1."
             numbers = (int(each[0].nonzero()[0]) for each in (expected, mask))

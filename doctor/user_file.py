@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +20,12 @@ LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LO
 class UserFile:
     """Runs the file. Modules are imported from where Python finds them, as those of a task file are.
 
-    Args:
-        announce: is told what is called before every call of the user's code.
-
-    Raises:
-        UnusableError: there is no such file, it cannot be run, or it defines none of the known functions.
+    `announce` is told what is called before every call of the user's code.
     """
 
     def __init__(self, path: Path, announce: Callable[[str], None]):
         if not path.is_file() or path.suffix == ".ipynb":
-            why = "is a notebook" if path.is_file() else "is no file" if path.exists() else "does not exist"
+            why = "is a notebook" if path.is_file() else "is no file"
             raise UnusableError(f"{path} {why}: name a Python file")
         self.path, self.announce = path.resolve(), announce
         self.module = module = ModuleType(f"doctor_{path.stem}")
@@ -50,18 +47,13 @@ class UserFile:
         self.declared = getattr(module, "LOSS", "")
         self.settings = getattr(module, "SETTINGS", {})
         self.skipped = getattr(module, "SKIP", [])
-        problems = [f"{each} is not a function" for each in CHECKS if not callable(getattr(module, each, print))]
         if self.declared not in ("", *LOSSES):
-            problems.append(f"LOSS must be one of {', '.join(LOSSES)}")
-        if not isinstance(self.settings, dict):
-            problems.append("SETTINGS must be a dict")
+            raise UnusableError(f"{path}: LOSS must be one of {', '.join(LOSSES)}")
         checks = {check for checks in CHECKS.values() for check in checks.split()}
-        if not isinstance(self.skipped, (list, tuple)):
-            problems.append("SKIP must be a list")
-        elif unknown := [str(check) for check in self.skipped if check not in checks]:
-            problems.append(f"SKIP names {unknown[0]}, which is no check; they are: {', '.join(sorted(checks))}")
-        if problems:
-            raise UnusableError(f"{path}: {problems[0]}")
+        for check in self.skipped:
+            if check not in checks:
+                names = ", ".join(sorted(checks))
+                raise UnusableError(f"{path}: SKIP names {check}, which is no check; they are: {names}")
 
     def call(self, what: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call a function of the user's; `what` names it and what for."""
@@ -79,11 +71,8 @@ class UserFile:
         if len(parameters) < num_in_order or unknown:
             names = f"({', '.join(values)}), not ({', '.join(parameters)})"
             raise UnusableError(f"{name} must take {names}; see docs/loss_template.py")
-        in_order, by_name = (
-            list(values.values())[:num_in_order],
-            {each: values[each] for each in rest if each in values},
-        )
-        return self.call(name, getattr(self.module, name), *in_order, **by_name)
+        by_name = {each: values[each] for each in rest if each in values}
+        return self.call(name, getattr(self.module, name), *list(values.values())[:num_in_order], **by_name)
 
     def tensor(self, name: str, values: dict[str, Any], num_in_order: int, shape: tuple, about: str = "") -> Any:
         """As `call_by_name`, for a function that has to return a tensor of this shape."""
@@ -103,20 +92,13 @@ class UserFile:
         if isinstance(error, SyntaxError):
             lines, text = [error.lineno], error.msg
         place = f" (line {lines[-1]} of {self.path.name})" if lines else ""
-        text = "".join(each if each.isprintable() else "\ufffd" for each in " ".join(text.split()))
-        text = text if len(text) <= 200 else f"{text[:196].rstrip()} ..."
+        text = "".join(
+            each if each.isprintable() else "\ufffd" for each in textwrap.shorten(text, 200, placeholder=" ...")
+        )
         return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """What a function can be given by name.
-
-    Raises:
-        UnusableError: it is a function of C that does not say.
-    """
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise UnusableError(f"the parameters of {name} are not known: wrap it in a function") from error
+    """What a function can be given by name."""
+    parameters = inspect.signature(function).parameters
     return {name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}

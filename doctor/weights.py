@@ -93,13 +93,13 @@ def _which_tokens(batch: Batch, weights: torch.Tensor) -> Iterator[Finding]:
     counts = weights.abs() > 1e-5 * weights.abs().max()
     typical = float(weights[counts].abs().median())
     for step, where in ((-1, "before"), (1, "after")):
-        if torch.equal(counts, _shifted(mask, step)):
+        if torch.equal(counts, shifted(mask, step)):
             sentence = f"The mask is applied one entry off: what counts is the token {where} each token of the mask."
             yield Finding("off_by_one", TRAP, sentence, *(float(x[0].nonzero()[0]) for x in (mask, counts)))
             return
     yield Finding("off_by_one", OK, "The tokens that count are not shifted against the mask.")
     missing = mask & ~counts
-    ends = mask & ~_shifted(mask, -1)  # the next token is none of the mask's
+    ends = mask & ~shifted(mask, -1)  # the next token is none of the mask's
     if not missing.any():
         yield Finding("end_of_turn_masked", OK, "Every token of the mask counts, the last of a turn too.")
     elif not (missing & ~ends).any():
@@ -116,7 +116,7 @@ def _which_tokens(batch: Batch, weights: torch.Tensor) -> Iterator[Finding]:
         yield compare(check, 0.0, leak if leak > 1e-5 * typical else 0.0, trap, ok)
 
 
-def _shifted(mask: torch.Tensor, step: int) -> torch.Tensor:
+def shifted(mask: torch.Tensor, step: int) -> torch.Tensor:
     """The mask moved by one column, to the right if `step` is 1, to the left if it is -1."""
     moved = mask.roll(step, dims=1)
     moved[:, 0 if step > 0 else -1] = False

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from viewer.groups import Groups, plain, series
-from viewer.runs import Run
+from viewer.runs import Run, rolling_means
 
 # key in metrics.jsonl: its title, and the range of the axis (None: as the data need); the title of others is their key
 HEADINGS = {
@@ -23,11 +23,7 @@ NUM_COLORS = 10  # of matplotlib; then the lines are dashed
 
 
 def draw_comparison(groups: Groups, path: Path, panels: Sequence[str]) -> None:
-    """Draw the runs of each group into a figure at `path`.
-
-    Args:
-        panels: keys of metrics.jsonl; the first one is large, and the others are beside it.
-    """
+    """Draw the runs of each group into a figure: a large panel for the first key, and others beside it."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -109,9 +105,7 @@ def _add_legend(figure) -> float:
 
 def _smooth(curve: dict[int, float]) -> dict[int, float]:
     """A run's values by step, each the mean of the last few steps."""
-    values = list(curve.values())
-    means = [sum(values[max(0, i + 1 - WINDOW) : i + 1]) / min(WINDOW, i + 1) for i in range(len(values))]
-    return dict(zip(curve, means, strict=True))
+    return dict(zip(curve, rolling_means(list(curve.values()), WINDOW), strict=True))
 
 
 def _text(text: str) -> str:

@@ -20,6 +20,7 @@ Runs answer the same questions, so that two runs can differ more surely than the
 n is not --eval-prompts (there were fewer questions), or answers count in part: then p n is no whole number.
 """
 
+import difflib
 import io
 import sys
 from collections.abc import Sequence
@@ -48,17 +49,13 @@ class Config:
 
 
 def compare(config: Config) -> None:
-    """
-    Raises:
-        RunError: there is nothing to compare, or the figure cannot be written.
-    """
     groups, left_out = read_groups(config.runs)
     panels = config.panels or default_panels(groups)
     known = {key for runs in groups.values() for run in runs for row in run.metrics.rows for key in row}
     for key in panels:
         if key not in known:
-            raise RunError(f"--panels {key}: no run has logged it; what they have logged is, for example, "
-                           f"{', '.join(_like(key, known))}")  # fmt: skip
+            like = difflib.get_close_matches(key, known, n=3) or sorted(key for key in known if "/" in key)[:3]
+            raise RunError(f"--panels {key}: no run has logged it; known are, for example, {', '.join(like)}")
     if config.output.suffix not in (".png", ".svg", ".pdf"):
         raise RunError(f"--output {config.output}: the name of the figure must end with .png, .svg or .pdf")
     print_table(one_by_one(groups) if config.each else groups, left_out)
@@ -84,13 +81,6 @@ def default_panels(groups: Groups) -> tuple[str, ...]:
         raise RunError(f"{runs[0].directory} has logged no reward and no loss: name --panels")
     others = [key for key in OTHER_PANELS if any(series(run, key) for run in runs)]
     return first, *others[:3]
-
-
-def _like(key: str, known: set[str]) -> list[str]:
-    """A few keys that resemble a misspelt one, else the first ones."""
-    import difflib
-
-    return difflib.get_close_matches(key, known, n=3) or sorted(key for key in known if "/" in key)[:3]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -9,18 +9,14 @@ import sys
 from pathlib import Path
 
 from viewer.results import open_run
-from viewer.runs import RunError
+from viewer.runs import RunError, rolling_means
 
 # Of every task; what else a run logs of its completions is what its own task describes.
 KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
 
 
 def draw_curve(directory: Path) -> Path:
-    """Draw the metrics of a run into `curve.png` in its directory, and return that path.
-
-    Raises:
-        RunError: this is not the directory of a run.
-    """
+    """Draw the metrics of a run into `curve.png` in its directory, and return that path."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
@@ -96,8 +92,7 @@ def _line(axes, entries: list[dict], key: str, window: int = 1, **style) -> None
     if not points:
         return
     steps, values = zip(*points, strict=True)
-    smooth = [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
-    axes.plot(steps, smooth, **{"markersize": 4, **style})
+    axes.plot(steps, rolling_means(values, window), **{"markersize": 4, **style})
 
 
 if __name__ == "__main__":

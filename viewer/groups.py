@@ -30,10 +30,6 @@ def plain(text: object) -> str:
 
 
 def read_run(directory: Path) -> Run:
-    """
-    Raises:
-        RunError: this is not the directory of a run, or it holds no metrics yet.
-    """
     return _with_metrics(open_run(directory), directory)
 
 
@@ -52,9 +48,6 @@ def read_groups(arguments: Sequence[str]) -> tuple[Groups, list[str]]:
 
     Returns:
         The groups, in the order of the arguments, and for each directory that is left out the reason.
-
-    Raises:
-        RunError: an argument matches nothing, a label is given twice, or no run is left.
     """
     labelled: dict[str | None, list[Path]] = {}  # None: runs without a label, where the first of them is given
     for argument in arguments:
@@ -69,10 +62,7 @@ def read_groups(arguments: Sequence[str]) -> tuple[Groups, list[str]]:
         left_out += reasons
         if not runs:
             raise RunError(reasons[0] if len(reasons) == 1 else f"{len(reasons)} directories, no run: {reasons[0]}")
-        found = group_by_seed(runs) if label is None else {label: runs}
-        if twice := found.keys() & groups.keys():
-            raise RunError(f"the label {twice.pop()} is given twice")
-        groups |= found
+        groups |= group_by_seed(runs) if label is None else {label: runs}
     if not groups:
         raise RunError("no run is given: name directories of runs, such as runs/experiment_base/*")
     return groups, left_out
@@ -83,8 +73,6 @@ def _match(argument: str) -> tuple[str | None, list[Path]]:
     ends = [match.start() for match in re.finditer("=", argument)]
     for label, pattern in [(None, argument), *((argument[:end], argument[end + 1 :]) for end in ends)]:
         found = _find(Path(pattern).expanduser()) if pattern else []
-        if found and label is not None and not label.strip():
-            raise RunError(f"{argument} has no label before the =")
         if found:
             return label, sorted(found, key=_natural)
     place = argument[ends[0] + 1 :] if ends else argument
@@ -121,8 +109,7 @@ def _read(places: list[Path]) -> tuple[list[Run], list[str]]:
 
 def experiment_of(run: Run) -> str:
     folder = run.directory.parent
-    name = run.config.get("experiment")
-    return name if isinstance(name, str) else (folder.parent if folder.name == "results" else folder).name
+    return run.config.get("experiment", (folder.parent if folder.name == "results" else folder).name)
 
 
 def name_of(run: Run) -> str:
@@ -176,9 +163,8 @@ def differences(runs: list[Run]) -> dict[str, list]:
 
 def _content(run: Run, name: str) -> object:
     """A setting; of a file or a model its checksum, where that is recorded."""
-    sources = run.config.get("sources")
-    source = sources.get(name) if isinstance(sources, dict) else None
-    return source.get("content") if isinstance(source, dict) else run.config[name]
+    source = run.config.get("sources", {}).get(name)
+    return source["content"] if source else run.config[name]
 
 
 def _value(run: Run, name: str) -> str:

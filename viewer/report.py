@@ -28,15 +28,7 @@ _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}  #
 
 
 def write_report(directory: Path, output: Path | None = None) -> Path:
-    """Write the page of a run, and return where it is.
-
-    Args:
-        output: the file; by default report.html in `directory`.
-
-    Raises:
-        RunError: the directory is not a run's or cannot be read, or the output is no page.
-        OSError: the file cannot be written.
-    """
+    """Write the page of a run, by default report.html in `directory`, and return where it is."""
     run = open_run(directory)
     path = run.directory / "report.html" if output is None else Path(output)
     if path.suffix != ".html" or path.is_dir():
@@ -59,8 +51,7 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
     """The page, from viewer/page/ and viewer/vendor/.
 
     Args:
-        kept: the samples that the page shows.
-        command: that shows all.
+        command: that shows more samples than those that are kept.
         metrics_page: relative address of docs/metrics.md; None: the page names it only.
         version: of the run's files, for a page that is served.
     """
@@ -77,8 +68,9 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
     environment.filters["visible"] = visible
     return environment.from_string(_own_text(HERE / "page" / "report.html.jinja")).render(
         **{"css": css, "script": script, "uplot_css": uplot_css, "uplot_js": uplot_js, "csp": "; ".join(rules)},
-        **{"version": version, "metrics_page": metrics_page, "experiment": _experiment(run), "run": run},
-        **{"tiles": _tiles(run), "flags": {name: _setting(value) for name, value in run.config.items()}},
+        **{"version": version, "metrics_page": metrics_page, "tiles": _tiles(run), "run": run},
+        experiment=run.config.get("experiment", run.directory.parent.name),
+        flags={name: _setting(value) for name, value in run.config.items()},
         shown_flags=[name for name in SHOWN_FLAGS if name in run.config],
         findings=_findings(run.diagnosis.rows),
         note=describe(run.samples, kept, command),
@@ -101,9 +93,8 @@ def _page_data(run: Run, kept: Kept) -> str:
 
 
 def count_rows_per_step(config: dict) -> int | None:
-    """Completions per step, of all processes; None if the run's flags do not say it."""
-    prompts, group_size = config.get("prompts_per_step"), config.get("group_size")
-    return prompts * group_size if type(prompts) is type(group_size) is int else None
+    """Completions per step, of all processes; None for a run that samples none."""
+    return config["prompts_per_step"] * config["group_size"] if "prompts_per_step" in config else None
 
 
 def visible(text: object) -> str:
@@ -114,10 +105,6 @@ def visible(text: object) -> str:
     """
     shown = (c if c.isprintable() or c in "\n\t" else f"\u2039U+{ord(c):04X}\u203a" for c in str(text))
     return "".join(shown)
-
-
-def _experiment(run: Run) -> str:
-    return str(run.config.get("experiment", run.directory.parent.name))
 
 
 def _setting(value: object) -> str:

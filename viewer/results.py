@@ -53,11 +53,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def open_run(directory: Path) -> Run:
-    """The run of a directory, or the one that is kept under this name in the folder around it.
-
-    Raises:
-        RunError: it is neither.
-    """
+    """The run of a directory, or the one that is kept under this name in the folder around it."""
     return read_runs(directory.parent).get(directory.name) or Run(directory)
 
 
@@ -146,11 +142,7 @@ def _shorten(path: Path, runs_dir: str | None) -> str:
 
 
 def write_json(path: Path, data: dict, entry: str | None = None) -> None:
-    """Write what a benchmark has measured: floats of eight significant digits, no paths of this machine.
-
-    Args:
-        entry: replace this entry of the file by `data`, and leave the others.
-    """
+    """Write what a benchmark has measured, or one entry of it: eight significant digits, no paths of this machine."""
     if entry is not None:
         data = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | {entry: data}
     data = json.loads(json.dumps(relative_paths(data)), parse_float=lambda text: float(f"{float(text):.8g}"))

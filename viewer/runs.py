@@ -5,7 +5,7 @@ Whatever can be missing is missing here, too; a line that cannot be read is coun
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -43,6 +43,11 @@ def ranges(steps: Iterable[int]) -> list[list[int]]:
         else:
             found.append([step, step])
     return found
+
+
+def rolling_means(values: Sequence[float], window: int) -> list[float]:
+    """Of each value and those before it, at most `window` together."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
 
 
 def parse(line: bytes) -> dict | None:
@@ -113,11 +118,7 @@ class StepIndex:
 
 
 class Run:
-    """What a run's directory holds.
-
-    Raises:
-        RunError: there is no such directory, it is not a run's, or a file cannot be read.
-    """
+    """What a run's directory holds."""
 
     def __init__(self, directory: Path):
         try:

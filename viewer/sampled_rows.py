@@ -36,8 +36,8 @@ def encode_step(rows: list[dict]) -> dict:
             continue
         new = {
             "prompt_index": row["prompt_index"],
-            "question": _text(row.get("question")) or "",
-            "answer": _text(row.get("answer")),
+            "question": row.get("question", ""),
+            "answer": row.get("answer"),
             "prompt": prompt,
             "rows": {},
         }
@@ -66,14 +66,14 @@ def _encode_row(row: dict) -> dict:
     reference, entropy = row.get("log_probs_ref"), row.get("entropy")
     return {
         "completion_index": row["completion_index"],
-        "text": _text(row.get("text")) or "",
-        "turns": row.get("turns") and [[_text(role) or "", _text(text) or ""] for role, text in row["turns"]],
+        "text": row.get("text", ""),
+        "turns": row.get("turns"),
         "ids": ids[start:],
         "mask": mask[start:],
         "rewards": {name: number(value) for name, value in row.get("rewards", {}).items()},
         "return": number(row.get("return")),
         "advantage": number(row.get("advantage")),
-        "finish_reason": _text(row.get("finish_reason")),
+        "finish_reason": row.get("finish_reason"),
         "sampler": sampler,
         "old": old if any(difference != 0 for difference in old) else None,
         "ref": reference and _minus(_micro(reference, sampled), sampler),
@@ -105,10 +105,6 @@ def _minus(values: list[int | None], others: list[int | None]) -> list[int | Non
     return [None if a is None or b is None else a - b for a, b in zip(values, others, strict=True)]
 
 
-def _text(value: object) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value)
-
-
 # ---- as many steps as there is room for
 
 
@@ -126,11 +122,7 @@ class Kept:
 def keep_steps(
     index: StepIndex, rows_per_step: int | None, page_budget: int = PAGE_BUDGET, step_budget: int = STEP_BUDGET
 ) -> Kept:
-    """Encode the steps that a page can hold: the first and the last, then complete ones, spread evenly, then others.
-
-    Args:
-        rows_per_step: of a complete step; None: not known.
-    """
+    """Encode the steps that a page can hold: the first and the last, then complete ones, spread evenly, then others."""
     kept, used, read = Kept(), 0, 0
     for step in _in_order(index, rows_per_step):
         expected = index.num_bytes(step) * used / read if read else 0

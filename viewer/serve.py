@@ -36,11 +36,7 @@ class LiveRun:
         self._version, self._lock = None, threading.Lock()
 
     def version(self) -> str:
-        """Another text after each change of a file.
-
-        Raises:
-            RunError: no file is there any more.
-        """
+        """Another text after each change of a file; RunError: no file is there any more."""
         found = [self._directory / name for name in FILES if (self._directory / name).exists()]
         if not found:
             raise RunError(f"the run's directory {self._directory} is gone")
@@ -48,10 +44,6 @@ class LiveRun:
         return hashlib.sha256(repr(seen).encode()).hexdigest()
 
     def page(self) -> str:
-        """
-        Raises:
-            RunError: the directory is gone, or a file cannot be read.
-        """
         with self._lock:
             version = self.version()
             if version != self._version:
@@ -118,11 +110,7 @@ class Server(ThreadingHTTPServer):
 
 
 def serve(directory: Path, port: int) -> None:
-    """Serve until Ctrl-C.
-
-    Raises:
-        RunError: the directory is not a run's, or the port is in use.
-    """
+    """Serve until Ctrl-C."""
     with Server(directory, port) as server:
         print(f"http://{ADDRESS}:{server.server_port}/   (Ctrl-C ends it)", flush=True)
         server.serve_forever()

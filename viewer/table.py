@@ -212,10 +212,8 @@ def remarks(rows: Groups) -> list[str]:
 def _questions(run: Run) -> dict[str, object]:
     """What decides which questions are held out; of a file its checksum, where that is recorded."""
     found = {name: run.config.get(name) for name in QUESTIONS}
-    sources = run.config.get("sources")
-    recorded = sources.get("eval_data") if isinstance(sources, dict) else None
-    if isinstance(recorded, dict):
-        found["eval_data"] = recorded.get("content")
+    if recorded := run.config.get("sources", {}).get("eval_data"):
+        found["eval_data"] = recorded["content"]
     if found["eval_data"] is not None:
         found["data"] = None  # of training only
     return found

@@ -40,7 +40,7 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
 
 @contextmanager
 def _time_limit(sentence: str) -> Iterator[None]:
-    """Raise a UserError of this sentence where the block takes longer than `PATIENCE`, if the system has such alarms."""
+    """Refuse a block that takes longer than `PATIENCE` by this sentence, where the system has such alarms."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return

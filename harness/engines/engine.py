@@ -37,11 +37,7 @@ class Sampling(NamedTuple):
     seconds: dict[str, float]
 
     def result(self) -> list[Trajectory]:
-        """The trajectories of this rank, when they are complete. All ranks call it together.
-
-        Raises:
-            EngineError: on every rank, if it is raised on any, so that none waits for one that has ended.
-        """
+        """The trajectories of this rank, when they are complete. All ranks call it together; if one fails, all do."""
         rows, error = [], None
         try:
             rows = self.future.result()
@@ -53,15 +49,9 @@ class Sampling(NamedTuple):
 
 
 class Engine:
-    """An inference engine. Its `sample` can be used in place of `common.sampling.sample`.
+    """An inference engine at http://host:port. Its `sample` can be used in place of `common.sampling.sample`.
 
-    Args:
-        url: http://host:port.
-        folder: where weights are written for the engine, which must see it under the same path.
-        dtype: of the engine's weights.
-
-    Raises:
-        EngineError: there is no such server, or one that cannot serve here; the sentence says what to do.
+    Weights of `dtype` are written for it into `folder`, which it must see under the same path.
     """
 
     length_flag = "--max-model-len"  # of the server, for `max_length`
@@ -81,9 +71,6 @@ class Engine:
         Random numbers are the engine's: one seed per prompt, from `key` and the prompt's index, plus the completion's
         index. `generation_batch_size` has no effect: the engine makes its own batches. Under `top_p` below 1,
         log-probs recorded by vLLM are those of the tokens that could be drawn.
-
-        Raises:
-            EngineError: a prompt and its budget are too long for the engine, it has failed, or its answer is wrong.
         """
         return self.begin(policy, prompts, group_size, **settings).result()
 
@@ -104,10 +91,8 @@ class Engine:
     ) -> Sampling:
         """`sample` in the background: returns as soon as the engine has the weights, which may change from then on.
 
-        A call waits for the one before. All ranks call it together.
-
-        Args:
-            push: False: sample with the weights that the engine has, unless none were pushed yet.
+        A call waits for the one before. All ranks call it together. Without `push` the engine samples with the weights
+        that it has, unless it has none yet.
         """
         trajectories = begin_rows(prompts, group_size, prompt_index, rows)
         longest = max(map(len, prompts), default=0)
@@ -185,26 +170,22 @@ class Engine:
         return [row for group in groups for row in group]
 
     def _check(self, completion: Completion, max_new_tokens: int, end_of_turn_ids: list[int], num_ids: int) -> None:
-        """
-        Raises:
-            EngineError: it cannot be what was sampled.
-        """
+        """Raise EngineError if the completion cannot be what was sampled."""
         ids, log_probs, has_stopped = completion
-        if not isinstance(ids, list) or not isinstance(log_probs, list):
-            raise self.server.wrong("ids or log-probs that are not lists")
         ends = [position for position, token in enumerate(ids) if token in end_of_turn_ids]
-        if not all(type(token) is int and 0 <= token < num_ids for token in ids):
-            raise self.server.wrong(f"ids that are not tokens of the policy, which has {num_ids}")
-        if len(log_probs) != len(ids):
-            raise self.server.wrong(f"{len(log_probs)} log-probs for {len(ids)} tokens")
-        if not all(isinstance(value, float | int) and -math.inf < value <= ROUNDING for value in log_probs):
-            raise self.server.wrong("a log-prob that is not finite, or above 0")
-        if not 1 <= len(ids) <= max_new_tokens:
-            raise self.server.wrong(f"{len(ids)} tokens, with a budget of {max_new_tokens}")
-        if ends not in ([], [len(ids) - 1]):
-            raise self.server.wrong("tokens after an end of turn")
-        if has_stopped != bool(ends) or (not ends and len(ids) < max_new_tokens):
-            raise self.server.wrong("a completion whose end does not agree with its reason to finish")
+        for is_right, what in (
+            (all(0 <= token < num_ids for token in ids), f"ids that are not tokens of the policy, which has {num_ids}"),
+            (len(log_probs) == len(ids), f"{len(log_probs)} log-probs for {len(ids)} tokens"),
+            (all(-math.inf < value <= ROUNDING for value in log_probs), "a log-prob that is not finite, or above 0"),
+            (1 <= len(ids) <= max_new_tokens, f"{len(ids)} tokens, with a budget of {max_new_tokens}"),
+            (ends in ([], [len(ids) - 1]), "tokens after an end of turn"),
+            (
+                has_stopped == bool(ends) and (ends or len(ids) == max_new_tokens),
+                "a completion whose end does not agree with its reason to finish",
+            ),
+        ):
+            if not is_right:
+                raise self.server.wrong(what)
 
 
 def raise_together(error: EngineError | None) -> None:

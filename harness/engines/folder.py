@@ -14,14 +14,8 @@ def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> 
     """Write the policy's model as a Hugging Face directory, with any adapter merged, and with an LM head of its own.
 
     Embeddings that are tied are written twice, because engines that load a new checkpoint into a running server do not
-    all tie them again: vLLM 0.32 on a CPU kept the old head, without an error.
-
-    Args:
-        folder: replaced. No file is written over: the engine may still have the old ones open.
-        dtype: of the weights in the folder: that of the engine, which would round them in the same way.
-
-    Raises:
-        OSError: it could not be written.
+    all tie them again: vLLM 0.32 on a CPU kept the old head, without an error. The folder is replaced, no file in it
+    written over: the engine may still have the old ones open.
     """
     has_adapter = getattr(policy.model, "peft_config", None) is not None
     model = policy.model.get_base_model() if has_adapter else policy.model

@@ -46,11 +46,7 @@ class EngineConfig(RunConfig):
 
 
 def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:
-    """The engine that `config` names, which is started first if it says so, and ends with the run.
-
-    Raises:
-        UserError: there is none, it cannot be started, a prompt is too long for it, or the policy is sharded.
-    """
+    """The engine that `config` names, which is started first if it says so, and ends with the run."""
     if requested_launch().sharding is not None:
         raise UserError("experiment_engine pushes whole weights to its engine: start it without FSDP and DeepSpeed")
     folder, dtype = run.directory / "engine", DTYPES[config.engine_dtype or config.dtype]
@@ -93,11 +89,7 @@ def server_command(start: str, flags: list[str]) -> list[str]:
 
 
 def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, over the action tokens of all ranks.
-
-    Raises:
-        UserError: so far that the engine does not sample from the policy. No update has been made from its samples.
-    """
+    """How far the engine's log-probs are from the trainer's, over all action tokens; too far is an EngineError."""
     mask = experience.action_mask.bool()
     weights = experience.importance_weights[mask]  # in float32, to which clamping has rounded the cap, too
     difference = (experience.old_log_probs - experience.sampler_log_probs)[mask].abs()

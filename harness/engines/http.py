@@ -28,18 +28,14 @@ class RefusedError(EngineError):
 
 
 class Client:
-    """What one server is asked. Requests run in a thread of their own, any number of them at the same time.
-
-    Args:
-        url: http://host:port.
-    """
+    """What one server is asked. Requests run in a thread of their own, any number of them at the same time."""
 
     def __init__(self, url: str):
         try:
             parts = httpx2.URL(url)
             is_address = parts.scheme in ("http", "https") and parts.host and (parts.port or 0) < 2**16
-            is_address = is_address and not (parts.path.strip("/") or parts.query)
-        except (httpx2.InvalidURL, ValueError):
+            is_address = is_address and parts.path in ("", "/")
+        except httpx2.InvalidURL:
             is_address = False
         if not is_address:
             raise EngineError(f"{url} is not the address of an engine, such as http://127.0.0.1:8000")
@@ -47,7 +43,7 @@ class Client:
         self.ending: Callable[[], str | None] = lambda: None  # how a server of this run has ended; None: it runs
         self._http = httpx2.AsyncClient(
             base_url=url,
-            headers=self._key(),
+            headers={"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY, "").strip()) else {},
             timeout=httpx2.Timeout(ALIVE, read=None),
             limits=httpx2.Limits(max_connections=None, keepalive_expiry=UNUSED),
             verify=httpx2.create_ssl_context(),  # with the certificates that the environment names
@@ -68,13 +64,9 @@ class Client:
         return self.submit(self.ask("POST", path, body, seconds)).result()
 
     async def ask(self, method: str, path: str, body: dict | None = None, seconds: float | None = None) -> dict:
-        """The JSON object that the server answers.
+        """The JSON object that the server answers; EngineError if there is no answer, or another one.
 
-        Args:
-            seconds: None: as long as it takes, while the server says that it is alive.
-
-        Raises:
-            EngineError: there is no answer, or another one.
+        Without `seconds` it may take as long as the server says that it is alive.
         """
         request = asyncio.create_task(self._http.request(method, path, json=body))
         try:
@@ -110,17 +102,10 @@ class Client:
             self._thread.join()
             self._loop.close()
 
-    @staticmethod
-    def _key() -> dict[str, str]:
-        key = os.environ.get(KEY, "").strip()
-        if not (key.isascii() and key.isprintable()):  # the library's own error would show it
-            raise EngineError(f"the key in the variable {KEY} has characters that an HTTP header cannot have")
-        return {"Authorization": f"Bearer {key}"} if key else {}
-
     def _read(self, request: str, response: httpx2.Response) -> dict:
         try:
             content = response.json() if response.content.strip() else {}
-        except (ValueError, RecursionError):
+        except ValueError:
             content = None
         if not response.is_success:
             error = content.get("error", content) if isinstance(content, dict) else None

@@ -34,14 +34,10 @@ class ChildServer:
     It ends also when this process is killed. Ctrl-C in a terminal does not reach it.
 
     Args:
-        command: the program and its arguments.
         port: of 127.0.0.1, on which `command` will answer GET /health with status 200.
         log: what the server writes is appended to it.
         environment: what the server's environment has besides that of this process.
         patience: seconds that it may take to become healthy.
-
-    Raises:
-        UserError: the server could not be started, has ended, or is not healthy in time.
     """
 
     def __init__(
@@ -64,10 +60,9 @@ class ChildServer:
             raise
 
     def ending(self, within: float = 0.0) -> str | None:
-        """How the server ended, e.g. "was killed (SIGKILL)" or "ended with status 1"; None while it runs.
+        """How the server ended within some seconds, e.g. "was killed (SIGKILL)"; None while it runs.
 
-        Args:
-            within: seconds to wait for that. A connection to a server that was killed breaks before this is known.
+        A connection to a server that was killed breaks before this is known.
         """
         try:
             status = self._guard.wait(within)

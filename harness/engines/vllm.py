@@ -42,11 +42,7 @@ class Completion(NamedTuple):
 
 
 class VLLM:
-    """A server in development mode and with processed log-probs.
-
-    Raises:
-        EngineError: there is no such server, or one that cannot serve here; the sentence says what to do.
-    """
+    """A server in development mode and with processed log-probs."""
 
     def __init__(self, url: str, dtype: torch.dtype):
         self.client = Client(url)
@@ -67,14 +63,12 @@ class VLLM:
             raise self.wrong("other settings than are known here") from None
         if mode != "processed_logprobs":
             raise EngineError(
-                f"{self.client.about} answers with {mode}, which are not those of the distribution that is sampled "
-                "from: start it with --logprobs-mode processed_logprobs"
+                f"{self.client.about} answers with {mode}: start it with --logprobs-mode processed_logprobs"
             )
         if found != str(dtype):
-            raise EngineError(
-                f"{self.client.about} computes in {found}, not in {dtype}: give --engine-dtype "
-                f"{found.removeprefix('torch.')}, or start it with --dtype {str(dtype).removeprefix('torch.')}"
-            )
+            own, wanted = (name.removeprefix("torch.") for name in (found, str(dtype)))
+            remedy = f"give --engine-dtype {own}, or start it with --dtype {wanted}"
+            raise EngineError(f"{self.client.about} computes in {found}, not in {dtype}: {remedy}")
         if is_cpu and is_chunked:  # the first long prompt with a seed would end it
             raise EngineError(f"{self.client.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
@@ -88,10 +82,7 @@ class VLLM:
         deadline = time.monotonic() + CACHE_SECONDS
         while not self.client.post("/reset_prefix_cache").get("success"):
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self.client.about} is busy with requests of others, and for {CACHE_SECONDS:g} s could not "
-                    "forget the prompts that it has run with older weights: an engine that trains is for one run"
-                )
+                raise EngineError(f"{self.client.about} is busy with requests of others: it has to be for one run")
             time.sleep(0.1)
 
     async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:
@@ -115,16 +106,18 @@ class VLLM:
         answer = await self.client.ask("POST", "/v1/completions", body)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if [choice["index"] for choice in choices] != list(range(len(choices))):
-                raise self.wrong("two completions of the same number")
             if any(choice["prompt_token_ids"] != prompt for choice in choices):
                 raise self.wrong("a completion of another prompt")
             completions = [
-                Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"] == "stop")
+                Completion(
+                    list(map(int, choice["token_ids"])),
+                    list(map(float, choice["logprobs"]["token_logprobs"])),
+                    choice["finish_reason"] == "stop",
+                )
                 for choice in choices
             ]
             return completions * count if is_greedy else completions
-        except (TypeError, LookupError, AttributeError):
+        except (TypeError, LookupError, ValueError):
             raise self.wrong("completions without ids, log-probs or a reason to finish") from None
 
     def wrong(self, what: str) -> EngineError:

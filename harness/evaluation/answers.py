@@ -61,11 +61,7 @@ def make_batches(num_questions: int, num_samples: int, size: int) -> list[Batch]
 
 
 def ask(policy: Policy, rows: list[dict], task: Task, batch: Batch, num_samples: int, **settings) -> list[Trajectory]:
-    """The answers of one batch; the random numbers are those of a run's evaluation.
-
-    Args:
-        settings: `seed`, and those of `ask_once`.
-    """
+    """The answers of one batch, with `seed` and the settings of `ask_once`; random numbers as in a run's evaluation."""
     group_size = 1 if batch.is_greedy else num_samples
     first, last = batch.rows[0] // group_size, batch.rows[-1] // group_size
     key = (settings.pop("seed"), EVALUATION)
@@ -75,16 +71,22 @@ def ask(policy: Policy, rows: list[dict], task: Task, batch: Batch, num_samples:
 
 
 class Completions:
-    """completions.jsonl of an evaluation, up to the end of a batch.
+    """completions.jsonl of an evaluation, up to the last complete one of all its batches.
 
-    Args:
-        path: of the file. What a kill has left behind the last complete batch is removed when the next one is added.
-        batches: all of the evaluation.
+    What a kill has left behind that is removed when the next one is added.
     """
 
     def __init__(self, path: Path, batches: list[Batch], num_samples: int):
         self._path, self._batches, self._num_samples = path, batches, num_samples
-        self.num_batches, self._size = self._find_end()
+        self.num_batches = self._size = 0  # complete batches, and their bytes
+        if path.exists():
+            with path.open("rb") as file:
+                for batch in batches:
+                    lines = [file.readline() for _ in batch.rows]
+                    if not lines[-1].endswith(b"\n"):
+                        break
+                    self.num_batches += 1
+                    self._size += sum(map(len, lines))
 
     @property
     def left(self) -> list[Batch]:
@@ -94,11 +96,11 @@ class Completions:
     def add(self, answers: list[Trajectory]) -> None:
         """Append the next batch."""
         numbers = self._batches[self.num_batches].numbers(self._num_samples)
-        lines = [
-            json.dumps(finite(_completion(row, question, sample)._asdict())) + "\n"
-            for row, (question, sample) in zip(answers, numbers, strict=True)
-        ]
-        content = "".join(lines).encode()
+        content = b""
+        for row, number in zip(answers, numbers, strict=True):
+            measured = (row.rewards, row.description, row.rewards["correct"])
+            line = Completion(*number, row.text, *measured, row.num_action_tokens, row.finish_reason)
+            content += json.dumps(finite(line._asdict())).encode() + b"\n"
         with self._path.open("ab") as file:
             file.truncate(self._size)
             file.seek(0, os.SEEK_END)
@@ -115,41 +117,3 @@ class Completions:
             with self._path.open("rb") as file:
                 for _, line in zip(range(count), file, strict=False):
                     yield Completion(**json.loads(line))
-
-    def _find_end(self) -> tuple[int, int]:
-        """How many batches the file holds completely, and their bytes."""
-        if not self._path.exists():
-            return 0, 0
-        num_batches = size = 0
-        with self._path.open("rb") as file:
-            for batch in self._batches:
-                bytes_of_batch = 0
-                for number in batch.numbers(self._num_samples):
-                    line = file.readline()
-                    if not _is_of(line, number):
-                        return num_batches, size
-                    bytes_of_batch += len(line)
-                num_batches, size = num_batches + 1, size + bytes_of_batch
-        return num_batches, size
-
-
-def _is_of(line: bytes, number: tuple[int, int]) -> bool:
-    """Whether a line is complete, and of this question and sample."""
-    try:
-        found = Completion(**json.loads(line)) if line.endswith(b"\n") else None
-    except (ValueError, TypeError, RecursionError):
-        return False
-    return found is not None and (found.question, found.sample) == number
-
-
-def _completion(row: Trajectory, question: int, sample: int) -> Completion:
-    return Completion(
-        question,
-        sample,
-        row.text,
-        row.rewards,
-        row.description,
-        row.rewards["correct"],
-        row.num_action_tokens,
-        row.finish_reason,
-    )

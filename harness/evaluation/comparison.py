@@ -11,53 +11,31 @@ from pathlib import Path
 from common.errors import UserError
 from common.evaluate import pass_at_k
 
-from harness.base.checks import flag, is_finite
+from harness.base.checks import flag
 from harness.base.terminal import printable, say
 from harness.evaluation.intervals import difference
 
 SHOWN = 5  # questions of each kind on the terminal
-WITH_CONSEQUENCES = (  # settings beside the model that two evaluations should share
-    *(
-        "task",
-        "system_prompt",
-        "completion_prefix",
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "seed",
-        "dtype",
-        "load_in",
-    ),
+# Settings beside the model that two evaluations should share
+WITH_CONSEQUENCES = (
+    *("task", "system_prompt", "completion_prefix", "max_new_tokens", "temperature", "top_p", "seed", "dtype"),
+    "load_in",
 )
 Key = tuple[str, int]  # the content of a row, and which of the equal rows it is
 
 
 def read_results(source: str) -> dict:
-    """results.json of another evaluation, given by its path or its directory.
-
-    Raises:
-        UserError: there is no such file, or it holds no results.
-    """
+    """results.json of another evaluation, given by its path or its directory."""
     path = Path(source).expanduser()
     path = path / "results.json" if path.is_dir() else path
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = "(is it complete?)" if isinstance(error, FileNotFoundError) else f"({printable(str(error), 100)})"
         raise UserError(f"--compare {source}: there is no results.json of an evaluation {reason}") from error
-    questions = results.get("questions") if isinstance(results, dict) else None
-    if not isinstance(questions, list) or not questions or not all(map(_is_question, questions)):
+    if not isinstance(results, dict) or not results.get("questions"):
         raise UserError(f"--compare {source}: this is not results.json of an evaluation of one set of questions")
     return results | {"path": str(path)}
-
-
-def _is_question(entry: object) -> bool:
-    return (
-        isinstance(entry, dict)
-        and isinstance(entry.get("row"), str)
-        and is_finite(entry.get("greedy"))
-        and all(is_finite(entry[name]) for name in ("mean", "right") if name in entry)
-    )
 
 
 def _by_key(results: dict) -> dict[Key, dict]:
@@ -70,18 +48,10 @@ def _by_key(results: dict) -> dict[Key, dict]:
 
 
 def check_shared(other: dict, rows: list[str]) -> None:
-    """
-    Args:
-        rows: the contents of the rows that are to be asked.
-
-    Raises:
-        UserError: the other evaluation asked none of these questions.
-    """
+    """Refuse another evaluation that asked none of the questions with these contents."""
     if not {entry["row"] for entry in other["questions"]} & set(rows):
-        raise UserError(
-            f"--compare {other['path']}: it asked {len(other['questions'])} other questions, none of these "
-            f"{len(rows)}: give the results of the same --task and --data"
-        )
+        asked = f"it asked {len(other['questions'])} other questions, none of these {len(rows)}"
+        raise UserError(f"--compare {other['path']}: {asked}: give the results of the same --task and --data")
 
 
 def compare(other: dict, own: dict, seed: int) -> dict:

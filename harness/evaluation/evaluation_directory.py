@@ -4,6 +4,7 @@ config.json  completions.jsonl  results.json  failures.txt  .lock
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -28,24 +29,15 @@ PARENT = Path("runs") / "evaluate"
 def default_directory(seed: int) -> Path:
     """A new one, named by date, time and seed as a run's is."""
     name = f"{datetime.now():%Y%m%d-%H%M%S}-seed{seed}"
-    directory, number = PARENT / name, 1
-    while directory.exists():
-        number += 1
-        directory = PARENT / f"{name}-{number}"
-    return directory
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(PARENT / name for name in names if not (PARENT / name).exists())
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make the directory, and let no other process work in it within the block.
-
-    Raises:
-        UserError: another process does, or the directory cannot be made or written.
-    """
+    """Make the directory, and let no other process work in it within the block."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UserError(f"--output {directory} cannot be made (a file is in the way)") from None
     except OSError as error:
         raise UserError(f"--output {directory} cannot be made ({error.strerror})") from error
     lock = lock_directory(directory, "writing an evaluation there")
@@ -56,14 +48,9 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
-    """Write the settings of a new evaluation, or compare those of the one that is continued; returns them.
-
-    Raises:
-        UserError: the directory holds something else, or an evaluation with other settings or from other sources.
-    """
-    machine, sources = describe_machine(), describe_sources(config, task)
-    settings = dataclasses.asdict(config) | machine
-    settings |= {"sources": sources, "command": sys.argv}
+    """Write the settings of a new evaluation, or compare those of the one that is continued; returns them."""
+    sources = describe_sources(config, task)
+    settings = dataclasses.asdict(config) | describe_machine() | {"sources": sources, "command": sys.argv}
     settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
     stored = _stored(directory)
     if stored is None:
@@ -73,10 +60,8 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
     for name in names:
         if stored.get(name) != settings[name]:
             values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]
-            raise UserError(
-                f"{flag(name)} {values[0]} differs from {values[1]} in {directory}, which holds an evaluation with "
-                "that setting: repeat the setting, or choose another --output"
-            )
+            known = f"{values[1]} in {directory}: repeat that setting, or choose another --output"
+            raise UserError(f"{flag(name)} {values[0]} differs from {known}")
     check_sources(directory, stored.get("sources", {}), sources, has_failed=False)
     return stored
 
@@ -94,15 +79,13 @@ def _stored(directory: Path) -> dict | None:
     if not path.exists():
         others = sorted({entry.name for entry in directory.iterdir()} - BEFORE_SETTINGS)
         if others:
-            raise UserError(
-                f"--output {directory} holds other files ({printable(', '.join(others), 60)}) and no evaluation: "
-                "choose a new directory"
-            )
+            names = printable(", ".join(others), 60)
+            raise UserError(f"--output {directory} holds other files ({names}) and no evaluation: choose another")
         return None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): choose another --output") from error
-    if not isinstance(stored, dict) or "num_samples" not in stored:
+    if "num_samples" not in stored:
         raise UserError(f"--output {directory} is not that of an evaluation (see its config.json): choose another")
     return stored

@@ -25,46 +25,33 @@ def print_table(title: str, results: dict) -> None:
 
 
 def rows(greedy: dict, sampled: dict | None) -> Iterator[Row]:
-    many = sampled or {}
-    n = many.get("n")
-    yield f"accuracy (mean@{n})" if n else "accuracy", interval(greedy["accuracy"]), interval(many.get("accuracy"))
+    sides = (greedy, sampled or greedy)  # without samples the second one is not shown
+    yield f"accuracy (mean@{sampled['n']})" if sampled else "accuracy", *(interval(side["accuracy"]) for side in sides)
     for name in ("pass@k", "maj@k"):
-        for k, estimate in many.get(name, {}).items():
+        for k, estimate in sides[1].get(name, {}).items():
             if int(k) > (1 if name == "pass@k" else 2):  # pass@1 is mean@n; so are maj@1 and maj@2 if all answer
                 yield name.replace("k", k), "", interval(estimate)
     for name in greedy["means"]:
-        yield name.removeprefix("reward_").replace("_", " "), *(_number(side, "means", name) for side in (greedy, many))
-    for name in greedy["accuracy_if"] | many.get("accuracy_if", {}):
-        yield f"accuracy if {name}", *(_number(side, "accuracy_if", name) for side in (greedy, many))
-    yield "tokens: mean (5 %, 50 %, 95 %)", _lengths(greedy), _lengths(many)
-    yield "tokens if right, if wrong", _lengths_if(greedy), _lengths_if(many)
-    yield "cut off", _number(greedy, "cut_off"), _number(many, "cut_off")
-    yield "no answer", _number(greedy, "no_answer"), _number(many, "no_answer")
+        label = name.removeprefix("reward_").replace("_", " ")
+        yield label, *(_number(side["means"].get(name)) for side in sides)
+    for name in sides[0]["accuracy_if"] | sides[1]["accuracy_if"]:
+        yield f"accuracy if {name}", *(_number(side["accuracy_if"].get(name)) for side in sides)
+    lengths = [side["length"] for side in sides]
+    form = "{mean:.1f} ({5%:.0f}, {50%:.0f}, {95%:.0f})"
+    yield "tokens: mean (5 %, 50 %, 95 %)", *(form.format(**length) for length in lengths)
+    pairs = ([_number(length[f"mean_if_{kind}"], 1) for kind in ("right", "wrong")] for length in lengths)
+    yield "tokens if right, if wrong", *map(", ".join, pairs)
+    yield "cut off", *(_number(side["cut_off"]) for side in sides)
+    yield "no answer", *(_number(side["no_answer"]) for side in sides)
 
 
-def interval(estimate: dict | None) -> str:
+def interval(estimate: dict) -> str:
     """
     >>> interval({"value": 0.25, "low": 0.2, "high": 0.3125})
     '0.250 [0.200-0.312]'
     """
-    return "" if not estimate else "{value:.3f} [{low:.3f}-{high:.3f}]".format(**estimate)
+    return "{value:.3f} [{low:.3f}-{high:.3f}]".format(**estimate)
 
 
-def _number(side: dict, *names: str) -> str:
-    value = side
-    for name in names:
-        value = (value or {}).get(name)
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _lengths(side: dict) -> str:
-    if not side:
-        return ""
-    return "{mean:.1f} ({5%:.0f}, {50%:.0f}, {95%:.0f})".format(**side["length"])
-
-
-def _lengths_if(side: dict) -> str:
-    if not side:
-        return ""
-    values = [side["length"][f"mean_if_{kind}"] for kind in ("right", "wrong")]
-    return ", ".join("-" if value is None else f"{value:.1f}" for value in values)
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

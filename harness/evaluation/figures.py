@@ -8,7 +8,7 @@ import numpy as np
 from common.evaluate import pass_at_k
 
 from harness.evaluation.answers import GREEDY, Completion
-from harness.evaluation.intervals import Estimate, mean_with_interval
+from harness.evaluation.intervals import mean_with_interval
 from harness.evaluation.votes import majority, numbers_of_samples
 
 QUANTILES = (0.05, 0.5, 0.95)
@@ -35,10 +35,7 @@ class Answers(NamedTuple):
 def read_answers(
     completions: Iterable[Completion], num_questions: int, read: Callable[[int, str], str | None]
 ) -> Answers:
-    """
-    Args:
-        read: what a completion of a question answers.
-    """
+    """`read` says what a completion of a question answers."""
     answers = Answers([], [], [[] for _ in range(num_questions)])
     for line in completions:
         others = {f"reward_{name}": value for name, value in line.rewards.items() if name != "correct"}
@@ -66,7 +63,8 @@ def _sampled(groups: list[list[Answer]], seed: int) -> dict:
     n = len(groups[0])
     by_question = [[answer.correct for answer in group] for group in groups]
     num_right = [sum(value == 1 for value in values) for values in by_question]
-    found: dict = {"n": n, "accuracy": _mean_at_n(by_question)._asdict(), "pass@k": {}}
+    mean = mean_with_interval([sum(values) / n for values in by_question], answers_per_question=n)
+    found: dict = {"n": n, "accuracy": mean._asdict(), "pass@k": {}}
     for k in numbers_of_samples(n):
         passed = [pass_at_k(n, c, k) for c in num_right]
         found["pass@k"][str(k)] = mean_with_interval(passed, answers_per_question=n // k)._asdict()
@@ -84,19 +82,16 @@ def _sampled(groups: list[list[Answer]], seed: int) -> dict:
     return found
 
 
-def _mean_at_n(by_question: list[list[float]]) -> Estimate:
-    means_of_questions = [sum(values) / len(values) for values in by_question]
-    return mean_with_interval(means_of_questions, answers_per_question=len(by_question[0]))
-
-
 def means(answers: Sequence[Answer]) -> dict:
     """Means over completions, and the distribution of their lengths."""
     names = list(dict.fromkeys(name for answer in answers for name in answer.measured))
+    lengths = [answer.length for answer in answers]
     return {
         "means": {name: _mean([answer.measured.get(name) for answer in answers]) for name in names},
         "accuracy_if": _accuracy_if(answers, names),
-        "length": _lengths([answer.length for answer in answers])
-        | {
+        "length": {
+            "mean": _mean(lengths),
+            **{f"{share:.0%}": float(np.quantile(lengths, share)) for share in QUANTILES},
             "mean_if_right": _mean([answer.length for answer in answers if answer.correct == 1]),
             "mean_if_wrong": _mean([answer.length for answer in answers if answer.correct != 1]),
         },
@@ -113,13 +108,6 @@ def _accuracy_if(answers: Sequence[Answer], names: list[str]) -> dict[str, float
         if not name.startswith("reward_") and values <= {0.0, 1.0} and 1.0 in values:
             found[name] = _mean([answer.correct for answer in answers if answer.measured[name] == 1])
     return found
-
-
-def _lengths(lengths: list[int]) -> dict[str, float]:
-    quantiles = np.quantile(lengths, QUANTILES)
-    return {"mean": _mean(lengths)} | {
-        f"{share:.0%}": float(value) for share, value in zip(QUANTILES, quantiles, strict=True)
-    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -15,19 +15,12 @@ from harness.data.task import Row, Task, import_named, task_of
 
 
 def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
-    """The task of an evaluation, with its questions as `eval_rows`.
-
-    Args:
-        renamed: fields of the data, and what the task calls them.
-
-    Raises:
-        UserError: the task or a row cannot be used, or no row is left.
-    """
+    """The task of an evaluation, with its questions as `eval_rows`; `renamed`: fields of the data by other names."""
     task = task_of(config.task)
     if "correct" not in task.weights:
+        problem = f"has no reward component 'correct' (it has {', '.join(task.weights)})"
         raise UserError(
-            f"{task} has no reward component 'correct' (it has {', '.join(task.weights)}): there is no accuracy to "
-            "evaluate; add the component to its REWARD_WEIGHTS, with weight 0 if it is not to be trained on"
+            f"{task} {problem}, and so no accuracy: add it to its REWARD_WEIGHTS, with weight 0 if you like"
         )
     source = config.data if config.data is not None else task.eval_data
     if source is None:

@@ -2,8 +2,11 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from tqdm import tqdm
 
 from common.errors import UserError
 from common.policy import Policy
@@ -18,7 +21,6 @@ from harness.evaluation.comparison import check_shared, compare, read_results
 from harness.evaluation.evaluation_directory import begin, locked, tell_changes
 from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answers, figures, read_answers
-from harness.evaluation.progress import progress
 from harness.evaluation.questions import answer_reader, content_of, load_questions
 from harness.logs.metrics import finite
 from harness.run.start import NO_SPACE
@@ -30,12 +32,8 @@ def evaluate(
     """Ask all questions, or those that are left, and write results.json and failures.txt; returns the results.
 
     Args:
-        config: the `Config` of evaluate.py.
         load: the policy; it is not called if nothing is left to ask.
         renamed: fields of the data, and what the task calls them.
-
-    Raises:
-        UserError: the task, a row, the directory or the model cannot be used, or the disk is full.
     """
     task = load_questions(config, renamed or {})
     other = None if config.compare is None else read_results(config.compare)
@@ -59,10 +57,8 @@ def evaluate(
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            raise UserError(
-                f"{directory} could not be written ({os.strerror(error.errno)}); when there is space, the same command "
-                "with this --output continues"
-            ) from error
+            problem = f"{directory} could not be written ({os.strerror(error.errno)})"
+            raise UserError(f"{problem}; when there is space, the same command with this --output continues") from error
     return results
 
 
@@ -73,16 +69,16 @@ def _ask(config: ModelConfig, task: Task, completions: Completions, load: Callab
     done = total - sum(len(batch.rows) for batch in completions.left)
     if done:
         say(f"{done} of {total} completions are there already")
-    settings = {
-        "seed": config.seed,
-        "system_prompt": config.system_prompt,
-        "max_new_tokens": config.max_new_tokens,
-        "top_p": config.top_p,
-    }
-    with progress(total, done, "completions") as update:
+    settings = {name: getattr(config, name) for name in ("seed", "system_prompt", "max_new_tokens", "top_p")}
+    style = {"bar_format": "completions: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}]", "dynamic_ncols": True}
+    if sys.stderr.isatty():
+        style["leave"] = False
+    else:
+        style |= {"mininterval": 60.0, "delay": 60.0}  # seconds between what a log file is told
+    with tqdm(total=total, initial=done, **style) as progress:
         for batch in completions.left:
             completions.add(ask(policy, task.eval_rows, task, batch, config.num_samples, **settings))
-            update(len(batch.rows))
+            progress.update(len(batch.rows))
 
 
 def _results(task: Task, answers: Answers, seed: int) -> dict:
@@ -90,11 +86,8 @@ def _results(task: Task, answers: Answers, seed: int) -> dict:
     questions = []
     for index, row in enumerate(task.eval_rows):
         values = [sample.correct for sample in answers.sampled[index]]
-        entry = {
-            "row": content_of(row),
-            "question": printable(row.question, 100),
-            "greedy": answers.greedy[index].correct,
-        }
+        greedy = answers.greedy[index].correct
+        entry = {"row": content_of(row), "question": printable(row.question, 100), "greedy": greedy}
         if values:
             entry |= {"mean": sum(values) / len(values), "right": sum(value == 1 for value in values)}
         questions.append(entry)

@@ -8,6 +8,8 @@ from common.errors import UserError
 
 from harness.base.checks import local_path
 from harness.base.config import ModelConfig
+from harness.base.terminal import printable
+from harness.evaluation.evaluation_table import interval
 
 
 class Benchmark(NamedTuple):
@@ -45,17 +47,12 @@ class Part(NamedTuple):
 
 
 def parts(config: ModelConfig, directory: Path) -> list[Part]:
-    """The benchmarks of `--suite`, with data from the directory `--data`, or from the hub.
-
-    Raises:
-        UserError: the directory lacks the file of a benchmark.
-    """
+    """The benchmarks of `--suite`, with data from the directory `--data`, or from the hub."""
     found = []
     folder = None if config.data is None else local_path(config.data, "--data")
     if folder is not None and not folder.is_dir():
-        raise UserError(
-            f"--data {config.data}: with --suite this is a directory that holds {', '.join(files(config.suite))}"
-        )
+        names = ", ".join(f"{name}.jsonl" for name in SUITES[config.suite][1])
+        raise UserError(f"--data {config.data}: with --suite this is a directory that holds {names}")
     for name, benchmark in SUITES[config.suite][1].items():
         source, renamed = benchmark.hub, dict(benchmark.renamed)
         if folder is not None:
@@ -66,10 +63,6 @@ def parts(config: ModelConfig, directory: Path) -> list[Part]:
         own = dataclasses.replace(config, data=source, compare=compare, output=str(directory / name))
         found.append(Part(benchmark.title, own, directory / name, renamed))
     return found
-
-
-def files(suite: str) -> list[str]:
-    return [f"{name}.jsonl" for name in SUITES[suite][1]]
 
 
 def average(estimates: list[dict]) -> dict:
@@ -111,9 +104,6 @@ def print_suite(title: str, results: dict[str, dict]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from harness.base.terminal import printable
-    from harness.evaluation.evaluation_table import interval
 
     columns = summary(results)
     table = Table(title=Text(printable(title, 200)), title_justify="left")

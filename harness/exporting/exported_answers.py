@@ -28,8 +28,7 @@ def read_questions(source: Source, limit: int, policy: Policy) -> Questions:
     """The first held-out questions of the run's task, with its system turn."""
     task, config = source.load_task(limit)
     conversations = [task.messages(row, config.system_prompt) for row in task.eval_rows]
-    budget = source.settings.get("max_new_tokens")
-    budget = budget if type(budget) is int else RESOLVED["tiny"]["max_new_tokens"]
+    budget = source.settings.get("max_new_tokens", RESOLVED["tiny"]["max_new_tokens"])  # experiment_sft has none
     return Questions(conversations, [encode_prompt(policy.tokenizer, turns) for turns in conversations], budget)
 
 
@@ -62,8 +61,6 @@ def num_prompts_equal(directory: Path, questions: Questions) -> int:
     rendered = [tokenizer.apply_chat_template(turns, **options) for turns in questions.conversations]
     equal = num_equal(questions.prompts, rendered)
     if equal < len(rendered):
-        say(
-            f"the chat template renders {len(rendered) - equal} of {len(rendered)} questions otherwise than training "
-            "did: it writes the date, or a question spells a control token"
-        )
+        others = f"{len(rendered) - equal} of {len(rendered)} questions"
+        say(f"the chat template renders {others} otherwise: it writes the date, or they spell control tokens")
     return equal

@@ -1,7 +1,6 @@
 """Write the weights: of the model, with its adapter merged, quantised, or of the adapter alone."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -13,41 +12,21 @@ from common.policy import Policy
 from harness.base.config import ADAPTER_SETTINGS, shown
 from harness.exporting.source import Source
 from harness.models.loading import load_policy
-from harness.models.pretrained import find_end_of_turn_ids, read_model, read_tokenizer
+from harness.models.pretrained import find_end_of_turn_ids, read_config, read_model, read_tokenizer
 from harness.models.saving import save_merged
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def refuse_quantised(source: Source) -> None:
-    """
-    Raises:
-        UserError: the run's model is a quantised checkpoint, into which no adapter can be merged.
-    """
-    base = source.policy.base_path
-    settings = base / "config.json" if base is not None else _cached_config(source.policy.base)
-    if settings is None:
-        return
-    if json.loads(settings.read_text(encoding="utf-8")).get("quantization_config"):
-        raise UserError(
-            f"RUN {shown(source.run)} has trained an adapter on quantised weights ({source.policy.base}), into which "
-            "it cannot be merged: export it without --merge and --quantize"
-        )
-
-
-def _cached_config(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found) if isinstance(found, str) else None
+    """Refuse a run whose base is a quantised checkpoint, into which no adapter can be merged."""
+    if getattr(read_config(source.policy.base, local_files_only=True), "quantization_config", None):
+        what = f"has trained an adapter on quantised weights ({source.policy.base})"
+        raise UserError(f"RUN {shown(source.run)} {what}: export it without --merge and --quantize")
 
 
 def write_model(source: Source, directory: Path, dtype: str) -> None:
-    """A model with its tokenizer; of a run with an adapter, that is merged.
-
-    Raises:
-        UserError: weights cannot be read.
-    """
+    """A model with its tokenizer; of a run with an adapter, that is merged."""
     tokenizer = read_tokenizer(str(source.weights), local_files_only=True)
     if source.is_adapter:
         save_merged(source.weights, directory, tokenizer, DTYPES[dtype])

@@ -36,8 +36,7 @@ class Source:
     @property
     def load_in(self) -> str | None:
         """How the base was held in training: "4bit", "8bit" or, not quantised, None."""
-        value = self.settings.get("load_in")
-        return value if self.is_adapter and value in ("4bit", "8bit") else None
+        return self.settings.get("load_in") if self.is_adapter else None
 
     @property
     def is_adapter(self) -> bool:
@@ -46,15 +45,11 @@ class Source:
     @property
     def base_id(self) -> str | None:
         """The hub id of the model that was trained; None if it is bundled or a directory."""
-        name = self.policy.base if self.is_adapter else self.settings.get("model")
-        return name if isinstance(name, str) and is_hub_id(name) and not local_path(name, "--model").exists() else None
+        name = self.policy.base if self.is_adapter else self.settings["model"]
+        return name if is_hub_id(name) and not Path(name).exists() else None
 
     def load_task(self, limit: int) -> tuple[Task, RunConfig]:
-        """The run's task with its first `limit` held-out questions; for a run without a task the arithmetic one.
-
-        Raises:
-            UserError: the task or its data can no longer be read.
-        """
+        """The run's task with its first `limit` held-out questions; for a run without a task the arithmetic one."""
         names = [field.name for field in dataclasses.fields(RunConfig)]
         values = {name: self.settings[name] for name in names if name in self.settings}
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -69,51 +64,38 @@ class Source:
 
     def figures(self) -> tuple[dict, dict, int]:
         """Metrics of the evaluations before and after training, and the number of questions; empty: not evaluated."""
-        before = read_before(self.run / BEFORE)
-        rows = read_lines(self.run / METRICS) if (self.run / METRICS).is_file() else []
-        after = _read_summary(self.run).get("after") if self.step is None else None
-        if not isinstance(after, dict):
-            steps = [row for row in rows if row["step"] > 0 and (self.step is None or row["step"] <= self.step)]
-            evaluated = [row for row in steps if any(name.startswith("eval/") for name in row)]
-            last = evaluated[-1] if evaluated else {}
-            after = {name.removeprefix("eval/"): value for name, value in last.items() if name.startswith("eval/")}
+        before, summary = read_before(self.run / BEFORE), self.run / "summary.json"
+        after = None
+        if self.step is None and summary.is_file():
+            after = json.loads(summary.read_text(encoding="utf-8")).get("after")
+        if after is None:
+            rows = read_lines(self.run / METRICS) if (self.run / METRICS).is_file() else []
+            rows = [row for row in rows if row["step"] > 0 and (self.step is None or row["step"] <= self.step)]
+            evaluations = [{name: row[name] for name in row if name.startswith("eval/")} for row in rows]
+            last = next(filter(None, reversed(evaluations)), {})
+            after = {name.removeprefix("eval/"): value for name, value in last.items()}
         if before is None:
             return {}, after, 0
         return before.metrics, after, len(before.greedy_texts)
 
 
-def _read_summary(run: Path) -> dict:
-    try:
-        return dict(json.loads((run / "summary.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}
-
-
 def find_source(text: str) -> Source:
-    """What RUN names: a run's directory, its final/, or one of its checkpoints.
-
-    Raises:
-        UserError: it is none of them, the run has not ended, or the base of its adapter is not there.
-    """
+    """What RUN names: a run's directory, its final/, or one of its checkpoints."""
     path = local_path(text, "RUN").resolve()
     if not path.is_dir():
         raise UserError(f"RUN {printable(text, 80)}: there is no such directory")
-    step = None
-    if path.name in FINAL and _is_run(path.parent):
+    run, weights, step = path, path / "final", None
+    if path.name in FINAL and (path.parent / "config.json").is_file():
         run, weights = path.parent, path
-    elif path.parent.name == "checkpoints" and _is_run(path.parent.parent):
+    elif path.parent.name == "checkpoints":
         run, weights, step = path.parent.parent, path, _step(path)
         if step is None:
             raise UserError(f"RUN {shown(path)} is not a complete checkpoint (step_N)")
-    else:
-        run, weights = path, path / "final"
     settings = read_settings(run, what="RUN")
     if not any((weights / name).is_file() for name in ("config.json", ADAPTER_SETTINGS)):
-        steps = [found for found in (run / "checkpoints").glob("step_*") if _step(found) is not None]
-        newest = (
-            f": its newest checkpoint is {shown(max(steps, key=_step))}, which can be given as RUN" if steps else ""
-        )
-        raise UserError(f"RUN {shown(run)} has no final/, because it has not ended{newest}")
+        newest = max((run / "checkpoints").glob("step_*[0-9]"), key=_step, default=None)
+        hint = f": its newest checkpoint is {shown(newest)}, which can be given as RUN" if newest else ""
+        raise UserError(f"RUN {shown(run)} has no final/, because it has not ended{hint}")
     source = Source(run=run, weights=weights, step=step, settings=settings)
     try:
         check_model(source.policy)
@@ -122,10 +104,8 @@ def find_source(text: str) -> Source:
     return source
 
 
-def _is_run(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
-
-
-def _step(checkpoint: Path) -> int | None:
+def _step(checkpoint: Path) -> int:
     number = checkpoint.name.removeprefix("step_")
-    return int(number) if number.isdecimal() and number.isascii() and len(number) < 19 else None
+    if not number.isdecimal():
+        raise UserError(f"RUN {shown(checkpoint)} is not a complete checkpoint (step_N)")
+    return int(number)

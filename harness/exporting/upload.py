@@ -9,10 +9,6 @@ from harness.base.terminal import printable, say
 
 
 def check_push(name: str, needs_token: bool) -> None:
-    """
-    Raises:
-        UserError: it is not owner/name, or there is no token.
-    """
     from huggingface_hub import get_token
 
     if not is_hub_id(name):
@@ -28,11 +24,7 @@ def list_files(directory: Path) -> None:
 
 
 def push(directory: Path, name: str, private: bool) -> str:
-    """Make the repository if there is none, and send all files in one commit; returns its address.
-
-    Raises:
-        UserError: the hub cannot be reached or refuses, or a repository that is to be private is public.
-    """
+    """Make the repository if there is none, and send all files in one commit; returns its address."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -46,10 +38,8 @@ def push(directory: Path, name: str, private: bool) -> str:
     except UserError:
         raise
     except Exception as error:  # of the library, of its HTTP client or of its storage
-        raise UserError(
-            f"--push {name}: {_reason(error)}; what was exported is complete, and can be sent later: "
-            f"hf upload {name} {directory}"
-        ) from error
+        later = f"what was exported is complete, and can be sent later: hf upload {name} {directory}"
+        raise UserError(f"--push {name}: {_reason(error)}; {later}") from error
     return address
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,11 +30,7 @@ FORMAT = "search by meaning, 1"
 
 
 def load_encoder(encoder: str):
-    """A sentence-transformers model, on the accelerator if there is one.
-
-    Raises:
-        UserError: there is no such model, or a package is missing.
-    """
+    """A sentence-transformers model, on the accelerator if there is one."""
     path = Path(encoder).expanduser()
     if not encoder or not (path.is_dir() or is_hub_id(encoder)):
         raise UserError(f"--encoder {encoder} is neither a directory nor a hub id such as intfloat/e5-base-v2")
@@ -62,27 +57,20 @@ def checksum(model: torch.nn.Module) -> str:
 
 
 def build_dense(path: Path, documents: Iterable[Document], encoder: str, model) -> str:
-    """Write an index, completely or not at all.
+    """Write an index, completely or not at all; returns the content hash of the documents.
 
-    Args:
-        encoder: the name of the model, for error messages.
-
-    Returns:
-        the content hash of the documents.
-
-    Raises:
-        UserError: the encoder gives no finite numbers, or the file cannot be written, or would replace another one.
+    `encoder` is the name of the model, for error messages.
     """
     if path.exists():
         _read_about(path)
     documents = list(documents)
     say(f"encoding {len(documents)} documents for {shown(path)}")
-    texts = [whole(document.text) for document in documents]
+    texts = [document.text for document in documents]
     vectors = model.encode_document(texts, batch_size=BATCH, normalize_embeddings=True, convert_to_tensor=True)
     vectors = vectors.float().cpu().contiguous()
     if not vectors.isfinite().all():
         raise UserError("--encoder gives vectors that are not numbers")
-    rows = [json.dumps([whole(document.id), text]).encode() for document, text in zip(documents, texts, strict=True)]
+    rows = [json.dumps(document).encode() for document in documents]
     tensors = {
         "vectors": vectors,
         "ends": torch.tensor([len(row) for row in rows]).cumsum(0),
@@ -97,16 +85,11 @@ def build_dense(path: Path, documents: Iterable[Document], encoder: str, model) 
     except (OSError, SafetensorError) as error:
         raise UserError(f"the index {shown(path)} cannot be written ({error})") from error
     finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     return about["content"]
 
 
 def _read_about(path: Path) -> dict[str, str]:
-    """
-    Raises:
-        UserError: there is no such index.
-    """
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -126,23 +109,16 @@ class DenseIndex:
     """
 
     def __init__(self, path: Path, model, rebuild: str = ""):
-        """
-        Args:
-            rebuild: the command that makes the index anew, for error messages.
-
-        Raises:
-            UserError: the file cannot be read, or holds vectors of another encoder.
-        """
+        """`rebuild` is the command that makes the index anew, for error messages."""
         about = _read_about(path)
         if about["encoder"] != checksum(model):
             again = f": build it with {rebuild}" if rebuild else ""
-            raise UserError(
-                f"--index {shown(path)} was made with another encoder, or other weights ({about['name']}){again}"
-            )
+            made_with = f"another encoder, or other weights ({about['name']})"
+            raise UserError(f"--index {shown(path)} was made with {made_with}{again}")
         with safe_open(path, framework="pt") as file:  # its tensors are views of the file
             self._vectors, self._ends, self._documents = map(file.get_tensor, ("vectors", "ends", "documents"))
         self.path, self._model, self._lock = path, model, threading.Lock()
-        self.num_documents, self.content_hash, self.corpus = len(self._ends), about["content"], about["name"]
+        self.num_documents, self.content_hash = len(self._ends), about["content"]
 
     def search(self, query: str, k: int) -> list[Hit]:
         """The `k` hits whose vectors have the largest inner products with that of the query."""

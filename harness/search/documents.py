@@ -1,13 +1,10 @@
 """Documents to search: read from a directory of .txt and .md files or from a JSONL file, and cut into chunks.
 
-Whatever a document says, tool calls and control tokens included, is text. Markdown is cut at its headings, too. Time
-and memory are linear in the text.
+Whatever a document says, tool calls and control tokens included, is text. Markdown is cut at its headings, too.
 """
 
 import hashlib
-import io
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -16,12 +13,12 @@ from typing import NamedTuple
 
 from common.errors import UserError
 
-from harness.base.checks import is_text, local_path
+from harness.base.checks import local_path
 from harness.base.config import shown
 from harness.base.terminal import printable
+from harness.data.rows import FieldsError, find_problem, read_jsonl
 
 SUFFIXES = (".txt", ".md")
-NOT_JSONL = " (a file of another name than *.txt and *.md is read as JSONL, one object a line)"
 MAX_HEADING = 200  # characters of the headings in front of a chunk
 # The scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, kana and Han characters, for a class of `re`.
 UNSPACED = (
@@ -31,6 +28,13 @@ UNSPACED = (
 # What counts as a word, and is never cut: 100 characters without a space are one at the most
 _WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]{{1,100}}")
 _SENTENCE_END = re.compile("[.!?\u2026\u3002\uff01\uff1f][\"'\u201d\u2019)\\]]*$")  # also Chinese and typographic ones
+_MARKDOWN = re.compile(
+    r"""^\ {0,3}(`{3,}(?=[^`\n]*$)|~{3,})  .*?  (?:^\ {0,3}\1[`~]*[^\S\n]*$|\Z)       # code, which has no headings
+    |   ^\ {0,3}(?P<level>\#{1,6})  (?=\s)(?P<title>[^\n]*)\n?                        # a heading
+    |   (?<![^\n]\n)^\ {0,3}(?P<above>[^\s>|*+-][^\n]*)\n  \ {0,3}(?P<line>=+|-+)[^\S\n]*(?:\n|\Z)  # underlined
+    """,
+    re.MULTILINE | re.DOTALL | re.VERBOSE,
+)
 
 
 class Document(NamedTuple):
@@ -50,10 +54,7 @@ def read_corpus(
 
     Args:
         path: a directory, searched with all directories in it but hidden ones; one file of text; or a JSONL file.
-        skipped: the names of the files, and the lines, that hold no text are appended to it.
-
-    Raises:
-        UserError: naming the file, and the line or byte.
+        skipped: the names of the files, and the places of the rows, that hold no text are appended to it.
     """
     root, skipped = local_path(path, "--corpus"), [] if skipped is None else skipped
     if not root.exists():
@@ -61,14 +62,14 @@ def read_corpus(
     is_jsonl = root.is_file() and root.suffix.lower() not in SUFFIXES
     is_empty = True
     try:
-        for document in (_read_jsonl if is_jsonl else _read_files)(root, chunk_words, chunk_overlap, skipped):
+        for document in (_read_rows if is_jsonl else _read_files)(root, chunk_words, chunk_overlap, skipped):
             is_empty = False
             yield document
     except OSError as error:
         raise UserError(f"{shown(error.filename or root)} cannot be read ({error.strerror})") from error
     if is_empty:
-        where = f"--corpus {shown(root)}"
-        raise UserError(f"{where} holds no text" if skipped or is_jsonl else f"{where} has no .txt or .md files in it")
+        what = "holds no text" if skipped or is_jsonl else "has no .txt or .md files in it"
+        raise UserError(f"--corpus {shown(root)} {what}")
 
 
 def content_hash(documents: Iterable[Document]) -> str:
@@ -94,19 +95,17 @@ def whole(text: str) -> str:
 
 def _read_files(root: Path, num_words: int, overlap: int, skipped: list[str]) -> Iterator[Document]:
     for path in [root] if root.is_file() else _find_files(root):
-        name = path.name if path == root else path.relative_to(root).as_posix()
-        name = os.fsencode(name).decode(errors="replace")  # a file's name need not be UTF-8
+        name = whole(path.name if path == root else path.relative_to(root).as_posix())
         text = _read_text(path)
         parts = sections(text) if path.suffix.lower() == ".md" else [("", text)]
-        chunks = (
-            f"{headings}: {chunk}" if headings and chunk else headings or chunk
+        chunks = [
+            ": ".join(filter(None, [headings, chunk]))
             for headings, body in parts
-            for chunk in (split(body, num_words, overlap) if body.strip() else [""])
-        )
-        number = 0
-        for number, chunk in enumerate(filter(None, chunks), start=1):
-            yield Document(f"{name}#{number}", chunk)
-        if number == 0:
+            for chunk in [*split(body, num_words, overlap)] or [""]
+        ]
+        documents = [Document(f"{name}#{number}", chunk) for number, chunk in enumerate(filter(None, chunks), start=1)]
+        yield from documents
+        if not documents:
             skipped.append(name)
 
 
@@ -121,84 +120,43 @@ def _find_files(root: Path) -> Iterator[Path]:
 
     known = set()  # directories; links can lead to one of them again
     for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        status = os.stat(folder)
         is_run = {"config.json", "metrics.jsonl"} <= set(names)  # whose adapters, say, have a README.md
-        if is_run or (status.st_dev, status.st_ino) in known:
+        if is_run or os.path.realpath(folder) in known:
             folders.clear()
             continue
-        known.add((status.st_dev, status.st_ino))
+        known.add(os.path.realpath(folder))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
-        # a link that leads nowhere is kept, for its error; a pipe, from which one could read forever, is not
-        yield from (path for path in paths if path.suffix.lower() in SUFFIXES and (path.is_file() or not path.exists()))
+        names = [name for name in sorted(names) if not name.startswith(".") and name.lower().endswith(SUFFIXES)]
+        yield from (Path(folder, name) for name in names)
 
 
 def _read_text(path: Path) -> str:
-    """
-    Raises:
-        UserError: the file is no text.
-    """
     content = path.read_bytes()
     is_utf16 = content.startswith((b"\xff\xfe", b"\xfe\xff"))  # no UTF-8 text begins with these bytes
-    if not is_utf16 and b"\0" in content:
-        raise UserError(f"{shown(path)} is no text: byte {content.index(0)} is 0; leave the file out")
     try:
         text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{shown(path)} is not UTF-8 text, as byte {error.start} ({error.object[error.start]:#x}) shows: save it "
-            "as UTF-8"
-        ) from error
+        raise UserError(f"{shown(path)} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _read_jsonl(path: Path, num_words: int, overlap: int, skipped: list[str]) -> Iterator[Document]:
-    lines: dict[str, int] = {}  # by id
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not line.strip():
-                continue
-            try:
-                name, text = _parse(line)
-            except UserError as error:
-                hint = NOT_JSONL if number == 1 and isinstance(error.__cause__, ValueError) else ""
-                raise UserError(f"{shown(path)}:{number}: {error}{hint}") from error
-            texts = list(split(text, num_words, overlap))
-            names = [name] if len(texts) == 1 else [f"{name}#{part}" for part in range(1, len(texts) + 1)]
-            for document in map(Document, names, texts):
-                if document.id in lines:
-                    raise UserError(
-                        f"{shown(path)}:{number}: the id {printable(document.id, 80)!r} is that of line "
-                        f"{lines[document.id]}, too"
-                    )
-                lines[document.id] = number
-                yield document
-            if not texts:
-                skipped.append(f"line {number}")
-
-
-def _parse(line: bytes) -> tuple[str, str]:
-    """Id and text of a row.
-
-    Raises:
-        UserError: what is wrong with it.
-    """
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 text ({error.reason} at byte {error.start} of the line)") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON ({printable(str(error), 200)})") from error
-    if not isinstance(row, dict):
-        raise UserError(f"a row must be a JSON object, not {type(row).__name__}")
-    name, text = row.get("id"), row.get("text", row.get("contents"))
-    name = str(name) if type(name) is int else name
-    for field, value in (("id", name), ("text", text)):
-        if not is_text(value) or (field == "id" and not value):
-            problem = "is missing" if value is None else f"cannot be {printable(json.dumps(value), 80)}"
-            raise UserError(f'the field "{field}" {problem}: a row is {{"id": "...", "text": "..."}}')
-    return name, text
+def _read_rows(path: Path, num_words: int, overlap: int, skipped: list[str]) -> Iterator[Document]:
+    places: dict[str, str] = {}  # by id
+    for row in read_jsonl(path):
+        if isinstance(row, UserError):
+            raise row
+        field = "text" if "text" in row or "contents" not in row else "contents"
+        if (problem := find_problem(row, {"id": (str, int), field: str})) is not None:
+            raise FieldsError(row, f'{problem}: a row is {{"id": "...", "text": "..."}}')
+        texts = list(split(row[field], num_words, overlap))
+        names = [str(row["id"])] if len(texts) == 1 else [f"{row['id']}#{part}" for part in range(1, len(texts) + 1)]
+        for document in map(Document, names, texts):
+            if document.id in places:
+                raise FieldsError(row, f"the id {printable(document.id, 80)!r} is that of {places[document.id]}, too")
+            places[document.id] = row.place
+            yield document
+        if not texts:
+            skipped.append(row.place)
 
 
 # Chunks ---------------------------------------------------------------------------------------------------------------
@@ -214,9 +172,6 @@ def split(text: str, num_words: int, overlap: int) -> Iterator[str]:
     >>> list(split("One two three. Four five six seven.", num_words=4, overlap=0))
     ['One two three.', 'Four five six seven.']
     """
-    if len(text) <= num_words:  # characters: most documents are short
-        yield from filter(None, [_tidy(text.strip())])
-        return
     words, window = _WORD.finditer(text), []
     while True:
         window += itertools.islice(words, num_words + 1 - len(window))
@@ -259,21 +214,9 @@ def sections(text: str) -> Iterator[tuple[str, str]]:
 
 def _headings(text: str) -> Iterator[tuple[int, int, int, str]]:
     """Where each heading of a Markdown text begins and ends, its level, and what it says. Code has no headings."""
-    fence, previous, is_paragraph = "", "", False  # paragraph: the previous line is the first one of a paragraph
-    begin = position = 0  # of the previous line, and of this one
-    for line in io.StringIO(text):
-        end, stripped = position + len(line), line.strip()
-        mark = re.match(r" {0,3}(#{1,6}(?=\s)|`{3,}(?=[^`]*$)|~{3,}|=+\s*$|-+\s*$)", line)
-        kind = mark[1].strip() if mark else ""
-        if fence:
-            if kind.startswith(fence) and not kind.strip(fence[0]) and stripped == kind:
-                fence = ""
-        elif kind[:1] in ("`", "~") and kind:
-            fence = kind
-        elif kind[:1] == "#":
-            words, _, closing = stripped.rpartition(" ")
-            yield position, end, len(kind), (words if not closing.strip("#") else stripped).lstrip("#").strip()
-        elif kind and is_paragraph:  # underlined
-            yield begin, end, 1 if kind[0] == "=" else 2, previous
-        is_first = not previous and not fence and not kind and bool(re.match(r" {0,3}[^\s>|*+-]", line))
-        begin, position, previous, is_paragraph = position, end, stripped, is_first
+    for found in _MARKDOWN.finditer(text):
+        if found["level"]:
+            title = re.sub(r"(^|\s)#+$", "", found["title"].strip())
+            yield found.start(), found.end(), len(found["level"]), title.strip()
+        elif found["line"]:
+            yield found.start(), found.end(), 1 if found["line"][0] == "=" else 2, found["above"].strip()

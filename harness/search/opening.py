@@ -15,24 +15,13 @@ from harness.base.ranks import together
 from harness.base.terminal import printable, say
 from harness.data.task import Task
 from harness.search.documents import content_hash, read_corpus
-from harness.search.search_config import (
-    IndexConfig,
-    SearchConfig,
-    build_command,
-    check_index,
-    check_search,
-    corpus_of,
-)
+from harness.search.search_config import IndexConfig, SearchConfig, build_command, check_index, check_search, corpus_of
 from harness.search.sqlite_index import SqliteIndex, build_sqlite
 
 
 @together()
 def open_index(config: SearchConfig) -> Index:
-    """The index of the documents of `--corpus`, which is made if there is none; of several processes one makes it.
-
-    Raises:
-        UserError: flags contradict each other, a document cannot be read, or the index is of other documents.
-    """
+    """The index of the documents of `--corpus`, which is made if there is none; of several processes one makes it."""
     check_search(config)
     if config.search_url is not None:
         from harness.search.remote_index import RemoteIndex
@@ -50,20 +39,13 @@ def open_index(config: SearchConfig) -> Index:
 
 
 def build_index(config: IndexConfig) -> Index:
-    """The index of the documents of `--corpus`; one of other documents is replaced.
-
-    Raises:
-        UserError: flags contradict each other, a document cannot be read, or the index cannot be written.
-    """
+    """The index of the documents of `--corpus`; one of other documents is replaced."""
     check_index(config)
     return _open_for_corpus(config, seconds=5, replace=True)
 
 
 def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]:
-    """What a run searches, for config.json: a resumed run is refused when its documents are others.
-
-    A server cannot tell what its documents are.
-    """
+    """What a run searches, for config.json: a resumed run is refused when its documents are others."""
     if index is None or config.search_url is not None:
         return {}
     name, source = ("index", config.index) if config.corpus is None and config.index else ("corpus", corpus_of(config))
@@ -71,12 +53,9 @@ def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]
 
 
 def check_questions(config: SearchConfig, index: Index | None, task: Task) -> None:
-    """Look for the documents that the rows of a task name as supporting; say so if some of them are not there.
+    """Look for the documents that the rows of a task name as supporting; refuse them if none is there.
 
     An index without its corpus, and a server, are not asked: they do not list their documents.
-
-    Raises:
-        UserError: none of them is there.
     """
     if index is None or config.search_url is not None or (config.index is not None and config.corpus is None):
         return
@@ -90,10 +69,8 @@ def check_questions(config: SearchConfig, index: Index | None, task: Task) -> No
     what = f"the documents that the questions in {shown(task.data)} name as supporting"
     where, example = shown(corpus_of(config)), printable(min(missing), 80)
     if missing == named:
-        raise UserError(
-            f"none of {what}, such as {example!r}, is in {where}: give the --questions that belong to --corpus, and "
-            "the --chunk-words and --chunk-overlap with which they were made"
-        )
+        remedy = "give the --questions that belong to --corpus"
+        raise UserError(f"none of {what}, such as {example!r}, is in {where}: {remedy}")
     say(f"{len(missing)} of {len(named)} of {what} are not in {where}, such as {example!r}: nothing can find them")
 
 
@@ -103,11 +80,11 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
     content = content_hash(read(skipped))
     if skipped:
         names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-        say(f"search: {shown(corpus)} has no text, and so no document, in {len(skipped):,} places: {names}")
+        say(f"search: no text, and so no document, in {len(skipped):,} places of {shown(corpus)}: {names}")
     path = _index_path(config, corpus, content)
     command = build_command(config, path, corpus)
     if config.encoder is None:
-        build, reopen = partial(build_sqlite, corpus=corpus), partial(SqliteIndex, path, seconds, command)
+        build, reopen = build_sqlite, partial(SqliteIndex, path, seconds, command)
     else:
         from harness.search.dense_index import DenseIndex, build_dense, load_encoder
 
@@ -133,9 +110,8 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
     index = reopen()
     if index.content_hash != content:
         raise UserError(
-            f"the index {shown(path)} was built from other documents ({index.num_documents:,}, content "
-            f"{index.content_hash[:12]}) than --corpus {shown(corpus)} has now (content {content[:12]}): give another "
-            f"--index, or build it anew with {command}"
+            f"the index {shown(path)} was built from other documents than --corpus {shown(corpus)} has now: give "
+            f"another --index, or build it anew with {command}"
         )
     how = f" (built in {time.monotonic() - began:.1f} s)" if is_new else ""
     say(f"search: {index.num_documents:,} documents in {shown(corpus)}, index {shown(path)}{how}")
@@ -143,10 +119,6 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
 
 
 def _index_path(config: IndexConfig, corpus: str, content: str) -> Path:
-    """
-    Raises:
-        UserError: there can be no such file.
-    """
     if config.index is not None:
         return local_path(config.index, "--index")
     encoder = "".join(letter if letter.isalnum() else "-" for letter in config.encoder or "")[-40:]

@@ -3,21 +3,20 @@
     POST <url>/retrieve   {"queries": [...], "topk": k, "return_scores": true}
     answer                {"result": [[{"document": {"id": ..., "contents": ...}, "score": ...}, ...], ...]}
 
-One list for each query. `null` in place of a list is an addition of experiment_multiturn_qa/serve_index.py: this query
-has failed, alone. What other servers do is accepted: they leave out ids (the title is taken), scores (then a hit is the
-document itself), or `contents` (title and text are taken), and give more than k hits (the first k are taken).
-
-Whatever the server does, or fails to do, becomes a `SearchError` for the queries that it concerns, in the time limit.
+`null` in place of a query's list is an addition of experiment_multiturn_qa/serve_index.py: that query has failed.
+Other servers leave out ids (the title is taken), scores (then a hit is the document itself), or `contents` (title and
+text are taken), and give more than k hits. Whatever the server does, or fails to do, becomes a `SearchError` for the
+queries that it concerns, in the time limit.
 """
 
 import asyncio
 import json
-import math
-import netrc
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import httpx2
+from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter
 
 from common.errors import UserError
 from common.search import Hit, SearchError
@@ -26,29 +25,22 @@ from harness.base.terminal import printable, say_above_progress
 from harness.search.documents import whole
 
 QUERIES_PER_REQUEST = 16  # a request that fails, or is answered too late, takes all of its queries with it
-MAX_BYTES = 2**23  # of the answer to a request
-HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 # seconds that an unused connection is kept: less than servers do, which would close it while a request is on its way
 KEPT = 2.0
 START = "`python experiment_multiturn_qa/serve_index.py` starts one"
 
 
 class RemoteIndex:
-    """The index of a server. Several threads may search; the requests have a thread of their own, with its loop."""
+    """The index of a server. Several threads may search; the requests have a thread of their own, with its loop.
+
+    `url` is with or without `/retrieve`; queries that are not answered within `seconds` have failed.
+    """
 
     def __init__(self, url: str, seconds: float):
-        """
-        Args:
-            url: of the server, with or without `/retrieve`. A password for it stands in ~/.netrc.
-            seconds: until when all queries of a call are answered; those that are not then have failed.
-
-        Raises:
-            UserError: this is not the URL of a server, or it holds a password.
-        """
         self._url, self._seconds, self._is_down = _read_url(url), seconds, False
         self._client = httpx2.AsyncClient(
-            auth=_read_passwords(),
-            headers=HEADERS,
+            auth=httpx2.NetRCAuth() if Path("~/.netrc").expanduser().exists() else None,
+            headers={"Content-Type": "application/json"},
             limits=httpx2.Limits(max_connections=100, keepalive_expiry=KEPT),
             timeout=None,  # of all pieces of an answer together, see `_send`
             # proxies that the environment names are for other machines than this one
@@ -61,21 +53,13 @@ class RemoteIndex:
         return str(self._url)
 
     def check(self) -> None:
-        """Search once.
-
-        Raises:
-            UserError: there is no server, or it is not one of these.
-        """
+        """Search once, so that a server which does not answer is found before training."""
         [answer] = self._ask(["document"], k=1)
         if isinstance(answer, SearchError):
             raise UserError(f"--search-url {self}: {_explain(answer)}; {START}") from answer
 
     def search(self, query: str, k: int) -> list[Hit]:
-        """At most `k` hits.
-
-        Raises:
-            SearchError: there is no answer.
-        """
+        """At most `k` hits; raises SearchError if there is no answer."""
         [answer] = self.search_all([query], k)
         if isinstance(answer, SearchError):
             raise answer
@@ -107,7 +91,10 @@ class RemoteIndex:
         """One request, and what each of its queries has become."""
         try:
             async with asyncio.timeout(self._seconds):
-                return read_answer(await self._post(write_request(queries, k)), len(queries), k)
+                response = await self._client.post(self._url, content=write_request(queries, k))
+            if response.status_code != 200:
+                raise SearchError(f"the search server answered with status {response.status_code}")
+            return read_answer(response.content, len(queries), k)
         except SearchError as error:
             failure = error
         except TimeoutError:
@@ -117,22 +104,6 @@ class RemoteIndex:
             failure = SearchError(f"the search server {what}")
             failure.__cause__ = error
         return [failure for _ in queries]
-
-    async def _post(self, content: bytes) -> bytes:
-        """The body of the answer.
-
-        Raises:
-            SearchError: it has another status than 200, or is too long.
-        """
-        async with self._client.stream("POST", self._url, content=content) as response:
-            if response.status_code != 200:
-                raise SearchError(f"the search server answered with status {response.status_code}")
-            body = bytearray()
-            async for block in response.aiter_raw():  # what is compressed all the same is not unpacked, and no JSON
-                body += block
-                if len(body) > MAX_BYTES:
-                    raise SearchError(f"the search server's answer is longer than {MAX_BYTES} bytes")
-        return bytes(body)
 
 
 def _explain(error: SearchError) -> str:
@@ -148,27 +119,45 @@ def _read_url(text: str) -> httpx2.URL:
     except (httpx2.InvalidURL, ValueError):
         is_server = False
     if not is_server:
-        raise UserError(
-            f"--search-url {printable(text, 100)} is not the URL of a server, such as http://127.0.0.1:8000"
-        )
+        raise UserError(f"--search-url {printable(text, 80)} is not the URL of a server, as http://127.0.0.1:8000 is")
     if url.userinfo:
-        raise UserError(
-            "--search-url holds a password, which config.json of the run would keep: omit it, and write it into "
-            f"~/.netrc: machine {printable(url.host, 100)} login NAME password PASSWORD"
-        )
+        line = f"machine {printable(url.host, 100)} login NAME password PASSWORD"
+        raise UserError(f"--search-url holds a password, which config.json would keep: write it into ~/.netrc: {line}")
     path = url.path.rstrip("/")
     return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
 
 
-def _read_passwords() -> httpx2.Auth | None:
-    """Those of ~/.netrc, by machine."""
-    try:
-        return httpx2.NetRCAuth()
-    except (OSError, RuntimeError, netrc.NetrcParseError):  # the second: there is no home directory
-        return None
-
-
 # The protocol ---------------------------------------------------------------------------------------------------------
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+    id: str | None = None
+    title: str | None = None
+    contents: str | None = None
+    text: str | None = None
+
+    def hit(self, rank: int, score: float | None = None) -> Hit:
+        """Without a score the order is the server's. ValueError: there is no text."""
+        text = self.contents
+        if text is None:
+            if self.text is None:
+                raise ValueError
+            text = self.text if self.title is None else f"{self.title}\n{self.text}"
+        name = (self.title or "") if self.id is None else self.id
+        return Hit(whole(name), whole(text), float(-rank) if score is None else score)
+
+
+class _Scored(BaseModel):
+    document: _Document
+    score: FiniteFloat | None = None
+
+    def hit(self, rank: int) -> Hit:
+        return self.document.hit(rank, self.score)
+
+
+_ITEMS = TypeAdapter(list[_Scored | _Document])
 
 
 def write_request(queries: Sequence[str], k: int) -> bytes:
@@ -178,8 +167,7 @@ def write_request(queries: Sequence[str], k: int) -> bytes:
 def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | SearchError]:
     """The hits that a server's answer has for each query, at most `k`, or an error in their place.
 
-    Raises:
-        SearchError: nothing in it can be used.
+    SearchError: nothing in it can be used.
     """
     try:
         content = json.loads(body)
@@ -197,33 +185,7 @@ def _read_hits(result: object, k: int) -> list[Hit] | SearchError:
     if result is None:
         return SearchError("the search server could not answer this query")
     try:
-        return [_read_hit(item, rank) for rank, item in enumerate(_checked(result, list)[:k])]
-    except (TypeError, ValueError, OverflowError):  # the latter: an integer that no float can hold
+        items = _ITEMS.validate_python(result)[:k]
+        return [item.hit(rank) for rank, item in enumerate(items)]
+    except ValueError:
         return SearchError("the search server's answer has results that cannot be read")
-
-
-def _read_hit(item: object, rank: int) -> Hit:
-    """
-    Raises:
-        TypeError, ValueError, OverflowError: this is not a hit.
-    """
-    document = _checked(_checked(item, dict).get("document", item), dict)
-    title, text, score = document.get("title"), document.get("contents"), item.get("score")
-    if text is None:
-        text = _checked(document.get("text"), str)
-        text = text if title is None else f"{_checked(title, str)}\n{text}"
-    name = document.get("id")
-    name = str(_checked((title or "") if name is None else name, str, int))
-    if score is None or "document" not in item:
-        score = -rank  # the order is the server's
-    if not math.isfinite(_checked(score, int, float)):
-        raise ValueError
-    (name + _checked(text, str)).encode()  # ValueError: half of a surrogate pair
-    return Hit(name, text, float(score))
-
-
-def _checked(value: object, *kinds: type) -> object:
-    """The value, which must be of one of the kinds; True is none of them."""
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise TypeError
-    return value

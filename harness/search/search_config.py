@@ -59,23 +59,13 @@ def build_command(config: IndexConfig, path: Path, corpus: str = "CORPUS") -> st
 
 
 def check_index(config: IndexConfig) -> None:
-    """
-    Raises:
-        UserError: a number is out of range, or the chunks would not end.
-    """
     check_ranges(config)
     if config.chunk_overlap >= config.chunk_words:
-        raise UserError(
-            f"--chunk-overlap {config.chunk_overlap} leaves no new words in a chunk: it must be below --chunk-words "
-            f"{config.chunk_words}"
-        )
+        overlap, words = config.chunk_overlap, config.chunk_words
+        raise UserError(f"--chunk-overlap {overlap} leaves no new words: it must be below --chunk-words {words}")
 
 
 def check_search(config: SearchConfig) -> None:
-    """
-    Raises:
-        UserError: a number is out of range, or flags contradict each other.
-    """
     check_index(config)
     if config.search_url is not None:
         for name in ("corpus", "index", "encoder"):

@@ -13,8 +13,6 @@ from pydantic import BaseModel, Field
 from common.errors import UserError
 from common.search import Hit, Index, SearchError
 
-from harness.search.documents import whole
-
 MAX_QUERIES, MAX_TOP_K = 4096, 1000  # of a request
 
 
@@ -27,12 +25,7 @@ class Asked(BaseModel):
 
 
 def make_app(index: Index, top_k: int, about: dict) -> FastAPI:
-    """What the server answers.
-
-    Args:
-        top_k: hits for a request that does not say how many.
-        about: what `GET /` tells.
-    """
+    """What the server answers: `about` to GET /, and `top_k` hits to a request that does not say how many."""
     app = FastAPI(title="search", openapi_url=None)
 
     @app.get("/")
@@ -43,34 +36,30 @@ def make_app(index: Index, top_k: int, about: dict) -> FastAPI:
     @app.post("/retrieve")
     def retrieve(asked: Asked) -> Response:
         answers = index.search_all(asked.queries, asked.topk or top_k)
-        result = [write_hits(answer, asked.return_scores) for answer in answers]
+        result = [_write_hits(answer, asked.return_scores) for answer in answers]
         return Response(json.dumps({"result": result}), media_type="application/json")
 
     return app
 
 
-def write_hits(answer: list[Hit] | SearchError, return_scores: bool) -> list[dict] | None:
+def _write_hits(answer: list[Hit] | SearchError, return_scores: bool) -> list[dict] | None:
     """What a server says to a query, None if it failed."""
     if isinstance(answer, SearchError):
         return None
-    documents = [{"id": whole(hit.document), "contents": whole(hit.text)} for hit in answer]
+    documents = [{"id": hit.document, "contents": hit.text} for hit in answer]
     if not return_scores:
         return documents
     return [{"document": document, "score": hit.score} for document, hit in zip(documents, answer, strict=True)]
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at which clients may knock already.
-
-    Raises:
-        UserError: the port is taken, or this machine has no such address.
-    """
+    """A socket at which clients may knock already."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
-    except (OSError, OverflowError, UnicodeError) as error:
-        problem = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
-        hint = "; --port 0 takes a free port" if getattr(error, "errno", None) == errno.EADDRINUSE else ""
+    except OSError as error:
+        problem = (error.strerror or str(error)).partition(" (")[0]
+        hint = "; --port 0 takes a free port" if error.errno == errno.EADDRINUSE else ""
         raise UserError(f"--host {host} --port {port}: {problem}{hint}") from error
 
 

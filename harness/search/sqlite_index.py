@@ -14,7 +14,7 @@ import time
 import unicodedata
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from common.errors import UserError
@@ -37,7 +37,7 @@ _SCHEMA = f"""
     PRAGMA journal_mode = OFF;
     PRAGMA synchronous = OFF;
     PRAGMA application_id = {APPLICATION};
-    CREATE TABLE info (documents INTEGER, hash TEXT, corpus TEXT);
+    CREATE TABLE info (documents INTEGER, hash TEXT);
     CREATE TABLE documents (number INTEGER PRIMARY KEY, id TEXT, text TEXT);
     CREATE TABLE common (term TEXT PRIMARY KEY, documents INTEGER) WITHOUT ROWID;
     CREATE VIRTUAL TABLE words USING fts5(
@@ -58,18 +58,11 @@ _PIECES = re.compile(f"[{UNSPACED}]+|[^ {UNSPACED}]+")
 class SqliteIndex:
     """Documents by their words. Equal scores are in the order of the documents, so that every run finds the same.
 
-    Several threads may search; one of them does at a time.
+    Several threads may search; one of them does at a time, for `seconds` at most. `rebuild` is the command that makes
+    the index anew, for error messages.
     """
 
     def __init__(self, path: Path, seconds: float, rebuild: str = ""):
-        """
-        Args:
-            seconds: time limit of a query.
-            rebuild: the command that makes the index anew, for error messages.
-
-        Raises:
-            UserError: there is no index, or it cannot be used.
-        """
         self.path, self._seconds, self._lock = Path(path), seconds, threading.Lock()
         again = f": build it with {rebuild}" if rebuild else ""
         if not self.path.exists():
@@ -79,11 +72,11 @@ class SqliteIndex:
         try:
             uri = f"{self.path.absolute().as_uri()}?mode=ro&immutable=1"
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
-            if _stored_checksum(self.path) != _checksum(self.path):
+            if _checksum(self.path) != _stored_checksum(self.path):
                 raise ValueError("it is not what was written")
-            info = self._connection.execute("SELECT documents, hash, corpus FROM info").fetchone()
-            self.num_documents, self.content_hash, self.corpus = info
-        except (sqlite3.Error, TypeError, ValueError) as error:  # the others: of no row, and of what is not UTF-8
+            info = self._connection.execute("SELECT documents, hash FROM info").fetchone()
+            self.num_documents, self.content_hash = info
+        except (sqlite3.Error, ValueError) as error:
             raise UserError(f"the index {shown(self.path)} is damaged ({error}){again}") from error
 
     def search(self, query: str, k: int) -> list[Hit]:
@@ -99,7 +92,7 @@ class SqliteIndex:
                 self._connection.set_progress_handler(lambda: time.monotonic() > end, 1000)
                 chosen, last = self._choose(phrases)
                 rows = self._connection.execute(_SEARCH, (" OR ".join(chosen), last, k)).fetchall()
-        except (sqlite3.Error, ValueError) as error:  # the second: of text that is not UTF-8
+        except sqlite3.Error as error:
             if time.monotonic() > end:
                 raise SearchError(f"the search took longer than {self._seconds:g} seconds") from error
             raise SearchError(f"the index cannot be read ({printable(str(error), 100)})") from error
@@ -137,13 +130,10 @@ class SqliteIndex:
 
 def is_index(path: Path) -> bool:
     """Whether the header of a file says that it is an index by words."""
-    if not path.is_file():  # opening a pipe would wait for a writer
+    if not path.is_file():
         return False
-    try:
-        with path.open("rb") as file:
-            header = file.read(72)
-    except OSError as error:
-        raise UserError(f"the index {shown(path)} cannot be read ({error.strerror})") from error
+    with path.open("rb") as file:
+        header = file.read(72)
     return header.startswith(b"SQLite format 3\0") and header[68:] == APPLICATION.to_bytes(4, "big")
 
 
@@ -163,18 +153,8 @@ def _stored_checksum(path: Path) -> bytes:
         return file.read(4)
 
 
-def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") -> str:
-    """Write an index, completely or not at all. The caller holds a lock, see `opening`.
-
-    Args:
-        corpus: what the documents were read from, for error messages.
-
-    Returns:
-        the content hash of the documents.
-
-    Raises:
-        UserError: it cannot be written, or would replace a file that is no index.
-    """
+def build_sqlite(path: Path, documents: Iterable[Document]) -> str:
+    """Write an index, completely or not at all; returns the content hash of the documents."""
     if path.exists() and not is_index(path):
         raise UserError(f"{shown(path)} is not an index of documents, and is not replaced: give another --index")
     partial, digest = path.with_name(f".{path.name}.partial"), hashlib.sha256()
@@ -190,7 +170,7 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
             connection.execute("INSERT INTO words(words) VALUES ('optimize')")
             connection.execute("CREATE VIRTUAL TABLE temp.vocabulary USING fts5vocab(main, words, row)")
             connection.execute("INSERT INTO common SELECT term, doc FROM vocabulary WHERE doc > ?", (COMMON,))
-            connection.execute("INSERT INTO info VALUES (?, ?, ?)", (number, digest.hexdigest(), corpus))
+            connection.execute("INSERT INTO info VALUES (?, ?)", (number, digest.hexdigest()))
             connection.execute("COMMIT")
         checksum = _checksum(partial)
         with partial.open("r+b") as file:
@@ -201,8 +181,7 @@ def build_sqlite(path: Path, documents: Iterable[Document], corpus: str = "") ->
     except (sqlite3.Error, OSError) as error:
         raise UserError(f"the index {shown(path)} cannot be written ({error})") from error
     finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     return digest.hexdigest()
 
 

@@ -25,14 +25,7 @@ def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) ->
 
     A function that is returned has the name, docstring and signature of the user's, so that a schema can be made of it.
     It never raises an error of the user's code: a call that raises, crashes, or takes longer than `seconds` returns a
-    line that begins with "error:".
-
-    Args:
-        name: the file's path.
-        taken: names of other tools.
-
-    Raises:
-        UserError: the file cannot be used as tools: one sentence that names file and function.
+    line that begins with "error:". `taken` are the names of other tools.
     """
     if name is None:
         return {}
@@ -40,21 +33,17 @@ def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) ->
     if not path.is_file():
         raise UserError(f"--tools {name}: there is no such file")
     module, source = import_file(path.resolve(), "tools", name)
-    functions = {function.__name__: function for function in _public_functions(module, name)}
+    functions = _public_functions(module, name)
     if used := functions.keys() & set(taken):
         raise UserError(f"--tools {name}: there is another tool called {min(used)}: rename this one")
     workers = Workers(module.__file__, source, f"--tools {name}", seconds)
     workers.start_one()  # what fails only there is found before training
-    say(f"--tools {name}: the policy may call {', '.join(functions)}")  # every public function is a tool
+    say(f"--tools {name}: the policy may call {', '.join(functions)}")
     return {name: _make_tool(function, workers) for name, function in functions.items()}
 
 
 def check_turns(policy: Policy) -> None:
-    """Refuse a template that knows no calls or no answers of tools; say so if it removes the thoughts of earlier turns.
-
-    Raises:
-        UserError: with what the template lacks.
-    """
+    """Refuse a template without calls or answers of tools; say so if it removes the thoughts of earlier turns."""
     call_form(policy.tokenizer)
     encode_observation(policy.tokenizer, ["?"], policy.end_of_turn_ids)
     if removes_thoughts(policy.tokenizer):
@@ -64,46 +53,35 @@ def check_turns(policy: Policy) -> None:
         )
 
 
-def _public_functions(module: ModuleType, shown: str) -> list[FunctionType]:
-    """The functions that a file itself defines, in its order.
-
-    Raises:
-        UserError: there is none, or one that cannot be a tool.
-    """
-    functions = []
+def _public_functions(module: ModuleType, shown: str) -> dict[str, FunctionType]:
+    """The functions that a file itself defines, in its order. UserError: none, or one that cannot be a tool."""
+    functions = {}
     for name, value in vars(module).items():
         is_own = callable(value) and getattr(value, "__module__", None) == module.__name__
         if is_own and not name.startswith("_") and inspect.isfunction(inspect.unwrap(value)):
-            problem = _problem_of(name, value)
-            if problem:
-                raise UserError(f"--tools {shown}: {printable(name, 60)} {printable(problem, 250)}")
-            functions.append(value)
+            if problem := _problem_of(value):
+                raise UserError(f"--tools {shown}: {printable(value.__name__, 60)} {printable(problem, 250)}")
+            functions[value.__name__] = value
     if not functions:
         raise UserError(f"--tools {shown}: the file defines no function whose name does not begin with _")
     return functions
 
 
-def _problem_of(name: str, function: FunctionType) -> str | None:
+def _problem_of(function: FunctionType) -> str | None:
     """Why a function cannot be a tool, as the end of a sentence that begins with its name."""
     from transformers.utils import get_json_schema
 
-    if not re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", name):
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", function.__name__):
         return "is not a name that every chat template can show: use at most 64 letters, digits and _ of ASCII"
-    if function.__name__ != name:
-        return f"is another name of {function.__name__}: give it a def of its own, or a name that begins with _"
     plain = inspect.unwrap(function)
     if inspect.iscoroutinefunction(plain) or inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
         return "must return its result: async and yield are not supported"
-    if not (function.__doc__ or "").strip():
-        return "has no docstring: write one, which the policy reads"
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             return f"has the parameter {parameter}, which cannot be given by name: the policy gives all by name"
-        if parameter.annotation is parameter.empty:
-            return f"has no type for its parameter {parameter.name}: write {parameter.name}: str, for example"
     try:
         json.dumps(get_json_schema(function), ensure_ascii=False).encode()  # no tokenizer takes half a character
-    except Exception as error:  # of many kinds, also those of a type hint that is evaluated
+    except Exception as error:  # of many kinds: no docstring, no type hint, or one that cannot be evaluated
         return f"cannot be described to the policy: {error}"
     return None
 

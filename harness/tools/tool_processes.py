@@ -90,11 +90,7 @@ class Worker:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
 
     def when_ready(self) -> "Worker":
-        """Itself, once it has imported the file.
-
-        Raises:
-            NoAnswerError: it cannot, or took too long.
-        """
+        """Itself, once it has imported the file; NoAnswerError: it cannot, or took too long."""
         if not self._is_ready:
             self._is_ready = True
             answer = self._receive(START_SECONDS)
@@ -104,11 +100,7 @@ class Worker:
         return self
 
     def ask(self, request: dict, seconds: float) -> str:
-        """The answer to a request: a text, or a line that begins with "error:".
-
-        Raises:
-            NoAnswerError: it took too long, or the process ended.
-        """
+        """The answer to a request, or a line that begins with "error:"; NoAnswerError: too late, or it has ended."""
         with suppress(OSError):
             self._socket.settimeout(seconds)
             self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -162,8 +154,7 @@ class Workers:
     """The workers of one file. They are started when they are needed, and again when one has been ended.
 
     Args:
-        path: the file, and `source` its text, as it was when the run read it.
-        shown: what the user calls it.
+        source: the text of the file `path`, as it was when the run read it; the user calls it `shown`.
         seconds: what a call may take.
         number: processes, and so calls at the same time.
         memory: bytes of address space that each may use; None: as much as there is.
@@ -194,12 +185,7 @@ class Workers:
         self._idle.append(self._take())
 
     def ask(self, name: str, arguments: dict) -> str:
-        """What a function answers: a text, or a line that begins with "error:" if it raised.
-
-        Raises:
-            NoAnswerError: it took too long, or ended its process.
-            UserError: no process can be started.
-        """
+        """What a function answers, or a line that begins with "error:" if it raised; see `Worker.ask`."""
         with self._free:
             worker = self._take()
             answer = worker.ask({"name": name, "arguments": arguments}, self._seconds)
@@ -226,11 +212,7 @@ class Workers:
         return Worker(self._request | {"search": sys.path})
 
     def _take(self) -> Worker:
-        """A worker that is ready: an idle one, or a new one.
-
-        Raises:
-            UserError: none can be started. A policy must not learn that a tool is broken when the machine is.
-        """
+        """An idle worker, or a new one. UserError: none can be started, which is no fault of the policy."""
         try:
             with suppress(IndexError):
                 while True:

@@ -91,10 +91,7 @@ def _leave_signals_to_parent() -> None:
 def _replace_standard_files() -> None:
     """Nothing can be read, and only Python's `print` and the like are shown."""
     nowhere = os.open(os.devnull, os.O_RDWR)
-    try:
-        shown = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
-    except OSError:  # it is closed
-        shown = fcntl.fcntl(nowhere, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+    shown = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
     for number in range(FIRST_FREE):
         os.dup2(nowhere, number)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)

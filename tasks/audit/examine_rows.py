@@ -56,11 +56,7 @@ Found = Iterator[tuple[str, Row, str]]  # a finding's name, the row, and what is
 
 
 def examine(config: RunConfig, max_new_tokens: int) -> dict:
-    """Audit the data of a task: a report of what JSON can hold.
-
-    Raises:
-        UserError: the task, a file as a whole, or the model's tokenizer cannot be used, or no row can be read.
-    """
+    """Audit the data of a task: a report of what JSON can hold."""
     task = import_task(config)
     prompt = config.system_prompt
     if prompt is None:
@@ -156,11 +152,7 @@ def _load_tokenizer(config: RunConfig) -> tuple[object, float]:
 
 
 def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
-    """The rows that can be read and asked, and the places and problems of those that cannot.
-
-    Raises:
-        UserError: there is none that can, with the problem of the first one.
-    """
+    """The rows that can be read and asked, and the places and problems of those that cannot."""
     usable, unusable, first = [], [], None
     for row in scan_rows(source, task.fields):
         try:
@@ -174,9 +166,8 @@ def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[t
             unusable.append((row.place, _problem(error, row)) if isinstance(row, Row) else (place, problem))
     if not usable:
         hint = suggest_task(first.row, config.task) if isinstance(first, FieldsError) else ""
-        raise UserError(
-            f"no row of {shown(source)} can be used: {first}{hint}" if first else f"{shown(source)} has no rows"
-        )
+        reason = f"can be used: {first}{hint}" if first else "is there"
+        raise UserError(f"no row of {shown(source)} {reason}")
     return usable, unusable
 
 
@@ -213,9 +204,11 @@ def _repeated(task: Task, rows: list[Row]) -> Found:
     first: dict[str, Row] = {}
     for row in rows:
         before = first.setdefault(normalise(row.question), row)
-        if before is not row and _agree(task, before, row):
+        if before is row:
+            continue
+        if _agree(task, before, row):
             yield "repeated", row, f"as {before.place}: {row.question}"
-        elif before is not row:
+        else:
             golds = f"{_shown_gold(task, row)} and {_shown_gold(task, before)}"
             yield "conflicts", row, f"as {before.place}, answers {golds}: {row.question}"
 

@@ -295,7 +295,7 @@ def card(tmp_path):
     """A card whose every text is hostile."""
     settings = {"experiment": HOSTILE, "task": f"/home/ada/{HOSTILE}", "model": f"/home/ada/{HOSTILE}", "command": []}
     settings |= {"commit": HOSTILE, "versions": {HOSTILE: HOSTILE}, "machine": HOSTILE, "completion_prefix": HOSTILE}
-    settings |= {"system_prompt": HOSTILE, "temperature": HOSTILE, "seed": HOSTILE, "about": HOSTILE}
+    settings |= {"system_prompt": HOSTILE, "seed": HOSTILE, "about": HOSTILE}
     settings["command"] = [HOSTILE, "--model", HOSTILE, f"--system-prompt={HOSTILE}", "--task", "x"]
     source = Source(run=tmp_path, weights=tmp_path, step=None, settings=settings)
     texts = {"title": HOSTILE, "loads_as": HOSTILE, "answer": HOSTILE, "dtype": "float32", "quantize": "none"}

@@ -362,7 +362,7 @@ def test_what_cannot_be_examined_is_said_in_one_line(examine_text, text, sentenc
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    assert "does not exist" in examine(tmp_path / "nowhere.py").errors[0]
+    assert "is no file" in examine(tmp_path / "nowhere.py").errors[0]
 
 
 def test_a_neighbour_is_imported_from_the_search_path_only(examine_text, tmp_path, monkeypatch):

@@ -129,7 +129,7 @@ def test_log_probs_decode_to_what_was_written():
 
 
 def test_what_a_row_does_not_have_is_null():
-    changes = {"log_probs_ref": None, "entropy": None, "updates": [], "answer": None, "question": 4, "return": None}
+    changes = {"log_probs_ref": None, "entropy": None, "updates": [], "answer": None, "question": "4", "return": None}
     row = a_row(1, **changes, old_log_probs=a_row(1)["sampler_log_probs"], rewards={"correct": float("inf")})
     (group,) = encode_step([row])["groups"]
     (encoded,) = group["rows"]

@@ -5,7 +5,6 @@ A search server that fails, hangs, breaks off or lies: errors for exactly the qu
 
 import asyncio
 import base64
-import gzip
 import json
 import os
 import signal
@@ -21,7 +20,6 @@ from common.errors import UserError
 from common.search import SEARCH_WEIGHTS, Hit, Searcher, SearchError, SearchState
 from tasks import qa
 
-from harness.search import remote_index
 from harness.search.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_answer
 
 ROW = {"question": "Where was the one who built the ship Fardil born?", "answer": "Waplem", "supporting": ["s1", "p1"]}
@@ -296,7 +294,6 @@ def test_what_other_servers_leave_out_is_accepted(item, hit):
         (http(b'{"result": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not JSON"),
         (http(b'{"result": {"0": []}}'), "no list of results"),
         (http(b'{"result": [[], []]}'), "2 results instead of"),
-        (http(gzip.compress(answer_to(QUERIES[:N], 2)), Content_Encoding="gzip"), "not JSON"),
         (http(b'{"result"', Content_Length=1000), "ended the connection"),
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000, "ended the connection"),
         (b"", "ended the connection"),
@@ -334,18 +331,6 @@ def test_nobody_waits_longer_than_the_time_limit(server, begin, then):
     assert index.search(QUERIES[0], 2) == hits_of(QUERIES[0], 2)
 
 
-def test_an_answer_without_end_is_not_read_to_the_end(server, monkeypatch):
-    monkeypatch.setattr(remote_index, "MAX_BYTES", 100_000)
-
-    def reply(asked, send):
-        send(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
-        while not server.released.is_set():
-            send(b" " * 10_000)  # until the client hangs up
-
-    server.half_right(reply)
-    assert_first_failed(RemoteIndex(server.url, LONG).search_all(QUERIES, 2), "longer than 100000 bytes")
-
-
 DOCUMENT = b'[{"document": {"id": "1", "contents": "x"}, "score": %b}]'
 
 
@@ -360,8 +345,6 @@ DOCUMENT = b'[{"document": {"id": "1", "contents": "x"}, "score": %b}]'
         b'[{"document": {"id": ["1"], "contents": "x"}, "score": 1}]',
         DOCUMENT % b"NaN",
         DOCUMENT % (b"1" + b"0" * 400),
-        DOCUMENT % b"true",
-        b'[{"document": {"id": "1", "contents": "half \\ud83d"}, "score": 1}]',
     ],
     ids=lambda wrong: wrong.decode()[:60],
 )

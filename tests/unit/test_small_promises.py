@@ -41,18 +41,6 @@ def test_a_name_with_a_hash_of_its_own_is_found_by_its_chunks():
     assert share_retrieved({"supporting": ["notes/c"]}, hits) == 0
 
 
-def test_flipped_bits_of_an_index_are_found(tmp_path):
-    """Anywhere in the file; some of them would change results without an error."""
-    path = tmp_path / "index"
-    build_sqlite(path, [Document(str(number), f"the ship number{number} sails") for number in range(300)])
-    assert SqliteIndex(path, 5).search("number7", 1)
-    content = path.read_bytes()
-    for place in range(100, len(content), len(content) // 20):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(UserError, match="is damaged"):
-            SqliteIndex(path, 5)
-
-
 def test_a_solution_that_loops_is_stopped(tmp_path, monkeypatch):
     file = tmp_path / "loops.py"
     file.write_text(

@@ -51,7 +51,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("index") / "an index?#%.sqlite"  # a name that an URI has to quote
-    build_sqlite(path, DOCUMENTS, "texts")
+    build_sqlite(path, DOCUMENTS)
     return path
 
 
@@ -300,7 +300,7 @@ def test_the_bundled_documents_are_indexed_once():
 def test_a_corpus_that_changes_gets_another_index():
     write_corpus(["one", "", "two"])
     first, output = opened(corpus="my docs.jsonl")
-    assert "has no text, and so no document, in 1 places: line 2" in output
+    assert "no text, and so no document, in 1 places of my docs.jsonl: my docs.jsonl:2" in output
     write_corpus(["one", "two", "three " * 30])
     second, _ = opened(corpus="my docs.jsonl")
     third, _ = opened(corpus="my docs.jsonl", chunk_words=10, chunk_overlap=0)
@@ -314,7 +314,7 @@ def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
     opened(corpus="my docs.jsonl", index="my index")
     write_corpus(["one", "three"] * 80)
     flags = {"corpus": "my docs.jsonl", "index": "my index", "chunk_words": 50}
-    with pytest.raises(UserError, match=r"my index was built from other documents .* than --corpus my docs") as error:
+    with pytest.raises(UserError, match=r"my index was built from other documents than --corpus my docs") as error:
         opened(**flags)
     program, script, *arguments = shlex.split(str(error.value).partition("build it anew with ")[2])
     assert (program, script) == ("python", SCRIPT)
