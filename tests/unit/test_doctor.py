@@ -1,5 +1,6 @@
 """The loss doctor: our own code passes, every planted mistake is found by its check and by no other."""
 
+import os
 import re
 import sys
 from importlib.util import find_spec
@@ -341,6 +342,7 @@ UNUSABLE = {
     "logits": ("def policy_loss(logits, input_ids, advantages, completion_mask): pass", "the doctor has no model"),
     "raises": (LOSS + "raise ValueError('a\\x1b\\nb')", "ValueError: a\ufffd b (line 3 of my_loss.py)"),
     "raises what nobody catches": (LOSS + "raise BaseException('no')", "policy_loss raised BaseException: no (line 3"),
+    "is no Exception": ("raise BaseException('no')", "my_loss.py cannot be run: BaseException: no (line 1 of"),
     "float": (LOSS + "return log_probs.sum().item()", "returned a float instead of a tensor with a gradient"),
     "matrix": (LOSS + "return (log_probs * mask)[:, 1:]", "a tensor of shape (6, 13), not one number"),
     "NaN": (LOSS + "return log_probs.sum() * float('nan')", "returned nan"),
@@ -399,12 +401,13 @@ def test_the_example_of_the_docs_is_what_it_prints(tmp_path, capfd, monkeypatch)
     ("text", "sentence"),
     [
         ("import os\nos._exit(0)", "my_loss.py ended the process, with exit status 0"),
-        (LOSS + "while True: pass", "policy_loss did not return within 0.5 seconds"),
+        ("import time\n" + LOSS + "time.sleep(3); 1 / 0", "policy_loss did not return within 0.5 seconds"),
     ],
     ids=["ends the process", "endless"],
 )
 def test_a_file_that_ends_the_process_or_never_returns_is_no_success(tmp_path, capfd, monkeypatch, text, sentence):
     monkeypatch.setattr(doctor.apart, "CALL_LIMIT", 0.5)
+    monkeypatch.setattr(os, "_exit", pytest.fail)  # in this process it would end all tests, with status 0
     path = tmp_path / "my_loss.py"
     path.write_text("def advantages(returns): return returns - returns.mean(1, True)\n" + text)
     assert main([str(path)]) == 2

@@ -72,6 +72,8 @@ def test_f1_and_exact_match_equal_a_slow_version():
         ("<answer>1846</answer>", 1, 1, 1),
         ("\n\n<answer> the 1,846. </answer>", 1, 1, 1),  # the calls of two turns are removed
         ("<think>a</think>\n<answer>In 1846</answer>", 0, 2 / 3, 1),
+        ("<answer>-1846</answer>", 0, 0, 1),
+        ("<answer>184.6</answer>", 0, 0, 1),
         ("It is <answer>1846</answer>", 1, 1, 0),
         ("<answer>1846</answer>\n<answer>1846</answer>", 0, 0, 0),
         ("<think><answer>1846</answer></think>", 0, 0, 0),

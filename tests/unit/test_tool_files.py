@@ -106,6 +106,7 @@ def test_arguments_and_answers_are_passed_on(tools):
         ("'a' * 10**7", "a" * 4000 + " ..."),
         ("[7] * 10**6", "[" + "7, " * 1333 + " ..."),
         ("sys.stdin.read()", ""),
+        ("(limits := __import__('resource')).getrlimit(limits.RLIMIT_CORE)", "[0, 0]"),  # a crash leaves no file
         ("os.fork() == 0", "false"),  # the child gives no answer
         # a pool ends its processes by a signal
         ("[pool := multiprocessing.get_context('fork').Pool(1), pool.map(str, [5]), pool.terminate()][1]", '["5"]'),
@@ -118,6 +119,7 @@ def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
 @pytest.mark.parametrize(("code", "answer"), [
     ("1 / 0", "error: ZeroDivisionError: division by zero"), ("{}['\\x1b[31m\\n']", "error: KeyError: '\\x1b[31m\\n'"),
     ("exec('raise ValueError(chr(27) + \"[31m\\\\n\" * 2)')", "error: ValueError: \ufffd[31m [31m"),
+    ("exec('raise ValueError(\"a\" * 10**6)')", "error: ValueError: aaa"),
     ("exec('raise ValueError')", "error: ValueError"), ("sys.exit('bye')", "error: SystemExit: bye"),
     ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt"),
     ("exec('def f(): f()\\nf()', {})", "error: RecursionError: maximum recursion depth exceeded"),
@@ -302,6 +304,7 @@ FAULTY = {
     GOOD.replace("Good.", "Half a character: \\ud800"): "good cannot be described to the policy: 'utf-8' codec",
     GOOD.replace("good", "größe"): "größe is not a name that every chat template can show",
     "double = lambda a: 2 * a": "<lambda> is not a name",
+    GOOD.replace("good", "g" * 65): "ggg.* is not a name that every chat template can show",
     "async " + GOOD: "good must return its result: async and yield are not supported$",
     GOOD.replace("return", "yield"): "good must return its result",
     GOOD.replace("good", "calculator"): "there is another tool called calculator: rename this one$",

@@ -95,6 +95,8 @@ inf  none
 5\text{ m}  5
 3\mathrm{i}  none
 3\mathrm{x}  none
+3\mathrm{n}  none
+5\text{ + y}  none
 807\text{.5}  none
 239\text{0}  none
 5\text{ or }6  none
