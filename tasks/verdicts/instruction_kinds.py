@@ -23,7 +23,7 @@ _LOOK_ALIKES = str.maketrans(  # of Cyrillic and Greek letters, and commas
     "авеікмнорстухѕјԁԛԝАВЕІКМНОРСТУХЅЈαινορτυχΑΒΕΖΗΙΚΜΝΟΡΤΥΧ،、",
     "abeikmhopctyxsjdqwABEIKMHOPCTYXSJaivoptuxABEZHIKMNOPTYX,,",
 )
-_SENTENCE_END = re.compile(r"(\S*)([.!?])[\"'\u201d\u2019)\]}*_]*\s+(?=(\S))")
+_SENTENCE_END = re.compile(r"(?<!\S)(\S*)([.!?])[\"'\u201d\u2019)\]}*_]*\s+(?=(\S))")
 _TITLES = {"mr", "mrs", "ms", "dr", "prof", "st", "gen", "sen", "rep", "gov", "capt", "lt", "col", "vs", "e.g", "i.e"}
 _ABBREVIATIONS = _TITLES | {"inc", "ltd", "co", "corp", "jr", "sr", "p.m", "a.m", "u.s", "u.k", "u.n", "ph.d"}
 _CONTRACTION = re.compile(r"(?i)(?<=\w)(n't|'(?:s|m|d|ll|re|ve))(?!\w)")
@@ -32,11 +32,11 @@ _TOKEN = re.compile(r"[^\s\"“”(),!?:;\[\]{}<>*`]+")
 # The languages of each script; where several share one, frequent words and, after |, letters of each.
 _LANGUAGES = {
     "LATIN": {
-        "en": "the of and to is in it that for with was are this as on not you we they have",
+        "en": "the of and to is in it that for with was are this as on not you we they have a i my so do be by",
         "de": "der die das und ist nicht ein eine zu den mit ich sie es auf für von im dem wir | äöüß",
         "es": "el la los las de que y en un una es por con no se para del su lo más muy | ñ¿¡",
         "pt": "o a os as de que e em um uma é por com não para do da no na mais são | ãõ",
-        "fr": "le la les des et est un une que dans pour qui pas sur avec du au ce il je | êœ",
+        "fr": "le la les des et est un une que dans pour qui pas sur avec du au ce il elle nous je | êœ",
         "it": "il la di che e un una è per non con sono gli del della le si nel i lo molto | ò",
         "fi": "ja on ei se että hän oli ovat mutta kun myös ole voi joka tai niin mitä kuin minä | äö",
         "pl": "i w nie na się z do jest to że jak o ale po są tak przez od | łżąęśź",
@@ -96,17 +96,19 @@ def count_sentences(text: str) -> int:
     >>> [count_sentences(text) for text in ("Dr. Lee naps. So do I", "3.5 loaves...", 'He said "No!" and left.')]
     [2, 1, 2]
     """
-    if not text.strip():
-        return 0
-    return 1 + sum(_ends_sentence(*match.groups()) for match in _SENTENCE_END.finditer(text))
+    text = text.rstrip(" \t\n\"')]}\u201d")
+    return bool(text) + sum(_ends_sentence(*match.groups()) for match in _SENTENCE_END.finditer(text))
 
 
 def _ends_sentence(word: str, sign: str, following: str) -> bool:
     word = word.lower().lstrip("\"'([*\u201c\u2018")
-    is_initial = len(word) == 1 and word.isalpha()
-    if sign != "." or not (is_initial or word in _ABBREVIATIONS or word.endswith(".")):
+    if sign != ".":
         return True
-    return following.isupper() and not is_initial and word not in _TITLES
+    if re.fullmatch(r"[\d.,]+", word):  # the number of a list, or a date
+        return not following.islower()
+    if word in _TITLES or (len(word) == 1 and word.isalpha() and word != "i"):
+        return False
+    return following.isupper() or not (word in _ABBREVIATIONS or word.endswith("."))
 
 
 def language_of(text: str) -> str | None:
@@ -138,21 +140,13 @@ def _says(text: str) -> bool:
     return any(map(str.isalnum, text))
 
 
-def _keeps(count: int, relation: str, limit: int) -> bool:
+def _keeps(count: int, limit: int, relation: str) -> bool:
     return count < limit if relation == "less than" else count >= limit
 
 
-def _occurs(part: str, text: str, relation: str, limit: int) -> bool:
+def _occurs(part: str, text: str, limit: int, relation: str = "at least") -> bool:
     text = plain(text) if relation == "less than" else text
-    return _keeps(text.lower().count(part.strip().lower()), relation, limit)
-
-
-def _has_words(text: str, num_words: int, relation: str = "at least") -> bool:
-    return _keeps(len(WORD.findall(text)), relation, num_words)
-
-
-def _has_sentences(text: str, num_sentences: int, relation: str = "at least") -> bool:
-    return _keeps(count_sentences(text), relation, num_sentences)
+    return _keeps(text.lower().count(part.strip().lower()), limit, relation)
 
 
 def _has_paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -171,31 +165,15 @@ def _has_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_wo
     return bool(words) and re.match(r"'*\"*([^.,?!'\"]*)", words[0].lower())[1] == first_word.lower()
 
 
-def _has_keywords(text: str, keywords: list[str]) -> bool:
-    return all(_occurs(word, text, "at least", 1) for word in keywords)
-
-
-def _has_keyword(text: str, keyword: str, frequency: int, relation: str = "at least") -> bool:
-    return _occurs(keyword, text, relation, frequency)
-
-
-def _has_letter(text: str, letter: str, let_frequency: int, let_relation: str = "at least") -> bool:
-    return _occurs(letter, text, let_relation, let_frequency)
-
-
 def _avoids(text: str, forbidden_words: list[str]) -> bool:
     text = plain(text)
     return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
 
 
-def _is_cased(text: str, is_case: Callable[[str], bool]) -> bool:
-    return is_case(text) and language_of(text) == "en"
-
-
 def _has_capital_words(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
     """A contraction is two words, as for NLTK: of I'M both are capital, and of I'm the first."""
-    words = _TOKEN.findall(_CONTRACTION.sub(r" \1", text))
-    return _keeps(sum(map(str.isupper, words)), capital_relation, capital_frequency)
+    words = _TOKEN.findall(_CONTRACTION.sub(r" \1", text.replace("--", " ")))
+    return _keeps(sum(map(str.isupper, words)), capital_frequency, capital_relation)
 
 
 def _has_bullets(text: str, num_bullets: int) -> bool:
@@ -225,23 +203,11 @@ def _is_json(text: str) -> bool:
     return isinstance(found, dict | list) and bool(found)
 
 
-def _has_title(text: str) -> bool:
-    return any(map(_says, re.findall(r"<<([^\n]+)>>", text)))
-
-
-def _has_placeholders(text: str, num_placeholders: int) -> bool:
-    return sum(map(_says, re.findall(r"\[(.*?)\]", text))) >= num_placeholders
-
-
 def _has_postscript(text: str, postscript_marker: str) -> bool:
     """The marker, in any case and with or without spaces, and words behind it."""
     marker = r"\.\s?".join(map(re.escape, postscript_marker.strip().split(".")))
     match = re.search(marker, text, re.IGNORECASE)
     return match is not None and _says(text[match.end() :])
-
-
-def _is_one_option(text: str) -> bool:
-    return sum(option in text for option in OPTIONS) == 1
 
 
 def _has_two_responses(text: str) -> bool:
@@ -261,34 +227,40 @@ def _ends_with(text: str, end_phrase: str) -> bool:
     return text.endswith(phrase) and _says(text.removesuffix(phrase))
 
 
-def _is_quoted(text: str) -> bool:
-    return len(text := text.strip()) > 1 and text[0] == text[-1] == '"'
-
-
 KINDS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": _has_keywords,
-    "keywords:frequency": _has_keyword,
+    "keywords:existence": lambda text, keywords: all(_occurs(word, text, 1) for word in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation="at least": _occurs(
+        keyword, text, frequency, relation
+    ),
     "keywords:forbidden_words": _avoids,
-    "keywords:letter_frequency": _has_letter,
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation="at least": _occurs(
+        letter, text, let_frequency, let_relation
+    ),
     "language:response_language": lambda text, language: language_of(text) == language,
-    "length_constraints:number_words": _has_words,
-    "length_constraints:number_sentences": _has_sentences,
+    "length_constraints:number_words": lambda text, num_words, relation="at least": _keeps(
+        len(WORD.findall(text)), num_words, relation
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation="at least": _keeps(
+        count_sentences(text), num_sentences, relation
+    ),
     "length_constraints:number_paragraphs": _has_paragraphs,
     "length_constraints:nth_paragraph_first_word": _has_first_word,
-    "detectable_content:number_placeholders": _has_placeholders,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        sum(map(_says, re.findall(r"\[([^\n\[\]]*)\]", text))) >= num_placeholders
+    ),
     "detectable_content:postscript": _has_postscript,
     "detectable_format:number_bullet_lists": _has_bullets,
-    "detectable_format:constrained_response": _is_one_option,
+    "detectable_format:constrained_response": lambda text: sum(option in text for option in OPTIONS) == 1,
     "detectable_format:number_highlighted_sections": _has_highlights,
     "detectable_format:multiple_sections": _has_sections,
     "detectable_format:json_format": _is_json,
-    "detectable_format:title": _has_title,
+    "detectable_format:title": lambda text: any(map(_says, re.findall(r"<<([^\n]+)>>", text))),
     "combination:two_responses": _has_two_responses,
     "combination:repeat_prompt": _repeats,
     "startend:end_checker": _ends_with,
-    "startend:quotation": _is_quoted,
+    "startend:quotation": lambda text: text.strip()[0] == text.strip()[-1] == '"',
     "change_case:capital_word_frequency": _has_capital_words,
-    "change_case:english_capital": lambda text: _is_cased(text, str.isupper),
-    "change_case:english_lowercase": lambda text: _is_cased(text, str.islower),
+    "change_case:english_capital": lambda text: text.isupper() and language_of(text) == "en",
+    "change_case:english_lowercase": lambda text: text.islower() and language_of(text) == "en",
     "punctuation:no_comma": lambda text: "," not in plain(text),
 }
