@@ -29,39 +29,29 @@ _ABBREVIATIONS = _TITLES | {"inc", "ltd", "co", "corp", "jr", "sr", "p.m", "a.m"
 _CONTRACTION = re.compile(r"(?i)(?<=\w)(n't|'(?:s|m|d|ll|re|ve))(?!\w)")
 _TOKEN = re.compile(r"[^\s\"“”(),!?:;\[\]{}<>*`]+")
 
-# The languages of each script; where several share one, frequent words and, after |, letters of each.
-_LANGUAGES = {
-    "LATIN": {
-        "en": "the of and to is in it that for with was are this as on not you we they have a i my so do be by",
-        "de": "der die das und ist nicht ein eine zu den mit ich sie es auf für von im dem wir | äöüß",
-        "es": "el la los las de que y en un una es por con no se para del su lo más muy | ñ¿¡",
-        "pt": "o a os as de que e em um uma é por com não para do da no na mais são | ãõ",
-        "fr": "le la les des et est un une que dans pour qui pas sur avec du au ce il elle nous je | êœ",
-        "it": "il la di che e un una è per non con sono gli del della le si nel i lo molto | ò",
-        "fi": "ja on ei se että hän oli ovat mutta kun myös ole voi joka tai niin mitä kuin minä | äö",
-        "pl": "i w nie na się z do jest to że jak o ale po są tak przez od | łżąęśź",
-        "sw": "na ya wa kwa ni katika za la kuwa hii yake cha pia sana watu kama lakini yangu",
-        "vi": "và là của có không được một cho những các trong người để với này đã | đơưạảấầểễệộớ",
-    },
-    "CYRILLIC": {
-        "ru": "и в не на что с он как это но из у по я мы | ыэё",
-        "bg": "и на да се е за от с не в са че като ще ми | ъ",
-        "uk": "і в не на що з та є як до це у за від | їіє",
-    },
-    "ARABIC": {
-        "ar": "في من على إلى أن هذا التي عن مع كان هذه ما | ةىيك",
-        "fa": "و در به از که این را با است برای آن می | یک",
-        "ur": "کے میں کی ہے اور سے کا کو ہیں نے پر | ٹڈڑںےہیک",
-    },
-    "DEVANAGARI": {
-        "hi": "है के में की और से का को हैं नहीं यह पर",
-        "mr": "आहे आणि च्या या मध्ये ते हे आहेत नाही तो एक | ळ",
-        "ne": "छ र मा छन् यो हुन्छ लागि पनि भएको गर्न हो हामी",
-    },
-    **{"BENGALI": {"bn": ""}, "GURMUKHI": {"pa": ""}, "GUJARATI": {"gu": ""}, "TAMIL": {"ta": ""}},
-    **{"TELUGU": {"te": ""}, "KANNADA": {"kn": ""}, "MALAYALAM": {"ml": ""}, "THAI": {"th": ""}},
-    **{"HANGUL": {"ko": ""}, "HEBREW": {"he": ""}, "HIRAGANA": {"ja": ""}, "KATAKANA": {"ja": ""}},
-}
+# A script, a language, and where several languages share the script, frequent words and, after |, letters of each.
+_LANGUAGES = """\
+LATIN en the of and to is in it that for with was are this as on not you we they have a i my so do be by
+LATIN de der die das und ist nicht ein eine zu den mit ich sie es auf für von im dem wir | äöüß
+LATIN es el la los las de que y en un una es por con no se para del su lo más muy | ñ¿¡
+LATIN pt o a os as de que e em um uma é por com não para do da no na mais são | ãõ
+LATIN fr le la les des et est un une que dans pour qui pas sur avec du au ce il elle nous je | êœ
+LATIN it il la di che e un una è per non con sono gli del della le si nel i lo molto | ò
+LATIN fi ja on ei se että hän oli ovat mutta kun myös ole voi joka tai niin mitä kuin minä | äö
+LATIN pl i w nie na się z do jest to że jak o ale po są tak przez od | łżąęśź
+LATIN sw na ya wa kwa ni katika za la kuwa hii yake cha pia sana watu kama lakini yangu
+LATIN vi và là của có không được một cho những các trong người để với này đã | đơưạảấầểễệộớ
+CYRILLIC ru и в не на что с он как это но из у по я мы | ыэё
+CYRILLIC bg и на да се е за от с не в са че като ще ми | ъ
+CYRILLIC uk і в не на що з та є як до це у за від | їіє
+ARABIC ar في من على إلى أن هذا التي عن مع كان هذه ما | ةىيك
+ARABIC fa و در به از که این را با است برای آن می | یک
+ARABIC ur کے میں کی ہے اور سے کا کو ہیں نے پر | ٹڈڑںےہیک
+DEVANAGARI hi है के में की और से का को हैं नहीं यह पर
+DEVANAGARI mr आहे आणि च्या या मध्ये ते हे आहेत नाही तो एक | ळ
+DEVANAGARI ne छ र मा छन् यो हुन्छ लागि पनि भएको गर्न हो हामी
+BENGALI bn; GURMUKHI pa; GUJARATI gu; TAMIL ta; TELUGU te; KANNADA kn; MALAYALAM ml; THAI th; HANGUL ko; HEBREW he
+HIRAGANA ja; KATAKANA ja"""
 
 
 def check(kind: str, kwargs: dict, text: str) -> bool:
@@ -125,22 +115,21 @@ def language_of(text: str) -> str | None:
         scripts[unicodedata.name(letter, "?").split()[0]] += count
     if not scripts:
         return None
-    marks = _LANGUAGES.get(scripts.most_common(1)[0][0], {})
     words = Counter(re.findall(r"[^\s\d.,;:!?()\"'।،؟«»*<>-]+", text.lower()))
-    letters = Counter(text.lower())
-
-    def hits(code: str) -> int:
-        frequent, _, typical = marks[code].partition(" | ")
-        return sum(words[word] for word in set(frequent.split())) + sum(letters[letter] for letter in typical)
-
-    return max(marks, key=hits, default=None)
+    letters, hits = Counter(text.lower()), {}
+    for line in re.split(r"\n|; ", _LANGUAGES):
+        script, code, *frequent = line.partition("|")[0].split()
+        if script == scripts.most_common(1)[0][0]:
+            typical = line.partition("| ")[2]
+            hits[code] = sum(words[word] for word in set(frequent)) + sum(letters[letter] for letter in typical)
+    return max(hits, key=hits.get, default=None)
 
 
 def _says(text: str) -> bool:
     return any(map(str.isalnum, text))
 
 
-def _keeps(count: int, limit: int, relation: str) -> bool:
+def _keeps(count: int, limit: int, relation: str = "at least") -> bool:
     return count < limit if relation == "less than" else count >= limit
 
 
@@ -229,19 +218,15 @@ def _ends_with(text: str, end_phrase: str) -> bool:
 
 KINDS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda text, keywords: all(_occurs(word, text, 1) for word in keywords),
-    "keywords:frequency": lambda text, keyword, frequency, relation="at least": _occurs(
-        keyword, text, frequency, relation
-    ),
+    "keywords:frequency": lambda text, keyword, frequency, **how: _occurs(keyword, text, frequency, **how),
     "keywords:forbidden_words": _avoids,
     "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation="at least": _occurs(
         letter, text, let_frequency, let_relation
     ),
     "language:response_language": lambda text, language: language_of(text) == language,
-    "length_constraints:number_words": lambda text, num_words, relation="at least": _keeps(
-        len(WORD.findall(text)), num_words, relation
-    ),
-    "length_constraints:number_sentences": lambda text, num_sentences, relation="at least": _keeps(
-        count_sentences(text), num_sentences, relation
+    "length_constraints:number_words": lambda text, num_words, **how: _keeps(len(WORD.findall(text)), num_words, **how),
+    "length_constraints:number_sentences": lambda text, num_sentences, **how: _keeps(
+        count_sentences(text), num_sentences, **how
     ),
     "length_constraints:number_paragraphs": _has_paragraphs,
     "length_constraints:nth_paragraph_first_word": _has_first_word,
