@@ -73,15 +73,15 @@ def plain(text: str) -> str:
     >>> plain("br\\u0435ad\\uff0c but\\u200bter")
     'bread, butter'
     """
-    text = unicodedata.normalize("NFKC", text)
-    return "".join(c for c in text if unicodedata.category(c) != "Cf").translate(_LOOK_ALIKES)
+    text = re.sub("[\ufe00-\ufe0f]", "", unicodedata.normalize("NFKC", text))
+    return "".join(letter for letter in text if unicodedata.category(letter) != "Cf").translate(_LOOK_ALIKES)
 
 
 def count_sentences(text: str) -> int:
     """The number of sentences: a `.`, `!` or `?`, with what closes after it, ends one if a space follows.
 
     A line end is only a space, so that a list without full stops is one sentence. The published checker asks NLTK's
-    Punkt model; here a short list of abbreviations has its place.
+    Punkt model; here there is a short list of abbreviations instead.
 
     >>> [count_sentences(text) for text in ("Dr. Lee naps. So do I", "3.5 loaves...", 'He said "No!" and left.')]
     [2, 1, 2]
@@ -104,8 +104,8 @@ def _ends_sentence(word: str, sign: str, following: str) -> bool:
 def language_of(text: str) -> str | None:
     """The language of a text, by the script of most letters and by frequent words; None if it has no letters.
 
-    The published checker asks langdetect, whose verdict on short texts is close to chance, and differs from call to
-    call. Here the first language of a script is the default, English for Latin letters.
+    The published checker asks langdetect, which often takes a few words for another language, and not the same one each
+    time. Here the first language of a script is the default, English for Latin letters.
 
     >>> [language_of(text) for text in ("warm bread", "Das Brot ist warm.", "Хлеб и масло", "123")]
     ['en', 'de', 'ru', None]
@@ -134,7 +134,8 @@ def _keeps(count: int, limit: int, relation: str = "at least") -> bool:
 
 
 def _occurs(part: str, text: str, limit: int, relation: str = "at least") -> bool:
-    text = plain(text) if relation == "less than" else text
+    if relation == "less than":
+        text, part = plain(text), plain(part)
     return _keeps(text.lower().count(part.strip().lower()), limit, relation)
 
 
@@ -155,8 +156,8 @@ def _has_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_wo
 
 
 def _avoids(text: str, forbidden_words: list[str]) -> bool:
-    text = plain(text)
-    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words)
+    text, words = plain(text), map(re.escape, map(plain, forbidden_words))
+    return not any(re.search(rf"(?<!\w){word}(?!\w)", text, re.IGNORECASE) for word in words)
 
 
 def _has_capital_words(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:

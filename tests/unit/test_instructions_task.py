@@ -65,6 +65,14 @@ def test_a_text_without_letters_or_digits_follows_nothing(text):
         assert not check(kind, kwargs, text)
 
 
+def test_words_of_other_scripts_are_found():
+    word = "\u0440\u0435\u043a\u0430"
+    assert not check("keywords:forbidden_words", {"forbidden_words": [word]}, f"{word} 1")
+    assert not check("keywords:frequency", {"keyword": word, "frequency": 1, "relation": "less than"}, f"{word} 1")
+    assert check("keywords:existence", {"keywords": [word]}, f"{word} 1")
+    assert not check("keywords:forbidden_words", {"forbidden_words": ["art"]}, "a\ufe0frt")
+
+
 @pytest.mark.parametrize(
     ("text", "rewards"),
     [
@@ -176,6 +184,7 @@ def test_published_rows_can_be_used():
     for row, text in zip(rows, texts, strict=True):
         full = row | {"kwargs": [dict.fromkeys(names) | kwargs for kwargs in row["kwargs"]]}
         assert instructions.reward(full, text or "") == instructions.reward(row, text or "")
+        assert instructions.solution(full) == text
         row.place = "ifeval.jsonl"
         repeated = [kwargs["prompt_to_repeat"] for kwargs in row["kwargs"] if "prompt_to_repeat" in kwargs]
         limits = [one for one in instructions.instructions(row) if one[0] in LIMITS or "less than" in one[1].values()]
