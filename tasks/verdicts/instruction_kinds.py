@@ -23,9 +23,14 @@ _LOOK_ALIKES = str.maketrans(  # of Cyrillic and Greek letters, and commas
     "авеікмнорстухѕјԁԛԝАВЕІКМНОРСТУХЅЈαινορτυχΑΒΕΖΗΙΚΜΝΟΡΤΥΧ،、",
     "abeikmhopctyxsjdqwABEIKMHOPCTYXSJaivoptuxABEZHIKMNOPTYX,,",
 )
-_SENTENCE_END = re.compile(r"(?<!\S)(\S*)([.!?])[\"'\u201d\u2019)\]}*_]*\s+(?=(\S))")
-_TITLES = {"mr", "mrs", "ms", "dr", "prof", "st", "gen", "sen", "rep", "gov", "capt", "lt", "col", "vs", "e.g", "i.e"}
-_ABBREVIATIONS = _TITLES | {"inc", "ltd", "co", "corp", "jr", "sr", "p.m", "a.m", "u.s", "u.k", "u.n", "ph.d"}
+_SENTENCE_END = re.compile(r"(?<!\S)(\S*)([.!?])[\"'\u201d\u2019)\]}*_]*\s+(?=(\w*))")
+_ABBREVIATIONS = (
+    "mr mrs ms dr prof st gen sen rep lt col vs inc ltd co corp jr sr p.m a.m u.s u.k u.n n.y d.c ph.d ft ave"
+)
+_STARTERS = (
+    "the a in it if he she we they this that these there so but and when i you my his her thus since some most many"
+)
+_STARTERS += " however then what why how who where to as for with on at by is are do not our its their no yes now"
 _CONTRACTION = re.compile(r"(?i)(?<=\w)(n't|'(?:s|m|d|ll|re|ve))(?!\w)")
 _TOKEN = re.compile(r"[^\s\"“”(),!?:;\[\]{}<>*`]+")
 
@@ -92,13 +97,14 @@ def count_sentences(text: str) -> int:
 
 def _ends_sentence(word: str, sign: str, following: str) -> bool:
     word = word.lower().lstrip("\"'([*\u201c\u2018")
-    if sign != ".":
+    starts = following[:1].isupper() and following.lower() in _STARTERS.split()
+    if sign != "." or starts:
         return True
-    if re.fullmatch(r"[\d.,]+", word):  # the number of a list, or a date
-        return not following.islower()
-    if word in _TITLES or (len(word) == 1 and word.isalpha() and word != "i"):
-        return False
-    return following.isupper() or not (word in _ABBREVIATIONS or word.endswith("."))
+    if re.fullmatch(r"\d[\d.,]*", word):  # the number of a list, or a date
+        return not following[:1].islower()
+    if re.fullmatch(r"[^\W\d]", word):  # an initial
+        return not following[:1].isalpha()
+    return not (word in _ABBREVIATIONS.split() or word.endswith("."))
 
 
 def language_of(text: str) -> str | None:
