@@ -120,8 +120,9 @@ class Task:
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
     def solution(self, row: dict) -> str | None:
-        """A completion that earns the reward of a row; None if the task defines no `solution`."""
-        return self._call("solution", row, kind=str, what="a str") if hasattr(self._module, "solution") else None
+        """A completion that earns the reward of a row; None if the task defines no `solution`, or knows none."""
+        known = hasattr(self._module, "solution")
+        return self._call("solution", row, kind=str | None, what="a str") if known else None
 
     def solves(self, row: dict) -> bool:
         """Whether the solution of a row is right."""
