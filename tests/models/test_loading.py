@@ -19,9 +19,7 @@ from transformers import (
     BloomConfig,
     CohereConfig,
     Gemma2Config,
-    GenerationConfig,
     GPT2Config,
-    GPT2LMHeadModel,
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
@@ -38,7 +36,7 @@ from common.sampling import sample
 import harness.data.context
 from harness.base.config import TINY_POLICY, PolicyConfig
 from harness.data.context import LONGEST, check_context, check_prompts, context_length
-from harness.data.task import Row
+from harness.data.rows import Row, placed
 from harness.models.loading import load_policy, make_reference
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -209,21 +207,8 @@ SHORT = (
 )
 
 
-@pytest.fixture
-def save_gpt2(save_checkpoint) -> Callable[..., Path]:
-    """Write a GPT-2, which has learned positions, with the byte-level tokenizer of the small Llama."""
-
-    def save(path: Path, num_positions: int) -> Path:
-        tokenizer = AutoTokenizer.from_pretrained(save_checkpoint("llama", path))
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": num_positions}
-            model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes))
-        model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-        model.save_pretrained(path)
-        return path
-
-    return save
+def with_positions(number: int) -> GPT2Config:
+    return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=number)
 
 
 def write_rows(path: Path, lengths: list[int]) -> str:
@@ -250,22 +235,18 @@ def test_a_question_beyond_the_context_is_refused_at_the_start(tmp_path, monkeyp
     main([*SHORT, name, data, *limit, "--steps", "1", "--eval-prompts", "2"])
 
 
-def test_learned_positions_are_never_exceeded(tmp_path, monkeypatch, load_script, save_gpt2):
+def test_learned_positions_are_never_exceeded(tmp_path, monkeypatch, load_script, save_model):
     """GPT-2 fails with an IndexError one token beyond them."""
     monkeypatch.chdir(tmp_path)
-    save_gpt2(tmp_path / "model", num_positions=64)
+    save_model(with_positions(64))
     data = write_rows(tmp_path / "d.jsonl", [3, 3, 3, 20])
     flags = (*SHORT, "--model", "./model", "--data", data, "--system-prompt", "")
     main = load_script("experiment_base/train.py").main
-    room = 64 - num_prompt_tokens(tmp_path / "model", "a" * 20)
+    room = 64 - len(encode_prompt(AutoTokenizer.from_pretrained(tmp_path / "model"), ask({"question": "a" * 20})))
     with pytest.raises(UserError, match=rf"d\.jsonl:4: its prompt of {64 - room} tokens .*context of 64 tokens"):
         main([*flags, "--max-new-tokens", str(room + 1)])
     main([*flags, "--max-new-tokens", str(room)])
     assert (tmp_path / "runs" / "experiment_base" / "x" / "summary.json").exists()
-
-
-def num_prompt_tokens(model: Path, question: str) -> int:
-    return len(encode_prompt(AutoTokenizer.from_pretrained(model), [{"role": "user", "content": question}]))
 
 
 def make_policy(tokenizer, **settings) -> SimpleNamespace:
@@ -273,11 +254,8 @@ def make_policy(tokenizer, **settings) -> SimpleNamespace:
     return SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=LlamaConfig(**settings)))
 
 
-def placed(rows: list[str]) -> list[Row]:
-    found = [Row({"question": question}) for question in rows]
-    for number, row in enumerate(found, start=1):
-        row.place = f"row {number}"
-    return found
+def placed_rows(questions: list[str]) -> list[Row]:
+    return [placed({"question": text}, f"row {number}") for number, text in enumerate(questions, start=1)]
 
 
 def ask(row: dict) -> list[dict]:
@@ -293,7 +271,7 @@ def test_only_the_longest_prompts_are_encoded(monkeypatch):
 
     monkeypatch.setattr(harness.data.context, "encode_prompt", encode_and_count)
     policy = make_policy(AutoTokenizer.from_pretrained(TINY_POLICY), max_position_embeddings=300)
-    rows = placed(["a" * 10] * 1000 + ["a" * 150] + ["a" * 10] * 1000)
+    rows = placed_rows(["a" * 10] * 1000 + ["a" * 150] + ["a" * 10] * 1000)
     check_prompts(policy, rows, ask, max_new_tokens=100)
     assert len(encoded) == LONGEST
     with pytest.raises(UserError, match=r"^row 1001: its prompt of \d+ tokens and a completion of up to 290 exceed"):
@@ -303,7 +281,7 @@ def test_only_the_longest_prompts_are_encoded(monkeypatch):
 def test_tools_of_a_task_are_part_of_its_prompts():
     tokenizer, tools = AutoTokenizer.from_pretrained(TINY_POLICY), [{"name": "x" * 50}]
     tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}"
-    rows = placed(["abc"])
+    rows = placed_rows(["abc"])
     config = SimpleNamespace(system_prompt="", max_new_tokens=9)
     task = SimpleNamespace(eval_rows=rows, train_rows=[], messages=lambda row, system_prompt: ask(row), tools=tools)
     longest = len(encode_prompt(tokenizer, ask(rows[0]), tools))
@@ -329,11 +307,11 @@ def test_the_context_is_what_the_config_says(config, length):
     assert context_length(SimpleNamespace(model=SimpleNamespace(config=config))) == length
 
 
-def test_sft_leaves_out_what_exceeds_the_context(tmp_path, monkeypatch, load_script, save_gpt2, capsys):
+def test_sft_leaves_out_what_exceeds_the_context(tmp_path, monkeypatch, load_script, save_model, capsys):
     """Even if --max-length allows for it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")
-    save_gpt2(tmp_path / "model", num_positions=128)
+    save_model(with_positions(128))
     turns = [
         ({"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}) for n in [3] * 20 + [200] * 2
     ]

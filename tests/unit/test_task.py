@@ -277,13 +277,6 @@ def test_flags_that_name_nothing_are_refused(load, settings, sentence):
         load(GOOD, **settings)
 
 
-def test_data_paths_of_a_task_are_relative_to_its_file(load, tmp_path, monkeypatch):
-    monkeypatch.chdir("/")
-    (tmp_path / "here.py").write_text(GOOD + 'TRAIN_DATA = EVAL_DATA = "rows.jsonl"')
-    task = load_task(Config(task=str(tmp_path / "here.py"), eval_prompts=2))
-    assert len(task.train_rows) == 5
-
-
 def test_the_task_template_is_short_and_valid():
     path = ROOT / "docs" / "task_template.py"
     assert len(path.read_text().splitlines()) <= 36
