@@ -104,8 +104,8 @@ class Diagnosis:
                 f"{self._mean('reward/total', 10):.2f}): every advantage is 0, and nothing is learned: {cause}"
             )
         if (share := self._mean("completion/truncated")) > 0.2:
-            never = " (none ended by itself: the policy may not know its end-of-turn token)"
-            never = never if self._mean("completion/truncated", 5, min) == 1 else ""
+            has_ended = self._mean("completion/truncated", 5, min) < 1
+            never = "" if has_ended else " (none ended by itself: the policy may not know its end-of-turn token)"
             found["completions are cut off"] = (
                 f"{share:.0%} of the completions of the last five steps were cut off"
                 f"{never}, most of them before their answer: raise --max-new-tokens, now {self._config.max_new_tokens}"
