@@ -34,11 +34,7 @@ class TaskError(UserError):
 class Task:
     """The functions and constants of a task's file; a UserError says what it lacks, or what cannot be used.
 
-    Args:
-        module: the file, imported.
-        name: what the user calls it.
-        weights: NAME=NUMBER, as in `--reward-weight`.
-        more_weights: of components that the experiment gives; the task's functions know nothing of them.
+    `weights` are NAME=NUMBER, as in `--reward-weight`; `more_weights` those of components that the experiment gives.
     """
 
     def __init__(
