@@ -133,8 +133,6 @@ def test_wrong_arguments_are_an_error_that_can_be_read(tools):
     ):
         assert call_tool(tools, ToolCall("echo", arguments))[0].startswith(f"error: {said}")
     assert tools["echo"](value="a", times="b").startswith("error: TypeError: can't multiply sequence")
-    with pytest.raises(TypeError, match="bytes is not JSON"):
-        tools["echo"](value=b"a")
 
 
 @pytest.mark.parametrize("code", ["time.sleep(60)", "9 ** 9 ** 9"], ids=["sleep", "C"])
@@ -187,13 +185,9 @@ def test_what_a_tool_prints_is_harmless(load, capfd):
     """It is shown on stderr, disturbs no answer, and cannot control the terminal."""
     tools = load(TOOLS)
     assert capfd.readouterr().out.endswith("the policy may call echo, evaluate, count, process\n")
-    code = (
-        "[print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')][3]"
-    )
-    assert tools["evaluate"](code=code) == "0"
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert printed.err == "\ufffd[31mred\nno end of line"
+    prints = "print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')"
+    assert tools["evaluate"](code=f"[{prints}][3]") == "0"
+    assert capfd.readouterr() == ("", "\ufffd[31mred\nno end of line")
 
 
 def test_calls_of_several_threads_run_at_the_same_time(tools, tmp_path):
@@ -258,10 +252,9 @@ def test_a_process_uses_the_file_as_the_run_has_read_it(load):
     assert tools["echo"](value="a") == "a"
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [("import nowhere", "error: ModuleNotFoundError: No mod"), ("os._exit(3)", r"ended its process \(status 3\)$")],
-)
+@pytest.mark.parametrize(("fault", "said"), [
+    ("import nowhere", "error: ModuleNotFoundError: No mod"), ("os._exit(3)", r"ended its process \(status 3\)$"),
+])  # fmt: skip
 def test_tools_that_no_process_can_import_end_the_run(load, fault, said):
     """Rather than teach the policy that they are broken."""
     with pytest.raises(UserError, match=rf"^--tools my_tools\.py: no process for .*: {said}"):
