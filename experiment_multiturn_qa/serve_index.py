@@ -33,8 +33,6 @@ from harness.run.start import run_main
 from harness.search.opening import open_index
 from harness.search.search_config import SearchConfig, check_search
 
-MAX_QUERIES, MAX_TOP_K = 4096, 1000  # of a request
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchConfig):
@@ -50,8 +48,8 @@ class Config(SearchConfig):
 class Asked(BaseModel):
     """The body of a request."""
 
-    queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
-    topk: int | None = Field(None, ge=0, le=MAX_TOP_K)  # None, and 0 as with Search-R1: as many as the server likes
+    queries: Annotated[list[str], Field(max_length=4096)]
+    topk: int | None = Field(None, ge=0, le=1000)  # None, and 0 as with Search-R1: as many as the server likes
     return_scores: bool = False
 
 
@@ -85,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A socket at which clients may knock already."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         problem = (error.strerror or str(error)).partition(" (")[0]
         hint = "; --port 0 takes a free port" if error.errno == errno.EADDRINUSE else ""
@@ -106,20 +104,15 @@ def make_app(index: Index, top_k: int):
 
     @app.post("/retrieve")
     def retrieve(asked: Asked) -> Response:
+        def write(hit: Hit) -> dict:
+            document = {"id": hit.document, "contents": hit.text}
+            return {"document": document, "score": hit.score} if asked.return_scores else document
+
         answers = index.search_all(asked.queries, asked.topk or top_k)
-        result = [_write_hits(answer, asked.return_scores) for answer in answers]
+        result = [None if isinstance(answer, SearchError) else list(map(write, answer)) for answer in answers]
         return Response(json.dumps({"result": result}), media_type="application/json")
 
     return app
-
-
-def _write_hits(answer: list[Hit] | SearchError, return_scores: bool) -> list[dict] | None:
-    if isinstance(answer, SearchError):
-        return None
-    documents = [{"id": hit.document, "contents": hit.text} for hit in answer]
-    if not return_scores:
-        return documents
-    return [{"document": document, "score": hit.score} for document, hit in zip(documents, answer, strict=True)]
 
 
 if __name__ == "__main__":

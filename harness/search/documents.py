@@ -53,18 +53,16 @@ def read_corpus(
     with rows {"id": ..., "text": ...}, or "contents" instead of "text". A file is cut into chunks with the ids path#1,
     path#2, ...; so is a row of more than `chunk_words` words, and a shorter one keeps its id.
     """
-    root, skipped = local_path(path, "--corpus"), [] if skipped is None else skipped
+    root, skipped, document = local_path(path, "--corpus"), [] if skipped is None else skipped, None
     if not root.exists():
         raise UserError(f"--corpus {shown(root)}: there is no such file or directory")
     is_jsonl = root.is_file() and root.suffix.lower() not in SUFFIXES
-    is_empty = True
     try:
         for document in (_read_rows if is_jsonl else _read_files)(root, chunk_words, chunk_overlap, skipped):
-            is_empty = False
             yield document
     except OSError as error:
         raise UserError(f"{shown(error.filename or root)} cannot be read ({error.strerror})") from error
-    if is_empty:
+    if document is None:
         what = "holds no text" if skipped or is_jsonl else "has no .txt or .md files in it"
         raise UserError(f"--corpus {shown(root)} {what}")
 

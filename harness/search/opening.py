@@ -34,13 +34,13 @@ def open_index(config: SearchConfig) -> Index:
         index = RemoteIndex(config.search_url, config.search_seconds)
         index.check()
         say(f"search: the server {index}")
-        return index
-    if _is_only_an_index(config):
+    elif _is_only_an_index(config):
         path = local_path(config.index, "--index")
         index = SqliteIndex(path, config.search_seconds, build_command(config, path))
         say(f"search: {index.num_documents:,} documents in the index {shown(path)}")
-        return index
-    return _open_for_corpus(config, config.search_seconds)
+    else:
+        index = _open_for_corpus(config, config.search_seconds)
+    return index
 
 
 def build_index(config: IndexConfig) -> Index:

@@ -27,7 +27,6 @@ from harness.search.documents import whole
 QUERIES_PER_REQUEST = 16  # a request that fails, or is answered too late, takes all of its queries with it
 # seconds that an unused connection is kept: less than servers do, which would close it while a request is on its way
 KEPT = 2.0
-START = "`python experiment_multiturn_qa/serve_index.py` starts one"
 
 
 class RemoteIndex:
@@ -55,7 +54,8 @@ class RemoteIndex:
         """Search once, so that a server which does not answer is found before training."""
         [answer] = self._ask(["document"], k=1)
         if isinstance(answer, SearchError):
-            raise UserError(f"--search-url {self}: {_explain(answer)}; {START}") from answer
+            start = "`python experiment_multiturn_qa/serve_index.py` starts one"
+            raise UserError(f"--search-url {self}: {_explain(answer)}; {start}") from answer
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
         """The hits of each query, or why there are none; it tells the user when all begin to fail, and to work."""

@@ -17,10 +17,8 @@ from harness.base.terminal import printable, say
 from harness.data.task import import_file
 from harness.tools.tool_processes import Workers
 
-Tool = Callable[..., str]
 
-
-def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Tool]:
+def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Callable[..., str]]:
     """The public functions that the user's file defines, by name; none without a file.
 
     A function that is returned has the name, docstring and signature of the user's, so that a schema can be made of it.
@@ -86,7 +84,7 @@ def _problem_of(function: FunctionType) -> str | None:
     return None
 
 
-def _make_tool(function: FunctionType, workers: Workers) -> Tool:
+def _make_tool(function: FunctionType, workers: Workers) -> Callable[..., str]:
     @functools.wraps(function)
     def tool(*values: object, **named: object) -> str:
         arguments = inspect.signature(function).bind(*values, **named).arguments

@@ -1,8 +1,7 @@
 """The process in which the functions of one file are called. It imports nothing but that file.
 
-`tool_processes.py` starts it by its path. It reads and answers lines of JSON on a socket, which is its stdin. Its
-stdout is the reading end of a pipe on which nothing ever comes, and whose other end closes when the parent ends, even
-if it is killed.
+`tool_processes.py` starts it by its path. It reads and answers lines of JSON on a socket, its stdin. Its stdout is the
+reading end of a pipe on which nothing ever comes; the other end closes when the parent ends, even if it is killed.
 """
 
 import fcntl
@@ -122,11 +121,10 @@ def _as_text(result: object) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    try:
+    text = ""
+    with suppress(Exception):  # of the error's own __str__
         text = str(error)[:LONGEST]
-    except Exception:  # of the error's own __str__
-        text = ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}"
+    return ": ".join(filter(None, [type(error).__name__, text]))
 
 
 if __name__ == "__main__":
