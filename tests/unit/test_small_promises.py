@@ -127,12 +127,10 @@ def test_a_component_without_weight_may_be_no_number(capsys):
 
 def test_documents_are_indexed_in_the_form_in_which_queries_are_searched(tmp_path):
     """Full-width letters and ligatures of a document, and those of a query, are the usual letters."""
-    build_sqlite(
-        tmp_path / "index", [Document("1", "the ship \uff26\uff41\uff52\uff44\uff49\uff4c"), Document("2", "other")]
-    )
-    index = SqliteIndex(tmp_path / "index", 5)
-    assert [hit.document for hit in index.search("fardil", 2)] == ["1"]
-    assert [hit.document for hit in index.search("\uff26ardil", 2)] == ["1"]
+    documents = [Document("1", "the ship \uff26\uff41\uff52\uff44\uff49\uff4c"), Document("2", "other")]
+    build_sqlite(tmp_path / "index", documents, "a hash")
+    answers = SqliteIndex(tmp_path / "index", 5, "").search_all(["fardil", "\uff26ardil"], 2)
+    assert [[hit.document for hit in hits] for hits in answers] == [["1"], ["1"]]
 
 
 def test_the_completion_that_is_printed_is_the_best_of_its_group():
