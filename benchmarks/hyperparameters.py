@@ -120,15 +120,14 @@ def write_results(config: Config) -> None:
         for seed in config.seeds:
             name = name_of(settings)
             place = Path(config.runs_dir) / EXPERIMENT / f"{name},seed={seed}"
-            if not (place / "summary.json").exists():
-                continue
-            run = read_run(place)
-            about = {"setting": name, "seed": seed, "steps": config.steps}
-            about |= {key: run.config[key] for key in MACHINE if key in run.config}
-            kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes")
-            rows = [row for row in run.metrics.rows if "reward/correct" in row]
-            summary = {key: run.summary[key] for key in kept}
-            runs.append(KeptRun(RESULTS / f"{name}-seed{seed}", about, summary, rows))
+            if (place / "summary.json").exists():
+                run = read_run(place)
+                about = {"setting": name, "seed": seed, "steps": config.steps}
+                about |= {key: run.config[key] for key in MACHINE if key in run.config}
+                kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes")
+                rows = [row for row in run.metrics.rows if "reward/correct" in row]
+                summary = {key: run.summary[key] for key in kept}
+                runs.append(KeptRun(RESULTS / f"{name}-seed{seed}", about, summary, rows))
     keep_runs(RESULTS, runs, COLUMNS)
 
 

@@ -18,26 +18,15 @@ from viewer.results import read_json, read_runs
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE, DDP = "experiment_accelerate", "experiment_accelerate_ddp"
 EQUAL = {ACCELERATE: (2,), DDP: (1, 2, 3)}  # experiment: numbers of processes
-PANELS = ("reward/correct", "loss/grad_norm", "policy/entropy", "loss/kl")
-BROKEN = (  # experiment, figure, groups of runs by their beginning, panels
-    (
-        ACCELERATE,
-        "broken.png",
-        {"as it is, 2 processes": "minibatches_seed", "mean of the ranks' means": "broken_mean_seed"},
-        ("reward/correct", "completion/length", "policy/entropy", "loss/kl"),
-    ),
-    (
-        DDP,
-        "broken.png",
-        {"as it is, 3 processes": "cut_groups_seed", "advantages within each rank's part": "broken_groups_seed"},
-        PANELS,
-    ),
-    (
-        DDP,
-        "broken_forward.png",
-        {"as it is, 2 processes": "two_processes_seed", "called past the wrapper": "broken_forward_seed"},
-        PANELS,
-    ),
+PANELS = {
+    ACCELERATE: ("reward/correct", "completion/length", "policy/entropy", "loss/kl"),
+    DDP: ("reward/correct", "loss/grad_norm", "policy/entropy", "loss/kl"),
+}
+AS_IT_IS = "as it is, {} processes"
+BROKEN = (  # experiment, figure, and the runs by label: the beginning of their names
+    (ACCELERATE, "broken", {AS_IT_IS.format(2): "minibatches", "mean of the ranks' means": "broken_mean"}),
+    (DDP, "broken", {AS_IT_IS.format(3): "cut_groups", "advantages within each rank's part": "broken_groups"}),
+    (DDP, "broken_forward", {AS_IT_IS.format(2): "two_processes", "called past the wrapper": "broken_forward"}),
 )
 
 
@@ -48,10 +37,10 @@ def main() -> None:
     for experiment in EQUAL:
         draw_equality(equality["runs"], experiment)
     draw_scaling(scaling)
-    for experiment, picture, names, panels in BROKEN:
+    for experiment, picture, names in BROKEN:
         runs = read_runs(ROOT / experiment / "results")
-        groups = {label: [runs[f"{name}{seed}"] for seed in (0, 1)] for label, name in names.items()}
-        draw_comparison(groups, ROOT / experiment / picture, panels)
+        groups = {label: [runs[f"{name}_seed{seed}"] for seed in (0, 1)] for label, name in names.items()}
+        draw_comparison(groups, ROOT / experiment / f"{picture}.png", PANELS[experiment])
     print_equality(equality["runs"])
     for policy, found in scaling.items():
         print_scaling(policy, found)
@@ -160,16 +149,8 @@ def print_scaling(policy: str, found: dict) -> None:
     reduce = found["all_reduce_seconds"]
     print(f"\n{policy}, {found['parameters']:,} parameters; {found['flags']}; all-reduce of the gradients alone: "
           f"{median(reduce):.4f} s ({min(reduce):.4f} to {max(reduce):.4f})")  # fmt: skip
-    columns = (
-        "seconds",
-        "tokens_per_second",
-        "sampling",
-        "reference",
-        "update",
-        "waiting",
-        "logged_waiting",
-        "startup",
-    )
+    parts = ("sampling", "reference", "update", "waiting", "logged_waiting", "startup")
+    columns = ("seconds", "tokens_per_second", *parts)
     print(f"| | {' | '.join(columns)} | peak GB | load |\n|---{'|---' * (len(columns) + 2)}|")
     for name, runs in found["runs"].items():
         cells = []

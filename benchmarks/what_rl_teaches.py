@@ -178,10 +178,6 @@ def divided(results: Results, labels: list[str], terms: range) -> str:
 
 
 MIDDLE, LONG = range(5, 8), range(8, 11)  # numbers in a sum: what the warm start held, and what it did not
-LONGER, CONTROLS = (
-    ("RL on 5 to 10", "lesson 2 again, then RL on 5 to 10"),
-    ("before, at temperature 0.5", "a coin as reward"),
-)
 THEN = "lesson 2 again, then RL on 5 to 10"
 LABELS = {
     "before": ("long_sums", "before"),
