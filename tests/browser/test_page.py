@@ -14,9 +14,7 @@ from viewer.report import write_report
 from viewer.serve import Server
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1;alert(1)"><script>window.hacked=1</script>{{7*7}}\u202e\ud800'
-SHOWN = (
-    '</script><img src=x onerror="window.hacked=1;alert(1)"><script>window.hacked=1</script>{{7*7}}\u2039U+202E\u203a'
-)
+SHOWN = HOSTILE.replace("\u202e\ud800", "\u2039U+202E\u203a")
 
 
 def read(directory: Path, name: str) -> list[dict]:
