@@ -1,6 +1,8 @@
 """The loss doctor: our own code passes, every planted mistake is found by its check and by no other."""
 
+import os
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -338,14 +340,15 @@ def test_skipped_checks_are_not_examined_and_other_functions_are_after_an_error(
 # The command --------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_docs_is_what_it_prints(tmp_path, capfd, monkeypatch):
+def test_the_example_of_the_docs_is_what_it_prints(tmp_path):
     page = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
     text, output = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "console"))
-    monkeypatch.chdir(tmp_path)
-    Path("my_loss.py").write_text("print('what a file prints is left out')\n" + text)
-    assert main(["my_loss.py"]) == 1
+    (tmp_path / "my_loss.py").write_text("print('what a file prints is left out')\n" + text)
+    command, environment = [sys.executable, "-m", "doctor", "my_loss.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
     rounding = r"expected 0, got [\d.]+"  # how float32 rounds a sum differs between processors
-    assert re.sub(rounding, "", capfd.readouterr().out) == re.sub(rounding, "", output)
+    assert re.sub(rounding, "", done.stdout) == re.sub(rounding, "", output)
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
