@@ -2,7 +2,7 @@
 
 Questions are read here by a parser that shares no code with what wrote them.
 
-The longer sums are what their script makes and share no sum with others; their thoughts are read as they are.
+The longer sums are what their script makes and share no sum with others.
 """
 
 import json
@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tasks import arithmetic as task
-from tasks.arithmetic import reward
 from tasks.grammars import arithmetic_grammar as grammar
 from tasks.grammars.arithmetic_grammar import MAX_TOTAL, Question, Term, pool
 
@@ -370,19 +369,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = {"long_sums": "train", "long_sums_heldout": "heldout"}
 
 
-@pytest.fixture
-def benchmark(load_script, monkeypatch):
-    """Load a script of benchmarks/, which imports what is beside it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return lambda name: load_script(f"benchmarks/{name}.py")
-
-
 def read(name: str) -> list[dict]:
     return [json.loads(line) for line in (ROOT / "data" / f"{name}.jsonl").read_text("utf-8").splitlines()]
 
 
 def question_of(text: str) -> Question:
-    """A sum as it is asked, without products; parsed here by other means than in benchmarks/thoughts.py."""
+    """A sum as it is asked, without products."""
     words = re.findall(r"\d+|[-+]|plus|minus", text)
     numbers = [int(word) for word in words[::2]]
     signs = [1, *(1 if word in ("+", "plus") else -1 for word in words[1::2])]
@@ -410,29 +402,8 @@ def test_long_sums_are_right_and_in_no_other_pool():
     assert max(row["num_terms"] for name in ("math_tasks", "math_tasks_heldout") for row in read(name)) < 5
 
 
-def test_a_thought_without_a_mistake_earns_the_reward(benchmark):
-    thoughts = benchmark("thoughts")
-    row, terms = {"answer": "58"}, [47, 29, -18]
-    texts = {
-        "<think>47+29=76 76-18=58</think><answer>58</answer>": "none",
-        "<think>47+20=67 67+9=76 76-18=58</think><answer>58</answer>": "none",
-        "<think>47+29=76 76-18=58</think><answer>59</answer>": "answer",
-        "<think>47+29=76 76-18=58</think>": "form",
-        "<think>47+29=76 76-18=58</think><answer>58</answer><answer>58</answer>": "form",
-        "<think>29+47=76 76-10=66 66-8=58</think><answer>58</answer>": "none",
-        "<think>47+9=56 56+20=76 76-18=58</think><answer>58</answer>": "operand",
-        "<think>47*29=76</think><answer>58</answer>": "operand",
-        "<think>47+29=76 76-18=58 58-18=40</think><answer>58</answer>": "operand",
-        "<think>47+20=67 67-18=49</think><answer>58</answer>": "left out",
-        "": "left out",
-    }
-    for text, mistake in texts.items():
-        assert thoughts.first_mistake(text, terms) == mistake, text
-        assert mistake != "none" or reward(row, text)["correct"] == 1
-
-
-def test_the_tables_of_the_page_are_those_of_its_data(benchmark):
-    page_of = benchmark("teaches_page")
+def test_the_tables_of_the_page_are_those_of_its_data(load_script):
+    page_of = load_script("benchmarks/what_rl_teaches.py")
     page = (ROOT / "docs" / "what_rl_teaches.md").read_text(encoding="utf-8")
     made = page_of.tables(page_of.read_results())
     assert len(made) > 6
