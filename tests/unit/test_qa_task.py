@@ -180,15 +180,15 @@ def test_a_world_depends_on_its_seed_alone():
 
 
 def test_facts_lead_to_documents_of_the_world(world, tokens):
-    for name, entity in world.entities.items():
-        assert world.entities[entity.where].kind == "town"
-        assert world.entities[entity.who].kind == "person"
+    for name, entity in world.items():
+        assert world[entity.where].kind == "town"
+        assert world[entity.who].kind == "person"
         assert name not in (entity.where, entity.who)
         text = document(entity)
         assert len(tokens(text)) <= 32
         counts = Counter(re.findall(r"\w+", text))
         assert (counts[name], counts[entity.where], counts[entity.who], counts[entity.when]) == (2, 1, 1, 1)
-    assert {entity.kind for entity in world.entities.values()} == KINDS.keys()
+    assert {entity.kind for entity in world.values()} == KINDS.keys()
 
 
 @pytest.mark.parametrize("num_hops", [1, 2])
@@ -198,15 +198,15 @@ def test_the_documents_of_its_path_answer_a_question(world, num_hops):
     for _ in range(300):
         row = to_row(draw_question(rng, world, num_hops))
         assert len(row["path"]) == row["num_hops"] == num_hops
-        texts = [row["question"], *(document(world.entities[name]) for name in row["path"])]
+        texts = [row["question"], *(document(world[name]) for name in row["path"])]
         for text, word in zip(texts, [*row["path"], row["answer"]], strict=True):
             assert word in re.findall(r"\w+", text)
-        seen.add((row["asks"], world.entities[row["path"][0]].kind))
+        seen.add((row["asks"], world[row["path"][0]].kind))
     assert len(seen) == 3 * len(KINDS)
 
 
 def test_what_is_searched_comes_first(world):
-    for name, entity in list(world.entities.items())[:20]:
+    for name, entity in list(world.items())[:20]:
         first, *others = find(world, name, k=3)
         assert first == document(entity)
         assert len(others) <= 2
