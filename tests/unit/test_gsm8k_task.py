@@ -52,8 +52,8 @@ def test_every_published_gold_is_read(name, num_rows, num_unread):
 
 
 def test_golds_are_text_or_numbers():
-    golds = {72: 72, -3: -3, 72.0: 72, 0.1: Fraction(1, 10), 1e-7: Fraction(1, 10**7), "$1,080.50": Fraction(2161, 2)}
-    for answer, number in (golds | {"#### 7\n#### -8 ": -8, "####72": 72}).items():  # the last #### counts
+    whole = [(72, 72), (-3, -3), (72.0, 72), ("#### 7\n#### -8 ", -8), ("####72", 72)]  # the last #### counts
+    for answer, number in [*whole, (0.1, Fraction(1, 10)), (1e-7, Fraction(1, 10**7)), ("$1,080.50", 1080.5)]:
         row = {"question": "", "answer": answer}
         assert gsm8k.gold(row) == number
         assert gsm8k.reward(row, gsm8k.solution(row))["correct"] == 1
@@ -179,7 +179,10 @@ def test_a_description_says_which_form_was_used(text, names):
 @pytest.mark.parametrize(
     ("task", "sentence"),
     [
-        ("arithmetic", r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"),
+        (
+            "arithmetic",
+            r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$",
+        ),
         ("qa", r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"),
         ("mine.py", r"bring the row .*of GSM8K's answers keep what follows ####\)"),
     ],

@@ -6,10 +6,12 @@ For gsm8k and math the generator knows the exact value of what it writes; Countd
 parser of this file. No wrong answer may earn, and at most one right answer in a hundred may be refused.
 """
 
+import operator
 import os
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -80,7 +82,7 @@ def of_gsm8k(rng: random.Random) -> tuple[Fraction, str, Fraction | None, str]:
         case 0 | 1:
             return gold, text, value, "bare"
         case 2 | 3:
-            unit = rng.choice(re.split(r",\s", UNITS))
+            unit = rng.choice(UNITS.replace("\n", " ").split(", "))
             return gold, f"{text} {unit}{rng.choice(['', '.'])}", value, "unit"
         case 4:
             forms = [
@@ -93,27 +95,26 @@ def of_gsm8k(rng: random.Random) -> tuple[Fraction, str, Fraction | None, str]:
             ]
             return gold, rng.choice(forms), value, "currency"
         case 5:
-            return (
-                gold,
-                rng.choice([f"{text}%", f" {text}\n", text.replace("-", "\u2212"), f"{text}."]),
-                value,
-                "spelling",
-            )
+            forms = [f"{text}%", f" {text}\n", text.replace("-", "\u2212"), f"{text}."]
+            return gold, rng.choice(forms), value, "spelling"
         case 6 | 7:
             factor, words = a_change(rng)
             changed = value * factor if factor else None
             return gold, f"{text} {words}", None if changed == gold else changed, f"changed: {words}"
         case 8:
-            whole = str(abs(value.numerator))
-            fullwidth = "".join(chr(0xFF10 + int(digit)) for digit in whole)
+            n = str(abs(value.numerator))
+            fullwidth = "".join(chr(0xFF10 + int(digit)) for digit in n)
             odd = [
-                f"{whole}, {whole}",
-                f"{whole} or {whole}x",
-                f"{whole[:1]},{whole[1:]}0",
-                f"about {whole}",
+                f"{n}, {n}",
+                f"{n} or {n}x",
+                f"{n[:1]},{n[1:]}0",
+                f"about {n}",
                 fullwidth,
+                "",
+                f"{n}/{n}0",
+                f"{n} {n}",
             ]
-            return gold, rng.choice([*odd, "", f"{whole}/{whole}0", f"{whole} {whole}"]), None, "odd"
+            return gold, rng.choice(odd), None, "odd"
         case _:
             return gold, f"<answer>{text}</answer><answer>{text}</answer>", None, "two answers"
 
@@ -201,9 +202,8 @@ A \pm \sqrt{B}; A+\sqrt{B}, A-\sqrt{B}; A+\sqrt{B}
 
 def an_expression_of_math(rng: random.Random) -> tuple[str, str, bool, str]:
     a, b = map(str, rng.sample((3, 5, 7, 11, 13), 2))
-    gold, right, wrong = (
-        part.replace("A", a).replace("B", b) for part in rng.choice(EXPRESSIONS.splitlines()).split("; ")
-    )
+    forms = rng.choice(EXPRESSIONS.splitlines()).replace("A", a).replace("B", b)
+    gold, right, wrong = forms.split("; ")
     is_right = rng.random() < 0.5
     return gold, right if is_right else wrong, is_right, "expression"
 
@@ -226,6 +226,9 @@ def test_math(monkeypatch):
 # Countdown -----------------------------------------------------------------------------------------------------------
 
 
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+
+
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     """The value of an expression and its numbers, by recursive descent over tokens; None: it is none."""
     text = text.replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
@@ -233,34 +236,29 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
     if not all(re.fullmatch(r"[0-9]+|[-+*/()]", token) for token in tokens):
         return None
 
-    def take(*wanted: str) -> str | None:
-        return tokens.pop(0) if tokens and tokens[0] in wanted else None
-
     def factor() -> Fraction:
-        if sign := take("-", "+"):
-            return -factor() if sign == "-" else factor()
-        if take("("):
-            value = total()
-            if take(")") is None:
-                raise ValueError
-            return value
         token = tokens.pop(0) if tokens else ""
+        if token in ("-", "+"):
+            return -factor() if token == "-" else factor()
+        if token == "(":
+            value = total()
+            if tokens[:1] != [")"]:
+                raise ValueError
+            tokens.pop(0)
+            return value
         if not token.isdecimal() or (len(token) > 1 and token[0] == "0"):
             raise ValueError
         numbers.append(int(token))
         return Fraction(int(token))
 
-    def product() -> Fraction:
-        value = factor()
-        while sign := take("*", "/"):
-            value = value * factor() if sign == "*" else value / factor()
+    def chain(operand: Callable[[], Fraction], signs: str) -> Fraction:
+        value = operand()
+        while tokens and tokens[0] in signs:
+            value = OPERATORS[tokens.pop(0)](value, operand())
         return value
 
     def total() -> Fraction:
-        value = product()
-        while sign := take("+", "-"):
-            value = value + product() if sign == "+" else value - product()
-        return value
+        return chain(lambda: chain(factor, "*/"), "+-")
 
     try:
         value = total()
@@ -274,19 +272,16 @@ def an_expression(rng: random.Random, numbers: list[int]) -> str:
         return str(numbers[0])
     cut = rng.randrange(1, len(numbers))
     parts = [an_expression(rng, part) for part in (numbers[:cut], numbers[cut:])]
-    parts = [f"({part})" if not part.isdecimal() and rng.random() < 0.8 else part for part in parts]
-    return rng.choice(["", " "]).join(
-        [parts[0], rng.choice("+-*/" if rng.random() < 0.9 else "\u00d7\u00f7\u2212"), parts[1]]
-    )
+    left, right = [f"({part})" if not part.isdecimal() and rng.random() < 0.8 else part for part in parts]
+    space, sign = rng.choice(["", " "]), rng.choice("+-*/" if rng.random() < 0.9 else "\u00d7\u00f7\u2212")
+    return f"{left}{space}{sign}{space}{right}"
 
 
 def spoilt(rng: random.Random, text: str) -> str:
     """An expression with a fault that one of them may or may not have noticed."""
     place = rng.randrange(len(text) + 1)
-    faults = [
-        text[:place] + rng.choice("0123456789+-*/() .,=xe_\u0663\u00b2") + text[place:],
-        text[:place] + text[place + 1 :],
-    ]
+    more = rng.choice("0123456789+-*/() .,=xe_\u0663\u00b2")
+    faults = [text[:place] + more + text[place:], text[:place] + text[place + 1 :]]
     faults += [text.replace(*pair, 1) for pair in (("*", "**"), ("/", "//"), ("(", ""), ("+", "-"), ("(", "["))]
     faults += [form.replace("E", text) for form in ("E+0", "E*1", "E = 5", "-E", "(E)", "E+E", "E\n", "abs(E)", "E#")]
     return rng.choice(faults)
