@@ -63,27 +63,55 @@ def test_what_else_is_said_of_a_completion(text, answered, is_format, descriptio
 # Expressions --------------------------------------------------------------------------------------------------------
 
 
-def random_expression(rng: random.Random, numbers: list[int]) -> str:
-    """Any tree of all the numbers, with signs and spaces."""
+def exact(text: str) -> tuple[Fraction, list[int]] | None:
+    """What Python makes of an expression with each number as a fraction; the text is our own."""
+    text = text.replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
+    is_none = re.search(r"[^0-9+*/() \n-]|[*]\s*[*]|/\s*/|(?<![0-9])0[0-9]|[0-9]\s+[0-9]", text)
+    try:
+        code = re.sub(r"[0-9]+", r"Fraction('\g<0>')", " ".join(text.split()))
+        return None if is_none else (eval(code, {"Fraction": Fraction}), [*map(int, re.findall("[0-9]+", text))])
+    except (SyntaxError, TypeError, ZeroDivisionError):
+        return None
+
+
+def an_expression(rng: random.Random, numbers: list[int]) -> str:
     if len(numbers) == 1:
-        return rng.choice(["", "", "-", "+"]) + str(numbers[0])
+        return str(numbers[0])
     cut = rng.randrange(1, len(numbers))
-    left, right = random_expression(rng, numbers[:cut]), random_expression(rng, numbers[cut:])
-    return rng.choice(["", " ", "-"]) + f"({left}{rng.choice('+-*/')}{rng.choice(['', ' '])}{right})"
+    parts = [an_expression(rng, part) for part in (numbers[:cut], numbers[cut:])]
+    left, right = [f"({part})" if not part.isdecimal() and rng.random() < 0.8 else part for part in parts]
+    space, sign = rng.choice(["", " "]), rng.choice("+-*/" if rng.random() < 0.9 else "\u00d7\u00f7\u2212")
+    return f"{left}{space}{sign}{space}{right}"
 
 
-def test_random_expressions_have_the_value_that_python_gives():
-    rng = random.Random(0)
-    for _ in range(1000):
-        numbers = [rng.randrange(12) for _ in range(rng.randint(1, 6))]
-        text = random_expression(rng, numbers)
-        try:
-            value = eval(re.sub(r"\d+", r"Fraction(\g<0>)", text.strip()), {"Fraction": Fraction})
-        except ZeroDivisionError:
-            value = None
-        found = countdown.read_expression(text)
-        assert value_of(text) == value
-        assert found is None or sorted(found[1]) == sorted(numbers)
+def spoilt(rng: random.Random, text: str) -> str:
+    """An expression with a fault that one of them may or may not have noticed."""
+    place = rng.randrange(len(text) + 1)
+    more = rng.choice("0123456789+-*/() .,=xe_\u0663\u00b2")
+    faults = [text[:place] + more + text[place:], text[:place] + text[place + 1 :]]
+    faults += [text.replace(*pair, 1) for pair in (("*", "**"), ("/", "//"), ("(", ""), ("+", "-"), ("(", "["))]
+    faults += [form.replace("E", text) for form in ("E+0", "E*1", "E = 5", "-E", "(E)", "E+E", "E\n", "abs(E)", "E#")]
+    return rng.choice(faults)
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_generated_expressions_are_judged_as_by_python():
+    rng, outcomes = random.Random(0), set()
+    for _ in range(3000):
+        numbers = [rng.randrange(1, 100) for _ in range(rng.randrange(2, 5))]
+        text = an_expression(rng, rng.sample(numbers, len(numbers)))
+        found = exact(text)
+        target = found[0] if found is not None and found[0].denominator == 1 else Fraction(7)
+        answer = spoilt(rng, text) if rng.random() < 0.6 else text
+        judged = exact(answer)
+        is_valid = judged is not None and sorted(judged[1]) == sorted(numbers)
+        row = {"nums": numbers, "target": int(target)}
+        rewards = countdown.reward(row, f"<think>{text}</think><answer>{answer}</answer>")
+        assert rewards["valid"] == is_valid, (row, answer)
+        assert rewards["correct"] == (is_valid and judged[0] == target), (row, answer)
+        assert value_of(answer) == (judged and judged[0]), answer
+        outcomes.add((rewards["correct"], rewards["valid"]))
+    assert len(outcomes) == 3
 
 
 NO_EXPRESSIONS = [

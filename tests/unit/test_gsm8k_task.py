@@ -82,14 +82,7 @@ def test_a_number_is_read_in_every_usual_form(number, before, after):
     for text in (f"{number}{after}", f"{number:,}{after}", f"{sign}{before}{abs(number):,}{after}"):
         assert gsm8k.read_number(text) == number
         assert gsm8k.read_number(text.replace("-", "\u2212")) == number
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.decimals(-(10**6), 10**6, places=3), st.decimals(-(10**6), 10**6, places=3))
-def test_two_decimals_are_equal_only_if_they_are(one, other):
-    is_right = gsm8k.reward({"answer": str(one)}, f"<answer>{other:,}</answer>")["correct"]
-    assert is_right == (one == other)
-    assert gsm8k.reward({"answer": str(one)}, f"<answer>{one:,}00</answer>")["correct"] == 1
+        assert gsm8k.reward({"answer": f"{number}.001"}, f"<answer>{text}</answer>")["correct"] == 0
 
 
 PIECES = [*gsm8k._TAGS, *gsm8k._TAGS, *"0159 ,.$%/-+=\n\\{}eé\u2212\u00b2\u0663\x00", "18", " eggs", "####", "\\boxed{"]
