@@ -105,11 +105,10 @@ def render(question: Question) -> str:
 
 
 def _wordings(question: Question) -> list[str]:
-    expressions = [
-        _expression(question, {1: " + ", -1: " - "}, " * "),
-        _expression(question, {1: " plus ", -1: " minus "}, " times "),
-        _expression(question, {1: "+", -1: "-"}, "*"),
-    ]
+    expressions = []
+    for plus, minus, times in ((" + ", " - ", " * "), (" plus ", " minus ", " times "), ("+", "-", "*")):
+        parts = [(plus if term.sign > 0 else minus) + times.join(map(str, term.factors)) for term in question.terms]
+        expressions.append("".join(parts).removeprefix(plus))
     frames = (
         "What is {}?", "Compute {}.", "Calculate {}.", "Work out {}.", "How much is {}?", "{} = ?",
         "Find {}.", "Solve {}.",
@@ -123,11 +122,6 @@ def _wordings(question: Question) -> list[str]:
     if question.terms[1].sign > 0:
         return wordings + [f"Add {a} and {b}.", f"What is the sum of {a} and {b}?"] * 3
     return wordings + [f"Subtract {b} from {a}.", f"Take {b} away from {a}."] * 3
-
-
-def _expression(question: Question, signs: dict[int, str], times: str) -> str:
-    text = times.join(map(str, question.terms[0].factors))
-    return text + "".join(signs[term.sign] + times.join(map(str, term.factors)) for term in question.terms[1:])
 
 
 def to_row(question: Question) -> dict:

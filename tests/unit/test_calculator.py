@@ -223,17 +223,12 @@ def test_every_answer_is_what_python_computes(files):
 @pytest.mark.parametrize(
     ("text", "correct", "well_formed"),
     [
-        ("<answer>21330</answer>", 1, 1),
-        ("\n<answer>21,330</answer>", 1, 1),  # the call of the first turn is removed
+        ("<answer>21330</answer>", 1, 1), ("\n<answer>21,330</answer>", 1, 1),
         ("<think>a</think>\n<think>b</think>\n<answer>21330</answer>", 1, 1),
         ("<think>a</think>\nIt is\n<answer>21330</answer>", 1, 0),
         ("<answer>21330</answer>\n<answer>21330</answer>", 0, 0),
-        ("<answer>1</answer>\n<answer>21330</answer>", 0, 0),
-        ("<think><answer>21330</answer></think>", 0, 0),
-        ("<answer>21331</answer>", 0, 1),
-        ("<answer>21330", 0, 0),
-        ("<think>" * 1000, 0, 0),
-        ("", 0, 0),
+        ("<answer>1</answer>\n<answer>21330</answer>", 0, 0), ("<think><answer>21330</answer></think>", 0, 0),
+        ("<answer>21331</answer>", 0, 1), ("<answer>21330", 0, 0), ("<think>" * 1000, 0, 0), ("", 0, 0),
     ],
 )  # fmt: skip
 def test_the_reward_of_what_was_said_in_all_turns(text, correct, well_formed):

@@ -199,17 +199,12 @@ def test_a_solution_is_found_exactly_if_there_is_one(numbers):
 @pytest.mark.parametrize(
     ("nums", "target", "reason"),
     [
-        ([1, 1], 3, "No expression makes 3 from 1, 1."),
-        ([1, 4], 9, "No expression makes 9 from 1, 4."),
-        ([], 3, "whole"),
-        ([1, -2], 3, "1, -2; 3."),
-        ([1, None, {}], 3, "1, None, {}; 3."),
-        ([1, 2], 2.5, "1, 2; 2.5."),
-        ([1, 2], "²", "1, 2; ²."),
-        ([1, 2], "9" * 5000, "9999."),
+        ([1, 1], 3, "No expression makes 3 from 1, 1."), ([1, 4], 9, "No expression makes 9 from 1, 4."),
+        ([], 3, "whole"), ([1, -2], 3, "1, -2; 3."), ([1, None, {}], 3, "1, None, {}; 3."),
+        ([1, 2], 2.5, "1, 2; 2.5."), ([1, 2], "²", "1, 2; ²."), ([1, 2], "9" * 5000, "9999."),
         (list(range(50)), 3, "50 numbers are too many"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_nobody_can_solve_is_refused(nums, target, reason):
     row = Row({"nums": nums, "target": target})
     row.place = "rows.jsonl:7"

@@ -116,25 +116,17 @@ def test_long_texts_are_rewarded(piece):
         ("<think>48+24=72</think><answer>72</answer>", 1, 1, 1),
         ("\n<think>\n48+24=72\n</think>\n\n<answer>\n72\n</answer>\n", 1, 1, 1),
         ("<think>1 < 2</think><answer>72</answer>", 1, 1, 1),
-        ("<think>48+24=72</think><answer>blue</answer>", 1, 1, 0),
-        ("<think>x</think><answer>72.5</answer>", 1, 1, 0),
-        ("<think>x</think><answer>$72.00</answer>", 1, 1, 1),
-        ("<think>x</think><answer>73 clips</answer>", 1, 1, 1),
-        ("<think> </think><answer>72</answer>", 0, 1, 1),  # nothing thought
-        ("<answer>72</answer>", 0, 0.5, 1),
-        ("So <think>x</think><answer>72</answer>", 0, 1, 1),
-        ("<think>x</think><answer>72</answer>!", 0, 1, 1),
-        ("<think>x</think><answer><b>72</b></answer>", 0, 1, 0),
-        ("<answer>72</answer><think>x</think>", 0, 1, 1),  # tags are counted, whatever their order
-        ("</answer></think><answer><think>", 0, 1, 0),
-        ("<think><think>x</think><answer>72</answer>", 0, 0.75, 1),
+        ("<think>48+24=72</think><answer>blue</answer>", 1, 1, 0), ("<think>x</think><answer>72.5</answer>", 1, 1, 0),
+        ("<think>x</think><answer>$72.00</answer>", 1, 1, 1), ("<think>x</think><answer>73 clips</answer>", 1, 1, 1),
+        ("<think> </think><answer>72</answer>", 0, 1, 1), ("<answer>72</answer>", 0, 0.5, 1),
+        ("So <think>x</think><answer>72</answer>", 0, 1, 1), ("<think>x</think><answer>72</answer>!", 0, 1, 1),
+        ("<think>x</think><answer><b>72</b></answer>", 0, 1, 0), ("<answer>72</answer><think>x</think>", 0, 1, 1),
+        ("</answer></think><answer><think>", 0, 1, 0), ("<think><think>x</think><answer>72</answer>", 0, 0.75, 1),
         ("<think>x</think><answer>72</answer><answer>72</answer>", 0, 0.5, 0),
-        ("<think><answer>72</answer></think>", 0, 1, 0),
-        ("<think>x", 0, 0.25, 0),
-        ("<THINK>x</THINK><ANSWER>72</ANSWER>", 0, 0, 0),
-        ("", 0, 0, 0),
+        ("<think><answer>72</answer></think>", 0, 1, 0), ("<think>x", 0, 0.25, 0),
+        ("<THINK>x</THINK><ANSWER>72</ANSWER>", 0, 0, 0), ("", 0, 0, 0),
     ],
-)
+)  # fmt: skip
 def test_components_are_what_their_definition_says(text, strict, soft, integer):
     rewards = gsm8k.reward(ROW, text)
     assert (rewards["strict_format"], rewards["soft_format"], rewards["integer_answer"]) == (strict, soft, integer)
@@ -145,21 +137,16 @@ def test_components_are_what_their_definition_says(text, strict, soft, integer):
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("<answer>72</answer>", set()),
-        ("<think>72</think><answer>73</answer>", set()),
+        ("<answer>72</answer>", set()), ("<think>72</think><answer>73</answer>", set()),
         ("<answer>73</answer>, or 72", {"right_elsewhere"}),
-        ("<answer>It is 72</answer>", {"unread", "right_elsewhere"}),
-        ("<answer></answer>", {"unread"}),
+        ("<answer>It is 72</answer>", {"unread", "right_elsewhere"}), ("<answer></answer>", {"unread"}),
         ("\\boxed{72}", {"boxed", "right_elsewhere"}),
-        ("<answer>\\boxed{72}</answer>", {"unread", "right_elsewhere"}),
-        ("#### 72", {"hashes", "right_elsewhere"}),
+        ("<answer>\\boxed{72}</answer>", {"unread", "right_elsewhere"}), ("#### 72", {"hashes", "right_elsewhere"}),
         ("The answer is $72.00.", {"sentence", "right_elsewhere"}),
-        ("The answer is \\boxed{72}.", {"boxed", "right_elsewhere"}),
-        ("<think>It is 100-72", {"right_elsewhere"}),  # and not -72
-        ("72, then 73", set()),
-        ("", set()),
+        ("The answer is \\boxed{72}.", {"boxed", "right_elsewhere"}), ("<think>It is 100-72", {"right_elsewhere"}),
+        ("72, then 73", set()), ("", set()),
     ],
-)
+)  # fmt: skip
 def test_a_description_says_which_form_was_used(text, names):
     description = gsm8k.describe(ROW, text)
     assert {name for name, value in description.items() if value} == names

@@ -174,7 +174,7 @@ def test_names_tokenise_alike_with_and_without_a_space(tokens):
 def test_a_world_depends_on_its_seed_alone():
     first, again, other = (make_world(random.Random(seed), 50, "heldout") for seed in (0, 0, 1))
     assert first == again != other
-    assert {pool(name) for name in first.entities} == {"heldout"}
+    assert {pool(name) for name in first} == {"heldout"}
     with pytest.raises(ValueError, match="no world of"):
         make_world(random.Random(0), 5000, "heldout")
 
