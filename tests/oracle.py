@@ -15,7 +15,7 @@ FORMULAS = {  # of each experiment with a policy gradient: the formula, and the 
     "experiment_multiturn_qa": [("grpo", {})],
     "experiment_engine": [("grpo", {})],
 }
-SUPERVISED = "experiment_sft"  # its formula is minus the log-prob, see tests/unit/test_countdown_lessons.py
+SUPERVISED = "experiment_sft"  # its formula is minus the log-prob, see tests/unit/test_sft.py
 
 Row = Sequence[float]
 

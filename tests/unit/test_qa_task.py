@@ -157,21 +157,21 @@ def test_names_tokenise_alike_with_and_without_a_space(tokens):
 def test_a_world_depends_on_its_seed_alone():
     first, again, other = (make_world(random.Random(seed), 50, "heldout") for seed in (0, 0, 1))
     assert first == again != other
-    assert {pool(name) for name in first.entities} == {"heldout"}
+    assert {pool(name) for name in first} == {"heldout"}
     with pytest.raises(ValueError, match="no world of"):
         make_world(random.Random(0), 5000, "heldout")
 
 
 def test_facts_lead_to_documents_of_the_world(world, tokens):
-    for name, entity in world.entities.items():
-        assert world.entities[entity.where].kind == "town"
-        assert world.entities[entity.who].kind == "person"
+    for name, entity in world.items():
+        assert world[entity.where].kind == "town"
+        assert world[entity.who].kind == "person"
         assert name not in (entity.where, entity.who)
         text = document(entity)
         assert len(tokens(text)) <= 32
         counts = Counter(re.findall(r"\w+", text))
         assert (counts[name], counts[entity.where], counts[entity.who], counts[entity.when]) == (2, 1, 1, 1)
-    assert {entity.kind for entity in world.entities.values()} == grammar.KINDS.keys()
+    assert {entity.kind for entity in world.values()} == grammar.KINDS.keys()
 
 
 @pytest.mark.parametrize("num_hops", [1, 2])
@@ -181,15 +181,15 @@ def test_the_documents_of_its_path_answer_a_question(world, num_hops):
     for _ in range(300):
         row = grammar.to_row(grammar.draw_question(rng, world, num_hops))
         assert len(row["path"]) == row["num_hops"] == num_hops
-        texts = [row["question"], *(document(world.entities[name]) for name in row["path"])]
+        texts = [row["question"], *(document(world[name]) for name in row["path"])]
         for text, word in zip(texts, [*row["path"], row["answer"]], strict=True):
             assert word in re.findall(r"\w+", text)
-        seen.add((row["asks"], world.entities[row["path"][0]].kind))
+        seen.add((row["asks"], world[row["path"][0]].kind))
     assert len(seen) == 3 * len(grammar.KINDS)
 
 
 def test_what_is_searched_comes_first(world):
-    for name, entity in list(world.entities.items())[:20]:
+    for name, entity in list(world.items())[:20]:
         first, *others = find(world, name, k=3)
         assert first == document(entity)
         assert len(others) <= 2
