@@ -25,8 +25,8 @@ from common.sampling import sample
 
 from harness.base.config import ModelConfig
 from harness.exporting.card import Card, public_command
-from harness.exporting.exported_answers import Questions
 from harness.exporting.source import Source
+from harness.exporting.writing import Questions
 from harness.models.loading import load_policy
 from harness.run.start import run_main
 

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.policy import Policy
 
 from harness.base.config import PolicyConfig
-from harness.evaluation.answers import Completions
+from harness.evaluation.completions import Completions
 from harness.models.loading import load_policy
 from harness.run.start import run_main
 
