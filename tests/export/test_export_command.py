@@ -319,7 +319,8 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     settings = {"experiment": "experiment_engine", "model": "/home/ada/models/llama", "data": "owner/rows:main"}
     settings |= {"eval_data": str(tmp_path / "secret/test.jsonl"), "engine_start": "env KEY=sk-1 /home/ada/python"}
     settings |= {"engine_url": "http://ada:pw@host", "runs_dir": "/home/ada/runs", "name": "ada's", "lr": 1e-05}
-    settings |= {"save_merged": True, "variant": "mine", "system_prompt": "Say `it`.", "at_most": ["num_terms=2"]}
+    settings |= {"wandb": True, "save_merged": True, "variant": "mine"}
+    settings |= {"system_prompt": "Say `it`.", "at_most": ["num_terms=2"]}
     words = [f"--{name.replace('_', '-')}" for name in settings if name != "experiment"]
     settings["command"] = ["/home/ada/main/train.py", *words, "sk-1"]
     assert public_command(settings) == (

@@ -28,7 +28,6 @@ from harness.evaluation.figures import (
     GREEDY,
     Answer,
     Answers,
-    average,
     difference,
     figures,
     majority,
@@ -289,14 +288,6 @@ def test_the_figures_are_those_of_a_runs_own_evaluation(make_config, load_script
     assert ours["sampled"]["pass@k"]["4"]["value"] == pytest.approx(theirs["sampled/pass@4"])
 
 
-def test_a_complete_evaluation_is_shown_without_the_model(make_config, random_models, tmp_path):
-    first = evaluate(make_config(), tmp_path / "out", lambda: random_models["qwen2"])
-    again = evaluate(make_config(), tmp_path / "out", lambda: pytest.fail("the model is loaded"))
-    assert again == first
-    stored = json.loads((tmp_path / "out/results.json").read_text())
-    assert stored["sampled"] == first["sampled"]
-
-
 @pytest.fixture
 def begun(make_config, tmp_path):
     """An evaluation that has begun, and is continued with other settings: begun(config)."""
@@ -340,14 +331,6 @@ def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
         with pytest.raises(UserError, match=sentence):
             begin(tmp_path, config, task)
     with pytest.raises(UserError, match="cannot be made"), locked(tmp_path / "rows.jsonl"):
-        pass
-
-
-def test_two_processes_do_not_share_a_directory(tmp_path):
-    refused = pytest.raises(UserError, match="in use: another process is writing an evaluation there")
-    with locked(tmp_path / "out"), refused, locked(tmp_path / "out"):
-        pass
-    with locked(tmp_path / "out"):
         pass
 
 
@@ -428,11 +411,6 @@ def test_the_page_of_failures_is_plain_text_whatever_was_written():
     assert "characters ..." in page  # a long completion is cut in its middle
     assert len(page) < 6000
     assert "     1  of them with a right answer among the samples" in page
-
-
-def test_the_average_of_a_suite_weighs_benchmarks_equally():
-    found = average([{"value": 0.2, "low": 0.1, "high": 0.4}, {"value": 0.6, "low": 0.6, "high": 0.6}])
-    assert found == pytest.approx({"value": 0.4, "low": 0.35, "high": 0.5})
 
 
 def test_a_suite_reads_its_files_or_the_hub(make_config, tmp_path):
