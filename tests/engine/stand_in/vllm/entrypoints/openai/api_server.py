@@ -105,7 +105,7 @@ class StandIn:
             config = {"model_config": model, "scheduler_config": chunks, "device_config": {"device": "cpu"}}
             return {"vllm_config": config}
         if path == "/stand_in":
-            self.fault(body["fault"], body.get("times"), body["path"])
+            self.fault(body["fault"], body.get("times"), body.get("path", COMPLETIONS))
         return None
 
     def complete(self, body: dict) -> dict:
@@ -144,6 +144,8 @@ class StandIn:
             }
             for index, row in enumerate(rows)
         ]
+        if self.has_fault("fewer_log_probs", COMPLETIONS):
+            choices[-1]["logprobs"]["token_logprobs"].pop()
         self.damage(choices)
         return {"choices": choices}
 
