@@ -21,7 +21,7 @@ from tasks.arithmetic import EVAL_DATA
 
 from harness.base.config import TINY_POLICY
 
-# Every value differs from the default, and so far that it changes the run; --max-grad-norm is near the epsilon of AdamW,
+# Every value differs from the default, and so far that it changes the run; --max-grad-norm is near AdamW's epsilon,
 # which a gradient of any other length would hide. The data are few rows, which are sooner read.
 ALL_WEIGHTS = (
     f"--name x --seed 5 --device cpu --model files/tiny --attn-implementation eager --data {EVAL_DATA} "
