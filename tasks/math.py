@@ -17,9 +17,9 @@ What a completion answers:
 
 When an answer equals the gold answer, decided by the first of these that can tell:
 
-1. They are equal as text in one spelling (`verdicts/answer_text.py`): no spacing, sizes, dollar signs or final full stop;
-   `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without bold,
-   colour, underlining, and "The answer is", `=` or `\approx` in front of it.
+1. They are equal as text in one spelling (`verdicts/answer_text.py`): no spacing, sizes, dollar signs or final full
+   stop; `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without
+   bold, colour, underlining, and "The answer is", `=` or `\approx` in front of it.
 2. Both are exact numbers: integers, decimals, fractions, mixed numbers, `8.7 \times 10^{8}` and `8.7e8`, with thousands
    commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly. Words that
    change the number are no unit: it is multiplied by a thousand, million or dozen, and any others make it no number.

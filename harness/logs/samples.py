@@ -103,15 +103,20 @@ def in_six_digits(value: float) -> float:
 
 
 def describe_best(task: Task, group: list[Trajectory]) -> str:
-    """The best completion of a group: in two lines, or with a line per turn if there are several."""
-    best = max(group, key=lambda trajectory: task.total_reward(trajectory.rewards))
-    question = printable(task.question(task.train_rows[best.prompt_index]), 120)
-    reward = f"{task.total_reward(best.rewards):g}"
-    if not best.turns:
-        return f"{question}\n  -> {printable(best.text, 240)} (reward {reward})"
-    names = {"assistant": POLICY, "tool": TOOL}
-    turns = [f"{names[role]} {printable(text, 240)}" for role, text in best.turns[:MOST_TURNS]]
-    return "\n".join([question, *turns, f"{REWARD} {reward}"])
+    """The best and the worst completion of a group; of several turns only the best, with a line for each."""
+    ordered = sorted(group, key=lambda trajectory: -task.total_reward(trajectory.rewards))
+    best, worst = ordered[0], ordered[-1]
+    reward, lowest = (task.total_reward(trajectory.rewards) for trajectory in (best, worst))
+    question, number = printable(task.question(task.train_rows[best.prompt_index]), 120), len(group)
+    place = f", best of {number}" if number > 1 else ""
+    if best.turns:
+        names = {"assistant": POLICY, "tool": TOOL}
+        turns = [f"{names[role]} {printable(text, 240)}" for role, text in best.turns[:MOST_TURNS]]
+        return "\n".join([question, *turns, f"{REWARD} {reward:g}{place}"])
+    lines = [question, f"  -> {printable(best.text, 240)} (reward {reward:g}{place})"]
+    if lowest < reward:
+        lines.append(f"  -> {printable(worst.text, 240)} (reward {lowest:g}, the worst)")
+    return "\n".join(lines)
 
 
 class TokenTexts:

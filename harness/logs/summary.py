@@ -112,7 +112,7 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
     for row, *texts in list(zip(task.eval_rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
         right = task.right_answer(row)
         cells = (task.question(row), "" if right is None else str(right), *texts)
-        table.add_row(*(Text(printable(text, 160)) for text in cells))  # text, not rich's markup
+        table.add_row(*(Text(printable(text, 400)) for text in cells))  # text, not rich's markup
     console.print(table)
     say(
         f"run:          {directory}\n"

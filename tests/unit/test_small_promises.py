@@ -130,13 +130,14 @@ def test_documents_are_indexed_in_the_form_in_which_queries_are_searched(tmp_pat
     assert [[hit.document for hit in hits] for hits in answers] == [["1"], ["1"]]
 
 
-def test_the_completion_that_is_printed_is_the_best_of_its_group():
+def test_the_completions_that_are_printed_are_the_best_and_the_worst_of_their_group():
     task = own_task()
     task.train_rows = [Row({"question": "What is 1+1?", "answer": "2"})]
     group = [Trajectory([1, 2], 1, [0, 1], [0.0, 0.0], 0) for _ in range(3)]
     for row, text, correct in zip(group, ("low", "high", "middle"), (0.0, 1.0, 0.5), strict=True):
         row.text, row.rewards = text, {"correct": correct, "format": 0.0}
-    assert "-> high (reward 1)" in describe_best(task, group)
+    shown = ["What is 1+1?", "  -> high (reward 1, best of 3)", "  -> low (reward 0, the worst)"]
+    assert describe_best(task, group).splitlines() == shown
 
 
 def test_costs_are_of_all_processes(monkeypatch):
