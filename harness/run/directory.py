@@ -54,7 +54,8 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
             raise
     except OSError as error:
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    flags = dataclasses.asdict(config).items()
+    flags = {"processes": machine["processes"]} if machine.get("processes", 1) > 1 else {}
+    flags = (flags | dataclasses.asdict(config)).items()
     say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
     return RunDirectory(directory, lock)
 
