@@ -202,16 +202,16 @@ def test_wandb_without_a_key_logs_offline(load_script, tmp_path, monkeypatch, ca
     assert list(directory.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_a_completion_is_printed_at_step_1_and_every_tenth_step(ten_steps, samples):
-    """With its question and reward."""
+def test_completions_are_printed_at_step_1_and_every_tenth_step(ten_steps, samples):
+    """The best of a group and the worst, with their question and rewards."""
     lines = (ten_steps / "output.txt").read_text(encoding="utf-8").splitlines()
-    shown = [index - 1 for index, line in enumerate(lines) if line.startswith("  -> ")]
-    assert [lines[index].split(":")[0] for index in shown] == ["step 1", "step 10"]
+    shown = [index for index, line in enumerate(lines) if line.endswith(", best of 4)")]
+    assert [lines[index - 1].split(":")[0] for index in shown] == ["step 1", "step 10"]
     for index in shown:
-        assert (lines[index], lines[index + 1]) in [
+        assert (lines[index - 1], lines[index]) in [
             (
                 f"step {entry['step']}: {entry['question']}",
-                f"  -> {' '.join(entry['text'].split())} (reward {entry['rewards']['correct']:g})",
+                f"  -> {' '.join(entry['text'].split())} (reward {entry['rewards']['correct']:g}, best of 4)",
             )
             for entry in samples
         ]
