@@ -170,6 +170,7 @@ def test_one_step_ahead_samples_with_the_weights_before(stand_in, train):
     assert differences(directory)[0] < 1e-4 < min(differences(directory)[1:])
 
 
+@pytest.mark.slow
 def test_one_step_ahead_asks_for_the_questions_of_the_next_step(stand_in, train, monkeypatch):
     """Each step's questions and seeds are those of the run that waits, also where the samples come a step earlier."""
     asked = {}

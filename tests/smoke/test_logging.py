@@ -186,6 +186,7 @@ def test_tensorboard_holds_the_values_of_metrics_jsonl(ten_steps):
     assert shown == written
 
 
+@pytest.mark.slow
 def test_wandb_without_a_key_logs_offline(load_script, tmp_path, monkeypatch, capsys):
     """On a machine without a login."""
     wandb = pytest.importorskip("wandb")

@@ -31,6 +31,7 @@ SEQUENCE_RATIO = (
 )
 
 
+@pytest.mark.slow
 def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
     """Its run, help, samples, page, comparison, card and resumed run are its own."""
     shutil.copytree(Path(experiment_mine.__file__).parent, tmp_path / "experiment_mine")
