@@ -253,6 +253,11 @@ def test_returns_that_differ_by_float_noise_give_exactly_zero(weighted_rewards):
     assert (scaled_advantages(returns) == 0).all()
 
 
+@pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])
+def test_a_return_that_is_not_finite_is_seen(wrong):
+    assert not scaled_advantages(torch.tensor([[wrong, 1.0, 1.0]])).isfinite().any()
+
+
 @pytest.mark.parametrize("difference", [1e-5, 1e-3, 1.0])
 def test_a_small_but_real_difference_is_trained_on(difference):
     returns = torch.tensor([[0.7, 0.7 + difference, 0.7, 0.7]])
