@@ -136,21 +136,23 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
     )
 
 
-def policy_loss(log_probs: torch.Tensor, micro: Experience, num_rows: int) -> torch.Tensor:
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): -A log p(token) / num_rows."""
-    return -micro.advantages * log_probs * micro.action_mask / num_rows
+    return -micro.advantages * log_probs * micro.action_mask / num_rows, {}
 
 
-def update(config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience) -> UpdateStatistics:
+def update(
+    config: Config, policy: Policy, optimizer: torch.optim.Optimizer, experience: Experience
+) -> UpdateStatistics:
     """One optimizer step on one rollout, whose micro-batches add up."""
     statistics = UpdateStatistics(max_grad_norm=math.inf)
     optimizer.zero_grad()
     for micro in experience.split(config.micro_batch_size, skip_zero_advantages=True):
         log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
         log_probs.retain_grad()  # a token's push is minus its gradient
-        terms = policy_loss(log_probs, micro, num_rows=len(experience))
+        terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(experience))
         terms.sum().backward()
-        statistics.add(0, 0, micro, log_probs, terms, entropy=entropy)
+        statistics.add(0, 0, micro, log_probs, terms, entropy=entropy, **diagnostics)
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), math.inf)  # measured, not clipped
     if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()
