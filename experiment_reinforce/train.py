@@ -138,7 +138,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
 
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): -A log p(token) / num_rows."""
-    return -micro.advantages * log_probs * micro.action_mask / num_rows, {}
+    return -micro.advantages * torch.where(micro.action_mask.bool(), log_probs, 0.0) / num_rows, {}
 
 
 def update(
