@@ -47,6 +47,7 @@ class Config:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
+    torch.set_num_threads(1)
     policy = load_policy(RunConfig(model=config.model, device="cpu", dtype="float32", attn_implementation="sdpa"))
     rows = read_rows(str(task.TRAIN_DATA), task.FIELDS)
     by_seed = {seed: measure(policy, rows, seed, config.rollouts) for seed in config.seeds}
