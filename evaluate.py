@@ -47,10 +47,9 @@ from harness.base.ranks import num_launched
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.evaluation.comparison import show_comparison
-from harness.evaluation.evaluation_directory import default_directory, locked
-from harness.evaluation.evaluation_table import print_table
-from harness.evaluation.session import evaluate
-from harness.evaluation.suite import SUITES, parts, print_suite, summary
+from harness.evaluation.session import default_directory, evaluate, locked
+from harness.evaluation.suite import SUITES, parts, summary
+from harness.evaluation.tables import print_suite, print_table
 from harness.models.loading import load_policy
 from harness.run.machine import is_out_of_memory, out_of_memory
 from harness.run.signals import signals_to
@@ -119,9 +118,10 @@ def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) 
         for part in parts(config, directory):
             say(f"{part.title}: {shown(part.config.data)}")
             results[part.title] = evaluate(part.config, part.directory, load, part.renamed)
-        table = json.dumps({"suite": config.suite, "table": summary(results)}, indent=1)
+        columns = summary(results)
+        table = json.dumps({"suite": config.suite, "table": columns}, indent=1)
         replace_file(directory / "results.json", (table + "\n").encode())
-    print_suite(f"{shown(config.model)}, --suite {config.suite}", results)
+    print_suite(f"{shown(config.model)}, --suite {config.suite}", results, columns)
     for title, found in results.items():
         if "comparison" in found:
             say(f"\n{title}")

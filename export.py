@@ -10,6 +10,7 @@ is checked before anything is uploaded. docs/export.md explains what is written 
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
+import dataclasses
 import importlib.util
 import os
 import re
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
+from safetensors import SafetensorError
 
 from common.chat import decode
 from common.errors import UserError
@@ -32,23 +34,20 @@ from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
 from harness.cli.parse import parse_plain
 from harness.exporting.card import Card
-from harness.exporting.exported_answers import (
+from harness.exporting.source import Source, find_source
+from harness.exporting.upload import check_push, push
+from harness.exporting.writing import (
     num_equal,
     num_prompts_equal,
     read_questions,
-    trained_answers,
-    written_answers,
-)
-from harness.exporting.exported_weights import (
-    load_trained,
     refuse_quantised,
+    trained_answers,
     write_adapter,
-    write_generation_config,
     write_model,
     write_quantised,
+    written_answers,
 )
-from harness.exporting.source import Source, find_source
-from harness.exporting.upload import check_push, list_files, push
+from harness.models.loading import load_policy
 from harness.run.signals import signals_to
 from harness.run.start import NO_SPACE, run_main
 
@@ -80,15 +79,16 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("export.py runs in one process: start it with python")
     check(config)
     source = find_source(config.run)
-    merge = source.is_adapter and (config.merge or config.quantize != "none" or source.base_id is None)
+    is_quantised = config.quantize != "none"
+    merge = source.is_adapter and (config.merge or is_quantised or source.base_id is None)
     if config.merge and not source.is_adapter:
         say("--merge: this run has no adapter, its model is complete")
     if merge:
         refuse_quantised(source)
-    if merge and not config.merge:
-        reason = f"--quantize {config.quantize}" if config.quantize != "none" else "its base is not on the hub"
-        say(f"the adapter is merged into its base ({reason})")
-    if source.is_adapter and not merge and config.dtype is not None:
+        if not config.merge:
+            reason = f"--quantize {config.quantize}" if is_quantised else "its base is not on the hub"
+            say(f"the adapter is merged into its base ({reason})")
+    elif source.is_adapter and config.dtype is not None:
         raise UserError(f"--dtype {config.dtype}: an adapter alone is kept as it is: add --merge")
     output = find_output(config, source)
     with signals_to(signal.default_int_handler), writing(output) as partial:
@@ -99,7 +99,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     if config.dry_run:
         say(f"--dry-run: these files would be uploaded to {config.push}{', private' if config.private else ''}:")
-        list_files(output)
+        for path in sorted(path for path in output.rglob("*") if path.is_file()):
+            say(f"  {path.relative_to(output)}  {path.stat().st_size:,} bytes")
         return
     say(f"uploaded to {push(output, config.push, config.private)}")
 
@@ -153,16 +154,10 @@ def writing(output: Path) -> Iterator[Path]:
             raise KeyboardInterrupt("interrupted; nothing was exported") from None
         if output.exists():  # since `find_output` has looked
             raise UserError(f"{shown(output)} exists already; nothing was exported") from error
-        if _is_full(error):
+        # What safetensors raises has no errno
+        if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
             raise UserError(f"{shown(output)} could not be written ({error}); nothing was exported") from error
         raise
-
-
-def _is_full(error: BaseException) -> bool:
-    """What safetensors raises has no errno."""
-    from safetensors import SafetensorError
-
-    return isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE)
 
 
 def write(config: Config, source: Source, merge: bool, output: Path, partial: Path) -> Card:
@@ -171,25 +166,21 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     Raises:
         UserError: weights that were not rounded answer otherwise than the trained policy.
     """
-    torch.set_num_threads(_num_threads(source))
+    torch.set_num_threads(source.settings.get("threads") or torch.get_num_threads())
     device = resolve(ModelConfig(device=config.device), {}).device
     dtype = config.dtype or source.policy.dtype
-    policy = load_trained(source, device)
+    policy = load_policy(dataclasses.replace(source.policy, device=device)).eval()
     questions = read_questions(source, config.questions, policy)
     trained = trained_answers(policy, questions)
     answer = decode(policy.tokenizer, trained[0])
     del policy  # two models need not be in memory at once
 
-    model = partial if config.quantize == "none" else partial / "unquantised"
-    model.mkdir(exist_ok=True)
-    if source.is_adapter and not merge:
-        write_adapter(source, model)
-    else:
-        write_model(source, model, "bfloat16" if config.quantize != "none" else dtype)
-        write_generation_config(model)
     if config.quantize != "none":
-        write_quantised(model, partial, config.quantize, device)
-        shutil.rmtree(model)
+        write_quantised(source, partial, config.quantize, device)
+    elif source.is_adapter and not merge:
+        write_adapter(source, partial)
+    else:
+        write_model(source, partial, dtype)
     prompts_equal = num_prompts_equal(partial, questions)
     equal = num_equal(trained, written_answers(partial, questions, device))
     share = f"{equal} of {len(trained)} greedy answers"
@@ -218,11 +209,6 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
         prompts_equal=prompts_equal,
         has_curve=has_curve,
     )
-
-
-def _num_threads(source: Source) -> int:
-    threads = source.settings.get("threads")
-    return threads if type(threads) is int and 0 < threads <= 256 else torch.get_num_threads()
 
 
 def program() -> None:

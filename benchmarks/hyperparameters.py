@@ -22,6 +22,7 @@ import tyro
 
 from viewer.groups import read_run
 from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
+from viewer.runs import rolling_means
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "hyperparameters"
@@ -119,15 +120,14 @@ def write_results(config: Config) -> None:
         for seed in config.seeds:
             name = name_of(settings)
             place = Path(config.runs_dir) / EXPERIMENT / f"{name},seed={seed}"
-            if not (place / "summary.json").exists():
-                continue
-            run = read_run(place)
-            about = {"setting": name, "seed": seed, "steps": config.steps}
-            about |= {key: run.config[key] for key in MACHINE if key in run.config}
-            kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes")
-            rows = [row for row in run.metrics.rows if "reward/correct" in row]
-            summary = {key: run.summary[key] for key in kept}
-            runs.append(KeptRun(RESULTS / f"{name}-seed{seed}", about, summary, rows))
+            if (place / "summary.json").exists():
+                run = read_run(place)
+                about = {"setting": name, "seed": seed, "steps": config.steps}
+                about |= {key: run.config[key] for key in MACHINE if key in run.config}
+                kept = ("after", "seconds", "tokens_per_second", "peak_memory_bytes")
+                rows = [row for row in run.metrics.rows if "reward/correct" in row]
+                summary = {key: run.summary[key] for key in kept}
+                runs.append(KeptRun(RESULTS / f"{name}-seed{seed}", about, summary, rows))
     keep_runs(RESULTS, runs, COLUMNS)
 
 
@@ -148,10 +148,9 @@ def panels_of(curves: Curves) -> list[tuple[str, str, tuple, dict]]:
     return [panel for panel in PANELS if all(name_of(panel[3] | {panel[1]: value}) in curves for value in panel[2])]
 
 
-def smooth(curve: list[dict[str, float]], key: str) -> list[float]:
-    """Each step's value, averaged with those of the WINDOW - 1 steps before it."""
-    values = [entry[key] for entry in curve]
-    return [mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
+def smooth(curve: list[dict[str, float]]) -> list[float]:
+    """The sampled accuracy of each step, averaged with those of the steps before it."""
+    return rolling_means([entry["reward/correct"] for entry in curve], WINDOW)
 
 
 def draw(curves: Curves) -> None:
@@ -167,7 +166,7 @@ def draw(curves: Curves) -> None:
     figure, places = plt.subplots(num_rows, num_columns, figsize=(13, 3.1 * num_rows), sharex=True, sharey=True)
     for (heading, flag, values, also), axes in zip(panels, places.flat, strict=False):
         for index, value in enumerate(values):
-            seeds = [smooth(curve, "reward/correct") for curve in curves[name_of(also | {flag: value})].values()]
+            seeds = [smooth(curve) for curve in curves[name_of(also | {flag: value})].values()]
             color = plt.cm.viridis(0.92 * index / (len(values) - 1))
             steps = range(1, len(seeds[0]) + 1)
             is_default = value == DEFAULTS[flag] and not also
@@ -204,10 +203,7 @@ def table(curves: Curves, runs: list[dict]) -> str:
         for index, value in enumerate(values):
             setting = name_of(also | {flag: value})
             seeds = list(curves[setting].values())
-            reached = [
-                next((i + 1 for i, x in enumerate(smooth(curve, "reward/correct")) if x >= REACHED), None)
-                for curve in seeds
-            ]
+            reached = [next((i + 1 for i, x in enumerate(smooth(curve)) if x >= REACHED), None) for curve in seeds]
 
             def last(key: str, seeds: list = seeds) -> float | None:
                 found = [entry[key] for curve in seeds for entry in curve[-10:] if key in entry]

@@ -1,15 +1,14 @@
-"""What `--estimate` says of three known models, and its check against real runs.
+"""What `--estimate` says of known models, of the recipes, and of runs whose memory was measured.
 
     python benchmarks/model_memory.py             # the table of docs/real_models.md; one minute, without any weights
     python benchmarks/model_memory.py --recipes   # what each file of recipes/ needs
-    python benchmarks/model_memory.py --check     # 0.5B parameters on this CPU; 20 GB of memory, about ten minutes
+    python benchmarks/model_memory.py --compare   # the estimates for the runs whose peaks were measured
 
-The check runs a freshly initialised model of the shape of Qwen2.5-0.5B in float32, and compares the peak of the
-process's memory, as the system counts it, with the estimate for the same command.
+The measured runs are those of a freshly initialised model of the shape of Qwen2.5-0.5B in float32, on a CPU; the peak
+is that of the process's memory, as the system counts it.
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -20,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import torch
 import tyro
 
 from viewer.results import read_json, write_json
@@ -69,39 +67,21 @@ SETTINGS = {  # of the commands in docs/real_models.md
 PROMPT = 128  # tokens, in the table
 PROMPT_OF_RECIPES = 256
 PROMPT_OF_CHECK = 27  # the longest of the bundled questions
-SMALL = (
-    *("--prompts-per-step", "2", "--micro-batch-size", "8", "--eval-prompts", "1", "--eval-every", "0"),
-    *("--checkpoint-every", "0", "--device", "cpu", "--dtype", "float32", "--system-prompt", "", "--threads", "1"),
-)
-SHORT = ("--steps", "2", "--group-size", "2", "--max-new-tokens", "32")
-LONG = ("--steps", "1", "--group-size", "4", "--max-new-tokens", "128")
-CHECKS = {  # processes, layers of 24, flags
-    "full": (1, 24, SHORT),
-    "LoRA": (1, 24, (*SHORT, *LORA)),
-    "LoRA, longer rows": (1, 24, (*LONG, *LORA)),
-    "LoRA, two processes": (2, 24, (*SHORT, *LORA)),
-    "full, 12 layers": (1, 12, SHORT),
-    "full, 12 layers, two processes": (2, 12, SHORT),  # two of the whole model need more memory than most laptops have
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    check: bool = False  # run the 0.5B shape on this CPU and compare
-    compare: bool = False  # estimate again, and compare with the stored peaks of --check
+    compare: bool = False  # compare with the stored peaks of runs
     recipes: bool = False  # estimate what each recipe needs
 
 
-def write_model(place: Path, shape: dict, weights: bool = False) -> str:
-    """A directory with a config and a tokenizer, and random weights if they are asked for."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def write_model(place: Path, shape: dict) -> str:
+    """A directory with a config and a tokenizer."""
+    from transformers import AutoConfig, AutoTokenizer
 
     config = AutoConfig.for_model(**({"tie_word_embeddings": True} | shape))
     config.save_pretrained(place)
     AutoTokenizer.from_pretrained(TINY_POLICY).save_pretrained(place)
-    if weights:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(place)
     return str(place)
 
 
@@ -173,30 +153,8 @@ def print_recipes() -> None:
     _store("recipes", estimates)
 
 
-def measure() -> None:
-    """Run a freshly initialised model of 0.5B parameters on this CPU, and store the peaks."""
-    measured = {}
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        for name, (processes, layers, flags) in CHECKS.items():
-            model = place / f"layers_{layers}"
-            if not model.exists():
-                write_model(model, _with_layers(layers), weights=True)
-            run = f"{processes}_{layers}_{len(measured)}"
-            words = ["--model", str(model), *SMALL, *flags, "--name", run, "--runs-dir", str(place / "runs")]
-            experiment = "experiment_base" if processes == 1 else "experiment_accelerate_ddp"
-            launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone"]
-            launcher += [] if processes == 1 else ["--nproc-per-node", str(processes)]
-            command = [sys.executable, *launcher, str(ROOT / experiment / "train.py"), *words]
-            subprocess.run(command, cwd=place, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            lines = (place / "runs" / experiment / run / "metrics.jsonl").read_text("utf-8").splitlines()
-            peak = max(json.loads(line).get("memory/peak_bytes", 0) for line in lines)
-            measured[name] = {"flags": [*SMALL, *flags], "processes": processes, "layers": layers, "measured": peak}
-            _store("measured_float32_cpu_0.5B", measured)
-
-
 def compare() -> None:
-    """The estimates for the runs that `measure` has made."""
+    """The estimates for the runs that were measured."""
     estimated = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, run in read_json(RESULTS, "model_memory")["measured_float32_cpu_0.5B"].items():
@@ -214,24 +172,15 @@ def _with_layers(number: int) -> dict:
     return SHAPES["Qwen/Qwen2.5-0.5B-Instruct"] | {"num_hidden_layers": number}
 
 
-@functools.cache
-def _machine() -> dict:
-    """As it is before the first results are written, which change the working tree."""
-    return describe_machine()
-
-
 def _store(name: str, values: dict) -> None:
     """Replace one part of the results, with the versions, the machine and the commit that it is from."""
-    parts = {name: values, f"{name}/from": _machine()}
+    parts = {name: values, f"{name}/from": describe_machine()}
     write_json(RESULTS, read_json(RESULTS, "model_memory") | parts, entry="model_memory")
 
 
 if __name__ == "__main__":
     command = tyro.cli(Command, description=__doc__)
-    if command.check:
-        measure()
-        compare()
-    elif command.compare:
+    if command.compare:
         compare()
     elif command.recipes:
         print_recipes()

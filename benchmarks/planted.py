@@ -10,6 +10,7 @@ Shapes as in the experiments: B rows, T tokens, Q prompts, G completions per pro
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from unittest.mock import patch
 
@@ -47,9 +48,7 @@ class Trap:
     in_evaluation: bool = False  # the mistake is in sampling: the run's own evaluations have it too
 
 
-def replaced(target: object, **values: object) -> AbstractContextManager:
-    """The attributes have these values within the context."""
-    return patch.multiple(target, **values)
+replaced = patch.multiple  # the attributes of a module or a class have other values within the context
 
 
 def with_mask(change: Callable[[Experience, list], torch.Tensor]) -> Plant:
@@ -172,10 +171,6 @@ def per_token(train: ModuleType, *, by_micro_batch: bool = False) -> Iterator[No
         yield
 
 
-def micro_batch_mean(train: ModuleType) -> AbstractContextManager:
-    return per_token(train, by_micro_batch=True)
-
-
 def behind_the_prompt(experience: Experience, trajectories: list) -> torch.Tensor:
     """Everything behind the prompt is trained, what tools have written among it."""
     position = torch.arange(experience.action_mask.shape[1], device=experience.sequences.device)
@@ -257,7 +252,7 @@ TRAPS = {
     ),
     "micro_batch_mean": Trap(
         title="loss averaged per micro-batch",
-        plant=micro_batch_mean,
+        plant=partial(per_token, by_micro_batch=True),
         setting="token_mean",
         test="unit/test_loss.py::test_losses_of_micro_batches_add_up",
     ),

@@ -40,30 +40,20 @@ class Config:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
-    make_runs(config)
+    places = {seed: Path(config.runs_dir) / config.experiment / f"{config.prefix}{seed}" for seed in config.seeds}
+    for seed, place in places.items():
+        if not (place / "summary.json").exists():
+            command = [sys.executable, str(ROOT / config.experiment / "train.py"), "--seed", str(seed)]
+            command += ["--name", place.name, "--runs-dir", config.runs_dir, "--eval-every", str(config.eval_every)]
+            command += (["--model", config.model] if config.model else []) + shlex.split(config.flags)
+            print(shlex.join(command), flush=True)
+            subprocess.run(command, check=True)
+    # only now: changed files here would mark the commit of later runs as changed
+    keep_runs(ROOT / config.experiment / "results", [read_run(place) for place in places.values()])
     draw(config.experiment, config.panels, dict(entry.split("=", 1) for entry in config.also))
 
 
-def make_runs(config: Config) -> None:
-    """Train with every seed, and keep what the figures need."""
-    runs = {f"{config.prefix}{seed}": seed for seed in config.seeds}
-    for name, seed in runs.items():
-        if not (Path(config.runs_dir) / config.experiment / name / "summary.json").exists():
-            train(config, seed, name)
-    # only now: changed files here would mark the commit of later runs as changed
-    made = [read_run(Path(config.runs_dir) / config.experiment / name) for name in runs]
-    keep_runs(ROOT / config.experiment / "results", made)
-
-
-def train(config: Config, seed: int, name: str) -> None:
-    command = [sys.executable, str(ROOT / config.experiment / "train.py"), "--seed", str(seed), "--name", name]
-    command += ["--runs-dir", config.runs_dir, "--eval-every", str(config.eval_every)]
-    command += (["--model", config.model] if config.model else []) + shlex.split(config.flags)
-    print(shlex.join(command), flush=True)
-    subprocess.run(command, check=True)
-
-
-def draw(experiment: str, panels: Sequence[str] = PANELS, also: dict[str, str] | None = None) -> None:
+def draw(experiment: str, panels: Sequence[str], also: dict[str, str]) -> None:
     """Draw the curve of the experiment: its runs, those of its parent on the same task, and others of its own.
 
     Args:
@@ -73,7 +63,7 @@ def draw(experiment: str, panels: Sequence[str] = PANELS, also: dict[str, str] |
         experiment: (experiment, "seed"),
         f"{experiment}, from a second warm start": (experiment, "second_policy_seed"),
     }
-    places |= {label: (experiment, prefix) for prefix, label in (also or {}).items()}
+    places |= {label: (experiment, prefix) for prefix, label in also.items()}
     parent = parent_of(experiment)
     if parent and task_of(parent) == task_of(experiment):
         places = {parent: (parent, "seed")} | places

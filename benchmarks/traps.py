@@ -193,9 +193,9 @@ def check_planted(curves: Curves) -> None:
                 sys.exit(f"error: {name} with seed {seed} is the same run as the correct one: nothing was planted")
 
 
-def smooth(curve: Curve, key: str) -> list[float]:
-    """Each step's value, averaged with those of the WINDOW - 1 steps before it."""
-    values = [entry[key] for entry in curve.values() if key in entry]
+def smooth(curve: Curve) -> list[float]:
+    """The sampled accuracy of each step, averaged with those of the steps before it."""
+    values = [entry["reward/correct"] for entry in curve.values() if "reward/correct" in entry]
     return [mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
 
 
@@ -213,7 +213,7 @@ def draw(curves: Curves, runs: dict[str, dict]) -> None:
     for name, axes in zip(traps, places.flat, strict=False):
         setting = TRAPS[name].setting
         for which, color, label in ((setting, "0.45", "correct"), (name, "tab:red", "with the mistake")):
-            seeds = [smooth(curve, "reward/correct") for curve in curves[which].values()]
+            seeds = [smooth(curve) for curve in curves[which].values()]
             means, lowest, highest = ([f(step) for step in zip(*seeds, strict=True)] for f in (mean, min, max))
             held_out = mean(last_ones(curves, which, "eval/greedy/accuracy", 1, curves[which]))
             axes.plot(range(1, len(means) + 1), means, color=color, label=f"{label}; held out {held_out:.2f}")

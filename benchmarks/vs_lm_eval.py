@@ -48,7 +48,6 @@ class Config:
     lm_eval: str = sys.executable  # the Python of an environment with the extra lm-eval
     questions: int = 500  # the first ones
     epochs: int = 25  # passes of the supervised training over the half of the questions
-    repetitions: int = 1  # of every evaluation, for its time
     batch_sizes: tuple[int, ...] = (1, 16)
     work: Path | None = None  # where the model is made, or was made by an earlier call; None: a temporary directory
     output: Path = RESULTS
@@ -167,30 +166,30 @@ def make_lessons(rows: list[dict]) -> list[dict]:
 def measure(config: Config, work: Path, model: Path) -> dict:
     """All evaluations, taking turns, and what the two programs agree in."""
     rows = read_questions(config)
-    runs = {}
-    for repetition in range(config.repetitions):
-        for batch_size in config.batch_sizes:
-            runs[repetition, batch_size] = run_both(config, work, model, batch_size)
+    runs = {size: run_both(config, work, model, size) for size in config.batch_sizes}
     with_defaults = work / "with_defaults"
     shutil.copytree(model, with_defaults, dirs_exist_ok=True)
     settings = with_defaults / "generation_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text(encoding="utf-8")) | DEFAULTS), encoding="utf-8")
     penalised = run_both(config, work, with_defaults, config.batch_sizes[-1])
     prompts, log_likelihoods = our_prompts(model, rows)
-    lm_eval = {size: runs[0, size]["lm_eval"] for size in config.batch_sizes}
     result = {
         "lm_eval_versions": penalised["lm_eval"]["versions"],
         "num_questions": len(rows),
-        "batch_sizes": {size: compare(runs[0, size], prompts) for size in config.batch_sizes},
+        "batch_sizes": {size: compare(run, prompts) for size, run in runs.items()},
         "with_repetition_penalty": {"generation_config": DEFAULTS} | compare(penalised, prompts),
-        "other_filters_of_lm_eval": other_filters(lm_eval[config.batch_sizes[-1]]),
+        "other_filters_of_lm_eval": {  # what the same completions score there
+            name: statistics.mean(values)
+            for name, values in runs[config.batch_sizes[-1]]["lm_eval"]["other_filters"].items()
+        },
         "log_likelihood": {
-            size: compare_log_likelihoods(run["log_likelihoods"], log_likelihoods) for size, run in lm_eval.items()
+            size: compare_log_likelihoods(run["lm_eval"]["log_likelihoods"], log_likelihoods)
+            for size, run in runs.items()
         },
         "texts_equal_in_all_runs": {program: num_equal(program, runs.values()) for program in ("lm_eval", "evaluate")},
-        "cpu_seconds": {size: cpu_seconds([runs[i, size] for i in range(config.repetitions)]) for size in lm_eval},
+        "cpu_seconds": {size: cpu_seconds(run) for size, run in runs.items()},
         # of evaluate.py; "different" has those of lm-eval that are not the same
-        "completions": {size: runs[0, size]["evaluate"]["answers"] for size in config.batch_sizes},
+        "completions": {size: run["evaluate"]["answers"] for size, run in runs.items()},
         "completions_with_repetition_penalty": penalised["evaluate"]["answers"],
     }
     print(json.dumps({name: value for name, value in result.items() if "completions" not in name}, indent=1))
@@ -244,18 +243,10 @@ def num_equal(program: str, runs: Iterable[dict[str, dict]]) -> int:
     return sum(len(set(of_question)) == 1 for of_question in zip(*texts, strict=True))
 
 
-def other_filters(run: dict) -> dict[str, float]:
-    """What the same completions score under the filters of lm-eval's task gsm8k."""
-    return {name: sum(values) / len(values) for name, values in run["other_filters"].items()}
-
-
-def cpu_seconds(runs: list[dict[str, dict]]) -> dict:
-    """Medians over the repetitions: for the answers, and for the complete process."""
-    medians = {
-        part: {program: statistics.median(run[program][part] for run in runs) for program in ("lm_eval", "evaluate")}
-        for part in ("cpu", "cpu_of_process")
-    }
-    return {part: values | {"ratio": values["lm_eval"] / values["evaluate"]} for part, values in medians.items()}
+def cpu_seconds(run: dict[str, dict]) -> dict:
+    """For the answers, and for the complete process."""
+    seconds = {part: {name: run[name][part] for name in ("lm_eval", "evaluate")} for part in ("cpu", "cpu_of_process")}
+    return {part: values | {"ratio": values["lm_eval"] / values["evaluate"]} for part, values in seconds.items()}
 
 
 def our_prompts(model: Path, rows: list[dict]) -> tuple[list[list[int]], dict[str, list[float]]]:

@@ -20,15 +20,14 @@ Writes benchmarks/results/vs_trl.json and vs_trl.png; results of parts that are 
 """
 
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
@@ -49,7 +48,7 @@ class Job:
     """What one process has to do, and with which trainer."""
 
     trainer: str  # ours or trl
-    policy: str = "tiny"  # or characters, or a directory
+    policy: str = "tiny"  # or characters
     beta: float = 0.0
     threads: int = 1
     prompts: int = 16  # per step
@@ -59,7 +58,6 @@ class Job:
     steps: int = 12
     seconds: float | None = None  # CPU seconds after which to stop, instead of steps
     eval_every: int = 0  # steps; 0: never
-    lr: float | None = None  # None: that of the policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +125,10 @@ def summarise(runs: dict[str, list[dict]], clock: str) -> dict:
     """Medians and ranges of one setting, in CPU (`cpu`) or wall-clock (`wall`) seconds."""
     result: dict = {"clock": clock}
     for trainer, repetitions in runs.items():
-        rates, peaks = [], [repetition["peak_bytes"] for repetition in repetitions]
-        for repetition in repetitions:
-            steps = repetition["steps"][WARM_UP:]
-            rates.append(sum(step["tokens"] for step in steps) / sum(step[f"{clock}/step"] for step in steps))
+        rates = [_rate(repetition, clock) for repetition in repetitions]
         result[f"{trainer}_tokens_per_second"] = statistics.median(rates)
         result[f"{trainer}_tokens_per_second_range"] = [min(rates), max(rates)]
-        result[f"{trainer}_peak_bytes"] = statistics.median(peaks)
+        result[f"{trainer}_peak_bytes"] = statistics.median(repetition["peak_bytes"] for repetition in repetitions)
         counted = [step for repetition in repetitions for step in repetition["steps"][WARM_UP:]]
         for part in ("tokens", *(f"{clock}/{part}" for part in ("step", "sampling", "log_probs", "update"))):
             result[f"{trainer}_{part.split('/')[-1]}"] = statistics.median(step[part] for step in counted)
@@ -155,7 +150,7 @@ def print_table(settings: dict[str, dict]) -> None:
 
     table = Table("setting", "", "tokens/s", "step", "sampling", "log-probs", "update", "peak GB", "ratio")
     for name, result in settings.items():
-        for trainer in (who for who in ("trl", "ours", "one_turn") if f"{who}_step" in result):
+        for trainer in ("trl", "ours"):
             parts = [f"{result[f'{trainer}_{part}']:.2f}" for part in ("step", "sampling", "log_probs", "update")]
             rate, peak = result[f"{trainer}_tokens_per_second"], result[f"{trainer}_peak_bytes"] / 1e9
             ratio = f"{result['ratio']:.2f}" if trainer == "ours" else ""
@@ -207,10 +202,10 @@ def draw(accuracy: dict) -> None:
 # One process ---------------------------------------------------------------------------------------------------------
 
 
-def start(job: Job, script: str = __file__) -> dict:
+def start(job: Job) -> dict:
     """Run a job in a process of its own, and return its measurements."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, script, "--job", json.dumps(asdict(job))]
+    command = [sys.executable, __file__, "--job", json.dumps(asdict(job))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"error: {job} failed:\n{result.stderr[-3000:]}")
@@ -218,35 +213,22 @@ def start(job: Job, script: str = __file__) -> dict:
 
 
 def work(job: Job) -> None:
-    """Do the job in this process."""
+    """Do the job in this process; the last line on stdout holds its measurements."""
+    import torch
+
+    from harness.run.machine import peak_memory_bytes
+
     if job.policy == "characters":
         from tasks import arithmetic
 
         arithmetic.reward = lambda row, text: {"correct": float(len(text.replace(" ", "")) % 10 == 0), "format": 0.0}
         arithmetic.solution = lambda row: "0123456789"
-    measure(job, train_ours if job.trainer == "ours" else train_trl)
-
-
-def measure(job: Job, train: Callable[[Job, "Clock", str], None]) -> None:
-    """Let `train` do the job; the last line on stdout holds its measurements."""
-    import torch
-
     torch.set_num_threads(job.threads)
     clock = Clock(job)
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as directory:
-        train(job, clock, directory)
-    from harness.run.machine import peak_memory_bytes
-
-    print(
-        json.dumps(
-            {
-                "steps": clock.steps,
-                "evaluations": clock.evaluations,
-                "moved": clock.moved,
-                "peak_bytes": peak_memory_bytes("cpu"),
-            }
-        )
-    )
+        (train_ours if job.trainer == "ours" else train_trl)(job, clock, directory)
+    measured = {"steps": clock.steps, "evaluations": clock.evaluations}
+    print(json.dumps(measured | {"peak_bytes": peak_memory_bytes("cpu")}))
 
 
 class JobDoneError(Exception):
@@ -260,8 +242,6 @@ class Clock:
         self.job = job
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
-        self.counts: dict[str, float] = {}  # what else to record of the current step
-        self.moved = 0.0  # how far the parameters are from where they began, at the end: Euclidean norm
         self._total = {"cpu": 0.0, "wall": 0.0}
         self._begin_step()
 
@@ -288,7 +268,7 @@ class Clock:
             update = step[f"{name}/step"] - self._parts[f"{name}/sampling"] - self._parts[f"{name}/log_probs"]
             step |= {f"{name}/{part}": self._parts[f"{name}/{part}"] for part in ("sampling", "log_probs")}
             step[f"{name}/update"] = update  # everything that is neither sampling nor log-probs
-        self.steps.append({"tokens": tokens} | self.counts | step)
+        self.steps.append({"tokens": tokens} | step)
         over = len(self.steps) == self.job.steps
         over |= self.job.seconds is not None and self._total["cpu"] >= self.job.seconds
         if self.job.eval_every and (over or len(self.steps) % self.job.eval_every == 0):
@@ -299,7 +279,6 @@ class Clock:
 
     def _begin_step(self) -> None:
         self._start = self._now()
-        self.counts = {}
         self._parts = {f"{name}/{part}": 0.0 for name in self._start for part in ("sampling", "log_probs")}
 
     @staticmethod
@@ -326,7 +305,7 @@ def checkpoint_of(job: Job, directory: str) -> str:
     from harness.base.config import TINY_POLICY
 
     if job.policy != "characters":
-        return str(TINY_POLICY) if job.policy == "tiny" else job.policy
+        return str(TINY_POLICY)
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -346,49 +325,28 @@ def checkpoint_of(job: Job, directory: str) -> str:
     return place
 
 
-def train_ours(
-    job: Job,
-    clock: Clock,
-    directory: str,
-    experiment: str = "experiment_base",
-    sampler: str = "sample_completions",
-    change: Callable | None = None,
-    **settings,
-) -> None:
-    """Run a train.py unchanged, with a clock around the functions that its loop calls.
-
-    Args:
-        sampler: the name of the function that samples.
-        change: called with the module first; it may replace other functions.
-        settings: more flags.
-    """
-    spec = spec_from_file_location("train", ROOT / experiment / "train.py")
+def train_ours(job: Job, clock: Clock, directory: str) -> None:
+    """Run experiment_base/train.py unchanged, with a clock around the functions that its loop calls."""
+    spec = spec_from_file_location("train", ROOT / "experiment_base" / "train.py")
     train = sys.modules["train"] = module_from_spec(spec)
     spec.loader.exec_module(train)
-    if change is not None:
-        change(train)
-    policies, lengths, begin = [], [], []
-    log = train.Run.log
+    policies, lengths = [], []
+    log, load = train.Run.log, train.load_policy
 
     def log_and_note(run, step, metrics):
         lengths.append(metrics["completion/length"])
-        clock.counts["correct"] = metrics["reward/correct"]
         log(run, step, metrics)
 
     def end_step(run, step, policy, optimizer):
         """Replaces the checkpoint, which is the last part of a step."""
         clock.end_step(round(lengths[-1] * job.prompts * job.group_size), lambda: examine(policies[0], job.seed))
 
-    def keep(function: Callable) -> Callable:
-        def load(*arguments):
-            policies.append(function(*arguments))
-            begin.extend(parameter.detach().clone() for parameter in policies[-1].parameters())
-            return policies[-1]
+    def load_and_keep(*arguments):
+        policies.append(load(*arguments))
+        return policies[-1]
 
-        return load
-
-    train.load_policy = keep(train.load_policy)
-    setattr(train, sampler, clock.timed("sampling", getattr(train, sampler)))
+    train.load_policy = load_and_keep
+    train.sample_completions = clock.timed("sampling", train.sample_completions)
     train.token_log_probs = clock.timed("log_probs", train.token_log_probs)
     train.Run.log = log_and_note
     train.Run.checkpoint = end_step
@@ -396,42 +354,15 @@ def train_ours(
     flags = {
         "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled one
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
-        "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": rate_of(job),
+        "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR[job.policy],
         "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",
-        **settings,
     }  # fmt: skip
-    try:
+    with suppress(JobDoneError):
         train.main([word for name, value in flags.items() for word in (f"--{name}", str(value))])
-    except JobDoneError:
-        clock.moved = _distance(policies[0].parameters(), begin)
 
 
-def rate_of(job: Job) -> float:
-    return LR[job.policy] if job.lr is None else job.lr
-
-
-def _distance(parameters: Iterable, begin: list) -> float:
-    return math.sqrt(
-        sum(float((now.detach() - then).square().sum()) for now, then in zip(parameters, begin, strict=True))
-    )
-
-
-def train_trl(
-    job: Job,
-    clock: Clock,
-    directory: str,
-    task=None,
-    tools: Sequence[Callable] = (),
-    change: Callable | None = None,
-    **settings,
-) -> None:
-    """TRL's GRPOTrainer with the settings of experiment_base; saving, reporting and progress bars are switched off.
-
-    Args:
-        task: a module of tasks; None: that of experiment_base.
-        change: called with the tokenizer first.
-        settings: what else to set in its GRPOConfig.
-    """
+def train_trl(job: Job, clock: Clock, directory: str) -> None:
+    """TRL's GRPOTrainer with the settings of experiment_base; saving, reporting and progress bars are switched off."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -443,31 +374,27 @@ def train_trl(
     from harness.data.data import prompts_of_step, read_rows
     from harness.models.loading import find_end_of_turn_ids
 
-    task = task or arithmetic
-    rows = read_rows(str(task.TRAIN_DATA), task.FIELDS)
+    rows = read_rows(str(arithmetic.TRAIN_DATA), arithmetic.FIELDS)
     num_steps = min(job.steps, 2000)
     order = [
         index for step in range(1, num_steps + 1) for index in prompts_of_step(len(rows), job.prompts, step, job.seed)
     ]
     dataset = Dataset.from_list(
-        [{"prompt": task.messages(rows[index]), "answer": str(rows[index]["answer"])} for index in order]
+        [{"prompt": arithmetic.messages(rows[index]), "answer": str(rows[index]["answer"])} for index in order]
     )
     checkpoint = checkpoint_of(job, directory)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    begin = [parameter.detach().clone() for parameter in model.parameters()]
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    if change is not None:
-        change(tokenizer)
     # for the evaluations only; without make_policy's optimizations, so that TRL's model is unchanged
     end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
     policy = Policy(model, tokenizer, end_of_turn_ids, tokenizer.pad_token_id)
     sampled: list[int] = []
 
     def correct(completions, answer, **_) -> list[float]:
-        texts = ["\n".join(map(_said, completion)) for completion in completions]
-        rewards = [task.reward({"answer": wanted}, text)["correct"] for wanted, text in zip(answer, texts, strict=True)]
-        clock.counts["correct"] = statistics.mean(rewards)
-        return rewards
+        texts = [completion[0]["content"] for completion in completions]
+        return [
+            arithmetic.reward({"answer": wanted}, text)["correct"] for wanted, text in zip(answer, texts, strict=True)
+        ]
 
     class Steps(TrainerCallback):
         def on_train_begin(self, *arguments, **settings):
@@ -492,14 +419,8 @@ def train_trl(
     generate = clock.timed("sampling", GRPOTrainer._generate)
 
     def generate_and_note(self, *arguments, **settings):
-        """What tools answer is not sampled: its mask is 0. Without tools there is no mask."""
         result = generate(self, *arguments, **settings)
-        ids, mask, completions = result[1:4]
-        num_ids = sum(map(len, ids))
-        sampled.append(num_ids if mask is None else sum(map(sum, mask)))
-        clock.counts["tool_tokens"] = num_ids - sampled[-1]
-        clock.counts["turns"] = sum(message["role"] == "assistant" for row in completions for message in row) / len(ids)
-        clock.counts["truncated"] = statistics.mean(row[-1] not in end_of_turn_ids for row in ids)
+        sampled.append(sum(map(len, result[1])))
         return result
 
     GRPOTrainer._generate = generate_and_note
@@ -509,7 +430,6 @@ def train_trl(
         reward_funcs=correct,
         train_dataset=dataset,
         callbacks=[Steps()],
-        tools=list(tools) or None,
         args=GRPOConfig(
             output_dir=directory,
             seed=job.seed,
@@ -524,7 +444,7 @@ def train_trl(
             temperature=1.0,
             beta=job.beta,
             loss_type="grpo",
-            learning_rate=rate_of(job),
+            learning_rate=LR[job.policy],
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=1.0,
@@ -532,24 +452,10 @@ def train_trl(
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            **settings,
         ),
     )
-    try:
+    with suppress(JobDoneError):
         trainer.train()
-    except JobDoneError:
-        clock.moved = _distance(model.parameters(), begin)
-
-
-def _said(message: dict) -> str:
-    """The text of an assistant's turn, without its tool calls; of what a tool answers, nothing.
-
-    TRL takes thoughts out of the text, if it is told to look for tool calls.
-    """
-    if message["role"] != "assistant":
-        return ""
-    thought = message.get("reasoning_content")
-    return (f"<think>{thought}</think>" if thought else "") + message["content"]
 
 
 if __name__ == "__main__":

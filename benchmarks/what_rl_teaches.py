@@ -1,244 +1,391 @@
-"""What reinforcement learning teaches the bundled policies: pass@k before and after, and what changed in the answers.
+"""The figure and the tables of docs/what_rl_teaches.md, from what has been measured (see benchmarks/README.md).
 
-    python benchmarks/what_rl_teaches.py --run               # everything: two hours on one core
-    python benchmarks/what_rl_teaches.py --run --only long_sums     # one case
-    python benchmarks/what_rl_teaches.py                     # figure and tables from the committed data
+    python benchmarks/what_rl_teaches.py
 
-Trains what is not in the directory of runs yet, asks every policy each question once greedily and 256 times by
-sampling, and keeps all completions in the directory of runs. Writes counts per question (counts.json), some of the
-completions (samples.jsonl) and the runs (metrics.csv and runs.json; Countdown's, with all of their metrics, in
-countdown/) into benchmarks/results/what_rl_teaches/. teaches_page.py draws the figure and makes the tables of
-docs/what_rl_teaches.md; the steps of thoughts are read in thoughts.py.
+pass@k is the unbiased estimate of common/evaluate.py from 256 samples of each question, averaged over the questions.
 """
 
-import gzip
-import importlib
 import json
-import os
-import re
-import shlex
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 
-import torch
-import tyro
-from teaches_page import COUNTS, RESULTS, draw, read_results, tables
-from thoughts import first_mistake, keeps_order, steps_of, style_of, terms_of
+import numpy as np
 
-from common.chat import decode, encode_prompt
-from common.evaluate import EVALUATION
-from common.sampling import sample
-from viewer.groups import read_run
-from viewer.results import keep_runs, write_json
-
-from harness.base.config import RunConfig
-from harness.data.data import read_rows
-from harness.models.loading import load_policy
+from common.evaluate import pass_at_k
+from viewer.results import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_SAMPLES = 256
-KEPT_QUESTIONS = 6  # whose answers are shown in samples.jsonl: one of each length
-SEEDS = (0, 1, 2)
-COLUMNS = ("reward/correct", "completion/length", "policy/entropy", "loss/grad_norm", "group/zero_reward_variance",
-           "eval/greedy/accuracy", "loss/total")  # fmt: skip
-LONG = ("--data", "data/long_sums.jsonl", "--eval-data", "data/long_sums_heldout.jsonl", "--completion-prefix",
-        "<think>", "--lr", "1e-4", "--kl-weight", "0", "--eval-prompts", "96", "--eval-every", "20",
-        "--checkpoint-every", "0", "--samples-every", "0")  # fmt: skip
-UP_TO_7 = ("--at-most", "num_terms=7", "--max-new-tokens", "160")
-UP_TO_10 = ("--max-new-tokens", "224")
-COUNTDOWN = ("--model", "tiny_countdown", "--task", "countdown", "--steps", "100", "--prompts-per-step", "32",
-             "--group-size", "16", "--lr", "3e-4", "--kl-weight", "0", "--max-new-tokens", "56")  # fmt: skip
-AGAIN = ("--model", "tiny", "--num-copying", "0", "--num-answering", "0", "--checkpoint-every", "0")
+RESULTS = ROOT / "benchmarks" / "results" / "what_rl_teaches"
+COUNTS = RESULTS / "counts.json"
+PICTURE = ROOT / "docs" / "what_rl_teaches.png"
+KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SHOWN = (1, 4, 16, 64, 256)  # in tables
+NUM_RESAMPLES = 4000
+
+Result = dict  # of one policy: counts per question by name, and "about"
+Results = dict[str, dict[str, list[Result]]]  # by case, and by name without its seed
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A policy, and how it is asked."""
+def read_results() -> Results:
+    results: Results = {}
+    for policy, result in sorted(json.loads(COUNTS.read_text("utf-8")).items()):
+        case, _, name = policy.partition("/")
+        if name:  # not what forgotten.py or countdown_search.py has measured
+            results.setdefault(case, {}).setdefault(name.rstrip("0123456789").rstrip("-"), []).append(result)
+    return results
 
-    case: str  # questions, and what is trained on
-    name: str
-    train: tuple[str, ...] = ()  # script and flags that make it; none: the bundled policy as it is
-    data: str = "data/long_sums_heldout.jsonl"
-    num_questions: int = 192  # the first ones of the file
-    prefix: str = "<think>"  # what every completion is made to begin with
-    max_new_tokens: int = 224
-    task: str = "arithmetic"  # a file of tasks
-    model: str = "tiny"  # without `train`
-    run: str | None = None  # name of the run; None: <case>-<name>
 
-    def place(self, runs_dir: str) -> Path:
-        return Path(runs_dir) / self.train[0].partition("/")[0] / (self.run or f"{self.case}-{self.name}")
+class Group:
+    """The same policy with several seeds, on some of its questions."""
+
+    def __init__(self, results: list[Result], terms: range | None = None):
+        self.results = results
+        numbers = np.array(results[0]["num_terms"])
+        self.mask = np.isin(numbers, terms) if terms is not None else np.ones(len(numbers), dtype=bool)
+
+    def counts(self, name: str) -> np.ndarray:
+        """(seeds, questions); 0 where nothing was counted. "sound": right answers whose thought has no mistake."""
+        if name == "sound":
+            return self.counts("right") - self.counts("right/with mistake")
+        return np.array([result.get(name, [0] * len(self.mask)) for result in self.results])[:, self.mask]
+
+    def total(self, *names: str) -> np.ndarray:
+        """(seeds,) the sum over questions."""
+        return sum(self.counts(name).sum(axis=1) for name in names)
+
+    def passes(self, k: int, name: str = "right") -> np.ndarray:
+        """(seeds, questions): pass@k of each question, of what `name` counts as a success."""
+        n = self.results[0]["about"]["samples"]
+        of_count = np.array([pass_at_k(n, c, k) for c in range(n + 1)])
+        return of_count[self.counts(name)]
 
     @property
-    def module(self) -> ModuleType:
-        return importlib.import_module(f"tasks.{self.task}")
-
-    def rows(self) -> list[dict]:
-        return read_rows(str(ROOT / self.data), self.module.FIELDS)[: self.num_questions]
+    def samples(self) -> int:
+        return self.results[0]["about"]["samples"] * int(self.mask.sum())
 
 
-def policies() -> Iterator[Asked]:
-    short = {"data": "data/math_tasks_heldout.jsonl", "num_questions": 128, "max_new_tokens": 96}
-    base = "experiment_base/train.py"
-    yield Asked("bundled", "before", prefix="", **short)
-    yield Asked("bundled", "made-to-think", **short)
-    for seed in SEEDS:
-        yield Asked("bundled", f"after-{seed}", (base, "--seed", f"{seed}"), prefix="", **short)
-    yield Asked("long_sums", "before")
-    for seed in SEEDS:
-        yield Asked("long_sums", f"after-{seed}", (base, *LONG, *UP_TO_7, "--seed", f"{seed}"))
-    for seed in SEEDS:
-        yield Asked("longer_sums", f"after-{seed}", (base, *LONG, *UP_TO_10, "--seed", f"{seed}"))
-    # Lesson 2 of the warm start again: as many rows as reinforcement learning has completions, in 66 updates
-    matched = ("--num-reasoning", "10240", "--lr", "1e-4", "--tokens-per-batch", "12288", "--warmup-steps", "5")
-    yield Asked("long_sums", "lesson-again", ("experiment_sft/train.py", *AGAIN, *matched))
-    relearned = ("--model", "{runs}/experiment_sft/long_sums-lesson-again/final")
-    yield Asked("longer_sums", "lesson-again-then-0", (base, *relearned, *LONG, *UP_TO_10, "--seed", "0"))
-    search = {"data": "data/countdown_tasks_heldout.jsonl", "num_questions": 128, "prefix": "", "max_new_tokens": 56}
-    search |= {"model": "tiny_countdown", "task": "countdown"}
-    yield Asked("countdown_56", "before", **search)
-    for seed in SEEDS:
-        run = f"countdown-after-{seed}"
-        yield Asked("countdown_56", f"after-{seed}", (base, *COUNTDOWN, "--seed", f"{seed}"), run=run, **search)
+def cell(values: np.ndarray, digits: int = 3) -> str:
+    """Of one policy its value, of several seeds the mean and the range.
+
+    >>> cell(np.array([0.5])), cell(np.array([0.5, 0.7]))
+    ('0.500', '0.600 (0.500 to 0.700)')
+    """
+    mean = f"{values.mean():.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({values.min():.{digits}f} to {values.max():.{digits}f})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    run: bool = False  # train and sample what is not there yet; otherwise only draw and print
-    only: tuple[str, ...] = ()  # with --run: cases, or case/policy; none: all
-    runs_dir: str = "runs/what_rl_teaches"  # where runs and completions are kept
+def difference(before: np.ndarray, after: np.ndarray) -> str:
+    """Of means over questions, (seeds, questions) each, with a 95 % interval from drawing the questions again."""
+    values = after.mean(axis=0) - before.mean(axis=0)
+    drawn = np.random.default_rng(0).integers(len(values), size=(NUM_RESAMPLES, len(values)))
+    low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
+    return f"{values.mean():+.3f} ({low:+.3f} to {high:+.3f})"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    config = tyro.cli(Config, args=arguments, description=__doc__)
-    for asked in policies():
-        if config.run and (not config.only or {asked.case, f"{asked.case}/{asked.name}"} & set(config.only)):
-            train(config, asked)
-            ask(config, asked)
-            collect(config, asked)
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def pass_table(groups: dict[str, Group], pairs: list[tuple[str, str]], success: str = "right") -> str:
+    """Greedy accuracy and pass@k of every group, and the differences of pairs of them: the second minus the first."""
+    pairs = [pair for pair in pairs if set(pair) <= groups.keys()]
+    rows = {"greedy accuracy": lambda group: group.counts("greedy/right")} if success == "right" else {}
+    for k in SHOWN:
+        name = "sampled accuracy (pass@1)" if k == 1 and success == "right" else f"pass@{k}"
+        rows[name] = lambda group, k=k: group.passes(k, success)
+    lines = []
+    for name, measure in rows.items():
+        cells = [cell(measure(group).mean(axis=1)) for group in groups.values()]
+        differences = [difference(measure(groups[first]), measure(groups[second])) for first, second in pairs]
+        lines.append([name, *cells, *differences])
+    return markdown(["", *groups, *(f"{second}, minus {first}" for first, second in pairs)], lines)
+
+
+def by_length(groups: dict[str, Group]) -> str:
+    """Greedy and sampled accuracy, and the share of right thoughts: means over the seeds, a row per number of terms."""
+    rows = []
+    for terms in range(5, 11):
+        parts = [Group(group.results, range(terms, terms + 1)) for group in groups.values()]
+        measured = ((x.counts("greedy/right"), x.passes(1), x.passes(1, "sound")) for x in parts)
+        rows.append([str(terms), *(", ".join(f"{values.mean():.3f}" for values in part) for part in measured)])
+    return markdown(["numbers", *groups], rows)
+
+
+def changes(groups: dict[str, Group]) -> str:
+    """What the sampled completions of sums are like; shares are of all completions, unless said."""
+
+    def share(*names: str):
+        return lambda group: group.total(*names) / group.samples
+
+    def ratio(part: str, whole: str):
+        return lambda group: group.total(part) / group.total(whole)
+
+    def accuracy(style: str):
+        return ratio(f"style/{style}/right", f"style/{style}")
+
+    rows = {
+        "wrong steps, of all steps": (ratio("steps/wrong", "steps"), 4),
+        "first mistake: a wrong result": (share("mistake/arithmetic"), 3),
+        "first mistake: a number that is not asked for": (share("mistake/operand"), 3),
+        "first mistake: a number left out": (share("mistake/left out"), 3),
+        "other mistakes": (share("mistake/carried", "mistake/answer", "mistake/form"), 3),
+        "right, in spite of a mistake": (share("right/with mistake"), 4),
+        "no mistake, but another order": (share("another order"), 3),
+        "share of step by step": (share("style/step by step"), 3),
+        "share of careful": (share("style/careful"), 3),
+        "accuracy of step by step": (accuracy("step by step"), 3),
+        "accuracy of careful": (accuracy("careful"), 3),
+        "checks per completion": (share("checks"), 3),
+        "length (tokens)": (share("length"), 1),
+        "cut off": (share("cut_off"), 4),
+    }
+    lines = [[name, *(cell(f(group), digits) for group in groups.values())] for name, (f, digits) in rows.items()]
+    return markdown(["", *groups], lines)
+
+
+STYLES = ("step by step", "careful", "mixed", "neither", "direct")
+
+
+def divide(before: list[Result], after: list[Result], terms: range) -> dict[str, np.ndarray]:
+    """The gain in sampled accuracy as choice of style and accuracy within styles, per number of terms, then averaged.
+
+        choice first:   sum_s (w'_s - w_s) a_s,   then within: sum_s w'_s (a'_s - a_s)
+        choice last:    sum_s (w'_s - w_s) a'_s
+
+    w is the share and a the accuracy of a style; a prime means after. Two orders, because neither is the right one.
+    """
+    parts: dict[str, list[np.ndarray]] = {"gain": [], "choice, first": [], "choice, last": []}
+    for number in terms:
+        old, new = (Group(results, range(number, number + 1)) for results in (before, after))
+        first = last = 0.0
+        for style in STYLES:
+            w, w_new = (x.total(f"style/{style}") / x.samples for x in (old, new))
+            right, right_new = (x.total(f"style/{style}/right") / x.samples for x in (old, new))
+            a, a_new = (np.divide(r, s, out=np.zeros_like(s), where=s > 0) for r, s in ((right, w), (right_new, w_new)))
+            first, last = first + (w_new - w) * a, last + (w_new - w) * a_new
+        parts["gain"].append(new.total("right") / new.samples - old.total("right") / old.samples)
+        parts["choice, first"].append(first)
+        parts["choice, last"].append(last)
+    return {name: np.mean(values, axis=0) for name, values in parts.items()}
+
+
+def divided(results: Results, labels: list[str], terms: range) -> str:
+    before = results["long_sums"]["before"]
+    found = {label: divide(before, results[LABELS[label][0]][LABELS[label][1]], terms) for label in labels}
+    rows = [[part, *(cell(parts[part]) for parts in found.values())] for part in next(iter(found.values()))]
+    return markdown(["of sampled accuracy", *found], rows)
+
+
+MIDDLE, LONG = range(5, 8), range(8, 11)  # numbers in a sum: what the warm start held, and what it did not
+THEN = "lesson 2 again, then RL on 5 to 10"
+LABELS = {
+    "before": ("long_sums", "before"),
+    "lesson 2 again": ("long_sums", "lesson-again"),
+    "RL on 5 to 7": ("long_sums", "after"),
+    "RL on 5 to 10": ("longer_sums", "after"),
+    THEN: ("longer_sums", "lesson-again-then"),
+}
+UP_TO_7 = ("before", "lesson 2 again", "RL on 5 to 7")
+UP_TO_10 = tuple(LABELS)
+
+
+def sums(results: Results, labels: Iterable[str], terms: range | None) -> dict[str, Group]:
+    """What has been measured on longer sums, by label."""
+    found = {label: results.get(LABELS[label][0], {}).get(LABELS[label][1]) for label in labels}
+    return {label: Group(each, terms) for label, each in found.items() if each}
+
+
+def bundled(results: Results) -> dict[str, Group]:
+    names = {"before": "before", "made to think": "made-to-think", "after RL": "after"}
+    return {label: Group(results["bundled"][name]) for label, name in names.items()}
+
+
+def searches(results: Results) -> dict[str, Group]:
+    """The policies of Countdown, asked with the budget of the training."""
+    found = results["countdown_56"]
+    return {label: Group(found[name]) for label, name in (("before", "before"), ("after RL", "after")) if name in found}
+
+
+def tries(groups: dict[str, Group]) -> str:
+    """The rows about the completions of Countdown; their last cell, the difference, is empty."""
+    names = {"tries": "tries", "false claims": "false_claim", "giving up": "gives_up", "cut off": "cut_off"}
+    rows = [[shown, *(cell(x.total(name) / x.samples) for x in groups.values()), ""] for shown, name in names.items()]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def tries_of_searches() -> str:
+    """What countdown_search.py has counted with room for seven tries: before RL, and over the seeds."""
+    found = read_json(COUNTS, "search")["policies"]
+    after = [policy for name, policy in sorted(found.items()) if name.startswith("seed")]
+    rows = {
+        "sampled accuracy": ("completions", "correct"),
+        "tries per completion": ("completions", "tries"),
+        "tries that hit the target": ("tries", "is_hit"),
+        "tries within 10 of the target": ("tries", "is_near"),
+        "tries made before in the same completion": ("tries", "is_repeated"),
+        "tries whose value is right": ("tries", "is_computed"),
+        "false claims": ("completions", "false_claim"),
+        "cut off": ("completions", "cut_off"),
+    }
+    lines = []
+    for shown, (kind, name) in rows.items():
+        values = np.array([policy[kind][name] for policy in after])
+        lines.append([shown, cell(np.array([found["before"][kind][name]])), cell(values)])
+    return markdown(["", "before", "after RL"], lines)
+
+
+def tables(results: Results) -> dict[str, str]:
+    """All tables of the page, by name."""
+    short = bundled(results)
+    middle = sums(results, UP_TO_7, MIDDLE)
+    long = sums(results, UP_TO_10, LONG)
+    again = "lesson 2 again"
+    pairs = [(again, "RL on 5 to 10"), (again, THEN)]
+    search = searches(results)
+    return {
+        "countdown": pass_table(search, [("before", "after RL")]) + "\n" + tries(search),
+        "countdown: tries": tries_of_searches(),
+        "bundled": pass_table(short, [("before", "after RL")]) + "\n" + answers(short),
+        "5 to 7": pass_table(middle, [("before", "RL on 5 to 7"), (again, "RL on 5 to 7")]),
+        "5 to 7: completions": changes(middle),
+        "5 to 7: styles": divided(results, [label for label in middle if label != "before"], MIDDLE),
+        "8 to 10: answers": pass_table(long, [("before", "RL on 5 to 7"), *pairs]),
+        "8 to 10: thoughts": pass_table(long, [(again, "RL on 5 to 7"), *pairs], "sound"),
+        "8 to 10: completions": changes(long),
+        "8 to 10: styles": divided(results, [label for label in long if label != "before"], LONG),
+        "forgotten": forgotten(),
+        "8 to 10: found and lost": found_and_lost(long),
+        "by length": by_length(sums(results, LABELS, None)),
+    }
+
+
+def forgotten() -> str:
+    """The losses of forgotten.py, in nats per token."""
+    losses = read_json(COUNTS, "forgotten")["loss"]
+    names = {"at the end of lesson 2": "at the end of lesson 2", "bundled": "the bundled policy"}
+    names |= {"long_sums-lesson-again": "after lesson 2 again", "long_sums-after-0": "after RL on 5 to 7, seed 0"}
+    rows = [
+        [shown, *(f"{losses[name][kind]:.4f}" for kind in ("long sums", "others"))] for name, shown in names.items()
+    ]
+    return markdown(["nats per token", "sums of five to seven numbers", "others"], rows)
+
+
+def answers(groups: dict[str, Group]) -> str:
+    """The rows about the style of answers to bundled questions; their last cell, the difference, is empty."""
+    reasoned = [f"style/{style}" for style in STYLES if style != "direct"]
+
+    def accuracy(group: Group, names: list[str]) -> str:
+        asked = group.total(*names)
+        is_rare = asked.min() < group.samples / 1000
+        return "-" if is_rare else cell(group.total(*(f"{name}/right" for name in names)) / asked)
+
+    rows = {
+        "share of reasoned answers": lambda group: cell(group.total(*reasoned) / group.samples),
+        "accuracy of reasoned answers": lambda group: accuracy(group, reasoned),
+        "accuracy of direct answers": lambda group: accuracy(group, ["style/direct"]),
+        "length (tokens)": lambda group: cell(group.total("length") / group.samples, 1),
+    }
+    lines = [[name, *(measure(group) for group in groups.values()), ""] for name, measure in rows.items()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def found_and_lost(groups: dict[str, Group]) -> str:
+    """How many questions have a success among the 256 samples: of those with one before training, and of the others."""
+    rows = []
+    for label, group in groups.items():
+        cells = [label]
+        for success in ("right", "sound"):
+            before, has = groups["before"].counts(success)[0] > 0, group.counts(success) > 0
+            values = [has.sum(axis=1), (has & ~before).sum(axis=1), (~has & before).sum(axis=1)]
+            cells += ["-" if label == "before" and value is not values[0] else number(value) for value in values]
+        rows.append(cells)
+    header = [f"of {int(groups['before'].mask.sum())} questions", "a right answer", "gained", "lost"]
+    return markdown([*header, "a right thought", "gained", "lost"], rows)
+
+
+def number(values: np.ndarray) -> str:
+    """Of whole numbers the mean, and the range if there are several."""
+    return str(values[0]) if len(values) == 1 else f"{values.mean():.1f} ({values.min()} to {values.max()})"
+
+
+COLORS = {
+    "before": "0.2", "after RL": "#0072B2", "made to think": "#CC79A7",
+    "RL on 5 to 7": "#0072B2", "RL on 5 to 10": "#D55E00",
+    "lesson 2 again": "#009E73", THEN: "#CC79A7",
+}  # fmt: skip
+
+
+def draw(results: Results) -> None:
+    """One panel per case: pass@k over k, a line for the mean of the seeds and a band from the lowest to the highest."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed
+    import matplotlib.pyplot as plt
+
+    long = sums(results, UP_TO_10, LONG)
+    middle = sums(results, UP_TO_7, MIDDLE)
+    panels = [
+        ("the bundled task: two to four numbers", bundled(results), "right"),
+        ("sums of five to seven numbers", middle, "right"),
+        ("sums of eight to ten numbers: right answers", long, "right"),
+        ("sums of eight to ten numbers: right thoughts", long, "sound"),
+        ("Countdown, with room for two tries", searches(results), "right"),
+    ]
+    figure, places = plt.subplots(3, 2, figsize=(11, 12.2))
+    draw_lengths(places[-1, 1], sums(results, LABELS, None))
+    for axes, (title, groups, success) in zip(places.flat, panels, strict=False):
+        draw_panel(axes, groups, success)
+        axes.set_title(title, fontsize=12)
+    for axes in places[:, 0]:
+        axes.set_ylabel("pass@k, held-out questions")
+    for axes in (places[-1, 0], places[-2, 1]):
+        axes.set_xlabel("k: attempts per question")
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=100)
+    plt.close(figure)
+
+
+def is_control(label: str) -> bool:
+    """Whether a policy had no RL, other than the one that it is about: it gets a broken line."""
+    return label in ("made to think", "lesson 2 again")
+
+
+def draw_panel(axes, groups: dict[str, Group], success: str) -> None:
+    is_high = groups["before"].passes(KS[-1], success).mean() > 0.9
+    place = "lower right" if is_high else "upper left"
+    for label, group in groups.items():
+        curves = np.array([group.passes(k, success).mean(axis=1) for k in KS]).T  # (seeds, K)
+        style = {"linestyle": "--", "zorder": 3} if is_control(label) else {}
+        axes.plot(KS, curves.mean(axis=0), color=COLORS[label], label=label, linewidth=2, **style)
+        axes.fill_between(KS, curves.min(axis=0), curves.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(KS, [str(k) for k in KS])
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9.5, loc=place)
+
+
+def draw_lengths(axes, groups: dict[str, Group]) -> None:
+    """The share of right thoughts by how many numbers a sum has."""
+    lengths = range(5, 11)
+    for label, group in groups.items():
+        parts = [Group(group.results, range(length, length + 1)) for length in lengths]
+        shares = np.array([part.passes(1, "sound").mean(axis=1) for part in parts]).T  # (seeds, lengths)
+        style = {"linestyle": "--"} if is_control(label) else {}
+        axes.plot(lengths, shares.mean(axis=0), marker="o", markersize=4, color=COLORS[label], label=label, **style)
+        axes.fill_between(lengths, shares.min(axis=0), shares.max(axis=0), color=COLORS[label], alpha=0.2, linewidth=0)
+    axes.set_title("right thoughts in one attempt", fontsize=12)
+    axes.set_xlabel("numbers in the sum")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9.5, loc="lower left")
+
+
+if __name__ == "__main__":
     results = read_results()
     draw(results)
     for name, lines in tables(results).items():
         print(f"{name}\n\n{lines}\n")
-
-
-def train(config: Config, asked: Asked) -> None:
-    """In a process of its own with one thread; a run that is there already is kept."""
-    place = asked.place(config.runs_dir) if asked.train else None
-    if place is None or (place / "summary.json").exists():
-        return
-    script, *flags = (part.replace("{runs}", config.runs_dir) for part in asked.train)
-    command = [sys.executable, script, *flags, "--runs-dir", config.runs_dir, "--name", place.name]
-    print(shlex.join(command[1:]), flush=True)
-    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-
-
-def completions_path(config: Config, asked: Asked) -> Path:
-    return Path(config.runs_dir) / "completions" / asked.case / f"{asked.name}.jsonl.gz"
-
-
-def ask(config: Config, asked: Asked) -> None:
-    """Keep all completions of a policy: of each question the greedy one, as sample -1, and those that are sampled."""
-    path = completions_path(config, asked)
-    if path.exists():
-        return
-    torch.set_num_threads(1)
-    model = str(asked.place(config.runs_dir) / "final") if asked.train else asked.model
-    exact = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa"}
-    policy = load_policy(RunConfig(model=model, completion_prefix=asked.prefix or None, **exact))
-    prompts = [encode_prompt(policy.tokenizer, asked.module.messages(row)) for row in asked.rows()]
-    started = time.perf_counter()
-    settings = {"max_new_tokens": asked.max_new_tokens, "key": (0, EVALUATION), "generation_batch_size": NUM_SAMPLES}
-    drawn = [(-1, x) for x in sample(policy, prompts, 1, greedy=True, **settings)]
-    drawn += [(x.completion_index, x) for x in sample(policy, prompts, NUM_SAMPLES, **settings)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    with gzip.open(new, "wt", encoding="utf-8", compresslevel=4) as file:
-        for index, x in drawn:
-            text = decode(policy.tokenizer, x.completion_ids)  # with the prefix
-            entry = [x.prompt_index, index, text, x.num_action_tokens, x.finish_reason == "stop"]
-            file.write(json.dumps(entry) + "\n")
-    new.rename(path)
-    print(f"{asked.case}/{asked.name}: {len(drawn)} completions in {time.perf_counter() - started:.0f} s", flush=True)
-
-
-def collect(config: Config, asked: Asked) -> None:
-    """Write the counts per question, the curve of the run, and some of the completions."""
-    rows, task = asked.rows(), asked.module
-    with gzip.open(completions_path(config, asked), "rt", encoding="utf-8") as file:
-        completions = [json.loads(line) for line in file]
-    kind = "num_numbers" if asked.task == "countdown" else "num_terms"
-    counts: dict[str, list[int]] = {"num_terms": [row[kind] for row in rows]}
-
-    def count(name: str, question: int, number: int = 1) -> None:
-        counts.setdefault(name, [0] * len(rows))[question] += number
-
-    for question, index, text, length, has_stopped in completions:
-        right = int(task.reward(rows[question], text)["correct"])
-        is_sum = asked.task == "arithmetic"
-        found = describe(rows[question], text, right) if is_sum else task.describe(rows[question], text)
-        if index < 0:
-            count("greedy/right", question, right)
-            continue
-        count("right", question, right)
-        count("length", question, length)
-        count("cut_off", question, not has_stopped)
-        for name, number in found.items():
-            count(name, question, int(number))
-    about = {name: getattr(asked, name) for name in ("data", "prefix", "max_new_tokens")}
-    about |= {"samples": NUM_SAMPLES} | describe_run(config, asked)
-    write_json(COUNTS, {"about": about, **counts}, entry=f"{asked.case}/{asked.name}")
-    keep_samples(RESULTS / "samples.jsonl", asked, rows, completions)
-
-
-def describe(row: dict, text: str, right: int) -> dict[str, int]:
-    """What to count in one completion, by name."""
-    steps = steps_of(text)
-    work = [step for step in steps if not step.is_check]
-    numbers = {"steps": len(work), "steps/wrong": sum(step.is_wrong for step in work)}
-    wrong_checks = sum(step.is_wrong for step in steps if step.is_check)
-    numbers |= {"checks": len(steps) - len(work), "checks/wrong": wrong_checks}
-    terms = [] if re.search(r"\*|times|Multiply|product", row["question"]) else terms_of(row["question"])
-    style = style_of(steps, terms) if steps else "direct"
-    numbers |= {f"style/{style}": 1, f"style/{style}/right": right}
-    if row["num_terms"] > 4:
-        mistake = first_mistake(text, terms)
-        numbers |= {f"mistake/{mistake}": 1, "right/with mistake": right * (mistake != "none")}
-        numbers["another order"] = int(mistake == "none" and not keeps_order(text, terms))
-    return numbers
-
-
-def describe_run(config: Config, asked: Asked) -> dict:
-    """How the policy was made: command, commit, machine, seconds; its run is kept."""
-    if not asked.train:
-        return {"policy": f"the bundled policy {asked.model} as it is"}
-    place = asked.place(config.runs_dir)
-    run = read_run(place)
-    if asked.case == "countdown_56":
-        keep_runs(RESULTS / "countdown", [run])
-    else:
-        keep_runs(RESULTS, [run], COLUMNS)
-    command = shlex.join(asked.train).replace("{runs}", Config.runs_dir)
-    about = run.config | (run.summary or {"seconds": None})  # None: interrupted after its policy was saved
-    return {"command": command} | {key: about[key] for key in ("commit", "machine", "seconds")}
-
-
-def keep_samples(path: Path, asked: Asked, rows: list[dict], completions: list[list]) -> None:
-    """The greedy answer and two sampled ones to each of the first questions, as they are."""
-    old = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
-    kept = [line for line in old if (line["case"], line["policy"]) != (asked.case, asked.name)]
-    for question, index, text, *_ in completions:
-        if question < KEPT_QUESTIONS and index < 2:
-            asked_for = asked.module.messages(rows[question])[-1]["content"]
-            what = {"case": asked.case, "policy": asked.name, "question": asked_for, "sample": index}
-            kept.append(what | {"correct": asked.module.reward(rows[question], text)["correct"], "text": text})
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

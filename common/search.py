@@ -1,6 +1,6 @@
 """Search: documents that a policy finds, instead of knowing them.
 
-An index answers `search(query, k)` with the documents that fit best; harness/search has several kinds. The
+An index answers `search_all(queries, k)` with the documents that fit best; harness/search has several kinds. The
 policy reads their texts, one a line, and never their ids or scores. All queries of a turn are sent to the index
 together, before the environment takes the turn of each conversation.
 """
@@ -32,15 +32,11 @@ class SearchError(Exception):
 class Index(Protocol):
     """Documents that can be searched. Several threads may search at the same time."""
 
-    def search(self, query: str, k: int) -> list[Hit]:
-        """At most `k` hits, best first; none if nothing fits. `query` is any text that a policy may write.
-
-        Raises:
-            SearchError: there is no answer: it took too long, say, or a server failed.
-        """
-
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        """What `search` returns or raises for each of the queries; a query that fails spoils no other one's answer."""
+        """For each query, any text that a policy may write: at most `k` hits, best first; none if nothing fits.
+
+        SearchError in their place: there is no answer, as it took too long, say, or a server failed.
+        """
 
 
 class Searcher:

@@ -31,9 +31,7 @@ def make_worlds() -> dict[str, World]:
 
 def make_documents(worlds: dict[str, World]) -> list[dict]:
     """The documents of all worlds, mixed."""
-    rows = [
-        {"id": entity.name, "text": document(entity)} for world in worlds.values() for entity in world.entities.values()
-    ]
+    rows = [{"id": entity.name, "text": document(entity)} for world in worlds.values() for entity in world.values()]
     random.Random(SEED).shuffle(rows)
     return rows
 

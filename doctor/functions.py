@@ -259,9 +259,7 @@ def check_generate_inputs(file: UserFile) -> Iterator[Finding]:
     shape = (len(prompts), max(map(len, prompts)))
     parts = list(result) if isinstance(result, tuple) else []
     if len(parts) != 2 or any(not isinstance(x, torch.Tensor) or tuple(x.shape) != shape for x in parts):
-        raise UnusableError(
-            f"generate_inputs must return two tensors of shape {shape}: the ids, and the attention mask"
-        )
+        raise UnusableError(f"generate_inputs must return two tensors of shape {shape}: ids, and attention mask")
     ids, attention = (x.tolist() for x in parts)
     last = sum(row[-1] == prompt[-1] for row, prompt in zip(ids, prompts, strict=True))
     trap = "The last token of a prompt is not in the last column, from which sampling continues."

@@ -7,9 +7,8 @@ Four kinds, each of which has one short answer that stands in the document part:
 - default:  What is the default of `highWaterMark`?
 - cloze:    Complete the sentence: Covered Software is provided under this License on an ____ basis.
 
-What would have several right answers is left out: a sentence that occurs in several parts, or that resembles another
-one around the missing word; a term that is defined twice; an acronym that stands for different things. So is what reads
-badly: fragments, code, tables, and sentences that begin with "This", for example.
+What would have several right answers is left out (a sentence that occurs in several parts, a term that is defined
+twice), and so is what reads badly: fragments, code, tables, and sentences that begin with "This", for example.
 """
 
 import re
@@ -112,43 +111,36 @@ def find_fault(draft: Draft, text: str) -> str | None:
 
 
 class Templates:
-    """Makes questions of documents. What is unique or rare is so in all of them, so they are read twice.
+    """Makes questions of documents, all parts in the order of the corpus; `overlap`: words shared with the one before.
 
-    Args:
-        documents: all parts, in the order of the corpus.
-        overlap: words that a part shares with the one before.
+    What is unique or rare is so in all documents, so they are read twice.
     """
 
     def __init__(self, documents: list[Document], overlap: int):
-        self._parts_with: Counter[str] = Counter()  # a word
-        self._asked: Counter[str] = Counter()  # a question, in all parts
-        self._answers: dict[str, set[str]] = {}
-        self._num_parts = len(documents)
+        self._num_parts, self._parts_with = len(documents), Counter()  # the latter by word
         self._continued = {part.id for before, part in pairwise(documents) if continues(part, before, overlap)}
         self._sentences: Counter[str] = Counter()
-        self._passages: set[int] = set()  # checksums of all that stands around a word
-        self._repeated: set[int] = set()  # of those, what stands in several places
+        self._repeated: set[int] = set()  # checksums of what stands in several places around a word
+        passages: set[int] = set()
         for document in documents:
             self._parts_with.update(set(re.findall(r"[^\W\d_]+", document.text)))
-            for sentence in {normalise(sentence) for sentence in self._sentences_in(document)}:
-                self._sentences[sentence] += 1
-                passages = set(passages_of(sentence.split()))
-                self._repeated |= passages & self._passages
-                self._passages |= passages
-        for document in documents:
-            for draft in self._proposals(document):
-                self._asked[normalise(draft.question)] += 1
-                self._answers.setdefault(normalise(draft.question), set()).add(normalise(draft.answer))
+            sentences = {normalise(sentence) for sentence in self._sentences_in(document)}
+            self._sentences.update(sentences)
+            for sentence in sentences:
+                around = set(passages_of(sentence.split()))
+                self._repeated |= around & passages
+                passages |= around
+        drafts = (draft for document in documents for draft in self._proposals(document))
+        self._asked = Counter(normalise(draft.question) for draft in drafts)
 
     def drafts(self, document: Document) -> list[Draft]:
         """The questions about a part that have one answer, the best first, and each sentence is asked about once."""
-        best: dict[str, Draft] = {}
-        for draft in self._proposals(document):
-            key = normalise(draft.question)
-            is_clear = len(self._answers[key]) == 1 and self._asked[key] == 1
-            if is_clear and find_fault(draft, document.text) is None:
-                best.setdefault(key, draft)
-        return sorted(best.values(), key=lambda draft: KINDS.index(draft.kind))
+        drafts = [
+            draft
+            for draft in self._proposals(document)
+            if self._asked[normalise(draft.question)] == 1 and find_fault(draft, document.text) is None
+        ]
+        return sorted(drafts, key=lambda draft: KINDS.index(draft.kind))
 
     def _sentences_in(self, document: Document) -> list[str]:
         return sentences_of(headings_and_body(document)[1], is_beginning=document.id not in self._continued)
@@ -191,32 +183,30 @@ class Templates:
         return not any(self._parts_with[word.lower()] for word in re.findall(r"[^\W\d_]+", words))
 
     def _cloze(self, sentence: str) -> Iterator[Draft]:
+        """Of what can be asked for best, the least plain: a rare word, and rather a noun than what may be a verb."""
         for pattern in (NUMBER, CODE, NAME, WORD):
-            found = [match for match in pattern.finditer(sentence) if self._is_worth_asking(sentence, match)]
-            if found:
-                match = min(found, key=self._plainness)
-                group = match.lastindex or 0
-                start, end = match.span(group)
-                before, after = (normalise(text).split() for text in (sentence[:start], sentence[end:]))
+            choices = []
+            for match in pattern.finditer(sentence):
+                answer, (start, end) = match[match.lastindex or 0], match.span(match.lastindex or 0)
+                if self._is_worth_asking(pattern, answer, sentence, sentence[: match.start()]):
+                    may_be_verb = answer.endswith(("ed", "ing"))
+                    choices.append((may_be_verb, self._parts_with[answer], -len(answer), start, end))
+            if choices:
+                *_, start, end = min(choices)
+                before, after = normalise(sentence[:start]).split(), normalise(sentence[end:]).split()
                 around = passages_of(after[:PASSAGE]) or passages_of(before[-PASSAGE:])
-                if not self._repeated.isdisjoint(around):
-                    return
-                yield Draft(f"Complete the sentence: {sentence[:start]}{BLANK}{sentence[end:]}", match[group], "cloze")
+                if self._repeated.isdisjoint(around):
+                    question = f"Complete the sentence: {sentence[:start]}{BLANK}{sentence[end:]}"
+                    yield Draft(question, sentence[start:end], "cloze")
                 return
 
-    def _plainness(self, match: re.Match) -> tuple:
-        """Least of what is asked for best: a rare word, and rather a noun than what may be a verb."""
-        answer = match[match.lastindex or 0]
-        return answer.endswith(("ed", "ing")), self._parts_with[answer], -len(answer), match.start()
-
-    def _is_worth_asking(self, sentence: str, match: re.Match) -> bool:
-        answer, before = match[match.lastindex or 0], sentence[: match.start()]
+    def _is_worth_asking(self, pattern: re.Pattern, answer: str, sentence: str, before: str) -> bool:
         if len(re.findall(re.escape(answer), sentence, re.IGNORECASE)) > 1 or len(before.split()) < 2:
             return False
-        if match.re is NUMBER:
+        if pattern is NUMBER:
             return not NUMBERED.search(before)
         is_rare = self._parts_with[answer] <= max(5, MAX_SHARE * self._num_parts)
-        return match.re is not WORD or (is_rare and PLAIN.fullmatch(answer) is None)
+        return pattern is not WORD or (is_rare and PLAIN.fullmatch(answer) is None)
 
 
 # Reading a part -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import torch
 
 from common.policy import Policy
+from tasks.arithmetic import messages
 from tasks.grammars.countdown_grammar import MAX_TARGET, Problem, Try, draw_nums, draw_problem, pool, tries
 
 MAX_TRIES = 8
@@ -40,14 +41,16 @@ NEW_SYMBOLS = ("(", " (", ")", "<", ">", "/", ",", "M", "ake", " from", "T", "ry
 def countdown_conversations(num_trying: int, num_searching: int, num_guided: int, seed: int) -> Iterator[dict]:
     """Yield rows `{"messages": [user, assistant]}` of the three lessons in order; the same rows for the same seed."""
     rng = random.Random(f"countdown {seed}")
-    for _ in range(num_trying):
-        problem, found = draw_try(rng)
-        yield _conversation(f"Try {_asked(problem)}", _line(found, problem.target))
-    for index in range(num_searching + num_guided):
-        problem = draw_problem(rng, "warm_start")
-        yield _conversation(
-            f"Make {_asked(problem)}", thought_and_answer(problem, draw_search(rng, problem, index >= num_searching))
-        )
+    for index in range(num_trying + num_searching + num_guided):
+        if index < num_trying:
+            problem, found = draw_try(rng)
+            verb, said = "Try", _line(found, problem.target)
+        else:
+            problem = draw_problem(rng, "warm_start")
+            search = draw_search(rng, problem, guided=index >= num_trying + num_searching)
+            verb, said = "Make", thought_and_answer(problem, search)
+        user = f"{verb} {problem.target} from {', '.join(map(str, problem.nums))}."
+        yield {"messages": [*messages({"question": user}), {"role": "assistant", "content": said}]}
 
 
 def draw_try(rng: random.Random) -> tuple[Problem, Try]:
@@ -67,7 +70,9 @@ def draw_search(rng: random.Random, problem: Problem, guided: bool) -> list[Try]
     left, search = dict(tries(problem.nums)), []
     while len(search) < MAX_TRIES:
         values = list(left)
-        weights = [len(left[value]) * (_nearness(value, problem.target) if guided else 1) for value in values]
+        weights = [len(left[value]) for value in values]
+        if guided:
+            weights = [n * math.exp(-abs(v - problem.target) / SPREAD) for v, n in zip(values, weights, strict=True)]
         value = rng.choices(values, weights)[0]
         search.append(rng.choice(left.pop(value)))
         if value == problem.target:
@@ -105,18 +110,6 @@ def renew_symbols(policy: Policy, seed: int) -> None:
             embeddings[token] = length * vector / vector.norm()
 
 
-def _nearness(value: int, target: int) -> float:
-    return math.exp(-abs(value - target) / SPREAD)
-
-
 def _line(found: Try, target: int) -> str:
     relation = "<" if found.value < target else ">" if found.value > target else "="
     return f"{found}{relation}{target}"
-
-
-def _asked(problem: Problem) -> str:
-    return f"{problem.target} from {', '.join(map(str, problem.nums))}."
-
-
-def _conversation(user: str, assistant: str) -> dict:
-    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]}

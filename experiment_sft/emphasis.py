@@ -23,7 +23,7 @@ def token_weights(tokenizer, ids: list[int], mask: list[int], emphasis: dict[str
     it, as those of ASCII do.
     """
     spoken = [index for index, flag in enumerate(mask) if flag]
-    pieces = [_piece(tokenizer, ids[index]) for index in spoken]
+    pieces = tokenizer.batch_decode([[ids[index]] for index in spoken])
     owner = [index for index, piece in zip(spoken, pieces, strict=True) for _ in piece]  # the id of each character
     weights = [1.0] * len(ids)
     for pattern, weight in emphasis.items():
@@ -31,16 +31,6 @@ def token_weights(tokenizer, ids: list[int], mask: list[int], emphasis: dict[str
             for index in owner[match.start() : match.end()]:
                 weights[index] = weight
     return weights
-
-
-_PIECES: dict[tuple[int, int], str] = {}
-
-
-def _piece(tokenizer, token: int) -> str:
-    key = (id(tokenizer), token)
-    if key not in _PIECES:
-        _PIECES[key] = tokenizer.decode([token])
-    return _PIECES[key]
 
 
 def collate_weighted(rows: list[Trajectory], pad_id: int, device: str | torch.device) -> Experience:

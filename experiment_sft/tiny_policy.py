@@ -91,24 +91,10 @@ def make_model(tokenizer, seed: int):
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    token_ids = {
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=192,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=512,
-            tie_word_embeddings=True,
-            max_position_embeddings=1024,
-            **token_ids,
-        )
-    )
+    token_ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": VOCAB_SIZE, "intermediate_size": 512, "max_position_embeddings": 1024}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, **token_ids))
     model.generation_config = GenerationConfig(**token_ids)
     return model
 

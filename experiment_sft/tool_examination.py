@@ -8,7 +8,6 @@ how is `greedy`, `sampled` (8 conversations per question, temperature 1), or eit
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from tool_lessons import copying_row, search_in
@@ -40,9 +39,12 @@ class Talk:
     results: list[tuple[str, bool]] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
 
+    def answers(self, wanted: str) -> bool:
+        return arithmetic.reward({"answer": wanted}, "\n".join(self.said))["correct"] == 1
+
     @property
     def is_right(self) -> bool:
-        return arithmetic.reward(self.row, "\n".join(self.said))["correct"] == 1
+        return self.answers(self.row["answer"])
 
     @property
     def is_called_for(self) -> bool:
@@ -51,33 +53,21 @@ class Talk:
             return bool(self.results) and self.results[0] == (self.row["answer"], True)
         return bool(self.calls) and self.calls[0].arguments == {"query": self.row["path"][0]}
 
-    @property
-    def is_copied(self) -> bool:
-        """Whether the answer is what the tool answered last."""
-        wanted = {"answer": self.results[-1][0]}
-        return arithmetic.reward(wanted, "\n".join(self.said))["correct"] == 1
-
 
 def examine_tools(policy: Policy, num_questions: int, seed: int) -> dict[str, float]:
     """All metrics; a name whose share has nothing to be a share of is left out."""
-    world = make_world(random.Random(seed), NUM_ENTITIES, "heldout")
-    rng = random.Random(seed + 1)
-    subjects: dict[str, tuple[list[dict], dict[str, Callable]]] = {
-        "calculator": (
-            read_rows(str(calculator.EVAL_DATA), calculator.FIELDS)[:num_questions],
-            {"calculator": calculate},
-        )
-    }
+    world, rng = make_world(random.Random(seed), NUM_ENTITIES, "heldout"), random.Random(seed + 1)
+    sums = read_rows(str(calculator.EVAL_DATA), calculator.FIELDS)[:num_questions]
+    subjects: dict[str, tuple[list[dict], dict[str, Callable]]] = {"calculator": (sums, {"calculator": calculate})}
     for num_hops, name in ((1, "one_hop"), (2, "two_hops")):
         rows = [to_row(draw_question(rng, world, num_hops)) for _ in range(max(num_questions // 2, 1))]
         subjects[name] = rows, {"search": search_in(world)}
     metrics = {"tools/loss_of_copied_unseen_names": copying_loss(policy, num_questions, seed)}
     for name, (rows, tools) in subjects.items():
-        ask = partial(converse, policy, rows, tools, seed=seed)
         for way, prefix in (("", ""), ("forced_", "<tool_call>")):
             for how, group_size in (("greedy", 1), ("sampled", NUM_SAMPLES)):
-                talks = ask(group_size=group_size, greedy=how == "greedy", prefix=prefix)
-                found = describe(talks, group_size)
+                settings = {"group_size": group_size, "greedy": how == "greedy", "prefix": prefix, "seed": seed}
+                found = describe(converse(policy, rows, tools, **settings), group_size)
                 metrics |= {f"tools/{name}/{way}{how}/{what}": value for what, value in found.items()}
     return metrics
 
@@ -85,30 +75,25 @@ def examine_tools(policy: Policy, num_questions: int, seed: int) -> dict[str, fl
 def describe(talks: list[Talk], group_size: int) -> dict[str, float]:
     """Shares of conversations, of their calls, and of groups."""
     groups = [talks[start : start + group_size] for start in range(0, len(talks), group_size)]
-    calls = [call for talk in talks for call in talk.calls]
-    results = [result for talk in talks for result in talk.results]
     calling = [talk for talk in talks if talk.calls]
-    read = [talk for talk in talks if talk.results and talk.results[-1][1]]
     parts = {
         "accuracy": [talk.is_right for talk in talks],
         "called": [bool(talk.calls) for talk in talks],
         "groups_with_a_call": [any(talk.calls for talk in group) for group in groups],
         "groups_with_both": [0 < sum(talk.is_right for talk in group) < group_size for group in groups],
-        "malformed": [call.error is not None for call in calls],
-        "failed": [not is_executed for _, is_executed in results],
+        "malformed": [call.error is not None for talk in talks for call in talk.calls],
+        "failed": [not is_executed for talk in talks for _, is_executed in talk.results],
         "first_call_right": [talk.is_called_for for talk in calling],
         "accuracy_called": [talk.is_right for talk in calling],
         "accuracy_unaided": [talk.is_right for talk in talks if not talk.calls],
     }
-    parts |= {f"called_{kind}": [bool(t.calls) for t in talks if t.row.get("kind") == kind] for kind in _kinds(talks)}
-    parts |= {f"accuracy_{kind}": [t.is_right for t in talks if t.row.get("kind") == kind] for kind in _kinds(talks)}
+    for kind in sorted({talk.row["kind"] for talk in talks if "kind" in talk.row}):
+        of_kind = [talk for talk in talks if talk.row.get("kind") == kind]
+        parts[f"called_{kind}"] = [bool(talk.calls) for talk in of_kind]
+        parts[f"accuracy_{kind}"] = [talk.is_right for talk in of_kind]
     if "path" not in talks[0].row:
-        parts["result_copied"] = [talk.is_copied for talk in read]
+        parts["result_copied"] = [t.answers(t.results[-1][0]) for t in talks if t.results and t.results[-1][1]]
     return {name: mean(values) for name, values in parts.items() if values}
-
-
-def _kinds(talks: list[Talk]) -> list[str]:
-    return sorted({talk.row["kind"] for talk in talks if "kind" in talk.row})
 
 
 def converse(
@@ -149,12 +134,10 @@ def converse(
 @torch.no_grad()
 def copying_loss(policy: Policy, num_rows: int, seed: int) -> float:
     """Nats per token of copied names that occur in no training data."""
-    rng = random.Random(seed)
-    rows = []
+    rng, rows = random.Random(seed), []
     for index in range(num_rows):
-        ids, mask = encode_chat(
-            policy.tokenizer, copying_row(rng, "heldout", only_names=True)["messages"], policy.end_of_turn_ids
-        )
+        messages = copying_row(rng, "heldout", only_names=True)["messages"]
+        ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids)
         rows.append(Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), index))
     batch = collate(rows, policy.pad_id, policy.device)
     log_probs = policy(batch.sequences, batch.action_mask).log_probs  # (B, T-1)

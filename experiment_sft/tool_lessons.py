@@ -20,24 +20,15 @@ import random
 from collections.abc import Callable, Iterator
 
 import torch
-from warm_start import COPY_FRAMES, answer_in_some_style, reasoned_answer, symbols
+from torch.nn.functional import normalize
+from warm_start import COPY_FRAMES, answer_in_some_style, expression_as_asked, reasoned_answer, symbols
 
 from common.policy import Policy
 from common.tools import calculator, call_tool, parse_calls, schemas
-from tasks.grammars.arithmetic_grammar import KINDS as BUNDLED_KINDS
-from tasks.grammars.arithmetic_grammar import Question, draw_question, render
+from tasks.grammars import world_grammar
+from tasks.grammars.arithmetic_grammar import KINDS, draw_question, render
 from tasks.grammars.calculator_grammar import draw_calculator_question
-from tasks.grammars.world_grammar import (
-    CAPITALS,
-    FIRST_SYLLABLES,
-    SECOND_SYLLABLES,
-    World,
-    find,
-    make_world,
-    names,
-    render_results,
-)
-from tasks.grammars.world_grammar import draw_question as draw_world_question
+from tasks.grammars.world_grammar import CAPITALS, FIRST_SYLLABLES, SECOND_SYLLABLES, World
 
 # Lesson 1: what is copied
 EXPRESSION_SHARE = 0.15  # sums of the calculator; the other rows copy one to three names
@@ -77,10 +68,9 @@ def copying_row(rng: random.Random, only_pool: str = "warm_start", only_names: b
     """A row of lesson 1: names, or now and then a sum."""
     if rng.random() < EXPRESSION_SHARE and not only_names:
         question = draw_calculator_question(rng, _calculator_kind(rng), only_pool)
-        asked = render(Question(question.terms, wording=question.wording % 3))
-        asked, copied = asked.removeprefix("What is ").removesuffix("?"), symbols(question)
+        asked, copied = expression_as_asked(question), symbols(question)
     else:
-        asked = copied = " ".join(rng.sample(names(only_pool), rng.randint(1, 3)))
+        asked = copied = " ".join(rng.sample(world_grammar.names(only_pool), rng.randint(1, 3)))
     return {"messages": [_user(rng.choice(COPY_FRAMES).format(asked)), _says(copied)]}
 
 
@@ -90,58 +80,55 @@ class _Lesson:
     def __init__(self, rng: random.Random):
         self.rng = rng
         self.num_asked = 0
-        self.world: World | None = None
+        self.world: World = {}
         self.schemas = {schema["function"]["name"]: schema for schema in schemas(self._tools())}
 
     def _tools(self) -> dict[str, Callable[..., str]]:
         return {"calculator": calculator, "search": search_in(self.world, self.rng)}
 
     def row(self, subject: str, always: bool) -> dict:
-        if subject == "bundled":
-            return self._bundled(always)
-        return self._calculator(always) if subject == "calculator" else self._search(always)
+        messages, tools = getattr(self, f"_{subject}")(always)
+        return {"messages": messages, "tools": tools}
 
-    def _bundled(self, always: bool) -> dict:
+    def _bundled(self, always: bool) -> tuple[list[dict], list[dict]]:
         rng = self.rng
-        kind = rng.choices(list(BUNDLED_KINDS), list(BUNDLED_KINDS.values()))[0]
+        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
         question = draw_question(rng, kind, "warm_start")
         answer = reasoned_answer(question, rng) if always else answer_in_some_style(question, kind, rng)
         tools = [] if rng.random() < 0.5 else self._offer(rng.choice(("calculator", "calculator", "search")))
-        return {"messages": [_user(render(question)), _says(answer)], "tools": tools}
+        return [_user(render(question)), _says(answer)], tools
 
-    def _calculator(self, always: bool) -> dict:
+    def _calculator(self, always: bool) -> tuple[list[dict], list[dict]]:
         rng = self.rng
         kind = _calculator_kind(rng)
         question = draw_calculator_question(rng, kind, "warm_start")
         asked, answer = _user(render(question)), f"<answer>{question.answer}</answer>"
         if not always and rng.random() < NO_TOOL_SHARE:
-            return {"messages": [asked, _says(answer)], "tools": []}
-        tools = self._offer("calculator")
+            return [asked, _says(answer)], []
+        tools, turns = self._offer("calculator"), []
         if always or rng.random() < CALL_SHARE[kind]:
             turns = self._call("calculator", {"expression": symbols(question)}, always)
-            return {"messages": [asked, *turns, _says(answer)], "tools": tools}
-        if kind == "easy":  # in one of the styles of the bundled questions
-            bundled_kind = (question.num_terms, question.num_digits, False)
-            answer = answer_in_some_style(question, bundled_kind, rng)
-        return {"messages": [asked, _says(answer)], "tools": tools}
+        elif kind == "easy":  # in one of the styles of the bundled questions
+            answer = answer_in_some_style(question, (question.num_terms, question.num_digits, False), rng)
+        return [asked, *turns, _says(answer)], tools
 
-    def _search(self, always: bool) -> dict:
+    def _search(self, always: bool) -> tuple[list[dict], list[dict]]:
         rng = self.rng
         if self.num_asked % QUESTIONS_PER_WORLD == 0:
-            self.world = make_world(rng, ENTITIES_PER_WORLD, "warm_start")
+            self.world = world_grammar.make_world(rng, ENTITIES_PER_WORLD, "warm_start")
         self.num_asked += 1
-        question = draw_world_question(rng, self.world, 1 + (rng.random() < TWO_HOPS_SHARE))
+        question = world_grammar.draw_question(rng, self.world, 1 + (rng.random() < TWO_HOPS_SHARE))
         asked, answer = _user(question.text), _says(f"<answer>{question.answer}</answer>")
         if not always and rng.random() < NO_TOOL_SHARE:
-            return {"messages": [asked, answer], "tools": []}
-        tools = self._offer("search")
-        if not always and rng.random() >= CALL_SHARE[question.num_hops]:
-            return {"messages": [asked, answer], "tools": tools}
-        guesses = not always and rng.random() < GUESS_SHARE
-        turns = self._call("search", {"query": question.path[0]}, always)
-        for name in () if guesses else question.path[1:]:
+            return [asked, answer], []
+        tools, turns, path = self._offer("search"), [], question.path
+        if not always and rng.random() >= CALL_SHARE[len(path)]:
+            path = ()
+        elif not always and rng.random() < GUESS_SHARE:
+            path = path[:1]
+        for name in path:
             turns += self._call("search", {"query": name}, always)
-        return {"messages": [asked, *turns, answer], "tools": tools}
+        return [asked, *turns, answer], tools
 
     def _offer(self, name: str) -> list[dict]:
         """The schemas of a tool, and now and then of the other one."""
@@ -151,14 +138,20 @@ class _Lesson:
 
     def _call(self, name: str, arguments: dict[str, str], always: bool) -> list[dict]:
         """The turn that calls a tool and the tool's answer; now and then after a malformed call and its error."""
-        rng, tools, turns = self.rng, self._tools(), []
-        masked = MASKED_CALLING if always else MASKED_MIXED
-        drawn = rng.random()
-        if drawn < masked + (0.0 if always else LEARNED_MIXED):
-            text = malformed_call(name, next(iter(arguments.values())), rng)
-            turns += [_says(text) | ({"weight": 0} if drawn < masked else {}), _answer(text, tools)]
+        turns = []
+        masked, learned = (MASKED_CALLING, 0.0) if always else (MASKED_MIXED, LEARNED_MIXED)
+        drawn = self.rng.random()
+        if drawn < masked + learned:
+            text = malformed_call(name, next(iter(arguments.values())), self.rng)
+            turns.append(_says(text) | ({"weight": 0} if drawn < masked else {}))
+            turns.append(self._answer(text))
         text = call_text(name, arguments)
-        return [*turns, _says(text), _answer(text, tools)]
+        return [*turns, _says(text), self._answer(text)]
+
+    def _answer(self, text: str) -> dict:
+        """What the tools answer to a turn with one call."""
+        (call,), _ = parse_calls(text, "hermes")
+        return {"role": "tool", "content": call_tool(self._tools(), call)[0]}
 
 
 def call_text(name: str, arguments: dict[str, str]) -> str:
@@ -184,7 +177,7 @@ def malformed_call(name: str, argument: str, rng: random.Random) -> str:
     )
 
 
-def search_in(world: World | None, rng: random.Random | None = None) -> Callable[[str], str]:
+def search_in(world: World, rng: random.Random | None = None) -> Callable[[str], str]:
     """The tool that searches a world; with `rng`, what matches best is not always on top."""
 
     def search(query: str) -> str:
@@ -193,18 +186,12 @@ def search_in(world: World | None, rng: random.Random | None = None) -> Callable
         Args:
             query: What to look for.
         """
-        texts = find(world, query)
+        texts = world_grammar.find(world, query)
         if rng is not None and rng.random() < SECOND_FIRST:
             texts.reverse()
-        return render_results(texts)
+        return world_grammar.render_results(texts)
 
     return search
-
-
-def _answer(text: str, tools: dict[str, Callable[..., str]]) -> dict:
-    """What the tools answer to a turn with one call."""
-    (call,), _ = parse_calls(text, "hermes")
-    return {"role": "tool", "content": call_tool(tools, call)[0]}
 
 
 def _calculator_kind(rng: random.Random) -> str:
@@ -219,17 +206,9 @@ def _says(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def name_tokens(tokenizer) -> tuple[list[int], list[tuple[int, int]]]:
-    """The ids of the syllables of names, and those of each capital without and with a space in front."""
-    syllables = sorted({*FIRST_SYLLABLES, *SECOND_SYLLABLES})
-    capitals = [(tokenizer.encode(letter), tokenizer.encode(" " + letter)) for letter in CAPITALS]
-    return [tokenizer.encode(text)[0] for text in syllables], [(bare[0], spaced[0]) for bare, spaced in capitals]
-
-
 def mean_cosine(vectors: torch.Tensor) -> float:
     """The mean cosine of the angles between any two rows of (n, hidden)."""
-    unit = torch.nn.functional.normalize(vectors, dim=-1)
-    n = len(unit)
+    unit, n = normalize(vectors, dim=-1), len(vectors)
     return ((unit @ unit.T).sum().item() - n) / (n * (n - 1))
 
 
@@ -258,32 +237,30 @@ def renew_collapsed_embeddings(policy: Policy, seed: int, at_random: bool = Fals
     Returns:
         the mean cosine between the syllables before and after.
     """
-    embeddings = policy.model.get_input_embeddings().weight
-    syllables, capitals = name_tokens(policy.tokenizer)
+    embeddings, encode = policy.model.get_input_embeddings().weight, policy.tokenizer.encode
+    syllables = [encode(text)[0] for text in sorted({*FIRST_SYLLABLES, *SECOND_SYLLABLES})]
     before = mean_cosine(embeddings[syllables])
     if before < 0.5:
         return before, before
     generator = torch.Generator().manual_seed(seed)
-    digits = embeddings[policy.tokenizer.encode("0123456789")].cpu()  # (10, hidden)
+    digits = embeddings[encode("0123456789")].cpu()  # (10, hidden)
     mean = digits.mean(dim=0)
     deviations = digits - mean
     scale = deviations.norm(dim=-1).mean()
 
-    def unit(vectors: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.normalize(vectors, dim=-1)
+    def noise() -> torch.Tensor:
+        return normalize(torch.randn(len(mean), generator=generator), dim=-1)
 
     def like_digits() -> torch.Tensor:
         if at_random:
             return digits.norm(dim=-1).mean() * noise()
-        return mean + scale * (unit(torch.randn(10, generator=generator) @ deviations) + 0.6 * noise())
-
-    def noise() -> torch.Tensor:
-        return unit(torch.randn(len(mean), generator=generator))
+        direction = normalize(torch.randn(10, generator=generator) @ deviations, dim=-1)
+        return mean + scale * (direction + 0.6 * noise())
 
     for syllable in syllables:
         embeddings[syllable] = like_digits().to(embeddings)
-    for pair in capitals:
+    for capital in CAPITALS:
         shared = like_digits()
-        for token in pair:
-            embeddings[token] = (shared + 0.5 * scale * noise()).to(embeddings)
+        for text in (capital, " " + capital):
+            embeddings[encode(text)[0]] = (shared + 0.5 * scale * noise()).to(embeddings)
     return before, mean_cosine(embeddings[syllables])

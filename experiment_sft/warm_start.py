@@ -42,7 +42,7 @@ def conversations(num_copying: int, num_reasoning: int, num_answering: int, seed
     kinds, weights = list(KINDS), list(KINDS.values())
     for _ in range(num_copying):
         question = draw_question(rng, rng.choices(kinds, weights)[0], "warm_start")
-        yield _conversation(rng.choice(COPY_FRAMES).format(_expression_as_asked(question)), symbols(question))
+        yield _conversation(rng.choice(COPY_FRAMES).format(expression_as_asked(question)), symbols(question))
     for _ in range(num_reasoning):
         is_long = rng.random() < LONG_SHARE
         kind = rng.choice(LONG_KINDS) if is_long else rng.choices(kinds, weights)[0]
@@ -54,17 +54,11 @@ def conversations(num_copying: int, num_reasoning: int, num_answering: int, seed
         yield _conversation(render(question), answer_in_some_style(question, kind, rng))
 
 
-def reasoned_share(kind: Kind) -> float:
-    """The probability that lesson 3 answers a question of this kind with reasoning instead of directly."""
-    num_terms, _, has_product = kind
-    return REASONED_SHARE[num_terms] + REASONED_SHARE_PRODUCT_BONUS * has_product
-
-
 def answer_in_some_style(question: Question, kind: Kind, rng: random.Random) -> str:
     """One target of lesson 3: direct, step by step, or careful."""
-    return (
-        reasoned_answer(question, rng) if rng.random() < reasoned_share(kind) else f"<answer>{question.answer}</answer>"
-    )
+    num_terms, _, has_product = kind
+    is_reasoned = rng.random() < REASONED_SHARE[num_terms] + REASONED_SHARE_PRODUCT_BONUS * has_product
+    return reasoned_answer(question, rng) if is_reasoned else f"<answer>{question.answer}</answer>"
 
 
 def reasoned_answer(question: Question, rng: random.Random) -> str:
@@ -94,16 +88,13 @@ def step_by_step(question: Question) -> str:
     return " ".join(_steps(question, split_tens=False))
 
 
-def careful(question: Question, rng: random.Random, check_again: float = CHECK_AGAIN) -> str:
-    """Tens and units of every operand separately, then the last operation undone as a check, zero or more times.
-
-    `check_again` is the probability of one more check, so that there are check_again / (1 - check_again) on average.
-    """
+def careful(question: Question, rng: random.Random) -> str:
+    """Tens and units of every operand separately, then the last operation undone as a check, zero or more times."""
     steps = _steps(question, split_tens=True)
     last = question.terms[-1]
     if len(question.terms) > 1:
         undone = f"{question.answer}{'-+'[last.sign < 0]}{last.value}={question.answer - last.sign * last.value}"
-        while rng.random() < check_again:
+        while rng.random() < CHECK_AGAIN:
             steps.append(f"check {undone}")
     return " ".join(steps)
 
@@ -124,7 +115,7 @@ def _steps(question: Question, split_tens: bool) -> list[str]:
     return steps
 
 
-def _expression_as_asked(question: Question) -> str:
+def expression_as_asked(question: Question) -> str:
     """The sum as the bundled questions write it: the wording without its frame."""
     words = render(Question(question.terms, wording=question.wording % 3))
     return words.removeprefix("What is ").removesuffix("?")

@@ -4,58 +4,40 @@ A row is `{"nums": [19, 36, 55, 7], "target": 65}`, as in the dataset Jiayi-Pan/
 end with `<answer>55+36-19-7</answer>`. Many answers are right, so that the reward evaluates the expression: exactly, as
 a fraction, over a syntax tree of which only a few nodes are allowed. Nothing that a policy writes is executed.
 
-What counts, where a text without tags is in one `<answer>`; `valid` is 1 if each number is used exactly once:
+What counts, where a text without tags is in one `<answer>`. Right ones earn `correct` and `valid`, those of another
+value only `valid`, and invalid ones, which do not use each number exactly once, neither:
 
-| numbers    | target | what is answered                         | correct | valid | because                        |
-|------------|--------|------------------------------------------|---------|-------|--------------------------------|
-| 19 36 55 7 | 65     | 55+36-19-7                               | 1       | 1     |                                |
-| 19 36 55 7 | 65     | ( 55 + 36 ) - (19 + 7)                   | 1       | 1     | spaces do not matter           |
-| 19 36 55 7 | 65     | 55+36-19                                 | 0       | 0     | 7 is missing                   |
-| 19 36 55 7 | 79     | 55+36-19+7                               | 1       | 1     |                                |
-| 19 36 55 7 | 65     | 55+36-19+7                               | 0       | 1     | the value is 79                |
-| 1 4        | 8      | 4+4                                      | 0       | 0     | uses 4 twice, and misses 1     |
-| 3 3        | 9      | 3*3                                      | 1       | 1     | 3 is given twice               |
-| 3 5        | 11     | 3+5+3                                    | 0       | 0     | uses 3 twice                   |
-| 1 2        | 12     | 12                                       | 0       | 0     | digits are not joined          |
-| 2 3        | 8      | 2**3                                     | 0       | 0     | powers are no operation here   |
-| 7 2        | 3      | 7//2                                     | 0       | 0     | nor is division that rounds    |
-| 7 2        | 1      | 7%2                                      | 0       | 0     | nor the remainder              |
-| 7 2        | 3      | 7/2                                      | 0       | 1     | the value is 7/2, not rounded  |
-| 7 2 4      | 14     | 7/2*4                                    | 1       | 1     | fractions on the way are exact |
-| 8 3 3      | 8      | 8/3*3                                    | 1       | 1     | also those that floats round   |
-| 5 5 3      | 3      | 3/(5-5)                                  | 0       | 0     | division by zero has no value  |
-| 3 5        | 2      | -3+5                                     | 1       | 1     | a sign: the number used is 3   |
-| 3 5        | -8     | -(3+5)                                   | 1       | 1     |                                |
-| 3 5        | 8      | 5--3                                     | 1       | 1     |                                |
-| 3 5        | 15     | 3×5                                      | 1       | 1     | × ÷ − are the same operations  |
-| 6 3 1      | 1      | 6÷3−1                                    | 1       | 1     |                                |
-| 3 5        | 15     | 3x5                                      | 0       | 0     | x is a letter                  |
-| 3 5        | 15     | 3(5)                                     | 0       | 0     | products need their sign       |
-| 3 5        | 15     | [3*5]                                    | 0       | 0     | only round parentheses         |
-| 3 5        | 15     | \(3 \times 5\)                           | 0       | 0     | LaTeX is not an expression     |
-| 3 5        | 15     | $3*5$                                    | 0       | 0     |                                |
-| 3 5        | 15     | 3*5=15                                   | 0       | 0     | an equation is no expression   |
-| 3 5        | 15     | 15=3*5                                   | 0       | 0     |                                |
-| 3 5        | 15     | 15                                       | 0       | 0     |                                |
-| 3 5        | 15     | 3.0*5                                    | 0       | 0     | numbers are used as given      |
-| 3 5        | 15     | 03*5                                     | 0       | 0     |                                |
-| 3 5        | 15     | 3*5.                                     | 0       | 0     |                                |
-| 3 5        | 15     | ٣*5                                      | 0       | 0     | digits are those of ASCII      |
-| 1000 2     | 1002   | 1,000+2                                  | 0       | 0     |                                |
-| 1000 2     | 1002   | 1_000+2                                  | 0       | 0     |                                |
-| 1000 2     | 1002   | 1e3+2                                    | 0       | 0     |                                |
-| 16 2       | 18     | 0x10+2                                   | 0       | 0     |                                |
-| 3 5        | 15     | The answer is 3*5                        | 0       | 0     | words are not an expression    |
-| 3 5        | 15     | 3*5 # 1                                  | 0       | 0     |                                |
-| 3 5        | 15     | 3*                                       | 0       | 0     |                                |
-| 3 5        | 15     | <answer></answer>                        | 0       | 0     |                                |
-| 3 5        | 15     | <think>3*5</think>                       | 0       | 0     | no answer                      |
-| 3 5        | 15     | <think><answer>3*5</answer></think>      | 0       | 0     | an answer inside the thought   |
-| 3 5        | 15     | <answer>3*5                              | 0       | 0     | the answer never ends          |
-| 3 5        | 15     | <answer>3</answer><answer>3*5</answer>   | 0       | 0     | two answers                    |
-| 3 5        | 15     | <answer>3*5</answer><answer>3*5</answer> | 0       | 0     |                                |
-| 3 5        | 15     | <answer><answer>3*5</answer></answer>    | 0       | 0     | nested tags                    |
-| 3 5        | 15     | So <answer>3*5</answer>, I think.        | 1       | 1     | words outside the answer       |
+| numbers = target | right | another value | invalid | because |
+|---|---|---|---|---|
+| `19 36 55 7 = 65` | `55+36-19-7`, `( 55 + 36 ) - (19 + 7)` | `55+36-19+7` | `55+36-19` | the last one misses 7 |
+| `19 36 55 7 = 79` | `55+36-19+7` | | | |
+| `1 4 = 8` | | | `4+4` | uses 4 twice, and misses 1 |
+| `3 3 = 9` | `3*3` | | | 3 is given twice |
+| `3 5 = 11` | | | `3+5+3` | uses 3 twice |
+| `1 2 = 12` | | | `12` | digits are not joined |
+| `2 3 = 8` | | | `2**3` | powers are no operation here |
+| `7 2 = 3` | | `7/2` | `7//2` | the value is 7/2, and nothing is rounded |
+| `7 2 = 1` | | | `7%2` | |
+| `7 2 4 = 14` | `7/2*4` | | | fractions on the way are exact |
+| `8 3 3 = 8` | `8/3*3` | | | also those that floats round |
+| `5 5 3 = 3` | | | `3/(5-5)` | division by zero has no value |
+| `3 5 = 2` | `-3+5` | | | a sign: the number used is 3 |
+| `3 5 = -8` | `-(3+5)` | | | |
+| `3 5 = 8` | `5--3` | | | |
+| `3 5 = 15` | `3×5` | | `3x5` | × ÷ − are the same operations; x is a letter |
+| `6 3 1 = 1` | `6÷3−1` | | | |
+| `3 5 = 15` | | | `3(5)`, `[3*5]` | products need their sign, and parentheses are round |
+| `3 5 = 15` | | | `\(3 \times 5\)`, `$3*5$` | LaTeX is not an expression |
+| `3 5 = 15` | | | `3*5=15`, `15=3*5`, `15` | an equation is no expression |
+| `3 5 = 15` | | | `3.0*5`, `03*5`, `3*5.`, `٣*5` | numbers are used as given, in digits of ASCII |
+| `1000 2 = 1002` | | | `1,000+2`, `1_000+2`, `1e3+2` | |
+| `16 2 = 18` | | | `0x10+2` | |
+| `3 5 = 15` | | | `The answer is 3*5`, `3*5 # 1`, `3*` | words are not an expression |
+| `3 5 = 15` | | | `<answer></answer>`, `<think>3*5</think>`, `<answer>3*5` | no answer, or one that never ends |
+| `3 5 = 15` | | | `<think><answer>3*5</answer></think>` | an answer inside the thought |
+| `3 5 = 15` | | | `<answer>3</answer><answer>3*5</answer>`, `<answer>3*5</answer><answer>3*5</answer>` | two answers |
+| `3 5 = 15` | | | `<answer><answer>3*5</answer></answer>` | nested tags |
+| `3 5 = 15` | `So <answer>3*5</answer>, I think.` | | | words outside the answer |
 
 An equation is refused although one can see what is meant: the policy is asked for an expression, and the reward of
 TinyZero, with which figures are compared, refuses it, too. `describe` logs how often that happens (`equation`).
@@ -66,9 +48,11 @@ import functools
 import itertools
 import operator
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
+from tasks import arithmetic
 from tasks.arithmetic import given_answer
 from tasks.calculator import is_well_formed
 
@@ -98,8 +82,7 @@ def messages(row: dict, system_prompt: str = "") -> list[dict]:
     >>> messages({"nums": [19, 36, 55, 7], "target": 65})
     [{'role': 'user', 'content': 'Make 65 from 19, 36, 55, 7.'}]
     """
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": f"Make {_shown(row['target'])} from {_listed(row)}."}]
+    return arithmetic.messages({"question": f"Make {_shown(row['target'])} from {_listed(row)}."}, system_prompt)
 
 
 def reward(row: dict, text: str) -> dict[str, float]:
@@ -119,13 +102,9 @@ def reward(row: dict, text: str) -> dict[str, float]:
     {'correct': 0.0, 'valid': 1.0, 'answered': 1.0, 'format': 1.0}
     """
     answer = given_answer(text)
-    is_right, is_valid = judge(row, answer) if answer is not None else (False, False)
-    return {
-        "correct": float(is_right),
-        "valid": float(is_valid),
-        "answered": float(answer is not None),
-        "format": float(is_well_formed(text)),
-    }
+    is_right, is_valid = judge(row, answer or "")
+    found = (is_right, is_valid, answer is not None, is_well_formed(text))
+    return dict(zip(REWARD_WEIGHTS, map(float, found), strict=True))
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
@@ -169,41 +148,31 @@ def solution(row: dict) -> str:
     >>> solution({"nums": [1, 1], "target": 3})
     'No expression makes 3 from 1, 1.'
     """
-    numbers, target = _numbers(row), _whole(row["target"])
+    numbers, target, listed = _numbers(row), _whole(row["target"]), _listed(row)
     if not numbers or target is None:
-        return f"Numbers must be whole and not negative, and the target whole: {_listed(row)}; {row['target']}."
+        return f"Numbers must be whole and not negative, and the target whole: {listed}; {row['target']}."
     if len(numbers) > MAX_NUMBERS:
         return f"{len(numbers)} numbers are too many to search: {MAX_NUMBERS} at most."
     expression = find_expression(numbers, target)
-    return f"<answer>{expression}</answer>" if expression else f"No expression makes {target} from {_listed(row)}."
+    return f"<answer>{expression}</answer>" if expression else f"No expression makes {target} from {listed}."
 
 
 def judge(row: dict, expression: str) -> tuple[bool, bool]:
     """Whether an expression is right for a row; and whether it uses each number exactly once, whatever its value."""
-    found = read_expression(expression)
-    if found is None:
-        return False, False
-    value, used = found
-    is_valid = sorted(used) == sorted(_numbers(row))
+    value, used = read_expression(expression) or (None, None)
+    is_valid = used is not None and sorted(used) == sorted(_numbers(row))
     return is_valid and value == _whole(row["target"]), is_valid
 
 
-def evaluate_expression(text: str) -> Fraction | None:
-    """The exact value of an expression; None if it is none, or has no value.
-
-    >>> [evaluate_expression(text) for text in ("7/2", "3 × (5 − 7)", "1/(2-2)", "2**3", "__import__('os')")]
-    [Fraction(7, 2), Fraction(-6, 1), None, None, None]
-    """  # noqa: RUF002
-    found = read_expression(text)
-    return found[0] if found is not None else None
-
-
 def read_expression(text: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression, and the numbers in it; None if it is none, or has no value.
+    """The exact value of an expression, and the numbers in it; None if it is none, or has no value.
 
-    The length of an expression is limited, so that neither the depth of its tree nor the digits of a number on the way
-    can exceed it. Python's parser sees only digits, + - * / and parentheses.
-    """
+    Its length is limited, and with it the depth of its tree and the digits of a number on the way. Python's parser sees
+    only digits, + - * / and parentheses.
+
+    >>> [read_expression(text) for text in ("7/2", "3 × (5 − 7)", "1/(2-2)", "2**3", "__import__('os')")]
+    [(Fraction(7, 2), [7, 2]), (Fraction(-6, 1), [3, 5, 7]), None, None, None]
+    """  # noqa: RUF002
     text = text.strip()
     if len(text) > MAX_EXPRESSION:
         return None
@@ -280,21 +249,20 @@ def _values(numbers: tuple[int, ...]) -> dict[Fraction, str]:
     return found
 
 
-def _splits(numbers: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """All ways to divide numbers into a smaller and a greater part, neither empty; each once, small ones first.
 
-    >>> _splits((1, 2, 2))
+    >>> list(_splits((1, 2, 2)))
     [((1,), (2, 2)), ((2,), (1, 2))]
     """
-    indices = range(len(numbers))
-    found = {}
+    seen = set()
     for size in range(1, len(numbers) // 2 + 1):
-        for chosen in itertools.combinations(indices, size):
+        for chosen in itertools.combinations(range(len(numbers)), size):
             small = tuple(numbers[i] for i in chosen)
-            great = tuple(numbers[i] for i in indices if i not in chosen)
-            if (great, small) not in found:
-                found[small, great] = None
-    return list(found)
+            great = tuple(numbers[i] for i in range(len(numbers)) if i not in chosen)
+            if not {(small, great), (great, small)} & seen:
+                seen.add((small, great))
+                yield small, great
 
 
 def _term(expression: str) -> str:

@@ -1,101 +1,52 @@
 r"""GSM8K: word problems of a few steps, whose answers are numbers (Cobbe et al. 2021, arXiv 2110.14168).
 
-A row is as published: `question`, and an `answer` that ends in `#### 1,080`. An `answer` that is only the number will
-do, too, as text or as a number of JSON. The policy should end with `<answer>1080</answer>`. The two are compared as
-numbers, exactly. What counts, where an answer without tags is in one `<answer>`:
+A row is as published: `question`, and an `answer` that ends in `#### 1,080`, or is only the number, as text or as a
+number of JSON. The policy should end with `<answer>1080</answer>`. The two are compared as numbers, exactly. What
+counts, where an answer without tags is in one `<answer>`:
 
-| gold  | what is answered                            | correct | because                                           |
-|-------|---------------------------------------------|---------|---------------------------------------------------|
-| 18    | 18                                          | 1       |                                                   |
-| 18    | 81                                          | 0       |                                                   |
-| 1,080 | 1,080                                       | 1       |                                                   |
-| 1,080 | 1080                                        | 1       | commas separate thousands                         |
-| 1080  | 1,080                                       | 1       |                                                   |
-| 1,080 | 10,80                                       | 0       | and nothing else                                  |
-| 1.08  | 1,08                                        | 0       |                                                   |
-| 1,080 | 1 080                                       | 0       | two numbers                                       |
-| 18    | 18.00                                       | 1       |                                                   |
-| 18    | 18.                                         | 1       | the end of a sentence                             |
-| 18    | 18.5                                        | 0       |                                                   |
-| 0.5   | .50                                         | 1       |                                                   |
-| 0.1   | 0.10000000000000001                         | 0       | no rounding                                       |
-| 18    | 018                                         | 1       |                                                   |
-| 18    | +18                                         | 1       |                                                   |
-| -10   | -10                                         | 1       |                                                   |
-| -10   | - 10                                        | 1       |                                                   |
-| -10   | −10                                         | 1       | a minus sign is as good as a hyphen               |
-| -10   | 10                                          | 0       |                                                   |
-| 0     | -0                                          | 1       |                                                   |
-| 18    | $18                                         | 1       | a currency sign                                   |
-| 18    | $ 18.00                                     | 1       |                                                   |
-| -10   | -$10                                        | 1       |                                                   |
-| -10   | $-10                                        | 1       |                                                   |
-| 18    | 18€                                         | 1       |                                                   |
-| 18    | \$18                                        | 1       | LaTeX's currency sign                             |
-| 18    | $18$                                        | 1       | LaTeX's mathematics                               |
-| 18    | \(18\)                                      | 0       | no other LaTeX                                    |
-| 18    | \boxed{18}                                  | 0       | the tags have said that it is the answer          |
-| 18    | **18**                                      | 0       | no Markdown                                       |
-| 18    | 18 dollars                                  | 1       | a unit, which is not compared                     |
-| 18    | 18 miles per hour.                          | 1       |                                                   |
-| 18    | 18 km/h                                     | 1       |                                                   |
-| 18    | 18 cents                                    | 1       | not even where it matters                         |
-| 25    | 25%                                         | 1       | percent is a unit: GSM8K's golds are without      |
-| 25    | 25 \%                                       | 1       |                                                   |
-| 25    | 0.25                                        | 0       |                                                   |
-| 2,000 | 2 thousand                                  | 0       | what changes the number is no unit                |
-| 2     | 2 thousand                                  | 0       |                                                   |
-| 2     | 2 millions                                  | 0       | numerals and multiples                            |
-| 2     | 2만                                          | 0       | a unit is written in Latin letters                |
-| 2     | 2 bn                                        | 0       |                                                   |
-| 2     | 2 quarters                                  | 0       | fractions, even if coins are called so            |
-| 2     | 2 hundredths                                | 0       |                                                   |
-| 2     | 2 ½                                         | 0       |                                                   |
-| 2     | 2 squared                                   | 0       | operations                                        |
-| 2     | 2 times two                                 | 0       |                                                   |
-| 2     | 2 more than twelve                          | 0       | comparisons                                       |
-| 2     | 2 at least                                  | 0       |                                                   |
-| 2     | 2 maybe twenty                              | 0       |                                                   |
-| 2     | 2 more eggs                                 | 1       | a difference is a number of eggs, too             |
-| 2     | 2 and a half                                | 0       |                                                   |
-| 18    | 18k                                         | 0       |                                                   |
-| 18    | 18 m2                                       | 0       | a unit has no digits                              |
-| 18    | 18 eggs which she sells later               | 0       | a unit has at most four words                     |
-| 18    | 18 eggs, not counting                       | 0       | and no comma                                      |
-| 0.5   | 1/2                                         | 1       | a fraction in lowest terms                        |
-| 18    | 36/2                                        | 0       | a division left to the reader                     |
-| 18    | 9*2                                         | 0       |                                                   |
-| 1.5   | 1 1/2                                       | 0       |                                                   |
-| 0.5   | \frac{1}{2}                                 | 0       |                                                   |
-| 1000  | 1e3                                         | 0       |                                                   |
-| 18    | 0x12                                        | 0       |                                                   |
-| 18    | １８                                          | 0       | digits are those of ASCII                         |
-| 18    | 18, 20                                      | 0       | several answers                                   |
-| 18    | 18 or 20                                    | 0       |                                                   |
-| 18    | 18 or twenty                                | 0       |                                                   |
-| 8     | 8:30                                        | 0       |                                                   |
-| 18    | 18-20                                       | 0       | a range                                           |
-| 18    | 18 to 20                                    | 0       |                                                   |
-| 18    | about 18                                    | 0       | nothing is in front of the number but its sign    |
-| 18    | = 18                                        | 0       |                                                   |
-| 18    | x = 18                                      | 0       |                                                   |
-| 18    | The answer is 18                            | 0       |                                                   |
-| 18    | eighteen                                    | 0       |                                                   |
-| 18    | <answer></answer>                           | 0       |                                                   |
-| 18    | <think>9 * 2</think> <answer>18</answer>    | 1       |                                                   |
-| 18    | It is <answer>18</answer>, I think.         | 1       |                                                   |
-| 18    | <think>It is <answer>18</answer>.</think>   | 0       | an answer inside the thought                      |
-| 18    | <think><answer>9</answer></think><answer>18</answer> | 0 | two answers                                    |
-| 18    | <think>9 * 2 = 18</think>                   | 0       | no answer                                         |
-| 18    | <answer>18</answer> <answer>18</answer>     | 0       | two answers                                       |
-| 18    | <answer>17</answer> No: <answer>18</answer> | 0       |                                                   |
-| 18    | <answer>18                                  | 0       | the answer never ends                             |
-| 18    | <answer><answer>18</answer></answer>        | 0       |                                                   |
-| 18    | <answer>18<think>20</answer></think></answer> | 0     | a thought inside the answer                       |
-| 18    | <answer><b>18</b></answer>                  | 0       |                                                   |
-| 18    | <think></think> #### 18                     | 0       | other forms: `describe` logs how often they occur |
-| 18    | <think></think> \boxed{18}                  | 0       |                                                   |
-| 18    | <think></think> The answer is 18.           | 0       |                                                   |
+| gold | right | wrong | because |
+|---|---|---|---|
+| `18` | `18`, `18.00`, `18.`, `018`, `+18` | `81`, `18.5` | the end of a sentence may be there |
+| `1,080` | `1,080`, `1080` | `10,80`, `1 080` | commas separate thousands, and nothing else |
+| `1080` | `1,080` | | |
+| `1.08` | | `1,08` | |
+| `0.1` | | `0.10000000000000001` | no rounding |
+| `-10` | `-10`, `- 10`, `−10` | `10` | a minus sign is as good as a hyphen |
+| `0` | `-0` | | |
+| `-10` | `-$10`, `$-10` | | a currency sign |
+| `18` | `$18`, `$ 18.00`, `18€`, `\$18`, `$18$` | `\(18\)` | LaTeX's dollar signs, and no other LaTeX |
+| `18` | | `\boxed{18}`, `**18**` | the tags have said that it is the answer |
+| `18` | `18 dollars`, `18 miles per hour.`, `18 km/h` | | a unit, which is not compared |
+| `18` | `18 cents` | | not even where it matters |
+| `25` | `25%`, `25 \%` | `0.25` | percent is a unit: GSM8K's golds are without |
+| `2,000` | | `2 thousand` | what changes the number is no unit |
+| `2` | | `2 thousand`, `2 millions`, `2 bn` | numerals and multiples |
+| `2` | | `2만` | a unit is written in Latin letters |
+| `2` | | `2 quarters`, `2 hundredths`, `2 ½`, `2 and a half` | fractions, even if coins are called so |
+| `2` | | `2 squared`, `2 times two` | operations |
+| `2` | `2 more eggs` | `2 more than twelve`, `2 at least`, `2 maybe twenty` | a difference is a number of eggs, too |
+| `18` | | `18k`, `18 m2` | a unit has no digits |
+| `18` | | `18 eggs which she sells later`, `18 eggs, not counting` | at most four words, and no comma |
+| `0.5` | `.50`, `1/2` | `\frac{1}{2}` | a fraction in lowest terms |
+| `18` | | `36/2`, `9*2` | a division left to the reader |
+| `1.5` | | `1 1/2` | |
+| `1000` | | `1e3` | |
+| `18` | | `0x12`, `１８` | digits are those of ASCII |
+| `18` | | `18, 20`, `18 or 20`, `18 or twenty` | several answers |
+| `18` | | `18-20`, `18 to 20` | a range |
+| `8` | | `8:30` | |
+| `18` | | `about 18`, `= 18`, `x = 18`, `The answer is 18` | nothing is in front of the number but its sign |
+| `18` | | `eighteen`, `<answer></answer>` | |
+| `18` | `<think>9 * 2</think> <answer>18</answer>`, `It is <answer>18</answer>, I think.` | | |
+| `18` | | `<think>It is <answer>18</answer>.</think>` | an answer inside the thought |
+| `18` | | `<think><answer>9</answer></think><answer>18</answer>`, `<answer>18</answer> <answer>18</answer>` | two |
+| `18` | | `<answer>17</answer> No: <answer>18</answer>`, `<answer><answer>18</answer></answer>` | |
+| `18` | | `<think>9 * 2 = 18</think>` | no answer |
+| `18` | | `<answer>18` | the answer never ends |
+| `18` | | `<answer>18<think>20</answer></think></answer>` | a thought inside the answer |
+| `18` | | `<answer><b>18</b></answer>` | |
+| `18` | | `<think></think> #### 18`, `<think></think> \boxed{18}` | `describe` logs how often such forms occur |
+| `18` | | `<think></think> The answer is 18.` | |
 """  # noqa: RUF002
 
 import json
@@ -135,8 +86,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
     - `integer_answer`: the only `<answer>` outside `<think>` is a whole number by the table, right or wrong;
     - `length`: max(0, 1 - characters / 2000), which is more for shorter texts.
 
-    Only `correct` depends on the gold answer. The others can be earned without solving anything, so that their weights
-    should be small.
+    All but `correct` can be earned without solving anything, so that their weights should be small.
 
     >>> row = {"question": "What do 9 eggs cost, at $2 each?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
     >>> reward(row, "<think>9 * 2 = 18</think>\n<answer>$18.00</answer>")
@@ -166,13 +116,14 @@ def describe(row: dict, text: str) -> dict[str, float]:
     {'unread': 0.0, 'boxed': 0.0, 'hashes': 0.0, 'sentence': 1.0, 'right_elsewhere': 1.0}
     """
     answer = given_answer(text)
+    number = read_number(answer or "")
     forms = {"boxed": "\\boxed{" in text, "hashes": "####" in text, "sentence": "answer is" in text}
     form = next((name for name, is_used in forms.items() if is_used and answer is None), None)
     numbers = re.findall(r"(?:(?<![0-9)])-)?[0-9][0-9,]*(?:\.[0-9]+)?", text[-MAX_LENGTH:])  # of 2-1: 1
     last = read_number(numbers[-1].rstrip(",")) if numbers else None
-    is_correct = answer is not None and read_number(answer) == gold(row)
+    is_correct = number is not None and number == gold(row)
     return {
-        "unread": float(answer is not None and read_number(answer) is None),
+        "unread": float(answer is not None and number is None),
         **{name: float(name == form) for name in forms},
         "right_elsewhere": float(last is not None and last == gold(row) and not is_correct),
     }
@@ -193,8 +144,7 @@ def vote(row: dict, text: str) -> str | None:
     >>> [vote({}, f"<answer>{answer}</answer>") for answer in ("$1,080.00", "1080 clips", "1/3", "blue")]
     ['1080', '1080', '1/3', None]
     """
-    answer = given_answer(text)
-    number = None if answer is None else read_number(answer)
+    number = read_number(given_answer(text) or "")
     return None if number is None else str(number)
 
 
@@ -224,18 +174,16 @@ def read_number(text: str) -> Fraction | None:
     if len(re.findall(r"\w+", match["unit"])) > MOST_UNIT_WORDS or changes_number(match["unit"]):
         return None
     if match["over"]:
-        number = _in_lowest_terms(int(match["over"]), int(match["under"]))
+        over, under = int(match["over"]), int(match["under"])
+        number = Fraction(over, under or 1)
+        if under < 2 or number.denominator != under:  # not in lowest terms
+            return None
     elif match["whole"] or match["decimals"]:
         number = Fraction((match["whole"].replace(",", "") or "0") + (match["decimals"] or ""))
     else:
         return None
     is_negative = (match["sign"] or match["inner"])[:1] in ("-", "\u2212")
-    return -number if number is not None and is_negative else number
-
-
-def _in_lowest_terms(over: int, under: int) -> Fraction | None:
-    is_lowest = under > 1 and Fraction(over, under).denominator == under
-    return Fraction(over, under) if is_lowest else None
+    return -number if is_negative else number
 
 
 def _gold_text(row: dict) -> str:

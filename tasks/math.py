@@ -17,7 +17,7 @@ What a completion answers:
 
 When an answer equals the gold answer, decided by the first of these that can tell:
 
-1. They are equal as text in one spelling (`verdicts/answers.py`): no spacing, sizes, dollar signs or final full stop;
+1. They are equal as text in one spelling (`verdicts/answer_text.py`): no spacing, sizes, dollar signs or final full stop;
    `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without bold,
    colour, underlining, and "The answer is", `=` or `\approx` in front of it.
 2. Both are exact numbers: integers, decimals, fractions, mixed numbers, `8.7 \times 10^{8}` and `8.7e8`, with thousands
@@ -59,6 +59,7 @@ math-verify does not tell capital from small letters; where a gold answer has a 
 
 import re
 
+from tasks import arithmetic
 from tasks.verdicts.answer_text import normalize
 from tasks.verdicts.judge import NOTE, Judge, has_library
 
@@ -80,8 +81,7 @@ def messages(row: dict, system_prompt: str = "") -> list[dict]:
     """
     if "answer" not in row and "solution" not in row:
         raise ValueError("a row needs a field 'answer', or a 'solution' that ends in \\boxed{}")
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": row["problem"]}]
+    return arithmetic.messages({"question": row["problem"]}, system_prompt)
 
 
 def prepare(rows: list[dict], texts: list[str]) -> None:
@@ -139,10 +139,7 @@ def vote(row: dict, text: str) -> str | None:
 
 
 def note() -> str | None:
-    """Optional: what the user is told once, before a model is loaded: that math-verify is not there, if so.
-
-    The processes begin here, so that they are ready when the first rollout is.
-    """
+    """Optional: what the user is told once, if math-verify is not there. The processes begin here, to be ready soon."""
     _JUDGE.start()
     return None if has_library() else NOTE
 
@@ -154,14 +151,11 @@ def golds(row: dict) -> list[str]:
     (['142'], ['0.01', '$\\frac{1}{100}$'], [])
     """
     found = row["answer"] if "answer" in row else boxes(str(row.get("solution")))[-1:]
-    texts = [_spelled(gold) for gold in (found if isinstance(found, list) else [found])]
+    texts = []
+    for gold in found if isinstance(found, list) else [found]:
+        if isinstance(gold, str | int | float) and not isinstance(gold, bool) and gold == gold:
+            texts.append(str(int(gold) if isinstance(gold, float) and gold.is_integer() else gold).strip())
     return [text for text in dict.fromkeys(texts) if text]
-
-
-def _spelled(gold: object) -> str:
-    if isinstance(gold, bool) or not isinstance(gold, str | int | float) or gold != gold:
-        return ""
-    return str(int(gold)) if isinstance(gold, float) and gold.is_integer() else str(gold).strip()
 
 
 def given_answer(text: str) -> str | None:

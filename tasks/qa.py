@@ -45,11 +45,11 @@ def reward(row: dict, text: str) -> dict[str, float]:
     >>> reward(row, "It was <answer>Mabto of Waplem</answer>")["f1"]  # "of" and "Waplem", of three words each
     0.6666666666666666
     """
-    answer, wanted = given_answer(text), [spelling for spelling in answers(row) if is_answer(spelling)]
-    is_given = answer is not None and wanted
+    answer = given_answer(text)
+    wanted = [] if answer is None else [spelling for spelling in answers(row) if is_answer(spelling)]
     return {
-        "correct": max(map(float, [exact_match(answer, spelling) for spelling in wanted])) if is_given else 0.0,
-        "f1": max(f1(answer, spelling) for spelling in wanted) if is_given else 0.0,
+        "correct": float(any(exact_match(answer, spelling) for spelling in wanted)),
+        "f1": max((f1(answer, spelling) for spelling in wanted), default=0.0),
         "format": float(is_well_formed(text)),
     }
 
@@ -62,12 +62,9 @@ def solution(row: dict) -> str:
 def describe(row: dict, text: str) -> dict[str, float]:
     """What else to log: which kind of question it is, so that there is an accuracy for each; all 0 if it is unknown."""
     kind = (row.get("difficulty"), row.get("documents"))
-    return {
-        "one_hop": float(kind == ("one hop", "seen")),
-        "two_hops": float(kind == ("two hops", "seen")),
-        "new_one_hop": float(kind == ("one hop", "new")),
-        "new_two_hops": float(kind == ("two hops", "new")),
-    }
+    kinds = {"one_hop": ("one hop", "seen"), "two_hops": ("two hops", "seen")}
+    kinds |= {"new_one_hop": ("one hop", "new"), "new_two_hops": ("two hops", "new")}
+    return {name: float(kind == wanted) for name, wanted in kinds.items()}
 
 
 def answers(row: dict) -> list[str]:

@@ -131,7 +131,7 @@ def stand_in(api_server) -> Iterator[Callable]:
 
     def start(folder: Path = TINY_POLICY, **flags):
         usual = {"served_model_name": "policy", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
-        usual |= {"generation_config": "vllm", "no_enable_chunked_prefill": True}
+        usual |= {"no_enable_chunked_prefill": True}
         servers.append(api_server.StandIn(folder, **usual | flags))
         return servers[-1].start()
 

@@ -15,7 +15,7 @@ FORMULAS = {  # of each experiment with a policy gradient: the formula, and the 
     "experiment_multiturn_qa": [("grpo", {})],
     "experiment_engine": [("grpo", {})],
 }
-# These have formulas of one line: see tests/unit/test_countdown_lessons.py and tests/unit/test_reinforce.py
+# These have formulas of one line: see tests/unit/test_sft.py and tests/unit/test_reinforce.py
 ONE_LINE = {"experiment_sft", "experiment_reinforce"}
 
 Row = Sequence[float]

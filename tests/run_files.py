@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -46,6 +47,14 @@ def finished(*arguments: str | Path, **settings) -> subprocess.CompletedProcess:
     """`python <arguments>`, which has ended."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": PATIENCE} | settings)
+
+
+def launch(num_processes: int, *arguments: str | Path, **environment: str) -> None:
+    """`torchrun <arguments>`, which has succeeded; its processes can import what tests can."""
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes))
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    result = finished(*command, *arguments, cwd=ROOT, env=os.environ | paths | environment)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:

@@ -28,12 +28,59 @@ HEADERS = {
 }
 
 
-class LiveRun:
-    """A run that is read again when one of its files has changed."""
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET of what the server shows, and refuses all else."""
 
-    def __init__(self, directory: Path):
+    server: "Server"
+    timeout = 20  # seconds without a byte, after which a connection is closed
+
+    def do_GET(self) -> None:
+        try:
+            self._answer(*self._find())
+        except (RunError, OSError) as error:
+            if not isinstance(error, ConnectionError | TimeoutError):  # a browser that has gone away is no error
+                self._answer(503, printable(error))
+
+    def _find(self) -> tuple[int, str, str]:
+        """The status, the text, and of what kind it is."""
+        hosts = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
+        if self.headers.get_all("Host") not in ([host] for host in hosts):
+            return 403, f"this page is at http://{hosts[0]}/ only", "text/plain"
+        if self.path == "/":
+            return 200, self.server.page(), "text/html"
+        if self.path == "/version":
+            return 200, self.server.version(), "text/plain"
+        match = re.fullmatch(r"/samples/([0-9]{1,15})\.json", self.path)
+        if match and (samples := self.server.samples(int(match[1]))):
+            return 200, samples, "application/json"
+        return 404, "there is no such page", "text/plain"
+
+    def _answer(self, status: int, text: str, kind: str = "text/plain") -> None:
+        body = text.encode("utf-8", errors="replace")
+        self.send_response(status)
+        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        for name, value in (HEADERS | own).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        """The terminal is left alone."""
+
+
+class Server(ThreadingHTTPServer):
+    """Holds a run, which is read again when one of its files has changed."""
+
+    daemon_threads = True
+    allow_reuse_address = sys.platform != "win32"  # there it would share a port that is in use
+
+    def __init__(self, directory: Path, port: int):
         self._directory, self._run = directory, open_run(directory)  # what cannot be read is said at once
         self._version, self._lock = None, threading.Lock()
+        try:
+            super().__init__((ADDRESS, port), Handler)
+        except OSError as error:
+            raise RunError(f"port {port} of {ADDRESS} cannot be used ({error.strerror}): try --port 0") from None
 
     def version(self) -> str:
         """Another text after each change of a file; RunError: no file is there any more."""
@@ -55,58 +102,6 @@ class LiveRun:
         """All rows of a step, as JSON; None if there are none."""
         rows = self._run.samples.read(step)
         return json.dumps(encode_step(rows), allow_nan=False) if rows else None
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers GET of what `Server.run` shows, and refuses all else."""
-
-    server: "Server"
-    timeout = 20  # seconds without a byte, after which a connection is closed
-
-    def do_GET(self) -> None:
-        try:
-            self._answer(*self._find())
-        except (RunError, OSError) as error:
-            if not isinstance(error, ConnectionError | TimeoutError):  # a browser that has gone away is no error
-                self._answer(503, printable(error))
-
-    def _find(self) -> tuple[int, str, str]:
-        """The status, the text, and of what kind it is."""
-        hosts = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
-        if self.headers.get_all("Host") not in ([host] for host in hosts):
-            return 403, f"this page is at http://{hosts[0]}/ only", "text/plain"
-        if self.path == "/":
-            return 200, self.server.run.page(), "text/html"
-        if self.path == "/version":
-            return 200, self.server.run.version(), "text/plain"
-        match = re.fullmatch(r"/samples/([0-9]{1,15})\.json", self.path)
-        if match and (samples := self.server.run.samples(int(match[1]))):
-            return 200, samples, "application/json"
-        return 404, "there is no such page", "text/plain"
-
-    def _answer(self, status: int, text: str, kind: str = "text/plain") -> None:
-        body = text.encode("utf-8", errors="replace")
-        self.send_response(status)
-        own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
-        for name, value in (HEADERS | own).items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_) -> None:
-        """The terminal is left alone."""
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = sys.platform != "win32"  # there it would share a port that is in use
-
-    def __init__(self, directory: Path, port: int):
-        self.run = LiveRun(directory)
-        try:
-            super().__init__((ADDRESS, port), Handler)
-        except OSError as error:
-            raise RunError(f"port {port} of {ADDRESS} cannot be used ({error.strerror}): try --port 0") from None
 
 
 def serve(directory: Path, port: int) -> None:

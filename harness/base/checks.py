@@ -44,10 +44,10 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
 def check_texts(config: object) -> None:
     """Refuse paths that are empty, as from a shell variable that is not set, and those that cannot exist."""
     for name, marks in read_marks(type(config)).items():
-        text = getattr(config, name)
-        if marks.path is not None and text is not None:
-            if not text:
-                raise UserError(f"{flag(name)} is empty: omit it, or name something")
+        text = getattr(config, name) if marks.path is not None else None
+        if text == "":
+            raise UserError(f"{flag(name)} is empty: omit it, or name something")
+        if text is not None:
             local_path(text, flag(name))
 
 
@@ -72,10 +72,9 @@ def check_ranges(config: object) -> None:
 
 def check_combinations(config: ModelConfig) -> None:
     """Refuse flags that contradict each other, or that need something that is not requested or not installed."""
-    if config.attn_implementation == "flash_attention_2" and config.dtype == "float32":
-        raise UserError("--attn-implementation flash_attention_2 computes in half precision: add --dtype bfloat16")
-    if config.load_in == "8bit" and config.dtype == "float32":
-        raise UserError("--load-in 8bit computes in half precision: omit --dtype, or make it bfloat16")
+    for name, value in (("attn_implementation", "flash_attention_2"), ("load_in", "8bit")):
+        if getattr(config, name) == value and config.dtype == "float32":
+            raise UserError(f"{flag(name)} {value} computes in half precision: add --dtype bfloat16")
     if isinstance(config, PolicyConfig):
         _check_training(config)
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
@@ -83,12 +82,11 @@ def check_combinations(config: ModelConfig) -> None:
 
 
 def _check_training(config: PolicyConfig) -> None:
-    if minibatch_size := getattr(config, "minibatch_size", None):
-        group_size, rows = config.group_size, config.prompts_per_step * config.group_size
-        if minibatch_size % group_size:
-            raise UserError(f"--minibatch-size {minibatch_size} is not a multiple of --group-size {group_size}")
-        if minibatch_size > rows:
-            raise UserError(f"--minibatch-size {minibatch_size} exceeds the {rows} rows of a rollout")
+    if size := getattr(config, "minibatch_size", None):
+        if size % config.group_size:
+            raise UserError(f"--minibatch-size {size} is not a multiple of --group-size {config.group_size}")
+        if size > (rows := config.prompts_per_step * config.group_size):
+            raise UserError(f"--minibatch-size {size} exceeds the {rows} rows of a rollout")
     if not config.lora_rank:
         for name in ("lora_alpha",) if config.has_adapter else ("lora_alpha", "load_in", "save_merged"):
             if getattr(config, name):

@@ -226,9 +226,8 @@ def read_base(adapter: Path) -> str:
 def _shape(model_path: Path) -> tuple[int, int] | None:
     """Vocabulary size and hidden size of a Hugging Face model directory; None if it does not say."""
     settings = _read_json(model_path / "config.json")
-    return (
-        (settings["vocab_size"], settings["hidden_size"]) if {"vocab_size", "hidden_size"} <= settings.keys() else None
-    )
+    names = ("vocab_size", "hidden_size")
+    return tuple(settings[name] for name in names) if settings.keys() >= {*names} else None
 
 
 def _read_json(path: Path) -> dict:

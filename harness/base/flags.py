@@ -100,12 +100,11 @@ def read_comment(config_class: type, name: str) -> str:
 
 def _hint(marks: Marks, default: object, resolved: str) -> str:
     """Range and default of a flag, as `--help` shows them behind its comment."""
-    shown = (" ".join(default) if isinstance(default, tuple) else str(default)) or "none"
-    if default is None:
-        shown = resolved or "none"
-    elif isinstance(default, bool):
+    if isinstance(default, bool):
         shown = "on" if default else "off"
-    return f"{marks.range}; default: {shown}" if marks.limits else f"default: {shown}"
+    else:
+        shown = resolved if default is None else " ".join(default) if isinstance(default, tuple) else str(default)
+    return (f"{marks.range}; " if marks.limits else "") + f"default: {shown or 'none'}"
 
 
 def show_description(text: str, width: int) -> None:

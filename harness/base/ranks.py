@@ -45,13 +45,12 @@ def on_main(function: Callable[[], T]) -> T:
     """Call `function` on the main process; all get what it returns, or on its error EndedElsewhereError."""
     if world_size() == 1:
         return function()
-    result, error = None, None
+    message, error = [(True, None)], None
     if rank() == 0:
         try:
-            result = function()
+            message = [(False, function())]
         except BaseException as raised:
             error = raised
-    message = [(error is not None, result)]
     distributed.broadcast_object_list(message, src=0)
     has_failed, result = message[0]
     if has_failed:
@@ -77,12 +76,12 @@ def together() -> Iterator[None]:
 
 def check_alike(values: dict[str, object]) -> None:
     """Refuse values that are not the same on all processes that know them."""
-    everywhere = gather(values)
-    with together():
-        for number, others in enumerate(everywhere if rank() == 0 else ()):
-            for name, value in values.items():
-                if others.get(name, value) != value:
-                    raise UserError(f"{name} is {value} in process 0, but {others[name]} in process {number}")
+    first, *everywhere = gather(values)
+    for number, others in enumerate(everywhere, start=1):
+        for name in first.keys() & others.keys():
+            if others[name] != first[name]:
+                sentence = f"{name} is {first[name]} in process 0, but {others[name]} in process {number}"
+                raise UserError(sentence) if rank() == 0 else EndedElsewhereError
 
 
 def has_lost_others(error: BaseException) -> bool:

@@ -1,5 +1,6 @@
 """The command line: read, resolved and checked, before anything is loaded."""
 
+from harness.base.interrupt import handle_as_usual
 import dataclasses
 import io
 import os
@@ -30,8 +31,6 @@ def parse_config(
     config_class: type[ConfigT], argv: Sequence[str] | None, description: str, resolved: dict[str, dict] = RESOLVED
 ) -> ConfigT:
     """Read the command line, resolve None by `resolved`, and refuse what cannot work, before anything is loaded."""
-    from harness.base.interrupt import handle_as_usual  # not above: a program imports this file before all others
-
     argv = _prepare(config_class, argv, description)
     config = with_absolute_paths(_read_flags(config_class(), argv))
     if getattr(config, "resume", None) is not None:
@@ -55,8 +54,6 @@ def parse_config(
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
     """Read the command line of a program without a `--model`; `config` holds the defaults."""
-    from harness.base.interrupt import handle_as_usual
-
     config = _read_flags(config, _prepare(type(config), argv, description))
     checks.check_ranges(config)
     handle_as_usual()
@@ -167,10 +164,9 @@ def _check_engine(config: ConfigT) -> None:
 
 def _words(command: str) -> list[str]:
     """Those of `--engine-start`, of which the first is a program."""
-    words = []
     with suppress(ValueError):  # a quotation mark without its partner
         words = shlex.split(command)
-    if not words or words[0].startswith("-"):
-        shown = printable(repr(command), 60)
-        raise UserError(f"--engine-start {shown}: give the path of a Python, and then flags of its server, if any")
-    return words
+        if words and not words[0].startswith("-"):
+            return words
+    shown = printable(repr(command), 60)
+    raise UserError(f"--engine-start {shown}: give the path of a Python, and then flags of its server, if any")

@@ -35,15 +35,23 @@ def check_context(config: ModelConfig, task: Task, policy: Policy, engine: objec
     engine_length = math.inf if engine is None else engine.max_length
     if engine_length < context_length(policy):
         remedy += f", or start the engine with a longer {engine.length_flag}"
-    rows, messages = [*task.eval_rows, *task.train_rows], partial(task.messages, system_prompt=config.system_prompt)
-    check_prompts(policy, rows, messages, config.max_new_tokens, remedy, task.tools, engine_length)
+    check_prompts(policy, *_asked(config, task), config.max_new_tokens, remedy, task.tools, engine_length)
 
 
 def fitting_length(config: ModelConfig, task: Task, policy: Policy) -> int:
     """A power of 2 into which every prompt and its completion fit, or the model's context if that is less."""
-    rows, messages = [*task.eval_rows, *task.train_rows], partial(task.messages, system_prompt=config.system_prompt)
-    length = longest_prompt(policy.tokenizer, rows, messages, task.tools)[0] + config.max_new_tokens
+    length = longest_of_run(config, task, policy.tokenizer) + config.max_new_tokens
     return int(min(max(256, 2 ** math.ceil(math.log2(length))), context_length(policy)))
+
+
+def longest_of_run(config: ModelConfig, task: Task, tokenizer) -> int:
+    """Tokens of the longest prompt of training and evaluation."""
+    return _longest_prompt(tokenizer, *_asked(config, task), task.tools)[0]
+
+
+def _asked(config: ModelConfig, task: Task) -> tuple[list[Row], Callable[[Row], list[dict]]]:
+    """All rows of a run, and how their prompts are written."""
+    return [*task.eval_rows, *task.train_rows], partial(task.messages, system_prompt=config.system_prompt)
 
 
 def check_prompts(
@@ -59,7 +67,7 @@ def check_prompts(
     context = min(context_length(policy), engine_length)
     if context == math.inf:
         return
-    num_tokens, row = longest_prompt(policy.tokenizer, rows, messages, tools)
+    num_tokens, row = _longest_prompt(policy.tokenizer, rows, messages, tools)
     if num_tokens + max_new_tokens > context:
         whose = "engine's" if engine_length < context_length(policy) else "model's"
         raise UserError(
@@ -68,7 +76,7 @@ def check_prompts(
         )
 
 
-def longest_prompt(
+def _longest_prompt(
     tokenizer, rows: list[Row], messages: Callable[[Row], list[dict]], tools: list[dict] | None
 ) -> tuple[int, Row]:
     """The tokens of the longest prompt, and its row."""

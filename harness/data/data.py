@@ -20,13 +20,9 @@ from harness.data.task import Row, Task, import_task, suggest_task
 def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
     """The task that `--task` names, with its training and evaluation rows, filtered alike.
 
-    Without `--eval-data`, a task with files of its own is evaluated on its held-out file, and a user's `--data` on the
-    test file that comes with it, see `find_test_data`. Otherwise `--data` is divided: `--eval-prompts` rows, chosen by
-    `--seed`, are held out.
-
-    Args:
-        more_weights: of reward components that the experiment gives, next to those of the task.
-        tools: JSON schemas of the tools that the policy may call.
+    `more_weights` are those of reward components that the experiment gives, `tools` JSON schemas. Without `--eval-data`
+    a task's own data have a held-out file, and a user's `--data` a test file (`find_test_data`); where there is none,
+    `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
     """
     task = import_task(config, more_weights)
     task.tools = tools

@@ -32,9 +32,7 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
             return
         with _time_limit(f"{row.place}: solution(row) of {task} has not ended in {PATIENCE} s"):
             text = task.solution(row)
-        if text is None:
-            return
-        if fault := solution_fault(task, row, text):
+        if text is not None and (fault := solution_fault(task, row, text)):
             raise UserError(f"{row.place}: {_reason(task, row, fault, name)}")
 
 

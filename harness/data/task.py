@@ -34,11 +34,7 @@ class TaskError(UserError):
 class Task:
     """The functions and constants of a task's file; a UserError says what it lacks, or what cannot be used.
 
-    Args:
-        module: the file, imported.
-        name: what the user calls it.
-        weights: NAME=NUMBER, as in `--reward-weight`.
-        more_weights: of components that the experiment gives; the task's functions know nothing of them.
+    `weights` are NAME=NUMBER, as in `--reward-weight`; `more_weights` those of components that the experiment gives.
     """
 
     def __init__(
@@ -120,8 +116,9 @@ class Task:
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
     def solution(self, row: dict) -> str | None:
-        """A completion that earns the reward of a row; None if the task defines no `solution`."""
-        return self._call("solution", row, kind=str, what="a str") if hasattr(self._module, "solution") else None
+        """A completion that earns the reward of a row; None if the task defines no `solution`, or knows none."""
+        known = hasattr(self._module, "solution")
+        return self._call("solution", row, kind=str | None, what="a str") if known else None
 
     def solves(self, row: dict) -> bool:
         """Whether the solution of a row is right."""

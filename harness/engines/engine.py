@@ -98,7 +98,7 @@ class Engine:
         longest = max(map(len, prompts), default=0)
         if longest + max_new_tokens > self.max_length:
             raise EngineError(
-                f"{self.server.client.about} takes sequences of up to {self.max_length} tokens, not a prompt of "
+                f"{self.server.about} takes sequences of up to {self.max_length} tokens, not a prompt of "
                 f"{longest} and a completion of up to {max_new_tokens}: start it with a longer {self.length_flag}"
             )
         wait([self._newest])  # the engine must not be given weights while it samples
@@ -113,7 +113,7 @@ class Engine:
         }
         groups = in_groups(trajectories, group_size, rows)
         num_ids = policy.model.get_input_embeddings().weight.shape[0]
-        self._newest = self.server.client.submit(self._answer(groups, key, settings, num_ids, seconds))
+        self._newest = self.server.submit(self._answer(groups, key, settings, num_ids, seconds))
         return Sampling(self, self._newest, seconds)
 
     def push(self, policy: Policy) -> bool:
@@ -132,7 +132,7 @@ class Engine:
                 export(policy, self.folder, self.dtype)
                 self.server.load(self.folder)
             except (OSError, SafetensorError) as fault:
-                where = f"for {self.server.client.about} could not be written to {self.folder}"
+                where = f"for {self.server.about} could not be written to {self.folder}"
                 error = EngineError(f"the weights {where} ({fault})")
             except EngineError as fault:
                 error = fault
@@ -146,7 +146,7 @@ class Engine:
 
     def close(self) -> None:
         """Let requests that still wait for an answer end."""
-        self.server.client.close()
+        self.server.close()
 
     async def _answer(
         self, groups: list[list[Trajectory]], key: tuple[int, ...], settings: dict, num_ids: int, seconds: dict

@@ -74,7 +74,7 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
     with together():
         engine = Engine(url, folder, dtype)
     for server in servers:
-        engine.server.client.ending = partial(server.ending, within=5.0)
+        engine.server.ending = partial(server.ending, within=5.0)
     run.contexts.enter_context(closing(engine))
     check_context(config, task, policy, engine)
     task.fits_context = True  # no evaluation need look again

@@ -6,19 +6,29 @@
 Development mode has the requests that load weights. Without processed log-probs, the temperature is not in them.
 """
 
+import asyncio
+import os
+import threading
 import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import httpx2
 import torch
 
 from common.errors import EngineError
 
-from harness.engines.http import Client, RefusedError
+T = TypeVar("T")
 
 TRIED = "0.32.0"
+HEALTH = 60.0  # seconds without an answer after which a server is asked whether it is alive, again and again
+ALIVE = 20.0  # seconds for it to say so, and to connect
+UNUSED = 2.0  # seconds that an unused connection is kept; vLLM closes it after 5
 INFO_SECONDS = 180.0  # for what a server says of itself: the first time it runs pip and other programs for that
 CACHE_SECONDS = 30.0  # to empty the cache of prompts, which waits for requests of others
+KEY = "VLLM_API_KEY"  # the variable that vLLM reads its own key from
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -33,6 +43,12 @@ def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, devic
     return ["-m", "vllm.entrypoints.openai.api_server", *flags, *(on_cpu if device == "cpu" else beside)]
 
 
+class RefusedError(EngineError):
+    """The engine has answered with an HTTP status of an error."""
+
+    status: int
+
+
 class Completion(NamedTuple):
     """One completion of a prompt, as it was answered."""
 
@@ -42,47 +58,73 @@ class Completion(NamedTuple):
 
 
 class VLLM:
-    """A server in development mode and with processed log-probs."""
+    """A server in development mode and with processed log-probs.
+
+    Requests run in a thread of their own, any number of them at the same time.
+    """
 
     def __init__(self, url: str, dtype: torch.dtype):
-        self.client = Client(url)
-        version = self.client.get("/version", seconds=20.0).get("version")
-        self.client.about += f" (vLLM {version}; tried with {TRIED})"
         try:
-            model = self.client.get("/v1/models", seconds=20.0)["data"][0]
+            parts = httpx2.URL(url)
+            is_address = parts.scheme in ("http", "https") and parts.host and (parts.port or 0) < 2**16
+            is_address = is_address and parts.path in ("", "/")
+        except httpx2.InvalidURL:
+            is_address = False
+        if not is_address:
+            raise EngineError(f"{url} is not the address of an engine, such as http://127.0.0.1:8000")
+        self.about = f"the engine at {url}"  # how sentences name it
+        self.ending: Callable[[], str | None] = lambda: None  # how a server of this run has ended; None: it runs
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY, "").strip()) else {},
+            timeout=httpx2.Timeout(ALIVE, read=None),
+            limits=httpx2.Limits(max_connections=None, keepalive_expiry=UNUSED),
+            verify=httpx2.create_ssl_context(),  # with the certificates that the environment names
+            trust_env=False,  # but not through its proxy
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
+        self._thread.start()
+        self._check(dtype)
+
+    def _check(self, dtype: torch.dtype) -> None:
+        """Refuse a server with other settings than are needed."""
+        version = self._request("GET", "/version", seconds=ALIVE).get("version")
+        self.about += f" (vLLM {version}; tried with {TRIED})"
+        try:
+            model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]
             self._model, self.max_length = model["id"], int(model["max_model_len"])  # of a prompt and its completion
-            settings = self.client.get("/server_info?config_format=json", seconds=INFO_SECONDS)["vllm_config"]
+            path = "/server_info?config_format=json"
+            settings = self._request("GET", path, seconds=INFO_SECONDS)["vllm_config"]
             found, mode = settings["model_config"]["dtype"], settings["model_config"]["logprobs_mode"]
             is_chunked = settings["scheduler_config"]["enable_chunked_prefill"]
             is_cpu = settings["device_config"]["device"] == "cpu"
         except RefusedError as error:
             if error.status != 404:
                 raise
-            raise EngineError(f"{self.client.about} takes no weights: start it with VLLM_SERVER_DEV_MODE=1") from error
+            raise EngineError(f"{self.about} takes no weights: start it with VLLM_SERVER_DEV_MODE=1") from error
         except (TypeError, LookupError, ValueError):
             raise self.wrong("other settings than are known here") from None
         if mode != "processed_logprobs":
-            raise EngineError(
-                f"{self.client.about} answers with {mode}: start it with --logprobs-mode processed_logprobs"
-            )
+            raise EngineError(f"{self.about} answers with {mode}: start it with --logprobs-mode processed_logprobs")
         if found != str(dtype):
             own, wanted = (name.removeprefix("torch.") for name in (found, str(dtype)))
             remedy = f"give --engine-dtype {own}, or start it with --dtype {wanted}"
-            raise EngineError(f"{self.client.about} computes in {found}, not in {dtype}: {remedy}")
+            raise EngineError(f"{self.about} computes in {found}, not in {dtype}: {remedy}")
         if is_cpu and is_chunked:  # the first long prompt with a seed would end it
-            raise EngineError(f"{self.client.about} runs on a CPU: start it with --no-enable-chunked-prefill")
+            raise EngineError(f"{self.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
     def load(self, folder: Path) -> None:
         """Let the server take the weights in `folder`, and forget what it has computed with the ones before."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         try:
-            self.client.post("/collective_rpc", body)
+            self._request("POST", "/collective_rpc", body)
         except EngineError as error:
             raise EngineError(f"{error}: its weights may be incomplete until it has loaded others") from error
         deadline = time.monotonic() + CACHE_SECONDS
-        while not self.client.post("/reset_prefix_cache").get("success"):
+        while not self._request("POST", "/reset_prefix_cache").get("success"):
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.client.about} is busy with requests of others: it has to be for one run")
+                raise EngineError(f"{self.about} is busy with requests of others: it has to be for one run")
             time.sleep(0.1)
 
     async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:
@@ -103,7 +145,7 @@ class VLLM:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
         }
-        answer = await self.client.ask("POST", "/v1/completions", body)
+        answer = await self._ask("POST", "/v1/completions", body)
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if any(choice["prompt_token_ids"] != prompt for choice in choices):
@@ -121,4 +163,66 @@ class VLLM:
             raise self.wrong("completions without ids, log-probs or a reason to finish") from None
 
     def wrong(self, what: str) -> EngineError:
-        return EngineError(f"{self.client.about} has answered with {what}")
+        return EngineError(f"{self.about} has answered with {what}")
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run a coroutine, which can await `complete`, in the background."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Let all requests that wait for an answer end."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._http.aclose()
+
+        if self._thread.is_alive():  # not so in a forked process
+            self.submit(end()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _request(self, method: str, path: str, body: dict | None = None, seconds: float | None = None) -> dict:
+        return self.submit(self._ask(method, path, body, seconds)).result()
+
+    async def _ask(self, method: str, path: str, body: dict | None = None, seconds: float | None = None) -> dict:
+        """The JSON object that the server answers; EngineError if there is no answer, or another one.
+
+        Without `seconds` it may take as long as the server says that it is alive.
+        """
+        request = asyncio.create_task(self._http.request(method, path, json=body))
+        try:
+            async with asyncio.timeout(seconds):
+                while not (await asyncio.wait([request], timeout=HEALTH if seconds is None else None))[0]:
+                    await self._ask("GET", "/health", seconds=ALIVE)
+                response = request.result()
+        except TimeoutError:
+            raise EngineError(f"{self.about} has not answered {path} for {seconds:g} seconds") from None
+        except httpx2.HTTPError as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = f"nothing listens there ({reason})" if isinstance(error, httpx2.ConnectError) else reason
+            ending = await asyncio.to_thread(self.ending)
+            ended = f"; its process {ending}" if ending else ""
+            raise EngineError(f"{self.about} has not answered {method} {path}: {reason}{ended}") from error
+        finally:
+            request.cancel()
+        try:
+            content = response.json() if response.content.strip() else {}
+        except ValueError:
+            content = None
+        if not response.is_success:
+            error = content.get("error", content) if isinstance(content, dict) else None
+            message = error.get("message", error) if isinstance(error, dict) else error
+            reason = " ".join(str(message or response.text[:200]).split())[:300]
+            remedy = f": give its key in the variable {KEY}" if response.status_code == 401 else ""
+            refused = RefusedError(
+                f"{self.about} has refused {method} {path} (status {response.status_code}: {reason}){remedy}"
+            )
+            refused.status = response.status_code
+            raise refused
+        if not isinstance(content, dict):
+            raise EngineError(f"{self.about} has answered {method} {path} with something other than a JSON object")
+        return content

@@ -13,7 +13,7 @@ from common.evaluate import pass_at_k
 
 from harness.base.checks import flag
 from harness.base.terminal import printable, say
-from harness.evaluation.intervals import difference
+from harness.evaluation.figures import difference
 
 SHOWN = 5  # questions of each kind on the terminal
 # Settings beside the model that two evaluations should share
@@ -21,11 +21,10 @@ WITH_CONSEQUENCES = (
     *("task", "system_prompt", "completion_prefix", "max_new_tokens", "temperature", "top_p", "seed", "dtype"),
     "load_in",
 )
-Key = tuple[str, int]  # the content of a row, and which of the equal rows it is
 
 
-def read_results(source: str) -> dict:
-    """results.json of another evaluation, given by its path or its directory."""
+def read_results(source: str, rows: list[str]) -> dict:
+    """results.json of another evaluation, given by its path or its directory, that asked some of the same `rows`."""
     path = Path(source).expanduser()
     path = path / "results.json" if path.is_dir() else path
     try:
@@ -35,41 +34,32 @@ def read_results(source: str) -> dict:
         raise UserError(f"--compare {source}: there is no results.json of an evaluation {reason}") from error
     if not isinstance(results, dict) or not results.get("questions"):
         raise UserError(f"--compare {source}: this is not results.json of an evaluation of one set of questions")
+    if not {entry["row"] for entry in results["questions"]} & set(rows):
+        asked = f"it asked {len(results['questions'])} other questions, none of these {len(rows)}"
+        raise UserError(f"--compare {path}: {asked}: give the results of the same --task and --data")
     return results | {"path": str(path)}
-
-
-def _by_key(results: dict) -> dict[Key, dict]:
-    seen: Counter[str] = Counter()
-    found = {}
-    for entry in results["questions"]:
-        found[entry["row"], seen[entry["row"]]] = entry
-        seen[entry["row"]] += 1
-    return found
-
-
-def check_shared(other: dict, rows: list[str]) -> None:
-    """Refuse another evaluation that asked none of the questions with these contents."""
-    if not {entry["row"] for entry in other["questions"]} & set(rows):
-        asked = f"it asked {len(other['questions'])} other questions, none of these {len(rows)}"
-        raise UserError(f"--compare {other['path']}: {asked}: give the results of the same --task and --data")
 
 
 def compare(other: dict, own: dict, seed: int) -> dict:
     """The section `comparison` of results.json: own figures minus the other evaluation's, question by question."""
-    there, here = _by_key(other), _by_key(own)
+    there, here = _by_row(other), _by_row(own)
     pairs = [(there[key], here[key]) for key in here if key in there]
-    differences = {"greedy accuracy": _difference(pairs, "greedy", seed)}
+    before, after = zip(*pairs, strict=True)
+
+    def gain(name: str) -> dict:
+        return difference([entry[name] for entry in before], [entry[name] for entry in after], seed)
+
+    differences = {"greedy accuracy": gain("greedy")}
     n_before, n_after = ((side.get("sampled") or {}).get("n", 0) for side in (other, own))
     if k := min(n_before, n_after):
         label = f"mean@{n_after}" if n_before == n_after else f"mean@{n_after} - mean@{n_before}"
-        differences[label] = _difference(pairs, "mean", seed)
+        differences[label] = gain("mean")
         if k > 1:
-            before, after = zip(*pairs, strict=True)
             passed = (
                 [pass_at_k(n, entry["right"], k) for entry in side]
                 for n, side in ((n_before, before), (n_after, after))
             )
-            differences[f"pass@{k}"] = difference(*passed, seed=seed)._asdict()
+            differences[f"pass@{k}"] = difference(*passed, seed=seed)
     became = {
         kind: [new["question"] for old, new in pairs if (old["greedy"] == 1, new["greedy"] == 1) == change]
         for kind, change in (("became_right", (False, True)), ("became_wrong", (True, False)))
@@ -87,9 +77,14 @@ def compare(other: dict, own: dict, seed: int) -> dict:
     }
 
 
-def _difference(pairs: list[tuple[dict, dict]], name: str, seed: int) -> dict:
-    before, after = zip(*((old[name], new[name]) for old, new in pairs), strict=True)
-    return difference(before, after, seed)._asdict()
+def _by_row(results: dict) -> dict[tuple[str, int], dict]:
+    """The questions by the content of their row, and by which of the equal rows it is."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for entry in results["questions"]:
+        found[entry["row"], seen[entry["row"]]] = entry
+        seen[entry["row"]] += 1
+    return found
 
 
 def show_comparison(comparison: dict) -> None:

@@ -36,7 +36,9 @@ def _failure(task: Task, answers: Answers, index: int) -> Iterator[str]:
     row, answer, text = task.eval_rows[index], answers.greedy[index], answers.greedy_texts[index]
     yield from ("", "-" * 80, f"question {index} ({printable(row.place, 200)}): {kind_of(answer)}", "")
     yield from _indented(row.question)
-    yield from ("", f"wanted: {_shown(task.right_answer(row))}", f"given:  {_given(answer.given)}")
+    wanted = task.right_answer(row)
+    wanted = "(see the row)" if wanted is None else printable(str(wanted), 200)
+    yield from ("", f"wanted: {wanted}", f"given:  {_given(answer.given)}")
     if group := answers.sampled[index]:
         counts = Counter(_given(sample.given) for sample in group)
         num_right = sum(sample.correct == 1 for sample in group)
@@ -45,10 +47,6 @@ def _failure(task: Task, answers: Answers, index: int) -> Iterator[str]:
         yield f"samples: {num_right} of {len(group)} right; {shown}{more}"
     yield from ("", f"completion ({answer.length} tokens):", "")
     yield from _indented(text)
-
-
-def _shown(wanted: object) -> str:
-    return "(see the row)" if wanted is None else printable(str(wanted), 200)
 
 
 def _given(given: str | None) -> str:

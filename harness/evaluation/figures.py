@@ -1,4 +1,18 @@
-"""All figures of an evaluation, from its completions: what results.json holds."""
+"""All figures of an evaluation, from its completions: what results.json holds.
+
+Every figure is a mean over Q questions of one number per question: whether the greedy answer is right, the share of
+right samples, an estimate of pass@k. The n samples of one question are not independent of each other; the number per
+question is.
+
+    standard error   SE = sqrt(sum_q (x_q - p)^2 / (Q - 1) / Q)          p: mean of the x_q; clustered by question
+                                                                          (Miller 2024, arXiv 2411.00640, section 2.2)
+    effective number m  = p (1 - p) / SE^2                                as many independent answers have the same SE
+    interval            = Wilson's (1927) for the share p of m answers    the formula is in viewer/table.py
+
+For answers that are right or wrong, one per question, m = Q and this is Wilson's interval. Unlike p +- 1.96 SE it stays
+between 0 and 1, and does not become a point where all answers are right: then m = Q (Dean and Pagano 2015, "Evaluating
+confidence interval methods for binomial proportions in clustered surveys").
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -6,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from common.evaluate import pass_at_k
+from common.keyed import keyed_generator
+from viewer.table import wilson
 
-from harness.evaluation.answers import GREEDY, Completion
-from harness.evaluation.intervals import mean_with_interval
-from harness.evaluation.votes import majority, numbers_of_samples
-
-QUANTILES = (0.05, 0.5, 0.95)
+GREEDY = -1  # the number of a question's greedy answer; its samples are 0, 1, 2, ...
+DRAWS = 128  # subsets of k samples, at least, that maj@k with k < n is a mean over
+RESAMPLES = 10_000  # of the bootstrap
 
 
 class Answer(NamedTuple):
@@ -32,27 +46,25 @@ class Answers(NamedTuple):
     sampled: list[list[Answer]]  # by question; empty lists with --num-samples 0
 
 
-def read_answers(
-    completions: Iterable[Completion], num_questions: int, read: Callable[[int, str], str | None]
-) -> Answers:
-    """`read` says what a completion of a question answers."""
+def read_answers(lines: Iterable[dict], num_questions: int, read: Callable[[int, str], str | None]) -> Answers:
+    """The lines of completions.jsonl; `read` says what a completion of a question answers."""
     answers = Answers([], [], [[] for _ in range(num_questions)])
-    for line in completions:
-        others = {f"reward_{name}": value for name, value in line.rewards.items() if name != "correct"}
-        given = read(line.question, line.text)
-        correct = line.correct if line.correct is not None else 0.0  # a task's NaN
-        answer = Answer(correct, given, line.length, line.finish_reason == "length", others | line.description)
-        if line.sample == GREEDY:
+    for line in lines:
+        others = {f"reward_{name}": value for name, value in line["rewards"].items() if name != "correct"}
+        correct = line["correct"] if line["correct"] is not None else 0.0  # a task's NaN
+        given, is_cut_off = read(line["question"], line["text"]), line["finish_reason"] == "length"
+        answer = Answer(correct, given, line["length"], is_cut_off, others | line["description"])
+        if line["sample"] == GREEDY:
             answers.greedy.append(answer)
-            answers.greedy_texts.append(line.text)
+            answers.greedy_texts.append(line["text"])
         else:
-            answers.sampled[line.question].append(answer)
+            answers.sampled[line["question"]].append(answer)
     return answers
 
 
 def figures(answers: Answers, seed: int) -> dict:
     """The sections `greedy` and `sampled` of results.json."""
-    greedy = {"accuracy": mean_with_interval([answer.correct for answer in answers.greedy])._asdict()}
+    greedy = {"accuracy": mean_with_interval([answer.correct for answer in answers.greedy])}
     found = {"greedy": greedy | means(answers.greedy)}
     if answers.sampled[0]:
         found["sampled"] = _sampled(answers.sampled, seed) | means([x for group in answers.sampled for x in group])
@@ -61,23 +73,24 @@ def figures(answers: Answers, seed: int) -> dict:
 
 def _sampled(groups: list[list[Answer]], seed: int) -> dict:
     n = len(groups[0])
-    by_question = [[answer.correct for answer in group] for group in groups]
-    num_right = [sum(value == 1 for value in values) for values in by_question]
-    mean = mean_with_interval([sum(values) / n for values in by_question], answers_per_question=n)
-    found: dict = {"n": n, "accuracy": mean._asdict(), "pass@k": {}}
-    for k in numbers_of_samples(n):
-        passed = [pass_at_k(n, c, k) for c in num_right]
-        found["pass@k"][str(k)] = mean_with_interval(passed, answers_per_question=n // k)._asdict()
+    correct = [[answer.correct for answer in group] for group in groups]
+    num_right = [sum(value == 1 for value in values) for values in correct]
+    found: dict = {
+        "n": n,
+        "accuracy": mean_with_interval([sum(values) / n for values in correct], answers_per_question=n),
+        "pass@k": {
+            str(k): mean_with_interval([pass_at_k(n, c, k) for c in num_right], answers_per_question=n // k)
+            for k in numbers_of_samples(n)
+        },
+    }
     # Right answers that cannot be read: the task has another form of answer
-    is_readable = all(answer.given is not None for group in groups for answer in group if answer.correct == 1)
-    if is_readable:
+    if all(answer.given is not None for group in groups for answer in group if answer.correct == 1):
         votes = [
             majority([answer.given for answer in group], values, seed, question)
-            for question, (group, values) in enumerate(zip(groups, by_question, strict=True))
+            for question, (group, values) in enumerate(zip(groups, correct, strict=True))
         ]
         found["maj@k"] = {
-            str(k): mean_with_interval([vote[k] for vote in votes], answers_per_question=n // k)._asdict()
-            for k in votes[0]
+            str(k): mean_with_interval([vote[k] for vote in votes], answers_per_question=n // k) for k in votes[0]
         }
     return found
 
@@ -86,12 +99,17 @@ def means(answers: Sequence[Answer]) -> dict:
     """Means over completions, and the distribution of their lengths."""
     names = list(dict.fromkeys(name for answer in answers for name in answer.measured))
     lengths = [answer.length for answer in answers]
+    accuracy_if = {}  # among the completions that the task describes as 1, for descriptions that are 0 or 1
+    for name in names:
+        values = {answer.measured.get(name) for answer in answers}
+        if not name.startswith("reward_") and values <= {0.0, 1.0} and 1.0 in values:
+            accuracy_if[name] = _mean([answer.correct for answer in answers if answer.measured[name] == 1])
     return {
         "means": {name: _mean([answer.measured.get(name) for answer in answers]) for name in names},
-        "accuracy_if": _accuracy_if(answers, names),
+        "accuracy_if": accuracy_if,
         "length": {
             "mean": _mean(lengths),
-            **{f"{share:.0%}": float(np.quantile(lengths, share)) for share in QUANTILES},
+            **{f"{share:.0%}": float(np.quantile(lengths, share)) for share in (0.05, 0.5, 0.95)},
             "mean_if_right": _mean([answer.length for answer in answers if answer.correct == 1]),
             "mean_if_wrong": _mean([answer.length for answer in answers if answer.correct != 1]),
         },
@@ -100,16 +118,118 @@ def means(answers: Sequence[Answer]) -> dict:
     }
 
 
-def _accuracy_if(answers: Sequence[Answer], names: list[str]) -> dict[str, float]:
-    """Accuracy among the completions that the task describes as 1, for descriptions that are 0 or 1."""
-    found = {}
-    for name in names:
-        values = {answer.measured.get(name) for answer in answers}
-        if not name.startswith("reward_") and values <= {0.0, 1.0} and 1.0 in values:
-            found[name] = _mean([answer.correct for answer in answers if answer.measured[name] == 1])
-    return found
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     """None of nothing, and of numbers one of which is not finite: JSON has no name for the mean."""
     return sum(values) / len(values) if values and None not in values else None
+
+
+def _estimate(value: float, low: float, high: float, x: np.ndarray) -> dict:
+    """A mean over questions with its 95 % interval; of one question nothing is known about others."""
+    error = float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else None
+    return {"value": float(value), "low": float(low), "high": float(high), "standard_error": error}
+
+
+def mean_with_interval(values: Sequence[float], answers_per_question: int = 1) -> dict:
+    """The mean of one number between 0 and 1 per question.
+
+    Args:
+        answers_per_question: independent answers that each number is made from; Q times this many is the most that the
+            effective number of answers can be. It is never below Q, the number of questions.
+
+    >>> [round(number, 3) for number in mean_with_interval([1.0] * 8 + [0.0] * 2).values()]
+    [0.8, 0.49, 0.943, 0.133]
+    >>> [round(number, 3) for number in mean_with_interval([1.0] * 10).values()]
+    [1.0, 0.722, 1.0, 0.0]
+    """
+    x = np.asarray(values, dtype=float)
+    p, count = float(x.mean()), len(x)
+    found = _estimate(p, 0.0, 1.0, x)
+    error, most = found["standard_error"], count * max(1, answers_per_question)
+    alike = most if count > 1 and 0 < p < 1 else count  # where all numbers are
+    effective = min(most, max(count, p * (1 - p) / error**2)) if error else alike
+    low, high = wilson(p, effective)
+    return found | {"low": max(0.0, min(low, p)), "high": min(1.0, max(high, p))}
+
+
+def difference(before: Sequence[float], after: Sequence[float], seed: int) -> dict:
+    """The mean over questions of `after - before`, with the interval of a bootstrap over questions.
+
+    Questions are drawn with replacement, `RESAMPLES` times, each with both of its numbers: what makes a question hard
+    for both policies cancels. The interval holds the middle 95 % of the means (the percentile bootstrap of Efron 1979).
+    """
+    gain = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
+    generator = keyed_generator("bootstrap", seed)
+    # of 500 resamples at a time, which bounds the memory
+    drawn = (generator.integers(0, len(gain), size=(500, len(gain))) for _ in range(RESAMPLES // 500))
+    resampled = np.concatenate([gain[chosen].mean(axis=1) for chosen in drawn])
+    return _estimate(gain.mean(), *np.percentile(resampled, (2.5, 97.5)), gain)
+
+
+def average(estimates: list[dict]) -> dict:
+    """The mean over benchmarks, each with the same weight, with a 95 % interval.
+
+        low = mean - sqrt(sum_b (p_b - low_b)^2) / B,      high likewise
+
+    The distances of independent intervals from their estimates are added like standard errors (Newcombe 1998; Zou and
+    Donner 2008, "Construction of confidence limits about effect measures").
+
+    >>> {name: round(bound, 3) for name, bound in average([{"value": 0.5, "low": 0.4, "high": 0.6}] * 4).items()}
+    {'value': 0.5, 'low': 0.45, 'high': 0.55}
+    """
+    count = len(estimates)
+    value = sum(estimate["value"] for estimate in estimates) / count
+    below, above = (
+        sum((estimate["value"] - estimate[bound]) ** 2 for estimate in estimates) ** 0.5 / count
+        for bound in ("low", "high")
+    )
+    return {"value": value, "low": value - below, "high": value + above}
+
+
+def majority(answers: Sequence[str | None], correct: Sequence[float], seed: int, question: int) -> dict[int, float]:
+    """maj@k of one question for k = 1, 2, 4, ..., n, by k (Wang et al. 2022, arXiv 2203.11171).
+
+    Each of the k samples votes for the answer that it gives; one that gives none does not vote. Where several answers
+    have most votes, the share of them that is right counts. Without any vote the value is 0. For k = n this is exact.
+    For k < n it is the mean over subsets of k samples: the samples are shuffled and cut into n // k subsets, as often
+    as it takes to have `DRAWS` of them.
+
+    >>> majority(["58", "60", "58", None], [1.0, 0.0, 1.0, 0.0], seed=0, question=0)[4]
+    1.0
+    >>> majority(["58", "60"], [1.0, 0.0], seed=0, question=0)
+    {1: 0.5, 2: 0.5}
+    """
+    count = len(answers)
+    given = list(dict.fromkeys(answer for answer in answers if answer is not None))
+    if not given:
+        return dict.fromkeys(numbers_of_samples(count), 0.0)
+    index = {answer: number for number, answer in enumerate(given)} | {None: len(given)}
+    votes = np.array([index[answer] for answer in answers])  # (n,)
+    # Samples that give the same answer are right together, as a rule; where a task judges more than the answer, in part
+    worth = np.bincount(votes, weights=np.asarray(correct, dtype=float)) / np.maximum(np.bincount(votes), 1)
+    generator = keyed_generator("votes", seed, question)
+    found = {}
+    for k in numbers_of_samples(count):
+        per_shuffle = count // k
+        num_shuffles = -(-DRAWS // per_shuffle) if 1 < k < count else 1
+        shuffles = [generator.permutation(votes) if k < count else votes for _ in range(num_shuffles)]
+        subsets = np.concatenate([shuffle[: per_shuffle * k].reshape(per_shuffle, k) for shuffle in shuffles])
+        found[k] = float(_winners(subsets, worth[: len(given)]).mean())
+    return found
+
+
+def _winners(subsets: np.ndarray, worth: np.ndarray) -> np.ndarray:
+    """The share of the winning answers that is right: subsets (S, k) of numbers of answers, worth (A,) -> (S,)."""
+    width = len(worth) + 1  # the last column has not voted
+    cells = subsets + np.arange(len(subsets))[:, None] * width
+    counts = np.bincount(cells.ravel(), minlength=len(subsets) * width).reshape(len(subsets), width)[:, :-1]
+    wins = (counts == counts.max(axis=1, keepdims=True)) & (counts > 0)
+    return (wins * worth).sum(axis=1) / np.maximum(wins.sum(axis=1), 1)
+
+
+def numbers_of_samples(n: int) -> list[int]:
+    """
+    >>> numbers_of_samples(8), numbers_of_samples(10)
+    ([1, 2, 4, 8], [1, 2, 4, 8, 10])
+    """
+    powers = [2**exponent for exponent in range(n.bit_length())]
+    return powers if not powers or powers[-1] == n else [*powers, n]

@@ -1,9 +1,18 @@
-"""One evaluation: ask what is not asked yet, then write and return the results."""
+"""One evaluation in its directory: what is asked, what is left of it to ask, and the results.
 
+The directory holds config.json, completions.jsonl, results.json, failures.txt and .lock. It is locked while a process
+works in it, and only for the settings that it began with.
+"""
+
+import dataclasses
+import hashlib
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from tqdm import tqdm
@@ -11,19 +20,26 @@ from tqdm import tqdm
 from common.errors import UserError
 from common.policy import Policy
 
+from harness.base.checks import flag
 from harness.base.config import ModelConfig
 from harness.base.files import replace_file
+from harness.base.hub import find_test_split, is_hub_source
 from harness.base.terminal import printable, say
 from harness.data.context import check_context
-from harness.data.task import Task
-from harness.evaluation.answers import Completions, ask, make_batches
-from harness.evaluation.comparison import check_shared, compare, read_results
-from harness.evaluation.evaluation_directory import begin, locked, tell_changes
+from harness.data.data import filter_rows, load_rows, read_rows
+from harness.data.rows import FieldsError, find_problem
+from harness.data.task import Row, Task, import_named, task_of
+from harness.evaluation.comparison import compare, read_results
+from harness.evaluation.completions import Completions, ask, make_batches
 from harness.evaluation.failures import failures
 from harness.evaluation.figures import Answers, figures, read_answers
-from harness.evaluation.questions import answer_reader, content_of, load_questions
 from harness.logs.metrics import finite
+from harness.run.directory import BEFORE_SETTINGS, lock_directory
+from harness.run.machine import describe_machine
+from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.run.start import NO_SPACE
+
+FREE = {"output", "compare", "threads"}  # the last rounds differently: `tell_changes` says that it has changed
 
 
 def evaluate(
@@ -36,23 +52,25 @@ def evaluate(
         renamed: fields of the data, and what the task calls them.
     """
     task = load_questions(config, renamed or {})
-    other = None if config.compare is None else read_results(config.compare)
-    if other is not None:
-        check_shared(other, list(map(content_of, task.eval_rows)))
+    other = None
+    if config.compare is not None:
+        other = read_results(config.compare, list(map(content_of, task.eval_rows)))
     with locked(directory):
         try:
             settings = begin(directory, config, task)
             batches = make_batches(len(task.eval_rows), config.num_samples, config.generation_batch_size)
-            completions = Completions(directory / "completions.jsonl", batches, config.num_samples)
+            completions = Completions(directory / "completions.jsonl", batches)
             if completions.left:
-                tell_changes(directory, settings)
-                _ask(config, task, completions, load)
+                for name, value in describe_machine().items():
+                    if settings.get(name) != value:
+                        before = f"{directory} began with {name} {settings.get(name)}"
+                        say(f"{before}, and goes on with {value}: figures may differ")
+                _ask_left(config, task, completions, load)
             answers = read_answers(completions, len(task.eval_rows), answer_reader(task))
-            results = settings | _results(task, answers, config.seed)
+            results = settings | results_of(task, answers, config.seed)
             if other is not None:
                 results["comparison"] = compare(other, results, config.seed)
-            page = failures(task, answers)
-            replace_file(directory / "failures.txt", page.encode(errors="replace"))
+            replace_file(directory / "failures.txt", failures(task, answers).encode(errors="replace"))
             replace_file(directory / "results.json", (json.dumps(finite(results), indent=1) + "\n").encode())
         except OSError as error:
             if error.errno not in NO_SPACE:
@@ -62,33 +80,133 @@ def evaluate(
     return results
 
 
-def _ask(config: ModelConfig, task: Task, completions: Completions, load: Callable[[], Policy]) -> None:
+def _ask_left(config: ModelConfig, task: Task, completions: Completions, load: Callable[[], Policy]) -> None:
     policy = load()
     check_context(config, task, policy)
     total = len(task.eval_rows) * (1 + config.num_samples)
-    done = total - sum(len(batch.rows) for batch in completions.left)
+    done = total - sum(map(len, completions.left))
     if done:
         say(f"{done} of {total} completions are there already")
-    settings = {name: getattr(config, name) for name in ("seed", "system_prompt", "max_new_tokens", "top_p")}
-    style = {"bar_format": "completions: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}]", "dynamic_ncols": True}
-    if sys.stderr.isatty():
-        style["leave"] = False
-    else:
-        style |= {"mininterval": 60.0, "delay": 60.0}  # seconds between what a log file is told
+    style = {"leave": False} if sys.stderr.isatty() else {"mininterval": 60.0, "delay": 60.0}  # seconds, of a log file
+    style |= {"bar_format": "completions: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}]", "dynamic_ncols": True}
     with tqdm(total=total, initial=done, **style) as progress:
         for batch in completions.left:
-            completions.add(ask(policy, task.eval_rows, task, batch, config.num_samples, **settings))
-            progress.update(len(batch.rows))
+            completions.add(ask(policy, task, batch, config))
+            progress.update(len(batch))
 
 
-def _results(task: Task, answers: Answers, seed: int) -> dict:
+def results_of(task: Task, answers: Answers, seed: int) -> dict:
     """All figures, and for each question what two evaluations are compared by."""
     questions = []
-    for index, row in enumerate(task.eval_rows):
-        values = [sample.correct for sample in answers.sampled[index]]
-        greedy = answers.greedy[index].correct
-        entry = {"row": content_of(row), "question": printable(row.question, 100), "greedy": greedy}
+    for row, greedy, samples in zip(task.eval_rows, answers.greedy, answers.sampled, strict=True):
+        values = [sample.correct for sample in samples]
+        entry = {"row": content_of(row), "question": printable(row.question, 100), "greedy": greedy.correct}
         if values:
             entry |= {"mean": sum(values) / len(values), "right": sum(value == 1 for value in values)}
         questions.append(entry)
     return {"num_questions": len(questions), "asked": task.data, **figures(answers, seed), "questions": questions}
+
+
+# What is asked -------------------------------------------------------------------------------------------------------
+
+
+def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
+    """The task of an evaluation, with its questions as `eval_rows`; `renamed`: fields of the data by other names."""
+    task = task_of(config.task)
+    if "correct" not in task.weights:
+        problem = f"has no reward component 'correct' (it has {', '.join(task.weights)})"
+        raise UserError(
+            f"{task} {problem}, and so no accuracy: add it to its REWARD_WEIGHTS, with weight 0 if you like"
+        )
+    source = config.data if config.data is not None else task.eval_data
+    if source is None:
+        raise UserError(f"{task} has no evaluation data of its own: give --data")
+    if is_hub_source(source) and (test_split := find_test_split(source)) is not None:
+        say(f"the questions are those of {test_split} (--data names another split)")
+        source = test_split
+    rows = _read_renamed(source, config, task, renamed) if renamed else load_rows(source, config, task)
+    task.data, task.eval_rows = source, rows[: config.limit]
+    task.try_out(task.eval_rows[0])
+    answer_reader(task)(0, task.solution(task.eval_rows[0]) or "")  # so that a `vote` that fails does so now
+    return task
+
+
+def _read_renamed(source: str, config: ModelConfig, task: Task, renamed: dict[str, str]) -> list[Row]:
+    rows = read_rows(source, {})
+    for row in rows:
+        for published, name in renamed.items():
+            if published in row:
+                row[name] = row.pop(published)
+        if (problem := find_problem(row, task.fields)) is not None:
+            raise FieldsError(row, problem)
+    return filter_rows(rows, config, task, source)
+
+
+def answer_reader(task: Task) -> Callable[[int, str], str | None]:
+    """What a completion of a question answers, in one spelling: by the task's `vote`, else as the arithmetic task."""
+    arithmetic = import_named("arithmetic")
+
+    def read(question: int, text: str) -> str | None:
+        if task.has_vote:
+            return task.vote(task.eval_rows[question], text)
+        given = arithmetic.given_answer(text)
+        return None if given is None else arithmetic.normalize_answer(given)
+
+    return read
+
+
+def content_of(row: Row) -> str:
+    """A checksum of what a row holds, which names it whatever file it is in."""
+    text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# The directory -------------------------------------------------------------------------------------------------------
+
+
+def default_directory(seed: int) -> Path:
+    """A new one, named by date, time and seed as a run's is."""
+    parent, name = Path("runs") / "evaluate", f"{datetime.now():%Y%m%d-%H%M%S}-seed{seed}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(parent / name for name in names if not (parent / name).exists())
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Make the directory, and let no other process work in it within the block."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {directory} cannot be made ({error.strerror})") from error
+    lock = lock_directory(directory, "writing an evaluation there")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
+    """Write the settings of a new evaluation, or compare those of the one that is continued; returns them."""
+    sources = describe_sources(config, task)
+    settings = dataclasses.asdict(config) | describe_machine() | {"sources": sources, "command": sys.argv}
+    settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file
+    path = directory / "config.json"
+    if not path.exists():
+        if others := sorted({entry.name for entry in directory.iterdir()} - BEFORE_SETTINGS):
+            names = printable(", ".join(others), 60)
+            raise UserError(f"--output {directory} holds other files ({names}) and no evaluation: choose another")
+        write_settings(directory, settings)
+        return settings
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): choose another --output") from error
+    if "num_samples" not in stored:
+        raise UserError(f"--output {directory} is not that of an evaluation (see its config.json): choose another")
+    for name in (field.name for field in dataclasses.fields(config) if field.name not in FREE):
+        if stored.get(name) != settings[name]:
+            values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]
+            known = f"{values[1]} in {directory}: repeat that setting, or choose another --output"
+            raise UserError(f"{flag(name)} {values[0]} differs from {known}")
+    check_sources(directory, stored.get("sources", {}), sources, has_failed=False)
+    return stored

@@ -8,8 +8,7 @@ from common.errors import UserError
 
 from harness.base.checks import local_path
 from harness.base.config import ModelConfig
-from harness.base.terminal import printable
-from harness.evaluation.evaluation_table import interval
+from harness.evaluation.figures import average
 
 
 class Benchmark(NamedTuple):
@@ -48,12 +47,12 @@ class Part(NamedTuple):
 
 def parts(config: ModelConfig, directory: Path) -> list[Part]:
     """The benchmarks of `--suite`, with data from the directory `--data`, or from the hub."""
-    found = []
+    found, benchmarks = [], SUITES[config.suite][1]
     folder = None if config.data is None else local_path(config.data, "--data")
     if folder is not None and not folder.is_dir():
-        names = ", ".join(f"{name}.jsonl" for name in SUITES[config.suite][1])
+        names = ", ".join(f"{name}.jsonl" for name in benchmarks)
         raise UserError(f"--data {config.data}: with --suite this is a directory that holds {names}")
-    for name, benchmark in SUITES[config.suite][1].items():
+    for name, benchmark in benchmarks.items():
         source, renamed = benchmark.hub, dict(benchmark.renamed)
         if folder is not None:
             source, renamed = str((folder / f"{name}.jsonl").absolute()), {}
@@ -65,57 +64,14 @@ def parts(config: ModelConfig, directory: Path) -> list[Part]:
     return found
 
 
-def average(estimates: list[dict]) -> dict:
-    """The mean over benchmarks, each with the same weight, with a 95 % interval.
-
-        low = mean - sqrt(sum_b (p_b - low_b)^2) / B,      high likewise
-
-    The distances of independent intervals from their estimates are added like standard errors (Newcombe 1998; Zou and
-    Donner 2008, "Construction of confidence limits about effect measures").
-
-    >>> {name: round(bound, 3) for name, bound in average([{"value": 0.5, "low": 0.4, "high": 0.6}] * 4).items()}
-    {'value': 0.5, 'low': 0.45, 'high': 0.55}
-    """
-    count = len(estimates)
-    value = sum(estimate["value"] for estimate in estimates) / count
-    below, above = (
-        sum((estimate["value"] - estimate[bound]) ** 2 for estimate in estimates) ** 0.5 / count
-        for bound in ("low", "high")
-    )
-    return {"value": value, "low": value - below, "high": value + above}
-
-
 def summary(results: dict[str, dict]) -> dict[str, dict[str, dict]]:
     """Column by column of the table: an estimate for each benchmark, by its title, and their average."""
     columns = {"greedy": {title: found["greedy"]["accuracy"] for title, found in results.items()}}
-    sampled = [found.get("sampled") for found in results.values()]
-    if all(sampled):
-        n = sampled[0]["n"]
-        columns[f"mean@{n}"] = {title: found["sampled"]["accuracy"] for title, found in results.items()}
+    sampled = {title: found["sampled"] for title, found in results.items() if "sampled" in found}
+    if sampled:
+        n = next(iter(sampled.values()))["n"]
+        columns[f"mean@{n}"] = {title: side["accuracy"] for title, side in sampled.items()}
         for name in ("pass@k", "maj@k") if n > 1 else ():
-            if all(name in side for side in sampled):
-                columns[name.replace("k", str(n))] = {
-                    title: found["sampled"][name][str(n)] for title, found in results.items()
-                }
+            if all(name in side for side in sampled.values()):
+                columns[name.replace("k", str(n))] = {title: side[name][str(n)] for title, side in sampled.items()}
     return {name: column | {"average": average(list(column.values()))} for name, column in columns.items()}
-
-
-def print_suite(title: str, results: dict[str, dict]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    columns = summary(results)
-    table = Table(title=Text(printable(title, 200)), title_justify="left")
-    table.add_column("")
-    table.add_column("questions", justify="right")
-    for name in columns:
-        table.add_column(name, justify="right", overflow="fold")
-    for benchmark, found in results.items():
-        cells = [interval(column[benchmark]) for column in columns.values()]
-        table.add_row(benchmark, str(found["num_questions"]), *map(Text, cells))
-    table.add_section()
-    total = sum(found["num_questions"] for found in results.values())
-    table.add_row("average", str(total), *(Text(interval(column["average"])) for column in columns.values()))
-    console = Console()
-    (console if console.is_terminal else Console(width=120)).print(table)

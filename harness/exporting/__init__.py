@@ -1,4 +1,1 @@
-"""The parts of export.py: a trained policy becomes a directory that others can load.
-
-source.py  weights.py  answers.py  card.py  upload.py
-"""
+"""The parts of export.py: a trained policy becomes a directory that others can load."""

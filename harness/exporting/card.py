@@ -19,30 +19,14 @@ from harness.base.checks import flag
 from harness.base.config import BUNDLED, RunConfig, is_hub_id
 from harness.base.hub import is_hub_source
 from harness.base.terminal import printable, visible
-from harness.exporting.exported_answers import Questions
 from harness.exporting.source import Source
+from harness.exporting.writing import Questions
 
-SHOWN = {
-    "greedy/accuracy": "greedy accuracy",
-    "sampled/accuracy": "sampled accuracy (mean of 8)",
-    "sampled/pass@8": "at least one of 8 right (pass@8)",
-}
-BITS = {"4bit": "4 bits", "8bit": "8 bits"}
-TAGS = {"4bit": ("4-bit", "bitsandbytes"), "8bit": ("8-bit", "bitsandbytes")}
 # Flags that name a file or directory, of which the last part is shown
 PLACES = ("model", "task", "chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
 TEXTS = ("system_prompt", "completion_prefix")
 WORDS = ("dtype", "load_in", "attn_implementation", "device")  # other flags of every experiment that are shown
 HIDDEN = ("wandb", "estimate", "engine_start", "engine_url", "search_url")
-CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-name = {name}
-tokenizer = AutoTokenizer.from_pretrained(name)
-model = AutoModelForCausalLM.from_pretrained(name)
-messages = {messages}
-prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-output = model.generate(**prompt.to(model.device), max_new_tokens={budget})
-print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,49 +49,25 @@ class Card:
         return self.source.is_adapter and not self.merged
 
     def text(self) -> str:
-        source, settings, bits = self.source, self.source.settings, BITS.get(self.quantize)
-        form = f"in {self.dtype}" if bits is None else f"quantised to {bits} with bitsandbytes"
-        if self.is_adapter:
-            form = f"(its base was held in {BITS.get(source.load_in, self.dtype)})"
-        messages = json.dumps(self.questions.conversations[0], ensure_ascii=True)
-        before, after, count = source.figures()
-        training = {
-            "commit of the textbook": settings.get("commit"),
-            "seed": str(settings.get("seed", "")),
-            "steps": source.step if source.step is not None else settings.get("steps"),
-            "machine": settings.get("machine"),
-            "GPU": settings.get("gpu"),
-            "processes": settings.get("processes"),
-            "held quantised in training": source.load_in,
-            "versions": ", ".join(f"{name} {version}" for name, version in settings.get("versions", {}).items()),
-        }
+        settings = self.source.settings
+        before, after, count = self.source.figures()
         environment = Environment()
-        environment.filters |= {"escape": escape, "code": code, "fenced": fenced}
+        environment.filters |= {"escape": escape, "code": code, "fenced": fenced, "json": json.dumps}
+        environment.filters |= {"printable": printable, "estimate": estimate}
         template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
         return environment.from_string(template).render(
             card=self,
-            metadata=self._metadata(),
+            source=self.source,
             settings=settings,
+            metadata=self._metadata(),
             place=place,
-            form=form,
-            base=source.base_id,
             is_bundled=settings["model"] in BUNDLED,
             is_supervised=settings.get("task") is None,
-            step=source.step,
-            use=CODE.format(name=json.dumps(self.loads_as), messages=messages, budget=self.questions.budget),
-            needs="peft" if self.is_adapter else "bitsandbytes" if bits else "",
             is_on_hub=is_hub_id(self.loads_as),
-            temperature=settings.get("temperature", 1.0),
-            answer=printable(self.answer, 1000),
             command=public_command(settings),
-            training=training,
+            before=before,
+            after=after,
             count=count,
-            evaluation=[
-                (label, *(_cell(metrics.get(name), count) for metrics in (before, after)))
-                for name, label in SHOWN.items()
-                if name in before or name in after
-            ],
-            held_in=BITS.get(source.load_in),
             has_turns=settings.get("max_turns", 1) > 1 and settings.get("tool", True),
             total=len(self.questions.prompts),
         )
@@ -117,13 +77,15 @@ class Card:
 
         base = self.source.base_id
         tags = [] if self.source.settings.get("task") is None else ["reinforcement-learning"]
+        tags += ["rl-textbook"]
+        tags += [] if self.quantize == "none" else [self.quantize.replace("bit", "-bit"), "bitsandbytes"]
         return ModelCardData(
             library_name="peft" if self.is_adapter else "transformers",
             pipeline_tag="text-generation",
             base_model=base,
             base_model_relation=None if base is None else "adapter" if self.is_adapter else "finetune",
             license=self.license,
-            tags=[*tags, "rl-textbook", *TAGS.get(self.quantize, ())],
+            tags=tags,
         ).to_yaml()
 
 
@@ -195,7 +157,8 @@ def _ticks(text: str, at_least: int) -> str:
     return "`" * max(at_least, max(map(len, re.findall("`+", text)), default=0) + 1)
 
 
-def _cell(value: float | None, count: int) -> str:
+def estimate(value: float | None, count: int) -> str:
+    """A share, of `count` questions where that is known."""
     if value is None:
         return "-"
     if not count:

@@ -17,8 +17,6 @@ from harness.logs.metrics import read_lines
 from harness.run.checkpoints import BEFORE, METRICS
 from harness.run.settings import read_settings
 
-FINAL = ("final", "final_merged")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -48,8 +46,11 @@ class Source:
         name = self.policy.base if self.is_adapter else self.settings["model"]
         return name if is_hub_id(name) and not Path(name).exists() else None
 
-    def load_task(self, limit: int) -> tuple[Task, RunConfig]:
-        """The run's task with its first `limit` held-out questions; for a run without a task the arithmetic one."""
+    def load_task(self, limit: int) -> tuple[Task, str]:
+        """The run's task with its first `limit` held-out questions, and its system turn.
+
+        For a run without a task it is the arithmetic one.
+        """
         names = [field.name for field in dataclasses.fields(RunConfig)]
         values = {name: self.settings[name] for name in names if name in self.settings}
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -60,7 +61,7 @@ class Source:
         config = dataclasses.replace(RunConfig(**values), reward_weight=())
         task = load_task(config)
         task.eval_rows = task.eval_rows[:limit]
-        return task, dataclasses.replace(config, system_prompt=config.system_prompt or "")
+        return task, config.system_prompt or ""
 
     def figures(self) -> tuple[dict, dict, int]:
         """Metrics of the evaluations before and after training, and the number of questions; empty: not evaluated."""
@@ -85,12 +86,10 @@ def find_source(text: str) -> Source:
     if not path.is_dir():
         raise UserError(f"RUN {printable(text, 80)}: there is no such directory")
     run, weights, step = path, path / "final", None
-    if path.name in FINAL and (path.parent / "config.json").is_file():
+    if path.name in ("final", "final_merged") and (path.parent / "config.json").is_file():
         run, weights = path.parent, path
     elif path.parent.name == "checkpoints":
         run, weights, step = path.parent.parent, path, _step(path)
-        if step is None:
-            raise UserError(f"RUN {shown(path)} is not a complete checkpoint (step_N)")
     settings = read_settings(run, what="RUN")
     if not any((weights / name).is_file() for name in ("config.json", ADAPTER_SETTINGS)):
         newest = max((run / "checkpoints").glob("step_*[0-9]"), key=_step, default=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from common.errors import UserError
 
 from harness.base.config import is_hub_id
-from harness.base.terminal import printable, say
+from harness.base.terminal import printable
 
 
 def check_push(name: str, needs_token: bool) -> None:
@@ -15,12 +15,6 @@ def check_push(name: str, needs_token: bool) -> None:
         raise UserError(f"--push {printable(name, 80)}: a repository of the hub is owner/name")
     if needs_token and get_token() is None:
         raise UserError("--push needs a token of the hub that may write: hf auth login, or the variable HF_TOKEN")
-
-
-def list_files(directory: Path) -> None:
-    """Print what an upload would send."""
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        say(f"  {path.relative_to(directory)}  {path.stat().st_size:,} bytes")
 
 
 def push(directory: Path, name: str, private: bool) -> str:
@@ -38,13 +32,10 @@ def push(directory: Path, name: str, private: bool) -> str:
     except UserError:
         raise
     except Exception as error:  # of the library, of its HTTP client or of its storage
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = f"the hub could not be used ({printable(str(error) or type(error).__name__, 300)})"
+        if status in (401, 403):
+            reason = f"the hub refuses the token ({status}): it must be allowed to write there"
         later = f"what was exported is complete, and can be sent later: hf upload {name} {directory}"
-        raise UserError(f"--push {name}: {_reason(error)}; {later}") from error
+        raise UserError(f"--push {name}: {reason}; {later}") from error
     return address
-
-
-def _reason(error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in (401, 403):
-        return f"the hub refuses the token ({status}): it must be allowed to write there"
-    return f"the hub could not be used ({printable(str(error) or type(error).__name__, 300)})"

@@ -35,7 +35,7 @@ class Diagnosis:
     def check(self, metrics: dict[str, float]) -> list[str]:
         """Look at one more step's metrics, and past those that are not finite; the sentences that are new."""
         self._history.append({name: value for name, value in metrics.items() if math.isfinite(value)})
-        self.findings = self._about_updates() | self._about_samples()
+        self.findings = self._find()
         new = [sentence for finding, sentence in self.findings.items() if finding not in self._said]
         self._said |= self.findings.keys()
         return new
@@ -51,10 +51,7 @@ class Diagnosis:
         values = [entry[name] for entry in self._history[-count:] if name in entry]
         return of(values) if len(values) == count else math.nan
 
-    def _least(self, name: str, count: int) -> float:
-        return self._mean(name, count, of=min)
-
-    def _about_updates(self) -> dict[str, str]:
+    def _find(self) -> dict[str, str]:
         """Sentences, by what they find in the words of docs/metrics.md."""
         config, found = self._config, {}
         if self._mean("loss/skipped", 1) > 0:
@@ -92,16 +89,12 @@ class Diagnosis:
                 "learn: lower --lr or --epochs-per-step, or raise --minibatch-size"
             )
         norm = self._mean("loss/grad_norm", 20)
-        if self._least("loss/grad_clipped", 20) == 1 and norm > 5 * config.max_grad_norm:
+        if self._mean("loss/grad_clipped", 20, min) == 1 and norm > 5 * config.max_grad_norm:
             found["every gradient is scaled down, and by much"] = (
                 f"every gradient of the last twenty steps was scaled down, from {norm:.1f} to --max-grad-norm "
                 f"{config.max_grad_norm:g}: raise --max-grad-norm, or lower --kl-weight if it is high"
             )
-        return found
-
-    def _about_samples(self) -> dict[str, str]:
-        found = {}
-        if self._least("group/zero_reward_variance", 10) == 1:
+        if self._mean("group/zero_reward_variance", 10, min) == 1:
             cause = "ask easier questions (--data), reward partial success (--reward-weight), or raise --group-size or "
             cause += "--temperature"
             if self._mean("reward/correct", 10) > 0.5:
@@ -111,11 +104,11 @@ class Diagnosis:
                 f"{self._mean('reward/total', 10):.2f}): every advantage is 0, and nothing is learned: {cause}"
             )
         if (share := self._mean("completion/truncated")) > 0.2:
-            never = " (none ended by itself: the policy may not know its end-of-turn token)"
+            has_ended = self._mean("completion/truncated", 5, min) < 1
+            never = "" if has_ended else " (none ended by itself: the policy may not know its end-of-turn token)"
             found["completions are cut off"] = (
                 f"{share:.0%} of the completions of the last five steps were cut off"
-                f"{never if self._least('completion/truncated', 5) == 1 else ''}, most of them before their answer: "
-                f"raise --max-new-tokens, now {self._config.max_new_tokens}"
+                f"{never}, most of them before their answer: raise --max-new-tokens, now {self._config.max_new_tokens}"
             )
         steps = [entry for entry in self._history if "reward/total" in entry]  # without evaluations before and after
         if len(steps) >= 60:

@@ -44,11 +44,10 @@ class UpdateStatistics:
             push = - d loss / d log_probs,   how the update pushes each token: up if it is positive
 
         Args:
-            epoch, minibatch: which update it belongs to.
             log_probs: (b, T-1) of its tokens under the policy of this update, with their gradient (`retain_grad`).
             terms: (b, T-1), each token's part of the update's loss; they add up to it.
-            diagnostics: (b, T-1) or (b, 1) each, by name: `entropy`, and what the loss wants to be logged. Two names
-                are known: `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
+            diagnostics: (b, T-1) or (b, 1) each: `entropy`, and what the loss wants to be logged. Two names are known:
+                `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
         """
         mask = micro.action_mask.bool()
         if terms.shape != mask.shape:

@@ -97,13 +97,19 @@ def _read_settings(path: Path) -> dict:
     return {name: fields[name] for name in KEPT if name in fields}
 
 
-class _Reference(Policy):
-    """A policy that shares the model of another one, but not its adapter."""
+class AdapterReference(Policy):
+    """A policy with a LoRA adapter as it was before this run, on the same model.
+
+    A new adapter is switched off, at no memory of its own; of one that an earlier run has trained there is a copy.
+    """
 
     def __init__(self, policy: Policy):
         ids = (policy.end_of_turn_ids, policy.pad_id)
         super().__init__(policy.model, policy.tokenizer, *ids, policy.temperature, policy.compute_dtype)
         self._of = (policy,)  # not as a module: that would be a second way to the same weights
+        is_new = not any(weight.any() for name, weight in policy.named_parameters() if "_B." in name)  # B = 0
+        self._weights = [weight for weight in self.model.parameters() if weight.requires_grad and not is_new]
+        self._copies = [weight.detach().clone() for weight in self._weights]
 
     @property
     def trained(self) -> Policy:
@@ -113,30 +119,16 @@ class _Reference(Policy):
     def device(self) -> torch.device:
         return self.trained.device  # not that of the weights, which can be offloaded
 
-
-class WithoutAdapter(_Reference):
-    """A policy with a new LoRA adapter as it was before any training, at no memory of its own."""
-
     def forward(self, *arguments, **options) -> PolicyOutput:
-        with self.model.disable_adapter():
-            return super().forward(*arguments, **options)
-
-
-class WithAdapterAsItWas(_Reference):
-    """A policy whose LoRA adapter an earlier run has trained, as it was before this one: with a copy of the adapter."""
-
-    def __init__(self, policy: Policy):
-        super().__init__(policy)
-        self._weights = [weight for weight in self.model.parameters() if weight.requires_grad]
-        self._copies = [weight.detach().clone() for weight in self._weights]
-
-    @torch.no_grad()  # autograd would not notice the exchange
-    def forward(self, *arguments, **options) -> PolicyOutput:
-        self._exchange()
-        try:
-            return super().forward(*arguments, **options)
-        finally:
+        if not self._weights:
+            with self.model.disable_adapter():
+                return super().forward(*arguments, **options)
+        with torch.no_grad():  # autograd would not notice the exchange
             self._exchange()
+            try:
+                return super().forward(*arguments, **options)
+            finally:
+                self._exchange()
 
     def _exchange(self) -> None:
         if not any(weight is self._weights[0] for weight in self.model.parameters()):

@@ -7,7 +7,6 @@ Sampling and the update do not overlap, so the larger one counts. docs/real_mode
 import json
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ from harness.base.checks import flag
 from harness.base.config import ADAPTER_SETTINGS, TINY_POLICY, PolicyConfig, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import say
-from harness.data.context import longest_prompt
+from harness.data.context import longest_of_run
 from harness.data.task import Task
 from harness.models.pretrained import read_config, set_template, tokenizer_of
 
@@ -169,11 +168,9 @@ def rank_of(config: PolicyConfig) -> int:
 
 
 def _prompt_length(config: PolicyConfig, task: Task) -> int:
-    """Tokens of the longest prompt of training and evaluation."""
     tokenizer = tokenizer_of(config, config.base_path is not None)
     set_template(tokenizer, config)
-    messages = partial(task.messages, system_prompt=config.system_prompt)
-    return longest_prompt(tokenizer, [*task.train_rows, *task.eval_rows], messages, task.tools)[0]
+    return longest_of_run(config, task, tokenizer)
 
 
 def device_memory(device: str) -> float:

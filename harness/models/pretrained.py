@@ -25,16 +25,24 @@ def refuse_adapter(source: str, local_files_only: bool) -> None:
         raise UserError(f"{source} is an adapter: download it (`{download}`), and give its directory to --model")
 
 
+def _read(auto: type, what: str, source: str, local_files_only: bool, **options):
+    """What a class of transformers reads from a hub id or a directory; UserError if it cannot."""
+    try:
+        return auto.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only, **options)
+    except Exception as error:  # a damaged file can raise anything, a KeyError for example
+        reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            reason = "it needs code of its own, which is never run here: use a model that transformers has code for"
+        raise UserError(f"the {what} {source} could not be loaded: {reason}") from error
+
+
 def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:
     """The causal language model of a hub id or a directory; UserError if it cannot be loaded, or lacks weights."""
     from transformers import AutoModelForCausalLM
 
     clean_log("transformers")
-    options |= {"local_files_only": local_files_only, "output_loading_info": True}
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, dtype=dtype, **options)
-    except Exception as error:  # a damaged file can raise anything, a KeyError for example
-        raise UserError(f"the model {source} could not be loaded: {_reason(error)}") from error
+    options |= {"dtype": dtype, "output_loading_info": True}
+    model, loading = _read(AutoModelForCausalLM, "model", source, local_files_only, **options)
     if loading["missing_keys"]:  # transformers would give them random numbers
         raise UserError(f"the model {source} lacks weights, {sorted(loading['missing_keys'])[0]} for one")
     return model
@@ -44,19 +52,13 @@ def read_config(source: str, local_files_only: bool):
     """The config of a model that is not loaded."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
-    except Exception as error:
-        raise UserError(f"the config of {source} could not be read: {_reason(error)}") from error
+    return _read(AutoConfig, "config of", source, local_files_only)
 
 
 def read_tokenizer(source: str, local_files_only: bool):
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only)
-    except Exception as error:
-        raise UserError(f"the tokenizer of {source} could not be loaded: {_reason(error)}") from error
+    return _read(AutoTokenizer, "tokenizer of", source, local_files_only)
 
 
 def tokenizer_of(config: ModelConfig, local_files_only: bool):
@@ -134,10 +136,3 @@ def check_finite(owner: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Non
         # extremes are NaN if any number is, and unlike isfinite they need no memory of the weight's size
         if not torch.stack(weight.detach().aminmax()).isfinite().all():
             raise UserError(f"the weights of {owner} hold NaN or infinite numbers: {name} for one")
-
-
-def _reason(error: Exception) -> str:
-    reason = " ".join(str(error).split())
-    if "trust_remote_code" in reason:
-        return "it needs code of its own, which is never run here: use a model that transformers itself has code for"
-    return reason

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +20,7 @@ from common.parallel import world_size
 from harness.base.config import ConfigT
 from harness.base.ranks import num_launched, together
 from harness.base.terminal import say
-from harness.run.signals import call_after, leave
+from harness.run.signals import leave
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # experiment_accelerate_ddp does without it
@@ -66,9 +67,15 @@ def meet(backend: str) -> None:
     """Start the process group, through which ranks talk to each other; also that of one process."""
     if distributed.is_initialized():
         return
-    place = _place_after_restart() if num_restarts() else {}
+    place = {}
     if num_launched() == 1:
         place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
+    elif num_restarts():  # torchrun's store can hold the addresses of processes that have ended
+        rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
+        store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
+        store = distributed.PrefixStore(f"restart {num_restarts()}", store)
+        place = {"store": store, "rank": rank, "world_size": num_launched()}
     with meeting():
         distributed.init_process_group(backend, timeout=PATIENCE, **place)
 
@@ -78,36 +85,30 @@ def num_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def _place_after_restart() -> dict:
-    """Where processes meet that were started again: torchrun's store can hold the addresses of those that ended."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0"
-    store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
-    store = distributed.PrefixStore(f"restart {num_restarts()}", store)
-    return {"store": store, "rank": int(os.environ["RANK"]), "world_size": num_launched()}
-
-
 @contextmanager
 def meeting() -> Iterator[None]:
     """End the process, with a sentence, if it does not meet the others in the block within `TIME_TO_MEET`."""
 
+    def explain(error: object) -> str:
+        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        return (
+            f"the {num_launched()} processes could not meet at {place} ({' '.join(str(error).split())[:200]}): choose "
+            "another port (--master-port, or --main_process_port of accelerate launch), and see that each is started"
+        )
+
     def give_up() -> None:
-        say(f"error: {_could_not_meet(TimeoutError(f'waited for {TIME_TO_MEET:.0f} s'))}", sys.stderr, anyway=True)
+        say("error: " + explain(f"waited for {TIME_TO_MEET:.0f} s"), sys.stderr, anyway=True)
         leave(2)
 
+    timer = threading.Timer(TIME_TO_MEET, give_up)  # torch has no limit for a port where a stranger is silent
+    timer.daemon = True
+    timer.start()
     try:
-        with call_after(TIME_TO_MEET, give_up):  # torch has no limit for a port where a stranger is silent
-            yield
+        yield
     except distributed.DistError as error:
-        raise _could_not_meet(error) from error
-
-
-def _could_not_meet(error: Exception) -> UserError:
-    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    return UserError(
-        f"the {num_launched()} processes could not meet at {place} ({' '.join(str(error).split())[:200]}): choose "
-        "another port (--master-port, or --main_process_port of accelerate launch), and see that each is started"
-    )
+        raise UserError(explain(error)) from error
+    finally:
+        timer.cancel()
 
 
 class Requested(NamedTuple):
@@ -123,8 +124,7 @@ def requested_launch() -> Requested:
     processes = num_launched() if "WORLD_SIZE" in os.environ else 0
     accumulation = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1))
     sharding = [name for name in SHARDED if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"]
-    arguments = _arguments_of_accelerate_launch()
-    if arguments is not None:
+    if (arguments := _arguments_of_accelerate_launch()) is not None:
         from accelerate.commands.config.config_args import default_config_file, load_config_from_file
         from accelerate.commands.launch import launch_command_parser
 
@@ -146,33 +146,29 @@ def check_launch(accelerator: "Accelerator") -> None:
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UserError(f"mixed_precision {accelerator.mixed_precision} is not supported: set bf16, or no, {WHERE}")
-    plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number
-    steps = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
-    steps = max(asked.accumulation, accelerator.gradient_accumulation_steps, steps if isinstance(steps, int) else 1)
-    if steps > 1:
+    plugin = accelerator.state.deepspeed_plugin  # its own configuration file may have another number, or "auto"
+    by_deepspeed = plugin.deepspeed_config.get("gradient_accumulation_steps") if plugin else 1
+    steps = [asked.accumulation, accelerator.gradient_accumulation_steps, by_deepspeed]
+    if (most := max(number for number in steps if isinstance(number, int))) > 1:
         raise UserError(
-            f"gradient_accumulation_steps {steps} is not supported: set 1 {WHERE}, and --micro-batch-size for less "
-            "memory"
+            f"gradient_accumulation_steps {most} is not supported: set 1 {WHERE}, and use --micro-batch-size"
         )
     processes = asked.num_processes or got
     count = f"{processes} process{'es' if processes > 1 else ''}"
     if asked.sharding and kind != SHARDED[asked.sharding]:
-        here = f"use torchrun --nproc-per-node {processes} {script}, which does not shard"
-        there = f"use accelerate launch --config_file {FILES[asked.sharding]} {script}"
-        raise UserError(
-            f"{SHARDED[asked.sharding]} with {count} was asked for, but Accelerate gave {kind.value} with {got}: "
-            + (f"it needs a GPU for each process; on this machine {here}" if on_cpu else there)
-        )
+        remedy = f"use accelerate launch --config_file {FILES[asked.sharding]} {script}"
+        if on_cpu:
+            remedy = f"it needs a GPU for each process; on this machine use torchrun --nproc-per-node {processes} "
+            remedy += f"{script}, which does not shard"
+        what = f"{SHARDED[asked.sharding]} with {count}"
+        raise UserError(f"{what} was asked for, but Accelerate gave {kind.value} with {got}: {remedy}")
     if kind == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version != 2:
         raise UserError(f"fsdp_version 1 is not supported: set 2 {WHERE}, as {FILES['fsdp']} does")
-    if processes != got and got > 1:
-        raise UserError(
-            f"{count} were asked for, but Accelerate started {got}: give a multiple of the number of machines"
-        )
     if processes != got:
-        alone = ", each for itself" if num_launched() > 1 else ""
+        alone = ", each for itself" if num_launched() > 1 and got == 1 else ""
         start = "torchrun --nproc-per-node" if on_cpu else "accelerate launch --multi_gpu --num_processes"
-        raise UserError(f"{count} were asked for, but Accelerate started 1{alone}: use {start} {processes} {script}")
+        remedy = f"use {start} {processes} {script}" if got == 1 else "give a multiple of the number of machines"
+        raise UserError(f"{count} were asked for, but Accelerate started {got}{alone}: {remedy}")
 
 
 def _arguments_of_accelerate_launch() -> list[str] | None:

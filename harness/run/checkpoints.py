@@ -59,10 +59,10 @@ def write_checkpoint(
         if has_lost_others(error):
             raise
         shutil.rmtree(partial, ignore_errors=True)
-        newest = [f"The last complete one is that of step {found}" for found, _ in _finished(directory)]
+        finished = _finished(directory)
+        newest = f"The last complete one is that of step {finished[0][0]}" if finished else "There is no earlier one"
         raise UserError(
-            f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? "
-            + [*newest, "There is no earlier one"][0]
+            f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? {newest}"
         ) from error
     old = [*(path for _, path in _finished(directory)[keep:]), *directory.glob("step_*.partial")]
     on_main(lambda: [shutil.rmtree(path) for path in old])
@@ -95,8 +95,9 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     for name, size in manifest["sizes"].items():
         if _size(path / name) != size:
-            remedy = f"restore it, or remove {path} to resume from an earlier step"
-            raise UserError(f"{path / name} is not as it was written: {remedy}")
+            raise UserError(
+                f"{path / name} is not as it was written: restore it, or remove {path} to resume from an earlier step"
+            )
     return Checkpoint(step, path, manifest["logs"])
 
 
@@ -108,8 +109,10 @@ def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
     """Bring the logs, which a kill leaves longer, back to the checkpoint; the rows of metrics.jsonl."""
     for name, size in checkpoint.logs.items():
         if _size(run / name) < size:
-            remedy = f"restore it from a copy: {run} cannot be resumed after step {checkpoint.step} without it"
-            raise UserError(f"{run / name} is shorter than it was: {remedy}")
+            raise UserError(
+                f"{run / name} is shorter than it was: restore it from a copy: {run} cannot be resumed after step "
+                f"{checkpoint.step} without it"
+            )
     for name in LOGS:
         if name in checkpoint.logs:
             os.truncate(run / name, checkpoint.logs[name])

@@ -35,26 +35,40 @@ class RunDirectory(NamedTuple):
 
 def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
     """Make and lock `<runs-dir>/<experiment>/<name>`, and write config.json."""
-    settings = describe_settings(config, machine) | {"sources": sources}
-    parent = Path(config.runs_dir).expanduser() / experiment
     name = config.name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{config.seed}"
-    directory, number = parent / name, 1
-    while not _is_new(directory):
-        if config.name is not None:
-            raise UserError(
-                f"the run {directory} exists already; choose another --name, or resume it: --resume {directory}"
-            )
-        number += 1
-        directory = parent / f"{name}-{number}"
-    lock = lock_directory(directory)
+    directory = first = Path(config.runs_dir).expanduser() / experiment / name
+    number = 1
     try:
-        write_settings(directory, settings)
+        while not _is_new(directory):
+            if config.name is not None:
+                raise UserError(
+                    f"the run {directory} exists already; choose another --name, or resume it: --resume {directory}"
+                )
+            number += 1
+            directory = first.with_name(f"{name}-{number}")
+        lock = lock_directory(directory)
+        try:
+            write_settings(directory, describe_settings(config, machine) | {"sources": sources})
+        except OSError:
+            shutil.rmtree(directory)
+            raise
     except OSError as error:
-        shutil.rmtree(directory)
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
     flags = dataclasses.asdict(config).items()
     say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
     return RunDirectory(directory, lock)
+
+
+def _is_new(directory: Path) -> bool:
+    """Make a directory, unless there is one."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        if directory.is_dir():
+            return False
+        raise
+    return True
 
 
 def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
@@ -87,22 +101,8 @@ def lock_directory(directory: Path, doing: str = "running or resuming this run")
     return lock
 
 
-def _is_new(directory: Path) -> bool:
-    """Make a directory, unless there is one."""
-    try:
-        directory.mkdir(parents=True)
-    except FileExistsError:
-        if not directory.is_dir():
-            raise UserError(f"--runs-dir: {directory} cannot be made (a file is in the way)") from None
-        return False
-    except OSError as error:
-        raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    return True
-
-
-def _restore(
-    directory: Path, config: PolicyConfig, settings: dict, machine: dict, sources: dict
-) -> tuple[int, list[dict]]:
+def _restore(directory: Path, config: PolicyConfig, settings: dict, machine: dict, sources: dict) -> tuple[int, list]:
+    """The step of the newest checkpoint, and the lines of metrics.jsonl up to it."""
     check_sources(directory, settings.get("sources", {}), sources, has_failed=settings.get("task_failed", False))
     found = newest_checkpoint(directory / "checkpoints") or Checkpoint(0, directory, logs={})
     if found.step > getattr(config, "steps", found.step):
@@ -112,8 +112,7 @@ def _restore(
         before = settings.get(name, 1 if name == "processes" else None)
         if before != machine[name]:
             say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
-    settings |= {"sources": sources, "task_failed": False}
     changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
     settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
-    write_settings(directory, settings)
+    write_settings(directory, settings | {"sources": sources, "task_failed": False})
     return found.step, history

@@ -34,7 +34,7 @@ def describe_machine() -> dict:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = None  # not a checkout, or no git
     with suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
     return {
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} thread(s)",
@@ -56,12 +56,13 @@ def with_threads(config: ConfigT) -> ConfigT:
 
 def usable_cores() -> int:
     """The physical cores, and no more than this process may use: by its affinity, and by its container's limit."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
-    cores = [psutil.cpu_count(logical=False) or 1, len(affinity(0)) if affinity is not None else os.cpu_count() or 1]
-    if CPU_LIMIT.is_file():
-        quota, period = CPU_LIMIT.read_text(encoding="utf-8").split()
-        cores += [] if quota == "max" else [int(quota) // int(period)]
-    return max(1, min(cores))
+    cores = psutil.cpu_count(logical=False) or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    if CPU_LIMIT.is_file() and not (limit := CPU_LIMIT.read_text(encoding="utf-8")).startswith("max"):
+        quota, period = map(int, limit.split())
+        cores = min(cores, quota // period)
+    return max(1, cores)
 
 
 def peak_memory_bytes(device: str) -> int:
@@ -81,12 +82,10 @@ def peak_memory_bytes(device: str) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out, that of a device or that of the machine."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    words = str(error)
-    return isinstance(error, RuntimeError) and (words == NO_KERNEL or any(known in words for known in NO_MEMORY))
+    is_known = str(error) == NO_KERNEL or any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and is_known)
 
 
 def out_of_memory(config: ModelConfig, error: BaseException, resume_command: str | None) -> UserError:
@@ -96,7 +95,8 @@ def out_of_memory(config: ModelConfig, error: BaseException, resume_command: str
     others = [] if getattr(config, "gradient_checkpointing", True) else ["--gradient-checkpointing"]
     others += [] if getattr(config, "lora_rank", 1) else ["--lora-rank 16"]
     what = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-    sentence = f"memory ran out ({what}); what helps: {', '.join([*smaller, *others, 'a smaller model'])}"
-    if resume_command is not None:  # other flags cannot change when it is resumed
-        sentence += f"; resume with: {' '.join([resume_command, *smaller])}"
-    return UserError(sentence)
+    # other flags cannot change when it is resumed
+    resume = "" if resume_command is None else f"; resume with: {' '.join([resume_command, *smaller])}"
+    return UserError(
+        f"memory ran out ({what}); what helps: {', '.join([*smaller, *others, 'a smaller model'])}{resume}"
+    )

@@ -68,8 +68,8 @@ class Run:
             self._diagnosis.check(row)  # what it has said already
         if is_main():
             wandb = {"project": experiment_of(config), "name": self.directory.name, "config": vars(config)}
-            wandb = wandb if config.wandb else None
-            self._metrics = MetricsLog(self.directory, list(directory.history), wandb, self.tell)
+            history = list(directory.history)
+            self._metrics = MetricsLog(self.directory, history, wandb if config.wandb else None, self.tell)
 
     @property
     def resume_command(self) -> str:

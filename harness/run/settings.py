@@ -54,11 +54,10 @@ def experiment_of(config: PolicyConfig) -> str:
 def describe_settings(config: PolicyConfig, machine: dict) -> dict:
     script = sys.modules[type(config).__module__]
     settings = dataclasses.asdict(config) | machine | {"experiment": experiment_of(config), "command": sys.argv}
-    settings["about"] = (script.__doc__ or "").strip().partition("\n")[0]
-    settings["loss"] = inspect.getdoc(getattr(script, "policy_loss", None)) or ""
     if machine.get("processes", 1) > 1:
         settings["device"] = torch.device(config.device).type  # without the number of the main process's GPU
-    return settings
+    about = (script.__doc__ or "").strip().partition("\n")[0]
+    return settings | {"about": about, "loss": inspect.getdoc(getattr(script, "policy_loss", None)) or ""}
 
 
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
@@ -75,13 +74,12 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
 
 def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict], has_failed: bool) -> None:
     """Refuse to resume a run from other content, but for a task and data after an error of the task (`has_failed`)."""
-    then, eval_data = before.get("eval_data"), now.get("eval_data")
     # A hub dataset that is in one of them only is no sign of a change: its commit may not have been known
-    if then is None and eval_data is not None and Path(eval_data["source"]).is_file():
-        source = eval_data["source"]
-        raise UserError(f"{source} was not there when {directory} began, which held out rows of --data: move it")
-    if eval_data is None and then is not None and Path(then["source"]).is_absolute():
-        raise UserError(f"{then['source']}, which {directory} is evaluated on, is no longer there: restore it")
+    then, eval_data = (Path(sources.get("eval_data", {"source": "."})["source"]) for sources in (before, now))
+    if then == Path() and eval_data.is_file():
+        raise UserError(f"{eval_data} was not there when {directory} began, which held out rows of --data: move it")
+    if eval_data == Path() and then.is_absolute():
+        raise UserError(f"{then}, which {directory} is evaluated on, is no longer there: restore it")
     for name in before.keys() & now.keys():
         then, content = before[name]["content"], now[name]["content"]
         if content == then:

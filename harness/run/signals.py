@@ -1,4 +1,4 @@
-"""How a program ends: on Ctrl-C or SIGTERM, after too long, and which of several processes says why."""
+"""How a program ends: on Ctrl-C or SIGTERM, and which of several processes says why."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torch import distributed
+from torch.distributed.distributed_c10d import _get_default_store
 
 from common.parallel import gather, rank
 
@@ -31,27 +32,14 @@ LOST = "the connection to another process was lost: its own message, or the laun
 @contextmanager
 def signals_to(handler: Callable[..., None]) -> Iterator[None]:
     """Let `handler` receive Ctrl-C and SIGTERM within the block, in the main thread, where Python allows it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main_thread else ()
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-@contextmanager
-def call_after(seconds: float, function: Callable[[], None]) -> Iterator[None]:
-    """Call `function`, in another thread, if the block takes longer than `seconds`."""
-    timer = threading.Timer(seconds, function)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class StopRequest:
@@ -88,9 +76,8 @@ class StopRequest:
 
 def may_say_why(otherwise: bool = True) -> bool:
     """Whether this process says why the launch ends: the main one, else the first that knows; `otherwise` if alone."""
-    store = _find_store()
-    with suppress(distributed.DistError):
-        if store is not None:
+    with suppress(distributed.DistError):  # the process that held the store has gone
+        if (store := _find_store()) is not None:
             return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(SAID, 1) == 1
     return otherwise or num_launched() == 1
 
@@ -102,10 +89,28 @@ def wait_until_said() -> None:
             _is_said(store, LONGEST_END)
 
 
+def _find_store() -> distributed.Store | None:
+    """What processes can agree through: that by which they have met, and before that torchrun's."""
+    if distributed.is_initialized():
+        return _get_default_store()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
+
+
+def _is_said(store: distributed.Store, patience: float) -> bool:
+    deadline = time.monotonic() + patience
+    while not store.check([SAID]):  # its `wait` would print that nothing came
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def tell_launcher(sentence: str) -> None:
     """Let torchrun end its own report with the sentence that says why."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": about}), encoding="utf-8")
@@ -123,22 +128,3 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _find_store() -> distributed.TCPStore | None:
-    """What processes can agree through before they have met, or when one has gone: of torchrun, or the main process."""
-    if not distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    with suppress(KeyError, ValueError, distributed.DistError):  # the process that held it has gone
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return distributed.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
-    return None
-
-
-def _is_said(store: distributed.TCPStore, patience: float) -> bool:
-    deadline = time.monotonic() + patience
-    while not store.check([SAID]):  # its `wait` would print that nothing came
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True

@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 from torch import distributed
@@ -48,9 +47,9 @@ def _call(main: Callable[[], object]) -> int:
     """The exit status of a program."""
     try:
         main()
+        return 0
     except ranks.EndedElsewhereError:
         signals.wait_until_said()
-        return 2
     except KeyboardInterrupt as interrupt:
         signals.ignore_further_signals()
         if signals.may_say_why(otherwise=ranks.is_speaker()):
@@ -68,8 +67,7 @@ def _call(main: Callable[[], object]) -> int:
             start = f"\nerror: process {rank()}: " if rank() > 0 else "error: "
             say(start + sentence, sys.stderr, anyway=True)
             signals.tell_launcher(sentence)
-        return 2
-    return 0
+    return 2
 
 
 @contextmanager
@@ -92,37 +90,40 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         try:
             yield run
         except (Exception, KeyboardInterrupt) as error:
-            _raise_what_is_told(error, run, config)
+            told = _explain(error, run, config)
+            if told is error:
+                raise
+            raise told from error
         finally:
             run.close()
 
 
-def _raise_what_is_told(error: BaseException, run: Run, config: PolicyConfig) -> NoReturn:
-    """Raise what the user is told of an error that ends a run, with the command that resumes it."""
+def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseException:
+    """What the user is told of an error that ends a run, with the command that resumes it; else the error itself."""
     from safetensors import SafetensorError
 
     resume = f"resume with: {run.resume_command}"
     # during an import, for example, an interrupt can become an error of another kind
     if isinstance(error, KeyboardInterrupt) or run.stop.is_interrupted:
-        raise KeyboardInterrupt(f"interrupted; {resume}") from None
+        return KeyboardInterrupt(f"interrupted; {resume}")
     is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
     if is_main() and not is_kept:
         shutil.rmtree(run.directory)
     if ranks.has_lost_others(error):
-        raise UserError(signals.LOST + (f"; {resume}" if run.directory.exists() else "")) from error
+        return UserError(signals.LOST + (f"; {resume}" if run.directory.exists() else ""))
     if is_out_of_memory(error):
-        raise out_of_memory(config, error, run.resume_command if is_kept else None) from error
+        return out_of_memory(config, error, run.resume_command if is_kept else None)
     if isinstance(error, EngineError) and is_kept:
         run.keep_progress()
-        raise UserError(f"{error}; when the engine can be used again, {resume}") from error
+        return UserError(f"{error}; when the engine can be used again, {resume}")
     if isinstance(error, TaskError) and is_kept:
         # so that a corrected one is accepted
         write_settings(run.directory, read_settings(run.directory) | {"task_failed": True})
-        raise UserError(f"{error}. When it is corrected, {resume}") from error
+        return UserError(f"{error}. When it is corrected, {resume}")
     # what safetensors raises has no errno; it comes from save_final
     if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
-        raise UserError(f"{run.directory} could not be written ({error}); when there is space, {resume}") from error
-    raise error
+        return UserError(f"{run.directory} could not be written ({error}); when there is space, {resume}")
+    return error
 
 
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:

@@ -1,4 +1,1 @@
-"""Search in documents: by words (SQLite), by meaning (vectors), or on a server.
-
-opening.py makes or opens what the flags name.
-"""
+"""Search in documents: by words (SQLite), by meaning (vectors), or on a server. opening.py opens what flags name."""

@@ -7,7 +7,6 @@ document; a corpus of many millions is better left to a server with an approxima
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from common.search import Hit
 from harness.base.config import is_hub_id, shown
 from harness.base.hub import must_be_cached
 from harness.base.terminal import printable, say
-from harness.search.documents import Document, content_hash, whole
+from harness.search.documents import Document, whole
 
 MAX_QUERY = 2000  # characters: what follows is not encoded; models read 512 tokens, or fewer
 BATCH = 128  # texts that are encoded together
@@ -40,11 +39,10 @@ def load_encoder(encoder: str):
         raise UserError(f"--encoder needs {error.name}: pip install -e '.[search]'") from error
     is_here = path.is_dir() or must_be_cached("model", encoder)
     try:
-        model = SentenceTransformer(str(path) if path.is_dir() else encoder, local_files_only=is_here)
+        return SentenceTransformer(str(path) if path.is_dir() else encoder, local_files_only=is_here).eval()
     except Exception as error:  # whatever is wrong with its files; the libraries have no common class for it
         problem = printable(f"{type(error).__name__}: {error}", 200)
         raise UserError(f"--encoder {encoder} is not a sentence-transformers model ({problem})") from error
-    return model.eval()
 
 
 def checksum(model: torch.nn.Module) -> str:
@@ -56,15 +54,10 @@ def checksum(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def build_dense(path: Path, documents: Iterable[Document], encoder: str, model) -> str:
-    """Write an index, completely or not at all; returns the content hash of the documents.
-
-    `encoder` is the name of the model, for error messages.
-    """
-    if path.exists():
-        _read_about(path)
+def build_dense(path: Path, documents: Iterable[Document], content: str, encoder: str, model) -> None:
+    """Write the index of documents with the hash `content`. `encoder` is the model's name, for error messages."""
     documents = list(documents)
-    say(f"encoding {len(documents)} documents for {shown(path)}")
+    say(f"encoding {len(documents)} documents")
     texts = [document.text for document in documents]
     vectors = model.encode_document(texts, batch_size=BATCH, normalize_embeddings=True, convert_to_tensor=True)
     vectors = vectors.float().cpu().contiguous()
@@ -76,56 +69,43 @@ def build_dense(path: Path, documents: Iterable[Document], encoder: str, model) 
         "ends": torch.tensor([len(row) for row in rows]).cumsum(0),
         "documents": torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8),
     }
-    about = {"format": FORMAT, "content": content_hash(documents), "encoder": checksum(model), "name": encoder}
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        save_file(tensors, partial, metadata=about)
-        partial.chmod(0o644)  # safetensors makes files that no other user can read
-        os.replace(partial, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"the index {shown(path)} cannot be written ({error})") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return about["content"]
+    about = {"format": FORMAT, "content": content, "encoder": checksum(model), "name": encoder}
+    save_file(tensors, path, metadata=about)
+    path.chmod(0o644)  # safetensors makes files that no other user can read
 
 
-def _read_about(path: Path) -> dict[str, str]:
+def read_about(path: Path) -> dict[str, str]:
+    """What an index was made from. UserError: it is none."""
+    problem = ""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        problem = printable(str(error), 200)
-        raise UserError(f"--index {shown(path)} is not an index for --encoder ({problem})") from error
+        about, problem = {}, f" ({printable(str(error), 200)})"
     if about.get("format") != FORMAT:
-        raise UserError(f"--index {shown(path)} is not an index for --encoder")
+        raise UserError(f"--index {shown(path)} is not an index for --encoder{problem}")
     return about
 
 
 class DenseIndex:
-    """Vectors in a file, and the model that has made them.
+    """Vectors in a file, and the model that has made them; `rebuild` is the command that makes it anew, for errors.
 
     Several threads may search; one of them does at a time, as tokenizers allow no more. Which queries are encoded
     together can change a score in its last digits.
     """
 
-    def __init__(self, path: Path, model, rebuild: str = ""):
-        """`rebuild` is the command that makes the index anew, for error messages."""
-        about = _read_about(path)
+    def __init__(self, path: Path, model, rebuild: str):
+        about = read_about(path)
         if about["encoder"] != checksum(model):
-            again = f": build it with {rebuild}" if rebuild else ""
             made_with = f"another encoder, or other weights ({about['name']})"
-            raise UserError(f"--index {shown(path)} was made with {made_with}{again}")
+            raise UserError(f"--index {shown(path)} was made with {made_with}: build it with {rebuild}")
         with safe_open(path, framework="pt") as file:  # its tensors are views of the file
             self._vectors, self._ends, self._documents = map(file.get_tensor, ("vectors", "ends", "documents"))
         self.path, self._model, self._lock = path, model, threading.Lock()
         self.num_documents, self.content_hash = len(self._ends), about["content"]
 
-    def search(self, query: str, k: int) -> list[Hit]:
-        """The `k` hits whose vectors have the largest inner products with that of the query."""
-        return self.search_all([query], k)[0]
-
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """What `search` gives for each query; all are encoded together. Nothing limits their time."""
+        """The `k` hits with the largest inner products, for each query; all are encoded together, without time limit"""
         from sentence_transformers.util import dot_score, semantic_search
 
         if not queries:

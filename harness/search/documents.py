@@ -47,27 +47,22 @@ class Document(NamedTuple):
 def read_corpus(
     path: str, chunk_words: int, chunk_overlap: int, skipped: list[str] | None = None
 ) -> Iterator[Document]:
-    """All chunks of a corpus, one after the other, in the same order every time.
+    """All chunks of a corpus, in the same order every time; what holds no text is appended to `skipped`.
 
-    A file is cut into chunks with the ids path#1, path#2, ...; so is a row of JSONL of more than `chunk_words` words,
-    and a shorter one keeps its id. The rows are {"id": ..., "text": ...}, or have "contents" instead of "text".
-
-    Args:
-        path: a directory, searched with all directories in it but hidden ones; one file of text; or a JSONL file.
-        skipped: the names of the files, and the places of the rows, that hold no text are appended to it.
+    The corpus is a directory, searched with all directories in it but hidden ones, one file of text, or a JSONL file
+    with rows {"id": ..., "text": ...}, or "contents" instead of "text". A file is cut into chunks with the ids path#1,
+    path#2, ...; so is a row of more than `chunk_words` words, and a shorter one keeps its id.
     """
-    root, skipped = local_path(path, "--corpus"), [] if skipped is None else skipped
+    root, skipped, document = local_path(path, "--corpus"), [] if skipped is None else skipped, None
     if not root.exists():
         raise UserError(f"--corpus {shown(root)}: there is no such file or directory")
     is_jsonl = root.is_file() and root.suffix.lower() not in SUFFIXES
-    is_empty = True
     try:
         for document in (_read_rows if is_jsonl else _read_files)(root, chunk_words, chunk_overlap, skipped):
-            is_empty = False
             yield document
     except OSError as error:
         raise UserError(f"{shown(error.filename or root)} cannot be read ({error.strerror})") from error
-    if is_empty:
+    if document is None:
         what = "holds no text" if skipped or is_jsonl else "has no .txt or .md files in it"
         raise UserError(f"--corpus {shown(root)} {what}")
 
@@ -75,13 +70,9 @@ def read_corpus(
 def content_hash(documents: Iterable[Document]) -> str:
     """SHA-256 of the ids and the texts in their order; where a text was cut into chunks changes it, too."""
     digest = hashlib.sha256()
-    for document in documents:
-        add_to_hash(digest, document)
+    for name, text in documents:
+        digest.update(f"{len(name)} {len(text)} {name}{text}".encode())
     return digest.hexdigest()
-
-
-def add_to_hash(digest: "hashlib._Hash", document: Document) -> None:
-    digest.update(f"{len(document.id)} {len(document.text)} {document.id}{document.text}".encode())
 
 
 def whole(text: str) -> str:
@@ -98,14 +89,13 @@ def _read_files(root: Path, num_words: int, overlap: int, skipped: list[str]) ->
         name = whole(path.name if path == root else path.relative_to(root).as_posix())
         text = _read_text(path)
         parts = sections(text) if path.suffix.lower() == ".md" else [("", text)]
-        chunks = [
-            ": ".join(filter(None, [headings, chunk]))
-            for headings, body in parts
-            for chunk in [*split(body, num_words, overlap)] or [""]
-        ]
-        documents = [Document(f"{name}#{number}", chunk) for number, chunk in enumerate(filter(None, chunks), start=1)]
-        yield from documents
-        if not documents:
+        number = 0
+        for headings, body in parts:
+            for chunk in [*split(body, num_words, overlap)] or [""]:
+                if content := ": ".join(filter(None, [headings, chunk])):
+                    number += 1
+                    yield Document(f"{name}#{number}", content)
+        if number == 0:
             skipped.append(name)
 
 
@@ -121,13 +111,12 @@ def _find_files(root: Path) -> Iterator[Path]:
     known = set()  # directories; links can lead to one of them again
     for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
         is_run = {"config.json", "metrics.jsonl"} <= set(names)  # whose adapters, say, have a README.md
-        if is_run or os.path.realpath(folder) in known:
-            folders.clear()
-            continue
+        is_left_out = is_run or os.path.realpath(folder) in known
         known.add(os.path.realpath(folder))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names = [name for name in sorted(names) if not name.startswith(".") and name.lower().endswith(SUFFIXES)]
-        yield from (Path(folder, name) for name in names)
+        folders[:] = [] if is_left_out else sorted(name for name in folders if not name.startswith("."))
+        for name in [] if is_left_out else sorted(names):
+            if not name.startswith(".") and name.lower().endswith(SUFFIXES):
+                yield Path(folder, name)
 
 
 def _read_text(path: Path) -> str:
@@ -173,10 +162,7 @@ def split(text: str, num_words: int, overlap: int) -> Iterator[str]:
     ['One two three.', 'Four five six seven.']
     """
     words, window = _WORD.finditer(text), []
-    while True:
-        window += itertools.islice(words, num_words + 1 - len(window))
-        if len(window) <= num_words:
-            break
+    while len(window := [*window, *itertools.islice(words, num_words + 1 - len(window))]) > num_words:
         first = overlap + (num_words - overlap + 1) // 2
         ends = (end for end in range(num_words, first - 1, -1) if _is_end(text, window[end - 1], window[end]))
         end = next(ends, num_words)
@@ -197,26 +183,23 @@ def _tidy(text: str) -> str:
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:
-    """The headings that lead to each part of a Markdown text, as "Guide > Install", and the part's text without them.
-
-    Headings with other headings right below them are no part of their own.
+    """The headings that lead to each part of a Markdown text, as "Guide > Install", and its text, if there is any.
 
     >>> list(sections("# Guide\\n## Install\\nRun it.\\n## Use\\n"))
     [('Guide > Install', 'Run it.\\n'), ('Guide > Use', '')]
     """
     start, titles = 0, []  # where the present part begins; level and text of the headings that are open
-    for begin, end, level, title in itertools.chain(_headings(text), [(len(text), len(text), 0, "")]):
+    for heading in itertools.chain(_MARKDOWN.finditer(text), [None]):
+        begin, end, level, title = len(text), len(text), 0, ""
+        if heading is not None:
+            if heading["level"]:
+                level, title = len(heading["level"]), re.sub(r"(^|\s)#+$", "", heading["title"].strip())
+            elif heading["line"]:
+                level, title = 1 if heading["line"][0] == "=" else 2, heading["above"]
+            else:  # code
+                continue
+            begin, end = heading.span()
         body = text[start:begin]
         if body.strip() or (titles and level <= titles[-1][0]):
             yield printable(" > ".join(title for _, title in titles if title), MAX_HEADING), body
-        start, titles = end, [*(entry for entry in titles if entry[0] < level), (level, title)]
-
-
-def _headings(text: str) -> Iterator[tuple[int, int, int, str]]:
-    """Where each heading of a Markdown text begins and ends, its level, and what it says. Code has no headings."""
-    for found in _MARKDOWN.finditer(text):
-        if found["level"]:
-            title = re.sub(r"(^|\s)#+$", "", found["title"].strip())
-            yield found.start(), found.end(), len(found["level"]), title.strip()
-        elif found["line"]:
-            yield found.start(), found.end(), 1 if found["line"][0] == "=" else 2, found["above"].strip()
+        start, titles = end, [*(entry for entry in titles if entry[0] < level), (level, title.strip())]

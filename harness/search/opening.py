@@ -1,22 +1,27 @@
 """Open the index that the flags name, or make it first; and whether questions and documents belong together."""
 
+import os
+import sqlite3
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 
 from common.errors import UserError
 from common.search import Index, supporting
 
 from harness.base.checks import local_path
 from harness.base.config import shown
+from harness.base.files import flush_to_disk
 from harness.base.ranks import together
 from harness.base.terminal import printable, say
 from harness.data.task import Task
 from harness.search.documents import content_hash, read_corpus
-from harness.search.search_config import IndexConfig, SearchConfig, build_command, check_index, check_search, corpus_of
-from harness.search.sqlite_index import SqliteIndex, build_sqlite
+from harness.search.search_config import IndexConfig, SearchConfig, build_command, check_search, corpus_of
+from harness.search.sqlite_index import SqliteIndex, build_sqlite, check_is_index
 
 
 @together()
@@ -29,18 +34,18 @@ def open_index(config: SearchConfig) -> Index:
         index = RemoteIndex(config.search_url, config.search_seconds)
         index.check()
         say(f"search: the server {index}")
-        return index
-    if config.index is not None and config.corpus is None:
+    elif _is_only_an_index(config):
         path = local_path(config.index, "--index")
         index = SqliteIndex(path, config.search_seconds, build_command(config, path))
         say(f"search: {index.num_documents:,} documents in the index {shown(path)}")
-        return index
-    return _open_for_corpus(config, config.search_seconds)
+    else:
+        index = _open_for_corpus(config, config.search_seconds)
+    return index
 
 
 def build_index(config: IndexConfig) -> Index:
     """The index of the documents of `--corpus`; one of other documents is replaced."""
-    check_index(config)
+    check_search(config)
     return _open_for_corpus(config, seconds=5, replace=True)
 
 
@@ -48,7 +53,7 @@ def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]
     """What a run searches, for config.json: a resumed run is refused when its documents are others."""
     if index is None or config.search_url is not None:
         return {}
-    name, source = ("index", config.index) if config.corpus is None and config.index else ("corpus", corpus_of(config))
+    name, source = ("index", config.index) if _is_only_an_index(config) else ("corpus", corpus_of(config))
     return {name: {"source": source, "content": index.content_hash}}
 
 
@@ -57,13 +62,12 @@ def check_questions(config: SearchConfig, index: Index | None, task: Task) -> No
 
     An index without its corpus, and a server, are not asked: they do not list their documents.
     """
-    if index is None or config.search_url is not None or (config.index is not None and config.corpus is None):
-        return
     named = {name for row in task.train_rows + task.eval_rows for name in supporting(row)}
+    if not named or index is None or config.search_url is not None or _is_only_an_index(config):
+        return
     missing = set(named)
-    if named:
-        for document in read_corpus(corpus_of(config), config.chunk_words, config.chunk_overlap):
-            missing -= {document.id, document.id.rpartition("#")[0]}
+    for document in read_corpus(corpus_of(config), config.chunk_words, config.chunk_overlap):
+        missing -= {document.id, document.id.rpartition("#")[0]}
     if not missing:
         return
     what = f"the documents that the questions in {shown(task.data)} name as supporting"
@@ -72,6 +76,10 @@ def check_questions(config: SearchConfig, index: Index | None, task: Task) -> No
         remedy = "give the --questions that belong to --corpus"
         raise UserError(f"none of {what}, such as {example!r}, is in {where}: {remedy}")
     say(f"{len(missing)} of {len(named)} of {what} are not in {where}, such as {example!r}: nothing can find them")
+
+
+def _is_only_an_index(config: IndexConfig) -> bool:
+    return config.index is not None and config.corpus is None
 
 
 def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False) -> Index:
@@ -84,12 +92,12 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
     path = _index_path(config, corpus, content)
     command = build_command(config, path, corpus)
     if config.encoder is None:
-        build, reopen = build_sqlite, partial(SqliteIndex, path, seconds, command)
+        check, build, reopen = check_is_index, build_sqlite, partial(SqliteIndex, path, seconds, command)
     else:
-        from harness.search.dense_index import DenseIndex, build_dense, load_encoder
+        from harness.search.dense_index import DenseIndex, build_dense, load_encoder, read_about
 
         model = load_encoder(config.encoder)
-        build = partial(build_dense, encoder=config.encoder, model=model)
+        check, build = read_about, partial(build_dense, encoder=config.encoder, model=model)
         reopen = partial(DenseIndex, path, model, command)
 
     def is_there() -> bool:
@@ -103,10 +111,13 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.parent / ".search_index.lock"):
                 if not is_there():  # else another process has made it in the meantime
+                    if path.exists():
+                        check(path)  # another file of the user's is not replaced
+                    _replace(path, lambda new: build(new, read(), content))
                     is_new = True
-                    build(path, read())
-        except OSError as error:
-            raise UserError(f"the index {shown(path)} cannot be written ({error.strerror})") from error
+        except (OSError, sqlite3.Error, SafetensorError) as error:
+            problem = getattr(error, "strerror", None) or error
+            raise UserError(f"the index {shown(path)} cannot be written ({problem})") from error
     index = reopen()
     if index.content_hash != content:
         raise UserError(
@@ -116,6 +127,18 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
     how = f" (built in {time.monotonic() - began:.1f} s)" if is_new else ""
     say(f"search: {index.num_documents:,} documents in {shown(corpus)}, index {shown(path)}{how}")
     return index
+
+
+def _replace(path: Path, build: Callable[[Path], None]) -> None:
+    """Have a file written, completely or not at all."""
+    new = path.with_name(f".{path.name}.partial")
+    new.unlink(missing_ok=True)  # of a build that was killed
+    try:
+        build(new)
+        flush_to_disk(new)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _index_path(config: IndexConfig, corpus: str, content: str) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
-from pydantic import BaseModel, ConfigDict, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from common.errors import UserError
 from common.search import Hit, SearchError
@@ -27,7 +27,6 @@ from harness.search.documents import whole
 QUERIES_PER_REQUEST = 16  # a request that fails, or is answered too late, takes all of its queries with it
 # seconds that an unused connection is kept: less than servers do, which would close it while a request is on its way
 KEPT = 2.0
-START = "`python experiment_multiturn_qa/serve_index.py` starts one"
 
 
 class RemoteIndex:
@@ -40,7 +39,6 @@ class RemoteIndex:
         self._url, self._seconds, self._is_down = _read_url(url), seconds, False
         self._client = httpx2.AsyncClient(
             auth=httpx2.NetRCAuth() if Path("~/.netrc").expanduser().exists() else None,
-            headers={"Content-Type": "application/json"},
             limits=httpx2.Limits(max_connections=100, keepalive_expiry=KEPT),
             timeout=None,  # of all pieces of an answer together, see `_send`
             # proxies that the environment names are for other machines than this one
@@ -56,23 +54,17 @@ class RemoteIndex:
         """Search once, so that a server which does not answer is found before training."""
         [answer] = self._ask(["document"], k=1)
         if isinstance(answer, SearchError):
-            raise UserError(f"--search-url {self}: {_explain(answer)}; {START}") from answer
-
-    def search(self, query: str, k: int) -> list[Hit]:
-        """At most `k` hits; raises SearchError if there is no answer."""
-        [answer] = self.search_all([query], k)
-        if isinstance(answer, SearchError):
-            raise answer
-        return answer
+            start = "`python experiment_multiturn_qa/serve_index.py` starts one"
+            raise UserError(f"--search-url {self}: {_explain(answer)}; {start}") from answer
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
         """The hits of each query, or why there are none; it tells the user when all begin to fail, and to work."""
         answers = self._ask(queries, k)
         failures = [answer for answer in answers if isinstance(answer, SearchError)]
-        if len(failures) < len(answers) and self._is_down:
+        if self._is_down and len(failures) < len(answers):
             self._is_down = False
             say_above_progress(f"searches at {self} work again")
-        elif failures and len(failures) == len(answers) and not self._is_down:
+        elif not self._is_down and failures and len(failures) == len(answers):
             self._is_down = True
             say_above_progress(f"searches at {self} fail: {_explain(failures[0])}; the run goes on")
         return answers
@@ -89,9 +81,10 @@ class RemoteIndex:
 
     async def _send(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
         """One request, and what each of its queries has become."""
+        body = {"queries": list(map(whole, queries)), "topk": k, "return_scores": True}
         try:
             async with asyncio.timeout(self._seconds):
-                response = await self._client.post(self._url, content=write_request(queries, k))
+                response = await self._client.post(self._url, json=body)
             if response.status_code != 200:
                 raise SearchError(f"the search server answered with status {response.status_code}")
             return read_answer(response.content, len(queries), k)
@@ -116,52 +109,41 @@ def _read_url(text: str) -> httpx2.URL:
     try:
         url = httpx2.URL(text.strip())
         is_server = url.scheme in ("http", "https") and url.host and 0 < (url.port or 80) < 2**16
-    except (httpx2.InvalidURL, ValueError):
+    except httpx2.InvalidURL:
         is_server = False
     if not is_server:
         raise UserError(f"--search-url {printable(text, 80)} is not the URL of a server, as http://127.0.0.1:8000 is")
     if url.userinfo:
         line = f"machine {printable(url.host, 100)} login NAME password PASSWORD"
         raise UserError(f"--search-url holds a password, which config.json would keep: write it into ~/.netrc: {line}")
-    path = url.path.rstrip("/")
-    return url.copy_with(path=path if path.endswith("/retrieve") else f"{path}/retrieve")
+    return url.copy_with(path=url.path.rstrip("/").removesuffix("/retrieve") + "/retrieve")
 
 
-# The protocol ---------------------------------------------------------------------------------------------------------
-
-
-class _Document(BaseModel):
-    model_config = ConfigDict(coerce_numbers_to_str=True)
-
+class _Document(BaseModel, coerce_numbers_to_str=True):
     id: str | None = None
     title: str | None = None
     contents: str | None = None
     text: str | None = None
 
-    def hit(self, rank: int, score: float | None = None) -> Hit:
-        """Without a score the order is the server's. ValueError: there is no text."""
-        text = self.contents
-        if text is None:
-            if self.text is None:
-                raise ValueError
-            text = self.text if self.title is None else f"{self.title}\n{self.text}"
-        name = (self.title or "") if self.id is None else self.id
-        return Hit(whole(name), whole(text), float(-rank) if score is None else score)
 
+class _Item(_Document):
+    """A document, which may be in a field of its own."""
 
-class _Scored(BaseModel):
-    document: _Document
+    document: _Document | None = None
     score: FiniteFloat | None = None
 
     def hit(self, rank: int) -> Hit:
-        return self.document.hit(rank, self.score)
+        """Without a score the order is the server's. ValueError: there is no text."""
+        found = self.document or self
+        name, text = found.title if found.id is None else found.id, found.contents
+        if text is None:
+            if found.text is None:
+                raise ValueError
+            text = found.text if found.title is None else f"{found.title}\n{found.text}"
+        return Hit(whole(name or ""), whole(text), float(-rank) if self.score is None else self.score)
 
 
-_ITEMS = TypeAdapter(list[_Scored | _Document])
-
-
-def write_request(queries: Sequence[str], k: int) -> bytes:
-    return json.dumps({"queries": list(map(whole, queries)), "topk": k, "return_scores": True}).encode()
+_ITEMS = TypeAdapter(list[_Item])
 
 
 def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | SearchError]:
@@ -185,7 +167,6 @@ def _read_hits(result: object, k: int) -> list[Hit] | SearchError:
     if result is None:
         return SearchError("the search server could not answer this query")
     try:
-        items = _ITEMS.validate_python(result)[:k]
-        return [item.hit(rank) for rank, item in enumerate(items)]
+        return [item.hit(rank) for rank, item in enumerate(_ITEMS.validate_python(result)[:k])]
     except ValueError:
         return SearchError("the search server's answer has results that cannot be read")

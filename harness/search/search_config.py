@@ -10,8 +10,6 @@ from common.errors import UserError
 from harness.base.checks import check_ranges, flag
 from harness.base.config import ROOT, Count, CountOrZero, InputPath, LocalPath, OfSearch, Positive
 
-BUNDLED_CORPUS = ROOT / "data" / "qa_documents.jsonl"
-
 
 @dataclass(frozen=True, kw_only=True)
 class IndexConfig:
@@ -45,31 +43,27 @@ class SearchConfig(IndexConfig):
 
 
 def corpus_of(config: IndexConfig) -> str:
-    return config.corpus if config.corpus is not None else str(BUNDLED_CORPUS)
+    return config.corpus if config.corpus is not None else str(ROOT / "data" / "qa_documents.jsonl")
 
 
 def build_command(config: IndexConfig, path: Path, corpus: str = "CORPUS") -> str:
     """What one types to build an index anew."""
     words = ["python", "experiment_multiturn_qa/build_index.py", "--corpus", corpus, "--index", str(path)]
-    words += ["--encoder", config.encoder] if config.encoder is not None else []
-    for name in ("chunk_words", "chunk_overlap"):
+    for name in ("encoder", "chunk_words", "chunk_overlap"):
         if (value := getattr(config, name)) != getattr(IndexConfig, name):
             words += [flag(name), str(value)]
     return shlex.join(words)
 
 
-def check_index(config: IndexConfig) -> None:
+def check_search(config: IndexConfig) -> None:
     check_ranges(config)
     if config.chunk_overlap >= config.chunk_words:
         overlap, words = config.chunk_overlap, config.chunk_words
         raise UserError(f"--chunk-overlap {overlap} leaves no new words: it must be below --chunk-words {words}")
-
-
-def check_search(config: SearchConfig) -> None:
-    check_index(config)
-    if config.search_url is not None:
-        for name in ("corpus", "index", "encoder"):
-            if getattr(config, name) is not None:
-                raise UserError(f"--search-url searches the documents of a server: omit it, or {flag(name)}")
+    if not isinstance(config, SearchConfig):
+        return
+    for name in ("corpus", "index", "encoder"):
+        if config.search_url is not None and getattr(config, name) is not None:
+            raise UserError(f"--search-url searches the documents of a server: omit it, or {flag(name)}")
     if config.encoder is not None and config.index is not None and config.corpus is None:
         raise UserError("--index with --encoder needs --corpus, too: an index by meaning is opened for its documents")

@@ -1,4 +1,1 @@
-"""Tools of a user: read from a file, and called in processes of their own.
-
-One mechanism serves the verdicts of mathematics, too.
-"""
+"""Tools of a user, read from a file and called in processes of their own, as are the verdicts of mathematics."""

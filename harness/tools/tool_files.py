@@ -17,15 +17,13 @@ from harness.base.terminal import printable, say
 from harness.data.task import import_file
 from harness.tools.tool_processes import Workers
 
-Tool = Callable[..., str]
 
-
-def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Tool]:
+def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Callable[..., str]]:
     """The public functions that the user's file defines, by name; none without a file.
 
     A function that is returned has the name, docstring and signature of the user's, so that a schema can be made of it.
-    It never raises an error of the user's code: a call that raises, crashes, or takes longer than `seconds` returns a
-    line that begins with "error:". `taken` are the names of other tools.
+    Where the user's code raises, crashes, or takes longer than `seconds`, it returns a line that begins with "error:".
+    `taken` are the names of other tools.
     """
     if name is None:
         return {}
@@ -86,15 +84,10 @@ def _problem_of(function: FunctionType) -> str | None:
     return None
 
 
-def _make_tool(function: FunctionType, workers: Workers) -> Tool:
-    signature = inspect.signature(function)
-
+def _make_tool(function: FunctionType, workers: Workers) -> Callable[..., str]:
     @functools.wraps(function)
     def tool(*values: object, **named: object) -> str:
-        try:
-            arguments = signature.bind(*values, **named).arguments
-        except TypeError as error:
-            return f"error: TypeError: {printable(str(error), 300)}"
+        arguments = inspect.signature(function).bind(*values, **named).arguments
         return workers.call(function.__name__, arguments)
 
     return tool

@@ -12,10 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -48,21 +48,18 @@ def in_threads(function: Callable[..., Result], *items: Sequence, parallel: bool
         pool.shutdown()
 
 
+_running: set["Worker"] = set()
+
+
+@atexit.register
 def close() -> None:
     """End all workers, also those that are busy, whose calls return an error. Later calls start new ones."""
     for worker in list(_running):
         worker.kill()
 
 
-_running: set["Worker"] = set()
-atexit.register(close)
-
-
 class NoAnswerError(Exception):
-    """A worker did not answer, and has been ended; the text says why.
-
-    `is_slow`: its time was up, by the clock or by the limit that the function itself has set on the processor's time.
-    """
+    """A worker gave no answer, and was ended. `is_slow`: by the clock, or by its function's own limit of CPU time."""
 
     def __init__(self, reason: str, is_slow: bool):
         super().__init__(reason)
@@ -74,9 +71,10 @@ class Worker:
 
     def __init__(self, request: dict):
         self._socket, theirs = socket.socketpair()
+        self._answers = self._socket.makefile("rb")
         pipe, writing_end = os.pipe()
         self._lifeline = os.fdopen(writing_end, "wb", buffering=0)  # the worker ends when nobody holds it any more
-        self._owner, self._is_ready = os.getpid(), False
+        self._is_ready = False
         try:
             # -P: beside the worker's file are modules that must not be found in place of Python's own
             command = [sys.executable, "-P", str(WORKER)]
@@ -86,8 +84,7 @@ class Worker:
             theirs.close()
             os.close(pipe)
         _running.add(self)
-        with suppress(OSError):  # it has ended already, which `when_ready` finds out
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        self._send(json.dumps(request))
 
     def when_ready(self) -> "Worker":
         """Itself, once it has imported the file; NoAnswerError: it cannot, or took too long."""
@@ -99,23 +96,38 @@ class Worker:
                 raise NoAnswerError(answer, is_slow=False)
         return self
 
-    def ask(self, request: dict, seconds: float) -> str:
+    def ask(self, request: str, seconds: float) -> str:
         """The answer to a request, or a line that begins with "error:"; NoAnswerError: too late, or it has ended."""
-        with suppress(OSError):
-            self._socket.settimeout(seconds)
-            self._socket.sendall(json.dumps(request).encode() + b"\n")
+        self._socket.settimeout(seconds)
+        self._send(request)
         return self._receive(seconds)
 
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> int:
+        """Kill the process and those that it has started; the status that it ended with."""
+        _running.discard(self)
+        if self._process.returncode is None:  # else its number may be another's
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # one that is ending already keeps its status
+        return self._process.wait()
+
+    def end(self) -> int:
+        """The same, by the thread that uses it: another one could still be reading."""
+        status = self.kill()
+        for file in (self._answers, self._socket, self._lifeline):
+            file.close()
+        return status
+
+    def _send(self, request: str) -> None:
+        with suppress(OSError):  # it has ended already, which `_receive` finds out
+            self._socket.sendall(request.encode() + b"\n")
+
     def _receive(self, seconds: float) -> str:
-        deadline, answer = time.monotonic() + seconds, b""
         try:
-            while not answer.endswith(b"\n"):
-                self._socket.settimeout(max(deadline - time.monotonic(), 1e-3))  # 0 would mean: do not wait
-                part = self._socket.recv(1 << 16)
-                if not part:
-                    raise ConnectionResetError
-                answer += part
-            content = json.loads(answer)
+            self._socket.settimeout(seconds)
+            content = json.loads(self._answers.readline())
             return content["text"] if "text" in content else f"error: {printable(content['error'], 300)}"
         except TimeoutError:
             self.end()
@@ -128,57 +140,26 @@ class Worker:
             self.end()
             raise
 
-    def is_usable(self) -> bool:
-        """Whether it runs, and was started by this process and not by one of which this is a fork."""
-        return self._owner == os.getpid() and self._process.poll() is None
 
-    def kill(self) -> int:
-        """Kill the process and those that it has started; the status that it ended with."""
-        _running.discard(self)
-        if self._owner != os.getpid():
-            return 0
-        if self._process.returncode is None:  # else its number may be another's
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # one that is ending already keeps its status
-        return self._process.wait()
-
-    def end(self) -> int:
-        """The same, by the thread that uses it: another one could still be reading."""
-        status = self.kill()
-        self._socket.close()
-        self._lifeline.close()
-        return status
-
-
+@dataclass
 class Workers:
-    """The workers of one file. They are started when they are needed, and again when one has been ended.
+    """The workers of one file. They are started when they are needed, and again when one has been ended."""
 
-    Args:
-        source: the text of the file `path`, as it was when the run read it; the user calls it `shown`.
-        seconds: what a call may take.
-        number: processes, and so calls at the same time.
-        memory: bytes of address space that each may use; None: as much as there is.
-        first: a function that a process calls before it is ready.
-    """
+    path: str
+    source: bytes  # the text of the file, as it was when the run read it
+    shown: str  # what the user calls the file
+    seconds: float  # what a call may take
+    number: int = NUM_WORKERS  # processes, and so calls at the same time
+    memory: int | None = None  # bytes of address space that each may use; None: as much as there is
+    first: str | None = None  # a function that a process calls before it is ready
 
-    def __init__(
-        self,
-        path: str,
-        source: bytes,
-        shown: str,
-        seconds: float,
-        number: int = NUM_WORKERS,
-        memory: int | None = None,
-        first: str | None = None,
-    ):
-        self._shown, self._seconds, self._number = shown, seconds, number
-        self._request = {"path": path, "source": source.decode("latin-1"), "memory": memory, "first": first}
-        self._free = threading.BoundedSemaphore(number)
+    def __post_init__(self) -> None:
+        self._free = threading.BoundedSemaphore(self.number)
         self._idle: list[Worker] = []
 
     def start(self) -> None:
         """Start all processes, without waiting for them."""
-        self._idle += [self._new() for _ in range(self._number - len(self._idle))]
+        self._idle += [self._new() for _ in range(self.number - len(self._idle))]
 
     def start_one(self) -> None:
         """Have one ready, so that what fails only there is found before training."""
@@ -186,18 +167,15 @@ class Workers:
 
     def ask(self, name: str, arguments: dict) -> str:
         """What a function answers, or a line that begins with "error:" if it raised; see `Worker.ask`."""
+        request = json.dumps({"name": name, "arguments": arguments})
         with self._free:
             worker = self._take()
-            answer = worker.ask({"name": name, "arguments": arguments}, self._seconds)
+            answer = worker.ask(request, self.seconds)
             self._idle.append(worker)
             return answer
 
     def call(self, name: str, arguments: dict) -> str:
         """The same for a policy, which reads also why there is no answer."""
-        try:
-            json.dumps(arguments)
-        except (TypeError, ValueError, RecursionError) as error:
-            return f"error: {type(error).__name__}: {printable(str(error), 300)}"
         try:
             return self.ask(name, arguments)
         except NoAnswerError as error:
@@ -209,7 +187,10 @@ class Workers:
             self._idle.pop().end()
 
     def _new(self) -> Worker:
-        return Worker(self._request | {"search": sys.path})
+        source = self.source.decode("latin-1")
+        return Worker(
+            {"path": self.path, "source": source, "search": sys.path, "memory": self.memory, "first": self.first}
+        )
 
     def _take(self) -> Worker:
         """An idle worker, or a new one. UserError: none can be started, which is no fault of the policy."""
@@ -217,9 +198,9 @@ class Workers:
             with suppress(IndexError):
                 while True:
                     worker = self._idle.pop()
-                    if worker.is_usable():
+                    if worker.is_running():
                         return worker.when_ready()
                     worker.end()
             return self._new().when_ready()
         except (NoAnswerError, OSError) as error:
-            raise UserError(f"{self._shown}: no process for its functions can be started: {error}") from error
+            raise UserError(f"{self.shown}: no process for its functions can be started: {error}") from error

@@ -1,8 +1,7 @@
 """The process in which the functions of one file are called. It imports nothing but that file.
 
-`tool_processes.py` starts it by its path. It reads and answers lines of JSON on a socket, which is its stdin. Its
-stdout is the reading end of a pipe on which nothing ever comes, and whose other end closes when the parent ends, even
-if it is killed.
+`tool_processes.py` starts it by its path. It reads and answers lines of JSON on a socket, its stdin. Its stdout is the
+reading end of a pipe on which nothing ever comes; the other end closes when the parent ends, even if it is killed.
 """
 
 import fcntl
@@ -42,28 +41,24 @@ def main() -> None:
     _end_with_parent(fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE))
     _replace_standard_files()
     _leave_signals_to_parent()
-    own_number = os.getpid()
+    own_number, module = os.getpid(), None
     with open(channel, "rb") as requests, open(channel, "wb", closefd=False) as answers:
-
-        def answer(message: dict) -> None:
-            if os.getpid() != own_number:  # the tool has forked, and this is its child
-                os._exit(0)
-            with suppress(Exception):  # the user's code may have replaced or closed it
-                sys.stdout.flush()
-            answers.write(json.dumps(message).encode() + b"\n")
-            answers.flush()
-
-        module = None
         for line in requests:
             request = json.loads(line)
             try:
                 if module is None:
                     module = _import(**request)
-                    answer({"text": "ready"})
+                    answer = {"text": "ready"}
                 else:
-                    answer({"text": _as_text(getattr(module, request["name"])(**request["arguments"]))})
+                    answer = {"text": _as_text(getattr(module, request["name"])(**request["arguments"]))}
             except BaseException as error:  # also SystemExit: it is an answer like others
-                answer({"error": _describe(error)})
+                answer = {"error": _describe(error)}
+            if os.getpid() != own_number:  # the tool has forked, and this is its child
+                os._exit(0)
+            with suppress(Exception):  # the user's code may have replaced or closed it
+                sys.stdout.flush()
+            answers.write(json.dumps(answer).encode() + b"\n")
+            answers.flush()
 
 
 def _end_with_parent(pipe: int) -> None:
@@ -85,19 +80,17 @@ def _leave_signals_to_parent() -> None:
     """Whether the run ends is for it to decide. Processes that a tool starts can be ended by signals as usual."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     previous = [signal.signal(number, lambda *_: None) for number in numbers]  # what is ignored, programs inherit
-    os.register_at_fork(after_in_child=lambda: [signal.signal(*pair) for pair in zip(numbers, previous, strict=True)])
+    os.register_at_fork(after_in_child=lambda: [*map(signal.signal, numbers, previous)])
 
 
 def _replace_standard_files() -> None:
     """Nothing can be read, and only Python's `print` and the like are shown."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    shown = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
+    shown, nowhere = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE), os.open(os.devnull, os.O_RDWR)
     for number in range(FIRST_FREE):
         os.dup2(nowhere, number)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    sys.stdout = sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(Harmless(shown)), encoding="utf-8", errors="replace", line_buffering=True
-    )
+    printed = io.BufferedWriter(Harmless(shown))
+    sys.stdout = sys.stderr = io.TextIOWrapper(printed, encoding="utf-8", errors="replace", line_buffering=True)
 
 
 def _import(path: str, source: str, search: list[str], memory: int | None, first: str | None) -> ModuleType:
@@ -128,11 +121,10 @@ def _as_text(result: object) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    try:
+    text = ""
+    with suppress(Exception):  # of the error's own __str__
         text = str(error)[:LONGEST]
-    except Exception:  # of the error's own __str__
-        text = ""
-    return f"{type(error).__name__}{': ' if text else ''}{text}"
+    return ": ".join(filter(None, [type(error).__name__, text]))
 
 
 if __name__ == "__main__":

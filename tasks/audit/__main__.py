@@ -51,18 +51,16 @@ def main(argv: list[str] | None = None) -> None:
     )
     handle_as_usual()
     check_ranges(config)
-    names = ("task", "data", "eval_data", "at_most", "max_question_length", "model", "chat_template", "system_prompt")
-    names += ("eval_prompts", "seed")
-    settings = RunConfig(**{name: getattr(config, name) for name in names})
+    own = ("max_new_tokens", "json")
+    settings = RunConfig(**{name: value for name, value in vars(config).items() if name not in own})
     check_texts(settings)
     check_model(settings)
     if settings.kind not in RESOLVED:
         raise UserError(f"--model {config.model} has no tokenizer of its own")
-    budget = config.max_new_tokens or RESOLVED[settings.kind]["max_new_tokens"]
 
     from tasks.audit.examine_rows import examine  # what takes seconds to import
 
-    report = examine(settings, budget)
+    report = examine(settings, config.max_new_tokens or RESOLVED[settings.kind]["max_new_tokens"])
     if config.json is not None:
         text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
         try:
@@ -70,11 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         except OSError as error:
             raise UserError(f"--json {config.json}: it cannot be written ({error.strerror})") from error
     print_report(report)
-    sys.exit(1 if found(report, problems=True) else 0)
-
-
-def found(report: dict, problems: bool) -> list[dict]:
-    return [finding for finding in report["findings"] if finding["rows"] and finding["is_problem"] is problems]
+    sys.exit(int(any(finding["rows"] and finding["is_problem"] for finding in report["findings"])))
 
 
 def print_report(report: dict) -> None:
@@ -83,10 +77,10 @@ def print_report(report: dict) -> None:
         filtered = f", {num_rows - num_kept:,} filtered out" if num_rows > num_kept else ""
         say(f"{of}: {source}, {num_rows:,} rows{filtered}")
     if "evaluation" not in report["sources"]:
-        held_out = report["held_out"]
-        say(f"evaluation: no file of its own; a run holds out {held_out or 'rows'} of --data")
-    for title, findings in (("problems", found(report, problems=True)), ("notes", found(report, problems=False))):
-        say(f"\n{title}: none" if not findings else f"\n{title}")
+        say(f"evaluation: no file of its own; a run holds out {report['held_out'] or 'rows'} of --data")
+    for title, is_problem in (("problems", True), ("notes", False)):
+        findings = [f for f in report["findings"] if f["rows"] and f["is_problem"] is is_problem]
+        say(f"\n{title}" + ("" if findings else ": none"))
         for finding in findings:
             say(f"  {finding['rows']:>6,} ({finding['rows'] / max(1, finding['of']):.1%})  {finding['what']}")
             for example in finding["examples"][:SHOWN]:
@@ -98,12 +92,11 @@ def print_report(report: dict) -> None:
         f"\ntokens of {report['model']} (context {context}; --max-new-tokens {report['max_new_tokens']:,})\n"
         f"  {'':36}{'texts':>8}{'median':>8}{'90 %':>8}{'99 %':>8}{'longest':>9}{'limit':>8}   beyond it"
     )
-    for lengths in report["tokens"]:
-        percentiles = "".join(f"{lengths[share]:>8,}" for share in ("median", "90%", "99%"))
-        limit = "none" if lengths["limit"] is None else f"{lengths['limit']:,}"
-        beyond = f"{lengths['beyond_limit']:,} ({lengths['beyond_limit'] / lengths['texts']:.1%})"
-        title = lengths["what"]
-        say(f"  {title:36}{lengths['texts']:>8,}{percentiles}{lengths['longest']:>9,}{limit:>8}   {beyond}")
+    for entry in report["tokens"]:
+        percentiles = "".join(f"{entry[share]:>8,}" for share in ("median", "90%", "99%"))
+        limit = "none" if entry["limit"] is None else f"{entry['limit']:,}"
+        beyond = f"{entry['beyond_limit']:,} ({entry['beyond_limit'] / entry['texts']:.1%})"
+        say(f"  {entry['what']:36}{entry['texts']:>8,}{percentiles}{entry['longest']:>9,}{limit:>8}   {beyond}")
 
 
 def program() -> None:

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from common.chat import encode_prompt
 from common.errors import UserError
-from tasks.countdown import evaluate_expression
+from tasks.countdown import read_expression
 from tasks.math import boxes
 from tasks.verdicts.answer_text import is_balanced
 
@@ -61,7 +61,11 @@ def examine(config: RunConfig, max_new_tokens: int) -> dict:
     prompt = config.system_prompt
     if prompt is None:
         prompt = "" if config.kind == "tiny" else task.system_prompt
-    tokenizer, context = _load_tokenizer(config)
+    is_here = config.base_path is not None or must_be_cached("model", config.base)
+    tokenizer = tokenizer_of(config, is_here)
+    set_template(tokenizer, config)
+    context = context_of(read_config(config.base, is_here))
+    room = context - max_new_tokens
     source, eval_source = find_sources(config, task)
     sources = {"training": source} | ({"evaluation": eval_source} if eval_source is not None else {})
     findings, lengths, num_rows, kept = [], [], {}, {}
@@ -70,18 +74,12 @@ def examine(config: RunConfig, max_new_tokens: int) -> dict:
         num_rows[of] = len(rows)
         rows = kept[of] = filter_rows(rows, config, task, name)
         prompts = [len(encode_prompt(tokenizer, task.messages(row, prompt))) for row in rows]
-        room = context - max_new_tokens
-        long = [pair for pair in zip(prompts, rows, strict=True) if pair[0] > room]
-        found = defaultdict(list)
-        for kind, row, text in (
-            *_gold_faults(task, rows),
-            *_repeated(task, rows),
-            *(("13_words", row, f"as {other.place}: {run}") for row, other, run in _share_a_run(_first(rows))),
-            *(("long_prompts", row, f"{length} tokens: {row.question}") for length, row in long),
-            *_suspicious(task, rows),
-        ):
+        found = defaultdict(list, unusable=unusable)
+        for kind, row, text in (*_gold_faults(task, rows), *_repeated(task, rows), *_suspicious(task, rows)):
             found[kind].append((row.place, text))
-        found["unusable"] = unusable
+        for length, row in zip(prompts, rows, strict=True):
+            if length > room:
+                found["long_prompts"].append((row.place, f"{length} tokens: {row.question}"))
         for kind, (title, is_problem) in FINDINGS.items():
             num_read = len(rows) if kind != "unusable" else num_rows[of] + len(unusable)
             findings.append(_finding(f"{of}_{kind}", f"{of}: {title}", is_problem, found[kind], num_read))
@@ -124,31 +122,13 @@ def _finding(name: str, title: str, is_problem: bool, found: list[tuple[str, str
 
 def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dict]:
     """How long some texts are; a percentile is the smallest length that this share of the texts does not exceed."""
-    if not tokens:
-        return []
     ordered = sorted(tokens)
-    percentiles = {share: ordered[max(0, -(-share * len(tokens) // 100) - 1)] for share in (50, 90, 99)}
-    return [
-        {
-            "name": name,
-            "what": title,
-            "texts": len(tokens),
-            "median": percentiles[50],
-            "90%": percentiles[90],
-            "99%": percentiles[99],
-            "longest": ordered[-1],
-            "limit": None if limit == math.inf else int(limit),
-            "beyond_limit": sum(length > limit for length in tokens),
-        }
+    shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
+    return tokens and [
+        {"name": name, "what": title, "texts": len(tokens)}
+        | {share: ordered[max(0, -(-percent * len(tokens) // 100) - 1)] for share, percent in shares.items()}
+        | {"limit": None if limit == math.inf else int(limit), "beyond_limit": sum(n > limit for n in tokens)}
     ]
-
-
-def _load_tokenizer(config: RunConfig) -> tuple[object, float]:
-    """The tokenizer of `--model`, as a run would have it, and the length of the model's context."""
-    is_here = config.base_path is not None or must_be_cached("model", config.base)
-    tokenizer = tokenizer_of(config, is_here)
-    set_template(tokenizer, config)
-    return tokenizer, context_of(read_config(config.base, is_here))
 
 
 def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
@@ -178,26 +158,38 @@ def _problem(error: UserError, row: Row) -> str:
 def _gold_faults(task: Task, rows: list[Row]) -> Found:
     """Rows without a gold answer, and rows whose solution is not rewarded as right, or is not one answer."""
     for start in range(0, len(rows), CHUNK):
-        chunk = rows[start : start + CHUNK]
-        texts = {id(row): text for row in chunk if (text := _solution(task, row)) is not None}
-        known = [row for row in chunk if id(row) in texts]
-        task.prepare(known, [texts[id(row)] for row in known])
-        for row in chunk:
+        solutions = [(row, _solution(task, row)) for row in rows[start : start + CHUNK]]
+        _prepare(task, [(row, found) for row, found in solutions if isinstance(found, str)])
+        for row, found in solutions:
             try:
-                text = task.solution(row)
-                fault = None if text is None else solution_fault(task, row, text)
+                if isinstance(found, UserError):
+                    raise found
+                fault = None if found is None else solution_fault(task, row, found)
             except UserError as error:
-                text, fault = None, _problem(error, row)
+                fault = _problem(error, row)
             if empty_golds(task, row):
                 yield "empty_golds", row, row.question
             elif fault is not None:
                 yield "refused_golds", row, fault
-            elif text is not None and (fault := latex_fault(given(text))):
-                yield "ill_formed_golds", row, f"{fault}: {given(text)}"
+            elif found is not None and (fault := latex_fault(given(found))):
+                yield "ill_formed_golds", row, f"{fault}: {given(found)}"
+
+
+def _prepare(task: Task, cases: list[tuple[Row, str]]) -> None:
+    """Let the task judge completions together."""
+    task.prepare([row for row, _ in cases], [text for _, text in cases])
+
+
+def _solution(task: Task, row: Row) -> str | UserError | None:
+    """The solution of a row, or what is wrong with it; None: the task has none."""
+    try:
+        return task.solution(row)
+    except UserError as error:
+        return error
 
 
 def _repeated(task: Task, rows: list[Row]) -> Found:
-    """Questions that were asked before, with the same gold answer or another one.
+    """Questions that were asked before, with the same gold answer or another one; runs of words of an earlier one.
 
     Two gold answers are the same if the reward accepts one for the other's row.
     """
@@ -206,26 +198,18 @@ def _repeated(task: Task, rows: list[Row]) -> Found:
         before = first.setdefault(normalise(row.question), row)
         if before is row:
             continue
-        if _agree(task, before, row):
+        text, other = task.solution(row), task.solution(before)
+        if text is None:
+            is_same = row.get("answer") == before.get("answer")
+        else:
+            is_same = text == other or task.reward(before, text).get("correct") == 1
+        if is_same:
             yield "repeated", row, f"as {before.place}: {row.question}"
         else:
-            golds = f"{_shown_gold(task, row)} and {_shown_gold(task, before)}"
-            yield "conflicts", row, f"as {before.place}, answers {golds}: {row.question}"
-
-
-def _agree(task: Task, row: Row, other: Row) -> bool:
-    text = task.solution(row)
-    if text is None:
-        return row.get("answer") == other.get("answer")
-    return text == task.solution(other) or task.reward(other, text).get("correct") == 1
-
-
-def _first(rows: list[Row]) -> list[Row]:
-    """Of rows that ask the same, the first."""
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(normalise(row.question), row)
-    return list(first.values())
+            golds = [given(x or str(y.get("answer", ""))) for x, y in ((text, row), (other, before))]
+            yield "conflicts", row, f"as {before.place}, answers {' and '.join(golds)}: {row.question}"
+    for row, other, run in _share_a_run(list(first.values())):
+        yield "13_words", row, f"as {other.place}: {run}"
 
 
 def _shared_findings(train_rows: list[Row], eval_rows: list[Row], of_one_file: bool) -> list[dict]:
@@ -234,13 +218,18 @@ def _shared_findings(train_rows: list[Row], eval_rows: list[Row], of_one_file: b
     shared = {id(row) for row, _ in (*exactly, *nearly)}
     others = [row for row in eval_rows if id(row) not in shared]
     found = {
-        "exactly": [(row.place, f"as {other.place}: {row.question}") for row, other in exactly],
-        "normalised": [(row.place, f"as {other.place}: {row.question}") for row, other in nearly],
-    }
-    if not of_one_file:
-        shared = _share_a_run(others, train_rows)
-        found["13_words"] = [(row.place, f"as {other.place}: {run}") for row, other, run in shared]
-    return [_finding(f"shared_{kind}", *SHARED_FINDINGS[kind], found[kind], len(eval_rows)) for kind in found]
+        "exactly": [(row, other, row.question) for row, other in exactly],
+        "normalised": [(row, other, row.question) for row, other in nearly],
+    } | ({} if of_one_file else {"13_words": _share_a_run(others, train_rows)})
+    return [
+        _finding(
+            f"shared_{kind}",
+            *SHARED_FINDINGS[kind],
+            [(row.place, f"as {other.place}: {text}") for row, other, text in found[kind]],
+            len(eval_rows),
+        )
+        for kind in found
+    ]
 
 
 def _share_a_run(rows: list[Row], earlier: list[Row] | None = None) -> Iterator[tuple[Row, Row, str]]:
@@ -254,7 +243,7 @@ def _share_a_run(rows: list[Row], earlier: list[Row] | None = None) -> Iterator[
                 having[run].append(index)
     for index, row in enumerate(rows):
         shared = [(having[run][0], run) for run in _runs(row.question) if 0 < len(having[run]) <= MOST_WITH_A_RUN]
-        if before := [(first, run) for first, run in shared if earlier is not None or first < index]:
+        if before := [pair for pair in shared if earlier is not None or pair[0] < index]:
             first, run = min(before, key=lambda pair: pair[0])
             yield row, others[first], run
 
@@ -269,27 +258,26 @@ def _suspicious(task: Task, rows: list[Row]) -> Found:
 
     A `\boxed{}` of a question that the reward accepts is the solution of an earlier part, for example.
     """
-    asked = [(row, text) for row in rows for text in boxes(row.question)[:MOST_BOXES]]
-    texts = [f"<answer>{text}</answer>" for _, text in asked]
-    for start in range(0, len(asked), CHUNK):
-        task.prepare([row for row, _ in asked[start : start + CHUNK]], texts[start : start + CHUNK])
-    accepted = {
-        id(row): text
-        for (row, text), completion in reversed(list(zip(asked, texts, strict=True)))
-        if task.reward(row, completion).get("correct") == 1
-    }
-    for row in rows:
-        if codes := sorted({f"U+{ord(letter):04X}" for text in _texts(row) for letter in text if _is_no_text(letter)}):
-            yield "control_characters", row, f"{' '.join(codes)}: {row.question}"
-        if id(row) in accepted:
-            yield "boxed_in_question", row, f"{accepted[id(row)]}: ...{row.question[-200:]}"
-        gold = given(_solution(task, row) or "")
-        if gold and holds(row.question, gold):
-            yield "answer_in_question", row, f"{gold}: {row.question}"
-        answer = row.get("answer")
-        calculations = _ANNOTATION.findall(answer) if isinstance(answer, str) else []
-        if wrong := [f"{left}={right}" for left, right in calculations if is_wrong(left, right)]:
-            yield "wrong_calculations", row, wrong[0]
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        tried = [(row, box, f"<answer>{box}</answer>") for row in chunk for box in boxes(row.question)[:MOST_BOXES]]
+        _prepare(task, [(row, text) for row, _, text in tried])
+        accepted = {}
+        for row, box, text in tried:
+            if id(row) not in accepted and task.reward(row, text).get("correct") == 1:
+                accepted[id(row)] = box
+        for row in chunk:
+            if codes := sorted({f"U+{ord(sign):04X}" for text in _texts(row) for sign in text if _is_no_text(sign)}):
+                yield "control_characters", row, f"{' '.join(codes)}: {row.question}"
+            if id(row) in accepted:
+                yield "boxed_in_question", row, f"{accepted[id(row)]}: ...{row.question[-200:]}"
+            solution, answer = _solution(task, row), row.get("answer")
+            gold = given(solution) if isinstance(solution, str) else ""
+            if gold and holds(row.question, gold):
+                yield "answer_in_question", row, f"{gold}: {row.question}"
+            calculations = _ANNOTATION.findall(answer) if isinstance(answer, str) else []
+            if wrong := [f"{left}={right}" for left, right in calculations if is_wrong(left, right)]:
+                yield "wrong_calculations", row, wrong[0]
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -304,26 +292,14 @@ def _is_no_text(letter: str) -> bool:
     return letter not in "\n\t\r" and (letter in _NO_TEXT or unicodedata.category(letter) == "Cc")
 
 
-def _solution(task: Task, row: Row) -> str | None:
-    try:
-        return task.solution(row)
-    except UserError:
-        return None
-
-
-def _shown_gold(task: Task, row: Row) -> str:
-    return given(_solution(task, row) or str(row.get("answer", "")))
-
-
 def given(solution: str) -> str:
     r"""The answer that a solution gives: in `<answer>`, or in `\boxed{}`, or the whole text.
 
     >>> given("<think>1+1=2</think><answer> 2 </answer>"), given("So \\boxed{\\frac{1}{2}}"), given("2")
     ('2', '\\frac{1}{2}', '2')
     """
-    if found := re.search(r"<answer>(.*)</answer>", solution, re.DOTALL):
-        return found[1].strip()
-    found = re.search(r"\\boxed\{(.*)\}", solution, re.DOTALL)
+    patterns = (r"<answer>(.*)</answer>", r"\\boxed\{(.*)\}")
+    found = next(filter(None, (re.search(pattern, solution, re.DOTALL) for pattern in patterns)), None)
     return (found[1] if found else solution).strip()
 
 
@@ -370,7 +346,8 @@ def _value(text: str) -> Fraction | None:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|[$ ]", "", text)
     text = re.sub(r"([\d.]+)%", r"(\1/100)", text)
     text = _DECIMAL.sub(lambda found: f"({int(found[1] + found[2])}/1{'0' * len(found[2])})", text)
-    return evaluate_expression(re.sub(r"(?<!\d)0+(?=\d)", "", text))
+    found = read_expression(re.sub(r"(?<!\d)0+(?=\d)", "", text))
+    return found and found[0]
 
 
 def worked_solution(row: Row) -> str | None:

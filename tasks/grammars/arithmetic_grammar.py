@@ -4,6 +4,8 @@
 """
 
 import hashlib
+import itertools
+import math
 import random
 from dataclasses import dataclass
 
@@ -11,16 +13,9 @@ MAX_TOTAL = 199  # every running total of a bundled question is in 0..MAX_TOTAL
 
 # (num_terms, num_digits, has_product): weight among the bundled questions
 KINDS: dict[tuple[int, int, bool], float] = {
-    (2, 1, False): 0.04,
-    (3, 1, False): 0.10,
-    (4, 1, False): 0.13,
-    (2, 2, False): 0.15,
-    (3, 2, False): 0.23,
-    (4, 2, False): 0.20,
-    (2, 1, True): 0.02,
-    (3, 2, True): 0.08,
-    (4, 2, True): 0.05,
-}
+    (2, 1, False): 0.04, (3, 1, False): 0.10, (4, 1, False): 0.13, (2, 2, False): 0.15, (3, 2, False): 0.23,
+    (4, 2, False): 0.20, (2, 1, True): 0.02, (3, 2, True): 0.08, (4, 2, True): 0.05,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Term:
 
     @property
     def value(self) -> int:
-        return self.factors[0] if len(self.factors) == 1 else self.factors[0] * self.factors[1]
+        return math.prod(self.factors)
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,10 @@ class Question:
     @property
     def num_digits(self) -> int:
         return max(len(str(number)) for term in self.terms for number in term.factors)
+
+    def has_totals_up_to(self, limit: int) -> bool:
+        """Whether every running total is in 0..`limit`."""
+        return all(0 <= total <= limit for total in itertools.accumulate(t.sign * t.value for t in self.terms))
 
     @property
     def key(self) -> str:
@@ -86,8 +85,7 @@ def draw_question(rng: random.Random, kind: tuple[int, int, bool], only_pool: st
             terms.insert(rng.randint(0, len(terms)), Term(1, (rng.randint(2, 9), rng.randint(2, 9))))
         terms = [terms[0], *(Term(rng.choice((1, -1)), term.factors) for term in terms[1:])]
         question = Question(tuple(terms), wording=rng.randrange(1_000_000))
-        totals = [sum(term.sign * term.value for term in terms[:k]) for k in range(1, len(terms) + 1)]
-        has_form = question.num_digits == num_digits and min(totals) >= 0 and max(totals) <= MAX_TOTAL
+        has_form = question.num_digits == num_digits and question.has_totals_up_to(MAX_TOTAL)
         if has_form and pool(question) == only_pool:
             return question
 
@@ -107,30 +105,23 @@ def render(question: Question) -> str:
 
 
 def _wordings(question: Question) -> list[str]:
-    expressions = [
-        _expression(question, {1: " + ", -1: " - "}, " * "),
-        _expression(question, {1: " plus ", -1: " minus "}, " times "),
-        _expression(question, {1: "+", -1: "-"}, "*"),
-    ]
+    expressions = []
+    for plus, minus, times in ((" + ", " - ", " * "), (" plus ", " minus ", " times "), ("+", "-", "*")):
+        parts = [(plus if term.sign > 0 else minus) + times.join(map(str, term.factors)) for term in question.terms]
+        expressions.append("".join(parts).removeprefix(plus))
     frames = (
         "What is {}?", "Compute {}.", "Calculate {}.", "Work out {}.", "How much is {}?", "{} = ?",
         "Find {}.", "Solve {}.",
     )  # fmt: skip
     wordings = [frame.format(expression) for frame in frames for expression in expressions]
+    if question.num_terms > 2:
+        return wordings
+    a, b = (number for term in question.terms for number in term.factors)
     if len(question.terms) == 1:
-        a, b = question.terms[0].factors
         return wordings + [f"Multiply {a} by {b}.", f"What is the product of {a} and {b}?"] * 3
-    if question.num_terms == 2:
-        a, b = (term.value for term in question.terms)
-        if question.terms[1].sign > 0:
-            return wordings + [f"Add {a} and {b}.", f"What is the sum of {a} and {b}?"] * 3
-        return wordings + [f"Subtract {b} from {a}.", f"Take {b} away from {a}."] * 3
-    return wordings
-
-
-def _expression(question: Question, signs: dict[int, str], times: str) -> str:
-    text = times.join(map(str, question.terms[0].factors))
-    return text + "".join(signs[term.sign] + times.join(map(str, term.factors)) for term in question.terms[1:])
+    if question.terms[1].sign > 0:
+        return wordings + [f"Add {a} and {b}.", f"What is the sum of {a} and {b}?"] * 3
+    return wordings + [f"Subtract {b} from {a}.", f"Take {b} away from {a}."] * 3
 
 
 def to_row(question: Question) -> dict:

@@ -13,24 +13,14 @@ MAX_RESULT = 99_999_999  # eight digits, also for every running total
 KINDS: dict[str, float] = {"easy": 0.25, "product": 0.35, "chain": 0.40}  # weight among the questions
 
 # easy: bundled sums of two and three numbers, which a direct answer gets right now and then
-EASY_KINDS: dict[tuple[int, int, bool], float] = {
-    (2, 1, False): 0.04,
-    (2, 2, False): 0.36,
-    (3, 1, False): 0.15,
-    (3, 2, False): 0.45,
-}
+EASY_KINDS = {(2, 1, False): 0.04, (2, 2, False): 0.36, (3, 1, False): 0.15, (3, 2, False): 0.45}
 
 # The digits of the factors of each term, one shape a row: "product" has one term, "chain" several
 PRODUCT_SHAPES: list[list[tuple[int, ...]]] = [[(3, 2)], [(3, 3)], [(4, 2)], [(4, 3)], [(4, 4)]]
 CHAIN_SHAPES: list[list[tuple[int, ...]]] = [
-    [(3, 2), (4,)],  # 347*58+1204
-    [(4,), (3, 2)],  # 1204+347*58
-    [(3, 3), (3,)],
-    [(4, 2), (4,)],
-    [(2, 2), (3, 2)],  # 23*41-105*12
-    [(4,), (4,), (4,)],
-    [(4,), (4,), (4,), (4,)],
-]
+    [(3, 2), (4,)], [(4,), (3, 2)], [(3, 3), (3,)], [(4, 2), (4,)],  # the first one is 347*58+1204, for example
+    [(2, 2), (3, 2)], [(4,), (4,), (4,)], [(4,), (4,), (4,), (4,)],
+]  # fmt: skip
 
 
 def draw_calculator_question(rng: random.Random, kind: str, only_pool: str) -> Question:
@@ -45,8 +35,7 @@ def draw_calculator_question(rng: random.Random, kind: str, only_pool: str) -> Q
             rng.shuffle(factors)
             terms.append(Term(rng.choice((1, 1, -1)) if terms else 1, tuple(factors)))
         question = Question(tuple(terms), wording=rng.randrange(1_000_000))
-        totals = [sum(term.sign * term.value for term in terms[:k]) for k in range(1, len(terms) + 1)]
-        if min(totals) >= 0 and max(totals) <= MAX_RESULT and pool(question) == only_pool:
+        if question.has_totals_up_to(MAX_RESULT) and pool(question) == only_pool:
             return question
 
 

@@ -8,7 +8,6 @@ leaves the integers, and none divides by 1 or subtracts a number from itself.
 
 import hashlib
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,10 +40,7 @@ class Try:
     value: int
 
     def __str__(self) -> str:
-        """
-        >>> str(Try("(7*5)+2", "35+2", 37))
-        '(7*5)+2=35+2=37'
-        """
+        """As the lessons write it: (7*5)+2=35+2=37."""
         return f"{self.expression}={self.step}={self.value}"
 
 
@@ -71,27 +67,22 @@ def _tries(nums: tuple[int, ...]) -> dict[int, list[Try]]:
     found: dict[int, dict[str, Try]] = {}
     for index, other in enumerate(nums):
         low, high = nums[:index] + nums[index + 1 :]
-        for sign, inner in _results(high, low):
-            pair = f"({high}{sign}{low})"
-            for sign, value, swapped in _last_steps(inner, other):
-                expression = f"{other}{sign}{pair}" if swapped else f"{pair}{sign}{other}"
-                step = f"{other}{sign}{inner}" if swapped else f"{inner}{sign}{other}"
+        for first_sign, inner in _results(high, low):
+            pair = f"({high}{first_sign}{low})"
+            for sign, value in _results(max(inner, other), min(inner, other)):
+                expression, step = f"{pair}{sign}{other}", f"{inner}{sign}{other}"
+                if sign in "-/" and other > inner:  # sums and products begin with what is in parentheses
+                    expression, step = f"{other}{sign}{pair}", f"{other}{sign}{inner}"
                 found.setdefault(value, {}).setdefault(expression, Try(expression, step, value))
     return {value: list(found[value].values()) for value in sorted(found)}
 
 
-def _last_steps(inner: int, other: int) -> Iterator[tuple[str, int, bool]]:
-    """Sign, value, and whether `other` comes first; sums and products begin with what is in parentheses."""
-    for sign, value in _results(max(inner, other), min(inner, other)):
-        yield sign, value, sign in "-/" and other > inner
-
-
-def _results(high: int, low: int) -> Iterator[tuple[str, int]]:
+def _results(high: int, low: int) -> list[tuple[str, int]]:
     """What two numbers can make in one step."""
-    results = {"+": high + low, "-": high - low, "*": high * low}
+    results = [("+", high + low), ("-", high - low), ("*", high * low)]
     if low > 1 and high % low == 0:
-        results["/"] = high // low
-    return ((sign, value) for sign, value in results.items() if 1 <= value <= MAX_STEP)
+        results.append(("/", high // low))
+    return [(sign, value) for sign, value in results if 1 <= value <= MAX_STEP]
 
 
 def draw_nums(rng: random.Random) -> tuple[int, ...]:

@@ -17,12 +17,13 @@ pools, so that the names of the warm start never occur in the worlds of reinforc
 held-out documents in neither.
 
     world = make_world(random.Random(0), num_entities=2000, only_pool="train")
-    texts = [document(entity) for entity in world.entities.values()]
+    texts = [document(entity) for entity in world.values()]
     question = draw_question(random.Random(1), world, num_hops=2)
 """
 
 import functools
 import hashlib
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ _SYLLABLES = (
 FIRST_SYLLABLES, SECOND_SYLLABLES = (tuple(text.split()) for text in _SYLLABLES)
 YEARS = range(1100, 2000)
 ASKS = ("where", "when", "who")
+LEADS_TO = ("where", "who")  # facts that are entities themselves, a town and a person
 NOTHING_FOUND = "nothing found"
 
 
@@ -45,48 +47,47 @@ class Kind:
     share: float  # of the entities of a world
     document: str  # with {name}, {where}, {when} and {who}
     phrase: str  # for the entity, in its questions
-    questions: dict[str, str]  # by what is asked for
-    leads_to: dict[str, str]  # "where" and "who": the phrase for the town or the person of that fact
+    questions: tuple[str, str, str]  # for where, when and who
+    leads_to: tuple[str, str]  # the phrases for the town and the person of its facts
 
 
-KINDS: dict[str, Kind] = {
+KINDS = {
     "person": Kind(
         0.4,
         "{name} was born in {where} in {when}. The father of {name} was {who}.",
         "{}",
-        {"where": "Where was {} born?", "when": "When was {} born?", "who": "Who was the father of {}?"},
-        {"where": "the town where {} was born", "who": "the father of {}"},
+        ("Where was {} born?", "When was {} born?", "Who was the father of {}?"),
+        ("the town where {} was born", "the father of {}"),
     ),
     "town": Kind(
         0.3,
         "The town {name} is near {where}. {who} built {name} in {when}.",
         "the town {}",
-        {"where": "Where is {}?", "when": "When was {} built?", "who": "Who built {}?"},
-        {"where": "the town near {}", "who": "the one who built {}"},
+        ("Where is {}?", "When was {} built?", "Who built {}?"),
+        ("the town near {}", "the one who built {}"),
     ),
     "ship": Kind(
         0.1,
         "The ship {name} was built in {where} in {when}. {who} built {name}.",
         "the ship {}",
-        {"where": "Where was {} built?", "when": "When was {} built?", "who": "Who built {}?"},
-        {"where": "the town where {} was built", "who": "the one who built {}"},
+        ("Where was {} built?", "When was {} built?", "Who built {}?"),
+        ("the town where {} was built", "the one who built {}"),
     ),
     "game": Kind(
         0.1,
         "The game of {name} was in {where} in {when}. {who} won the game of {name}.",
         "the game of {}",
-        {"where": "Where was {}?", "when": "When was {}?", "who": "Who won {}?"},
-        {"where": "the town of {}", "who": "the one who won {}"},
+        ("Where was {}?", "When was {}?", "Who won {}?"),
+        ("the town of {}", "the one who won {}"),
     ),
     "book": Kind(
         0.1,
         "{who} wrote the book {name}. {name} came out in {where} in {when}.",
         "the book {}",
-        {"where": "Where did {} come out?", "when": "When did {} come out?", "who": "Who wrote {}?"},
-        {"where": "the town where {} came out", "who": "the one who wrote {}"},
+        ("Where did {} come out?", "When did {} come out?", "Who wrote {}?"),
+        ("the town where {} came out", "the one who wrote {}"),
     ),
 }
-LEADS_TO_KIND = {"where": "town", "who": "person"}
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,7 @@ class Entity:
     who: str  # the name of a person
 
 
-@dataclass(frozen=True)
-class World:
-    """Entities by name; the town and the person of every fact are among them."""
-
-    entities: dict[str, Entity]
+World = dict[str, Entity]  # by name; the town and the person of every fact are among them
 
 
 @dataclass(frozen=True)
@@ -116,17 +113,9 @@ class WorldQuestion:
     asks: str  # "where", "when" or "who"
     path: tuple[str, ...]  # one name for each hop
 
-    @property
-    def num_hops(self) -> int:
-        return len(self.path)
-
 
 def pool(name: str) -> str:
-    """Which of three disjoint sets a name belongs to: "heldout", "train" or "warm_start". A hash of it decides.
-
-    >>> {pool("Jarce"), pool("Mabto"), pool("Waplem")} <= {"heldout", "train", "warm_start"}
-    True
-    """
+    """Which of three disjoint sets a name belongs to: "heldout", "train" or "warm_start". A hash of it decides."""
     bucket = hashlib.sha256(name.encode()).digest()[0]
     return "heldout" if bucket < 38 else "train" if bucket < 102 else "warm_start"
 
@@ -134,9 +123,7 @@ def pool(name: str) -> str:
 @functools.lru_cache
 def names(only_pool: str) -> tuple[str, ...]:
     """All names of a pool: some 1,800 of "heldout", 3,000 of "train", 7,400 of "warm_start"."""
-    every = (
-        capital + first + second for capital in CAPITALS for first in FIRST_SYLLABLES for second in SECOND_SYLLABLES
-    )
+    every = map("".join, itertools.product(CAPITALS, FIRST_SYLLABLES, SECOND_SYLLABLES))
     return tuple(name for name in every if pool(name) == only_pool)
 
 
@@ -163,8 +150,7 @@ def make_world(rng: random.Random, num_entities: int, only_pool: str) -> World:
         for kind, members in by_kind.items()
         for name in members
     }
-    order = rng.sample(list(entities), num_entities)
-    return World({name: entities[name] for name in order})
+    return {name: entities[name] for name in rng.sample(list(entities), num_entities)}
 
 
 def document(entity: Entity) -> str:
@@ -173,40 +159,35 @@ def document(entity: Entity) -> str:
     >>> document(Entity("Fardil", "ship", "Tinhur", "1846", "Jarce"))
     'The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.'
     """
-    return KINDS[entity.kind].document.format(name=entity.name, where=entity.where, when=entity.when, who=entity.who)
+    return KINDS[entity.kind].document.format(**vars(entity))
 
 
-def one_hop(entity: Entity, asks: str) -> WorldQuestion:
-    """The question for one fact of an entity.
-
-    >>> one_hop(Entity("Fardil", "ship", "Tinhur", "1846", "Jarce"), "when").text
-    'When was the ship Fardil built?'
-    """
-    kind = KINDS[entity.kind]
-    text = kind.questions[asks].format(kind.phrase.format(entity.name))
-    return WorldQuestion(text, getattr(entity, asks), asks, (entity.name,))
-
-
-def two_hops(world: World, entity: Entity, leads: str, asks: str) -> WorldQuestion:
-    """The question for a fact of the town ("where") or the person ("who") that a fact of `entity` leads to.
+def ask(world: World, entity: Entity, asks: str, leads: str | None = None) -> WorldQuestion:
+    """The question for one fact of an entity, or of the town ("where") or person ("who") that its fact `leads` to.
 
     >>> person = Entity("Jarce", "person", "Waplem", "1734", "Mabto")
     >>> ship = Entity("Fardil", "ship", "Tinhur", "1846", "Jarce")
-    >>> two_hops(World({"Jarce": person, "Fardil": ship}), ship, "who", "where").text
+    >>> ask({}, ship, "when").text
+    'When was the ship Fardil built?'
+    >>> ask({"Jarce": person, "Fardil": ship}, ship, "where", leads="who").text
     'Where was the one who built the ship Fardil born?'
     """
-    kind, middle = KINDS[entity.kind], world.entities[getattr(entity, leads)]
-    phrase = kind.leads_to[leads].format(kind.phrase.format(entity.name))
-    text = KINDS[middle.kind].questions[asks].format(phrase)
-    return WorldQuestion(text, getattr(middle, asks), asks, (entity.name, middle.name))
+    kind, path = KINDS[entity.kind], (entity.name,)
+    phrase = kind.phrase.format(entity.name)
+    if leads is not None:
+        phrase = kind.leads_to[LEADS_TO.index(leads)].format(phrase)
+        entity = world[getattr(entity, leads)]
+        path += (entity.name,)
+    text = KINDS[entity.kind].questions[ASKS.index(asks)].format(phrase)
+    return WorldQuestion(text, getattr(entity, asks), asks, path)
 
 
 def draw_question(rng: random.Random, world: World, num_hops: int) -> WorldQuestion:
     """A question of one or two hops about a random entity; every kind, fact and way on is as likely as any other."""
     kind = rng.choice(list(KINDS))
-    members = [entity for entity in world.entities.values() if entity.kind == kind]
-    entity, asks = rng.choice(members or list(world.entities.values())), rng.choice(ASKS)
-    return one_hop(entity, asks) if num_hops == 1 else two_hops(world, entity, rng.choice(list(LEADS_TO_KIND)), asks)
+    members = [entity for entity in world.values() if entity.kind == kind]
+    entity, asks = rng.choice(members or list(world.values())), rng.choice(ASKS)
+    return ask(world, entity, asks, None if num_hops == 1 else rng.choice(LEADS_TO))
 
 
 def find(world: World, query: str, k: int = 2) -> list[str]:
@@ -214,11 +195,9 @@ def find(world: World, query: str, k: int = 2) -> list[str]:
 
     Documents that hold equally many come in the order of the world, which is random.
     """
-    words = set(query.split())
-    texts = [document(entity) for entity in world.entities.values()]
-    scores = [sum(word.strip(".") in words for word in text.split()) for text in texts]
-    order = sorted(range(len(texts)), key=lambda index: -scores[index])
-    return [texts[index] for index in order[:k] if scores[index]]
+    words, texts = set(query.split()), map(document, world.values())
+    scored = [(sum(word.strip(".") in words for word in text.split()), text) for text in texts]
+    return [text for score, text in sorted(scored, key=lambda pair: -pair[0])[:k] if score]
 
 
 def render_results(texts: list[str]) -> str:
@@ -232,10 +211,11 @@ def render_results(texts: list[str]) -> str:
 
 def to_row(question: WorldQuestion) -> dict:
     """A question as a row of a data file; `path` names the entities whose documents support the answer."""
+    path = list(question.path)
     return {
         "question": question.text,
         "answer": question.answer,
         "asks": question.asks,
-        "num_hops": question.num_hops,
-        "path": list(question.path),
+        "num_hops": len(path),
+        "path": path,
     }

@@ -43,7 +43,10 @@ def equal(gold: str, answer: str) -> bool | None:
             _stop_timers()
     except (OutOfTimeError, MemoryError):
         _stop_timers()  # it may have come while they were being stopped
-        _clear()  # a computation that was cut off may have left half a result
+        from sympy.core.cache import clear_cache
+
+        clear_cache()  # a computation that was cut off may have left half a result
+        _library()[0].cache_clear()
         return None
     except Exception:  # of the library, on texts of any kind
         return False
@@ -62,13 +65,6 @@ def _interrupt(*_) -> None:
 def _compare(gold: str, answer: str) -> bool:
     read, verify = _library()
     return bool(verify(read(gold), read(answer), timeout_seconds=None))
-
-
-def _clear() -> None:
-    from sympy.core.cache import clear_cache
-
-    clear_cache()
-    _library()[0].cache_clear()
 
 
 @functools.cache

@@ -49,15 +49,13 @@ def quick_verdict(gold: str, answer: str) -> bool | None:
     (None, False, False)
     """
     wanted, given = normalize(gold), normalize(answer)
-    if not wanted or not given:
-        return False
-    if wanted == given:
-        return True
+    if not wanted or not given or wanted == given:
+        return bool(wanted) and wanted == given
     numbers = as_number(gold), as_number(answer)
     verdict = same_number(*numbers) if all(numbers) else None
-    if verdict is not None:
-        return verdict
-    return None if _can_be_told(expression(gold), expression(answer)) else False
+    if verdict is None and not _can_be_told(expression(gold), expression(answer)):
+        return False
+    return verdict
 
 
 def expression(text: str) -> str | None:
@@ -106,9 +104,8 @@ def num_workers() -> int:
 class Judge:
     """Decides whether answers equal gold answers, and keeps the verdicts. Safe to be used by several threads."""
 
-    def __init__(self, uses_library: bool | None = None, number_of_workers: int | None = None):
-        self._uses_library = has_library() if uses_library is None else uses_library
-        self._number = number_of_workers
+    def __init__(self):
+        self._uses_library = has_library()
         self._workers: Workers | None = None
         self._kept: dict[Pair, bool | None] = {}
         self._lock = threading.Lock()  # of the workers
@@ -117,7 +114,7 @@ class Judge:
     def start(self) -> None:
         """Start the workers, without waiting for them."""
         if self._uses_library and self._workers is None:
-            settings = {"number": self._number or num_workers(), "memory": MEMORY, "first": "warm_up"}
+            settings = {"number": num_workers(), "memory": MEMORY, "first": "warm_up"}
             self._workers = Workers(str(COMPARE), COMPARE.read_bytes(), "math-verify", HUNG_SECONDS, **settings)
             self._workers.start()
 
@@ -127,8 +124,9 @@ class Judge:
             self._workers = None
 
     def prepare(self, cases: Iterable[tuple[list[str], str]]) -> None:
-        """Decide all cases, each of gold answers and an answer, together: those that need no library at once, and then
-        the others, which the workers share. Each has a time of its own, so that none is lost by others that are slow.
+        """Decide all cases, each of gold answers and an answer, together.
+
+        Each has a time of its own, so that none is lost by others that are slow.
         """
         asked = dict.fromkeys(pair for golds, answer in cases for pair in self._open_pairs(golds, answer))
         self._ask(list(asked))

@@ -14,9 +14,7 @@ from viewer.report import write_report
 from viewer.serve import Server
 
 HOSTILE = '</script><img src=x onerror="window.hacked=1;alert(1)"><script>window.hacked=1</script>{{7*7}}\u202e\ud800'
-SHOWN = (
-    '</script><img src=x onerror="window.hacked=1;alert(1)"><script>window.hacked=1</script>{{7*7}}\u2039U+202E\u203a'
-)
+SHOWN = HOSTILE.replace("\u202e\ud800", "\u2039U+202E\u203a")
 
 
 def read(directory: Path, name: str) -> list[dict]:
@@ -124,38 +122,6 @@ def test_tokens_are_coloured_by_what_the_loss_says(runs, open_page):
     page.wait_for_function("() => document.getElementById('color').value === 'push'")
 
 
-@pytest.mark.slow
-def test_what_an_engine_adds_is_shown(runs, open_page, tmp_path):
-    """Of a run whose log-probs are not the sampler's. Terms that are not finite have no sum; a finding is a link."""
-    directory = tmp_path / "x"
-    shutil.copytree(runs["base"], directory)
-    rows = read(directory, "samples.jsonl")
-    for row in rows:
-        places = zip(row["action_mask"], row["old_log_probs"], strict=True)
-        row["old_log_probs"] = [round(x - 0.01 * bit, 6) for bit, x in places]
-        for update in row["updates"]:
-            update["importance_weight"] = [2.0 * bit for bit in row["action_mask"]]
-    rows[-1]["updates"][0]["terms"] = [None] * len(rows[-1]["ids"])
-    logged = {"policy/importance_weight": 0.9, "policy/importance_capped": 0.0, "time/weights": 0.1}
-    metrics = [line | logged if "loss/total" in line else line for line in read(directory, "metrics.jsonl")]
-    findings = [{"step": 2, "finding": "flat", "sentence": "All rewards are equal."}]
-    for name, written in (("samples", rows), ("metrics", metrics), ("diagnosis", findings)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
-    page = open_page(write_report(directory))
-    page.locator(".completion[data-rank='1'] .token").nth(1).click()
-    row = shown_row(page, directory, 1)
-    assert_shows_token(page, row, 1)
-    assert set(page.locator("#readout tr [data-key=importance_weight]").all_inner_texts()) == {"2"}
-    apart = row["old_log_probs"][row["prompt_length"] + 1] - row["sampler_log_probs"][row["prompt_length"] + 1]
-    assert float(page.inner_text("#readout [data-key=difference]")) == pytest.approx(apart, abs=1e-9)
-    titles = page.locator(".panel").evaluate_all("panels => panels.map((panel) => panel.dataset.panel)")
-    assert {"Importance weight", "Importance weight at its cap"} <= {*titles}
-    assert "weights into the engine" in page.inner_text("[data-panel='Seconds by phase'] .legend")
-    page.click("#diagnosis a >> nth=0")
-    page.wait_for_function("() => document.getElementById('loss-check').dataset.state === 'missing'")
-    assert page.evaluate("report.chosen().step") == 2
-
-
 def test_a_loss_that_differs_is_said(runs, open_page):
     """To 1e-5, of the loss itself where it is large; a step that is not all there has no sum."""
     page = open_page(runs["turns"] / "report.html")
@@ -167,15 +133,10 @@ def test_a_loss_that_differs_is_said(runs, open_page):
         groups = [{"rows": [{"mask": [1], "sampler": [0], "updates": updates}, {"updates": []}]}]
         return page.evaluate("([...a]) => report.checkLoss(...a, true)", [groups, logged])
 
-    cases = (
-        (0.5, 0.500009, "equal"),
-        (0.5, 0.500011, "differs"),
-        (3e5, 300_002.9, "equal"),
-        (3e5, 300_003.1, "differs"),
-    )
-    for total, logged_loss, state in cases:
-        assert check([[total]], logged_loss)["state"] == state
-        assert check([[2 * total], [0]], logged_loss)["state"] == state  # the mean over two updates
+    for total, tolerance in ((0.5, 1e-5), (3e5, 3)):
+        for factor, state in ((0.9, "equal"), (1.1, "differs")):
+            assert check([[total]], total + factor * tolerance)["state"] == state
+            assert check([[2 * total], [0]], total + factor * tolerance)["state"] == state  # the mean over two updates
     assert check([[0.5]], None)["state"] == "missing"
     assert check([[0.5], [None]], 0.25)["state"] == "missing"
     assert check([], 0.25)["state"] == "unknown"  # of an older version, or without an update
@@ -195,15 +156,14 @@ def test_a_token_is_chosen_by_mouse(runs, open_page):
     page.click(f"label:has(input[data-prompt='{other}'])")
     returns = [float(text) for text in page.locator(".completion [data-key=return] b").all_inner_texts()]
     assert returns == sorted(returns, reverse=True)
-    for rank in (0, 3):
-        row = shown_row(page, directory, rank)
-        assert row["prompt_index"] == int(other)
-        assert float(page.inner_text(f".completion[data-rank='{rank}'] [data-key=return] b")) == row["return"]
-        tokens = page.locator(f".completion[data-rank='{rank}'] .token")
-        assert tokens.count() == len(row["ids"]) - row["prompt_length"]
-        for place in (0, tokens.count() - 1):
-            tokens.nth(place).hover()
-            assert_shows_token(page, row, place)
+    row = shown_row(page, directory, 3)
+    assert row["prompt_index"] == int(other)
+    assert returns[3] == row["return"]
+    tokens = page.locator(".completion[data-rank='3'] .token")
+    assert tokens.count() == len(row["ids"]) - row["prompt_length"]
+    for place in (0, tokens.count() - 1):
+        tokens.nth(place).hover()
+        assert_shows_token(page, row, place)
     page.locator(".prompt .token").first.click()
     assert "part of the prompt, not in the loss" in page.inner_text("#readout")
 
@@ -271,7 +231,7 @@ def planted(runs, tmp_path_factory) -> Path:
     for name, change in changes.items():
         rows = [row | change for row in read(directory, name)]
         (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    finding = {"step": 1, "finding": HOSTILE, "sentence": HOSTILE}
+    finding = {"step": 2, "finding": HOSTILE, "sentence": HOSTILE}
     (directory / "diagnosis.jsonl").write_text(json.dumps(finding) + "\n")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"task": HOSTILE, "loss": HOSTILE, HOSTILE: HOSTILE}))
@@ -287,6 +247,8 @@ def test_a_script_in_a_text_is_shown_and_does_not_run(planted, open_page):
     places = ("#diagnosis", "header", ".formula", ".question", ".completion .token >> nth=0", ".prompt", "#readout")
     for place in places:
         assert SHOWN[:60] in page.inner_text(place), place
+    page.click("#diagnosis a >> nth=0")  # a finding leads to its step
+    page.wait_for_function("() => report.chosen().step === 2")
     page.check("input[name=view][value=turns]")
     assert SHOWN in page.inner_text(".turn.tool >> nth=0")
     assert page.evaluate("window.hacked") is None
@@ -305,35 +267,22 @@ def test_the_page_runs_no_script_that_is_put_into_it(runs, open_page):
 
 
 @pytest.mark.slow
-def test_a_phone_needs_no_sideways_scrolling(runs, open_page):
-    page = open_page(runs["turns"] / "report.html", viewport={"width": 400, "height": 800}, has_touch=True)
-    page.locator(".completion .token").first.tap()
-    page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
-    assert page.evaluate("document.documentElement.scrollWidth") == 400
-    page.evaluate("document.getElementById('group').dataset.view = 'turns'")
-    assert page.evaluate("document.documentElement.scrollWidth") == 400
-
-
-def serious(found) -> list[tuple[str, str]]:
-    """What axe found: the rule, and the first element that breaks it."""
-    violations = [entry for entry in found.response["violations"] if entry["impact"] != "minor"]
-    return [(entry["id"], entry["nodes"][0]["html"]) for entry in violations]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "scheme"), [("base", "light"), ("turns", "dark")])
-def test_axe_finds_nothing_serious(runs, open_page, name, scheme):
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
+def test_axe_finds_nothing_serious_and_a_phone_scrolls_one_way(runs, open_page, scheme, width):
     from axe_playwright_python.sync_playwright import Axe
 
-    page = open_page(runs[name] / "report.html", color_scheme=scheme)
+    page = open_page(runs["turns"] / "report.html", color_scheme=scheme, viewport={"width": width, "height": 800})
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     brightness = sum(map(int, background.strip("rgb()").split(",")))
     assert brightness > 600 if scheme == "light" else brightness < 150
     page.locator(".completion .token").first.click()
-    assert serious(Axe().run(page)) == []
-    if name == "turns":
-        page.check("input[name=view][value=turns]")
-        assert serious(Axe().run(page, context="#group")) == []
+    for view in ("tokens", "turns"):
+        page.check(f"input[name=view][value={view}]")
+        found = [entry for entry in Axe().run(page).response["violations"] if entry["impact"] != "minor"]
+        assert [(entry["id"], entry["nodes"][0]["html"]) for entry in found] == []
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 @pytest.mark.slow
@@ -361,12 +310,13 @@ def test_the_live_page_follows_a_run_until_something_is_chosen(runs, open_page, 
             page.locator(".completion .token").first.click()
             assert not page.is_checked("#follow")
             shutil.copy(runs["base"] / "summary.json", directory)
-            page.wait_for_function("() => document.getElementById('news').textContent === 'The run has gone on.'")
+            said = "text => document.getElementById('news').textContent.includes(text)"
+            page.wait_for_function(said, arg="The run has gone on.")
             assert page.locator(".token[aria-selected=true]").count() == 1
             page.check("#follow")
-            page.wait_for_function("() => document.getElementById('news').textContent === 'The run is finished.'")
+            page.wait_for_function(said, arg="The run is finished.")
             directory.rename(tmp_path / "y")
-            page.wait_for_function("() => document.getElementById('news').textContent.includes('is gone')")
+            page.wait_for_function(said, arg="is gone")
             page.faults.clear()  # the browser reports the answer 503 as an error
         finally:
             server.shutdown()

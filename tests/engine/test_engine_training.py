@@ -41,6 +41,12 @@ def made_up(policy) -> Experience:
     return experience
 
 
+def gaps(experience: Experience) -> list[tuple[int, int, float]]:
+    """Row, place and old log-prob minus the sampler's, of each action token."""
+    found = (experience.old_log_probs - experience.sampler_log_probs).tolist()
+    return [(row, place, found[row][place]) for row, place in experience.action_mask.nonzero().tolist()]
+
+
 def test_the_update_is_that_of_experiment_base(engine, policy, base, train, update):
     """On the same tokens, whose weights are 1."""
     rows = engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
@@ -79,14 +85,11 @@ def test_importance_weights_equal_a_slow_loop(policy, train, cap):
     weights = train.importance_weights(train.Config(importance_cap=cap, **SETTINGS), experience)
     assert not weights.requires_grad
     assert weights.shape == experience.action_mask.shape
-    capped = 0
-    for row, mask in enumerate(experience.action_mask.tolist()):
-        for place, is_action in enumerate(mask):
-            own, other = experience.old_log_probs[row, place].item(), experience.sampler_log_probs[row, place].item()
-            weight = min(math.exp(own - other), cap) if is_action and cap else 1.0
-            capped += bool(is_action and weight == cap)
-            assert weights[row, place].item() == pytest.approx(weight, rel=1e-5)
-    assert capped > 3 or not cap
+    expected = torch.ones(weights.shape)
+    for row, place, gap in gaps(experience):
+        expected[row, place] = min(math.exp(gap), cap) if cap else 1.0
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
+    assert (expected == cap).sum() > 3 or not cap
 
 
 def test_the_loss_multiplies_advantages_by_the_weights(policy, train):
@@ -99,15 +102,13 @@ def test_the_loss_multiplies_advantages_by_the_weights(policy, train):
     loss = train.policy_loss(config, log_probs, experience, num_rows=6)[0].sum()
     loss.backward()
     total, gradient = 0.0, torch.zeros(log_probs.shape)
-    for row, mask in enumerate(experience.action_mask.tolist()):
-        for place in (place for place, is_action in enumerate(mask) if is_action):
-            ratio = math.exp((log_probs - experience.old_log_probs)[row, place].item())
-            weight = min(math.exp((experience.old_log_probs - experience.sampler_log_probs)[row, place].item()), 2.0)
-            advantage = weight * experience.advantages[row, 0].item()
-            limited = min(max(ratio, 0.8), 1.2)
-            total -= min(ratio * advantage, limited * advantage) / sum(mask) / 6
-            if ratio * advantage <= limited * advantage:
-                gradient[row, place] = -ratio * advantage / sum(mask) / 6
+    for row, place, gap in gaps(experience):
+        ratio = math.exp((log_probs - experience.old_log_probs)[row, place].item())
+        advantage = min(math.exp(gap), 2.0) * experience.advantages[row, 0].item()
+        limited, count = min(max(ratio, 0.8), 1.2), experience.action_mask[row].sum().item()
+        total -= min(ratio * advantage, limited * advantage) / count / 6
+        if ratio * advantage <= limited * advantage:
+            gradient[row, place] = -ratio * advantage / count / 6
     assert loss.item() == pytest.approx(total, abs=1e-6)
     torch.testing.assert_close(log_probs.grad, gradient, atol=1e-6, rtol=0)
 
@@ -123,17 +124,8 @@ def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatc
     monkeypatch.setattr(train, "update", update)
     flags = ["--engine-url", stand_in(dtype="bfloat16").url, "--engine-dtype", "bfloat16", "--epochs-per-step", "2"]
     flags += ["--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "6", "--lr", "1e-3"]
-    flags += [
-        "--eval-prompts",
-        "1",
-        "--eval-every",
-        "0",
-        "--device",
-        "cpu",
-        "--runs-dir",
-        str(tmp_path),
-    ]
-    train.main([*flags, "--checkpoint-every", "0"])
+    flags += ["--eval-prompts", "1", "--eval-every", "0", "--checkpoint-every", "0"]
+    train.main([*flags, "--device", "cpu", "--runs-dir", str(tmp_path)])
     assert len(caught) == 2
     for experience, log_probs in caught:
         assert torch.equal(experience.old_log_probs, log_probs)
@@ -149,15 +141,11 @@ def test_the_comparison_with_the_engine_equals_a_slow_loop(policy, train):
     experience = made_up(policy)
     config = train.Config(engine_dtype="bfloat16", push_every=2, **SETTINGS)
     experience.importance_weights = train.importance_weights(config, experience)
-    differences, weights = [], []
-    for row, mask in enumerate(experience.action_mask.tolist()):
-        for place in (place for place, is_action in enumerate(mask) if is_action):
-            difference = (experience.old_log_probs - experience.sampler_log_probs)[row, place].item()
-            differences.append(abs(difference))
-            weights.append(min(math.exp(difference), 2.0))
+    differences = [gap for *_, gap in gaps(experience)]
+    weights = [min(math.exp(gap), 2.0) for gap in differences]
     found = compare_with_engine(config, experience)
     assert found == {
-        "policy/sampling_log_prob_difference_max": pytest.approx(max(differences)),
+        "policy/sampling_log_prob_difference_max": pytest.approx(max(map(abs, differences))),
         "policy/importance_capped": pytest.approx(weights.count(2.0) / len(weights)),
     }
     assert 0 < found["policy/importance_capped"] < 1

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.policy import Policy
 
 from harness.engines.engine import fingerprint
-from harness.engines.folder import export
+from harness.engines.folder import export, merged_weights
 
 SEQUENCES = torch.randint(5, 1000, (3, 20), generator=torch.manual_seed(0))
 
@@ -50,7 +50,7 @@ def everything(policy: Policy) -> tuple:
     model = policy.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     texts = json.dumps([base.config.to_dict(), base.generation_config.to_dict()], default=str)
-    flags = (model.training, base.hf_quantizer if hasattr(base, "hf_quantizer") else None, type(base))
+    flags = (model.training, getattr(base, "hf_quantizer", None), type(base))
     names = [(name, weight.requires_grad, weight.data_ptr()) for name, weight in policy.named_parameters()]
     return texts, flags, names, fingerprint(policy)
 
@@ -101,24 +101,32 @@ def test_an_adapter_with_details_is_merged_with_them(tmp_path):
     torch.testing.assert_close(logits_of(merged), logits_of(policy.model), atol=1e-3, rtol=0)
 
 
-def test_an_engine_in_bfloat16_gets_its_own_rounding(tmp_path):
+def test_all_active_adapters_are_merged():
+    """Two on one layer: both of their changes are in what the engine gets."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     policy = load()
+    plain = policy.model.state_dict()["model.layers.0.self_attn.q_proj.weight"].clone()
+    model = get_peft_model(policy.model, settings, adapter_name="one")
+    model.add_adapter("two", settings)
+    model.base_model.set_adapter(["one", "two"])
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    expected = plain + layer.get_delta_weight("one") + layer.get_delta_weight("two")
+    merged = merged_weights(model.get_base_model(), torch.float32)["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.allclose(merged, expected)
+
+
+def test_an_engine_in_bfloat16_gets_its_own_rounding_in_place_of_what_was_before(tmp_path):
+    policy = load()
+    export(policy, tmp_path / "engine")
+    (tmp_path / "engine/of-before").touch()
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight.mul_(2.0)
     export(policy, tmp_path / "engine", torch.bfloat16)
-    assert json.loads((tmp_path / "engine" / "config.json").read_text())["dtype"] == "bfloat16"
-    own = policy.model.state_dict()
-    stored = load_file(tmp_path / "engine" / "model.safetensors")
+    assert not (tmp_path / "engine/of-before").exists()
+    assert json.loads((tmp_path / "engine/config.json").read_text())["dtype"] == "bfloat16"
+    own, stored = policy.model.state_dict(), load_file(tmp_path / "engine/model.safetensors")
     assert stored.keys() == own.keys()
     assert all(torch.equal(weight, own[name].bfloat16()) for name, weight in stored.items())
     assert all(weight.dtype == torch.float32 for weight in own.values())
-
-
-def test_an_export_replaces_the_one_before(tmp_path):
-    policy, folder = load(), tmp_path / "engine"
-    export(policy, folder)
-    (folder / "of-before").touch()
-    stored = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
-    with torch.no_grad():
-        policy.model.get_input_embeddings().weight.mul_(2.0)
-    export(policy, folder)
-    assert not (folder / "of-before").exists()
-    assert torch.equal(load_file(folder / "model.safetensors")["model.embed_tokens.weight"], 2 * stored)

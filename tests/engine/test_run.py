@@ -1,7 +1,6 @@
 """experiment_engine as users start it: its own flags, runs that lose their engine, and runs that are stopped."""
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -9,11 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
 from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
 from safetensors.torch import load_file
@@ -24,7 +22,8 @@ from common.logprobs import token_log_probs
 from common.trajectory import Trajectory
 from tasks.arithmetic import EVAL_DATA
 
-from harness.base.config import RunConfig
+from harness.base.config import TINY_POLICY, RunConfig
+from harness.engines.engine import Engine
 from harness.models.loading import load_policy
 from harness.run.signals import StopRequest
 from harness.run.start import run_main
@@ -134,16 +133,14 @@ def test_a_server_that_does_not_fit_the_run_is_refused(stand_in, train):
 
 
 @pytest.mark.slow
-def test_weights_are_pushed_every_so_many_steps(stand_in, train):
+@pytest.mark.parametrize(("every", "pushes", "is_close"), [("1", 3, [True] * 4), ("2", 1, [True, False] * 2)])
+def test_weights_are_pushed_every_so_many_steps(stand_in, train, every, pushes, is_close):
     """In a run of four steps, also before each evaluation, of which there are two."""
-    flags = ("--steps", "4", "--eval-every", "0")
-    server, other = stand_in(), stand_in()
-    each = differences(train("each", *flags, "--engine-url", server.url))
-    assert max(each) < 1e-4
-    assert server.calls[RELOAD] == 1 + 3 + 1  # in step 1 the engine has the weights already
-    second = differences(train("second", *flags, "--engine-url", other.url, "--push-every", "2"))
-    assert other.calls[RELOAD] == 1 + 1 + 1
-    assert [value < 1e-4 for value in second] == [True, False, True, False]
+    server = stand_in()
+    flags = ("--steps", "4", "--eval-every", "0", "--push-every", every)
+    found = differences(train("each", *flags, "--engine-url", server.url))
+    assert [value < 1e-4 for value in found] == is_close
+    assert server.calls[RELOAD] == 1 + pushes + 1  # in step 1 the engine has the weights already
 
 
 @pytest.mark.slow
@@ -173,6 +170,23 @@ def test_one_step_ahead_samples_with_the_weights_before(stand_in, train):
     assert differences(directory)[0] < 1e-4 < min(differences(directory)[1:])
 
 
+def test_one_step_ahead_asks_for_the_questions_of_the_next_step(stand_in, train, monkeypatch):
+    """Each step's questions and seeds are those of the run that waits, also where the samples come a step earlier."""
+    asked = {}
+    begin = Engine.begin
+
+    def note(engine, *arguments, **settings):
+        asked.setdefault(engine.folder, []).append((settings["key"], settings["prompt_index"]))
+        return begin(engine, *arguments, **settings)
+
+    monkeypatch.setattr(Engine, "begin", note)
+    for ahead in ("0", "1"):
+        train(ahead, "--steps", "3", "--eval-every", "0", "--engine-url", stand_in().url, "--steps-ahead", ahead)
+    waits, is_ahead = ([(key, index) for key, index in steps if key[-1] < 10] for steps in asked.values())
+    assert waits == is_ahead
+    assert [key for key, _ in waits] == [(0, 1), (0, 2), (0, 3)]
+
+
 def test_a_push_without_effect_ends_the_run_before_an_update(stand_in, train, tmp_path, at_step):
     """The server says that it has loaded the weights of step 1, and keeps those before."""
     server = stand_in()
@@ -191,7 +205,7 @@ def test_a_push_without_effect_ends_the_run_before_an_update(stand_in, train, tm
 def uninterrupted(api_server, load_script, tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("uninterrupted")
     flags = {"served_model_name": "policy", "max_model_len": 512, "logprobs_mode": "processed_logprobs"}
-    server = api_server.StandIn(ROOT / "assets" / "tiny_policy", **flags, no_enable_chunked_prefill=True).start()
+    server = api_server.StandIn(TINY_POLICY, **flags, no_enable_chunked_prefill=True).start()
     flags = (*FLAGS, "--steps", "4", "--engine-url", server.url, "--runs-dir", str(place))
     load_script("experiment_engine/train.py").main(list(flags))
     server.stop()
@@ -246,37 +260,22 @@ def servers_of(process: psutil.Process) -> list[psutil.Process]:
     return found
 
 
-def tell(server: psutil.Process, **fault: object) -> None:
-    """Let a server that a run has started misbehave."""
-    words = server.cmdline()
-    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/stand_in"
-    urllib.request.urlopen(urllib.request.Request(url, json.dumps(fault).encode()), timeout=PATIENCE).read()
-
-
-def outcome(script, *arguments: str) -> tuple[int, str]:
-    """Exit status and errors of the program."""
-    with redirect_stderr(io.StringIO()) as errors:
-        try:
-            run_main(lambda: script.main(list(arguments)))
-        except SystemExit as end:
-            return end.code, errors.getvalue()
-    return 0, errors.getvalue()
-
-
 @pytest.mark.slow
 @posix
-def test_a_run_whose_server_is_killed_resumes(script, stand_in, tmp_path, at_step, uninterrupted):
+def test_a_run_whose_server_is_killed_resumes(script, stand_in, tmp_path, at_step, uninterrupted, capsys):
     """At step 3 the server hangs, and is killed with SIGKILL; then a server of another one takes its place."""
 
     def kill() -> None:
         (server,) = servers_of(psutil.Process())
-        tell(server, fault="hang", path=COMPLETIONS)
+        words = server.cmdline()
+        url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/stand_in"
+        httpx2.post(url, json={"fault": "hang", "path": COMPLETIONS}, trust_env=False)
         threading.Timer(0.5, server.kill).start()
 
     at_step(3, kill)
-    flags = ("--steps", "4", *START, "--runs-dir", str(tmp_path))
-    status, errors = outcome(script, *FLAGS, *flags)
-    assert status == 2
+    with pytest.raises(SystemExit, match="2"):
+        run_main(lambda: script.main([*FLAGS, "--steps", "4", *START, "--runs-dir", str(tmp_path)]))
+    errors = capsys.readouterr().err
     (sentence,) = [line for line in errors.splitlines() if "error" in line]
     assert "its process was killed (SIGKILL)" in sentence
     assert "; when the engine can be used again, resume with: python " in sentence

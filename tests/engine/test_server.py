@@ -10,13 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_files import ROOT
 
 from common.errors import UserError
 
 from harness.engines.server import ChildServer, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="what is left is found by Linux")]
-ROOT = Path(__file__).resolve().parents[2]
 
 # A server with up to three children, which are still there when it has ended: one writes a file after SIGTERM, the
 # others ignore it, the last one in a process group of its own. It writes the ids of guard, server and children.
@@ -104,13 +104,18 @@ def living(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_no_process_is_left_of_a_server(command, start, tmp_path):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_no_process_is_left_of_a_server(command, start, tmp_path, is_killed):
     """Neither one that ignores SIGTERM nor one that has left the group. A terminal's Ctrl-C reaches none."""
     with closing(start(command(children=3))) as server:
         processes = processes_in(tmp_path)
         assert len(living(processes)) == 5
         assert server.ending() is None
         assert os.getpgid(0) not in [os.getpgid(process.pid) for process in processes]
+        if is_killed:
+            processes[1].kill()
+            assert server.ending(within=60) == "was killed (SIGKILL)"
+            assert not living(processes)
     assert not living(processes)
     assert (tmp_path / "pids.tidied").exists()
     assert "yes\n" in (tmp_path / "log").read_text()
@@ -135,15 +140,6 @@ def test_no_process_is_left_when_the_run_is_gone(command, port, tmp_path, how):
         wait_for(lambda: not living(processes))
         if how != "killed":
             forked.kill()
-
-
-def test_a_server_that_is_killed_says_so_and_leaves_nothing(command, start, tmp_path):
-    with closing(start(command(children=3))) as server:
-        processes = processes_in(tmp_path)
-        processes[1].kill()
-        assert server.ending(within=60) == "was killed (SIGKILL)"
-        assert not living(processes)
-    assert (tmp_path / "pids.tidied").exists()
 
 
 def test_ctrl_c_ends_the_wait_for_a_server(command, port, tmp_path):

@@ -64,6 +64,15 @@ def test_an_engine_returns_what_sample_returns(engine, policy, prompts):
     assert gap(policy, rows) > 0.01  # the temperature is in the log-probs
 
 
+def test_only_our_end_of_turn_ids_end_a_completion_and_nothing_is_penalised(stand_in, connect, policy):
+    """Whatever the server's own defaults are."""
+    server = stand_in()
+    connect(server.url).sample(policy, [[5, 6, 7]], 1, max_new_tokens=4, key=(0, 1))
+    neutral = {"ignore_eos": True, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    neutral |= {"top_k": -1, "min_p": 0.0, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": policy.end_of_turn_ids}
+    assert neutral.items() <= {name: server.requests[-1][name] for name in neutral}.items()
+
+
 def test_greedy_completions_are_our_own(engine, policy, prompts):
     rows = engine.sample(policy, prompts, 2, greedy=True, **SETTINGS)
     assert ids_of(rows) == ids_of(sample(policy, prompts, 2, greedy=True, **SETTINGS))
@@ -94,7 +103,7 @@ def test_a_prompt_without_room_is_refused_unsent(engine, policy):
     """The server would cut the budget, without an error."""
     room = engine.max_length - 12
     assert engine.sample(policy, [[5] * room], 1, **SETTINGS)[0].num_action_tokens <= 12
-    engine.server.client.about, engine.push = "the engine", None  # which is not reached
+    engine.server.about, engine.push = "the engine", None  # which is not reached
     with pytest.raises(EngineError, match=f"^the engine takes sequences of up to {engine.max_length} tokens, not a "):
         engine.sample(policy, [[5, 6], [5] * (room + 1)], 1, **SETTINGS)
 
@@ -108,10 +117,6 @@ def step(policy: Policy) -> None:
     policy(sequences, torch.ones(1, 39)).log_probs.mean().backward()
     optimizer.step()
     policy.zero_grad()
-
-
-def load_others(policy: Policy) -> None:
-    policy.load_state_dict({name: weight * 1.2 for name, weight in policy.state_dict().items()})
 
 
 def assign(policy: Policy) -> None:
@@ -133,7 +138,7 @@ def write_one(policy: Policy) -> None:
 
 def test_the_weights_in_use_are_those_of_the_policy(engine, policy, prompts):
     assert gap(policy, engine.sample(policy, prompts, 4, **SETTINGS)) < CLOSE
-    for number, change in enumerate((step, load_others, assign, write_past_autograd, write_one)):
+    for number, change in enumerate((step, assign, write_past_autograd, write_one)):
         old = copy.deepcopy(policy)
         change(policy)
         rows = engine.sample(policy, prompts[:1], 2, max_new_tokens=6, key=(0, number))
@@ -156,15 +161,11 @@ def test_weights_are_pushed_only_when_they_have_changed(stand_in, connect, polic
         assert [server.calls[path] for path in ("/collective_rpc", "/reset_prefix_cache")] == [pushes, pushes]
         assert server.calls["/v1/completions"] == 2 * pushes * len(prompts)
         step(policy)
-
-
-def test_seconds_of_other_samples_are_not_those_of_a_step(engine, policy, prompts):
-    """An evaluation after a step pushes weights and samples, also between the start of a rollout and its result."""
     rollout = engine.begin(policy, prompts, 1, **SETTINGS)
-    engine.sample(policy, prompts, 1, **SETTINGS)
+    engine.sample(policy, prompts, 1, **SETTINGS)  # of an evaluation
     assert engine.costs()["time/weights"] == 0
     rollout.result()
-    assert engine.costs()["time/weights"] > 0
+    assert engine.costs()["time/weights"] > 0  # whose own they are
 
 
 def test_a_long_prompt_is_not_remembered_under_old_weights(engine, policy):
@@ -190,19 +191,11 @@ def test_a_policy_with_a_head_of_its_own_is_pushed(engine, policy, prompts, tmp_
     assert gap(policy, engine.sample(policy, prompts, 4, **SETTINGS)) < CLOSE
 
 
-def test_without_a_push_the_engine_keeps_its_weights(engine, policy, prompts):
-    rows = engine.sample(policy, prompts, 4, push=False, **SETTINGS)
-    assert gap(policy, rows) < CLOSE  # it had none of this policy yet
-    old = copy.deepcopy(policy)
+def test_without_a_push_or_in_the_background_samples_are_of_the_weights_before(engine, policy, prompts):
+    assert gap(policy, engine.sample(policy, prompts, 4, push=False, **SETTINGS)) < CLOSE  # it had none yet
+    old, waiting = copy.deepcopy(policy), engine.begin(policy, prompts, 4, **SETTINGS)
     scale(policy)
     assert gap(old, engine.sample(policy, prompts, 4, push=False, **SETTINGS)) < CLOSE
-    assert gap(policy, engine.sample(policy, prompts, 4, **SETTINGS)) < CLOSE
-
-
-def test_samples_in_the_background_are_of_the_weights_before(engine, policy, prompts):
-    waiting = engine.begin(policy, prompts, 4, **SETTINGS)
-    old = copy.deepcopy(policy)
-    scale(policy)
     assert gap(policy, engine.sample(policy, prompts, 4, **SETTINGS)) < CLOSE
     assert gap(old, waiting.result()) < CLOSE
 

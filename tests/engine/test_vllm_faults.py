@@ -1,5 +1,6 @@
 """What can be wrong with a server is one sentence, nothing waits for good, and the next good request is answered."""
 
+import math
 import socket
 import threading
 import time
@@ -12,7 +13,6 @@ from policies import gap, scale
 
 from common.errors import EngineError
 
-import harness.engines.http
 import harness.engines.vllm
 
 COMPLETIONS, RELOAD, RESET = "/v1/completions", "/collective_rpc", "/reset_prefix_cache"
@@ -38,13 +38,18 @@ def answering() -> Iterator[Callable[[bytes], str]]:
                     connection.sendall(contents[-1])
 
         threading.Thread(target=serve, daemon=True).start()
-
-        def address(content: bytes) -> str:
-            contents.append(content)
-            return f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-        yield address
+        yield lambda content: contents.append(content) or f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)  # `accept` ends
+
+
+@pytest.fixture
+def server(stand_in):
+    return stand_in()
+
+
+@pytest.fixture
+def engine(server, connect):
+    return connect(server.url)
 
 
 def sentence(call: Callable, *arguments, **settings) -> str:
@@ -62,9 +67,7 @@ def http(content: bytes, status: str = "200 OK") -> bytes:
 # No engine -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "url", ["", "localhost:8000", "http://:80", "http://127.0.0.1:99999", "http://[::1", "http://host/v1"]
-)
+@pytest.mark.parametrize("url", ["", "localhost:8000", "http://127.0.0.1:99999", "http://[::1", "http://host/v1"])
 def test_what_is_no_address_is_refused(connect, url):
     assert sentence(connect, url) == f"{url} is not the address of an engine, such as http://127.0.0.1:8000"
 
@@ -84,86 +87,71 @@ def test_another_program_is_told_from_an_engine(connect, answering, content, fou
     assert found in sentence(connect, answering(content))
 
 
-def test_a_key_is_sent(stand_in, connect, policy, monkeypatch):
+def test_a_key_is_sent(server, connect, policy, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "sk-1")  # of the server, too
-    assert connect(stand_in().url).sample(policy, PROMPTS, 1, **SETTINGS)
+    assert connect(server.url).sample(policy, PROMPTS, 1, **SETTINGS)
 
 
-def test_a_server_with_other_settings_is_refused(stand_in, connect):
+def test_a_server_with_other_settings_is_refused(stand_in, server, connect):
     for flags, remedy in (
         ({"dev_mode": False}, "start it with VLLM_SERVER_DEV_MODE=1"),
         ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
         ({"dtype": "bfloat16"}, "give --engine-dtype bfloat16, or start it with --dtype float32"),
     ):
         assert remedy in sentence(connect, stand_in(**flags).url)
-    server = stand_in()
     assert "--dtype bfloat16" in sentence(connect, server.url, torch.bfloat16)
-    connect(server.url)
     del server.flags["no_enable_chunked_prefill"]
     assert "start it with --no-enable-chunked-prefill" in sentence(connect, server.url)
 
 
 # Wrong answers -------------------------------------------------------------------------------------------------------
 
-FAULTS = {
-    "wrong_prompt_ids": "a completion of another prompt",
-    "ids_outside": "ids that are not tokens of the policy, which has 1024",
-    "no_token_ids": "completions without ids, log-probs or a reason to finish",
-    "no_log_probs": "completions without ids, log-probs or a reason to finish",
-    "positive_log_probs": "a log-prob that is not finite, or above 0",
-    "nan_log_probs": "a log-prob that is not finite, or above 0",
-    "fewer_log_probs": "log-probs for",
-    "too_few": "1 completions instead of 2",
-    "wrong_finish_reason": "a completion whose end does not agree with its reason to finish",
-    "tokens_after_end": "tokens after an end of turn",
-    "too_many_tokens": "with a budget of 6",
-    "invalid_json": "something other than a JSON object",
-    "cut_answer": "peer closed connection",
-    "status_500": "(status 500: The stand-in was told to fail.)",
-}
+NEVER_ENDS = [3, 5, 3]  # ids without an end of turn
+DAMAGED = [  # what is changed in the last of two completions, whose end of turn is 2
+    ({"prompt_token_ids": [1]}, "a completion of another prompt"),
+    ({"token_ids": [1024, 2]}, "ids that are not tokens of the policy, which has 1024"),
+    ({"token_ids": None}, "completions without ids, log-probs or a reason to finish"),
+    ({"token_ids": ["x"]}, "completions without ids, log-probs or a reason to finish"),
+    ({"logprobs": None}, "completions without ids, log-probs or a reason to finish"),
+    ({"logprobs": {"token_logprobs": [None, None]}}, "completions without ids, log-probs or a reason to finish"),
+    ({"finish_reason": []}, "a completion whose end does not agree with its reason to finish"),
+    ({"logprobs": {"token_logprobs": [-1.0, 0.5]}}, "a log-prob that is not finite, or above 0"),
+    ({"logprobs": {"token_logprobs": [-1.0, math.nan]}}, "a log-prob that is not finite, or above 0"),
+    ({"logprobs": {"token_logprobs": [-1.0]}}, "1 log-probs for 2 tokens"),
+    ({"finish_reason": "length"}, "a completion whose end does not agree with its reason to finish"),
+    ({"token_ids": [2, 3]}, "tokens after an end of turn"),
+    ({"token_ids": NEVER_ENDS * 3, "logprobs": {"token_logprobs": [-1.0] * 9}}, "9 tokens, with a budget of 6"),
+    # It would be trained as if the policy had wanted to go on
+    ({"token_ids": [3, 5], "finish_reason": "length"}, "a completion whose end does not agree"),
+]
 
 
-def test_malformed_answers_are_refused(stand_in, connect, policy):
-    server = stand_in()
-    engine = connect(server.url)
+def test_malformed_answers_are_refused(server, engine, policy):
     good = engine.sample(policy, PROMPTS, 2, **SETTINGS)
-    for name, found in FAULTS.items():
+    fine = {"token_ids": [3, 2], "logprobs": {"token_logprobs": [-1.0, -1.0]}, "finish_reason": "stop"}
+    for change, found in DAMAGED:
+        server.damage = lambda choices, change=change: choices[-1].update(fine | change)
+        assert found in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS), change
+    server.damage = lambda choices: choices.pop()
+    assert "1 completions instead of 2" in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
+    server.damage = lambda choices: choices.reverse()  # vLLM answers them as they end: that is no fault
+    assert [row.ids for row in engine.sample(policy, PROMPTS, 2, **SETTINGS)] == [row.ids for row in good]
+    for name, found in (
+        ("invalid_json", "something other than a JSON object"),
+        ("cut_answer", "peer closed connection"),
+        ("status_500", "(status 500: The stand-in was told to fail.)"),
+    ):
         server.fault(name, 1)
         assert found in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS), name
         assert [row.ids for row in engine.sample(policy, PROMPTS, 2, **SETTINGS)] == [row.ids for row in good], name
     assert server.calls[RELOAD] == 1
 
 
-def test_answers_of_wrong_types_are_refused(connect, stand_in, policy, monkeypatch):
-    """No part of an answer can raise something other than the sentence."""
-    engine = connect(stand_in().url)
-    engine.push(policy)
-    choice = {"index": 0, "token_ids": [2], "prompt_token_ids": [5], "finish_reason": "stop"}
-    choice |= {"logprobs": {"token_logprobs": [-1.0]}}
-    answers = [None, [], {}, "choices", [choice, choice], [None], [[]]]
-    wrong = [{name: v} for name in choice if name != "index" for v in (None, 1.5, "x", [], {}, [None])]
-    wrong += [{"token_ids": [value]} for value in ("x", None)]
-    wrong += [{"logprobs": {"token_logprobs": value}} for value in (None, 1, "x", ["x"], [None], [-1, -1])]
-    answer = {}
-
-    async def ask(*_) -> dict:
-        return answer
-
-    monkeypatch.setattr(engine.server.client, "ask", ask)
-    for choices in [*answers, *([choice | damage] for damage in wrong)]:
-        answer["choices"] = choices
-        assert "has answered with" in sentence(engine.sample, policy, [[5]], 1, **SETTINGS), choices
-    answer["choices"] = [choice]
-    assert engine.sample(policy, [[5]], 1, **SETTINGS)[0].completion_ids == [2]
-
-
 # Pushes that fail ----------------------------------------------------------------------------------------------------
 
 
-def test_the_next_good_push_repairs_a_failed_one(stand_in, connect, policy):
+def test_the_next_good_push_repairs_a_failed_one(server, engine, policy):
     """Even of the weights that the engine had before, of which it may have lost a part."""
-    server = stand_in()
-    engine = connect(server.url)
     engine.sample(policy, PROMPTS, 2, **SETTINGS)
     before = {name: weight.clone() for name, weight in policy.state_dict().items()}
     scale(policy)
@@ -177,17 +165,14 @@ def test_the_next_good_push_repairs_a_failed_one(stand_in, connect, policy):
     assert gap(policy, rows) < 1e-4
 
 
-def test_weights_that_cannot_be_written_are_named(stand_in, connect, policy, tmp_path):
-    engine = connect(stand_in().url)
+def test_weights_that_cannot_be_written_are_named(engine, policy, tmp_path):
     (tmp_path / "file").touch()
     engine.folder = tmp_path / "file" / "engine"
     assert f"could not be written to {engine.folder} (" in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
 
 
-def test_a_busy_cache_is_waited_for(stand_in, connect, policy, monkeypatch):
+def test_a_busy_cache_is_waited_for(server, engine, policy, monkeypatch):
     monkeypatch.setattr(harness.engines.vllm, "CACHE_SECONDS", 0.3)
-    server = stand_in()
-    engine = connect(server.url)
     server.fault("busy_cache", 2, RESET)
     assert gap(policy, engine.sample(policy, PROMPTS, 2, **SETTINGS)) < 1e-4
     assert server.calls[RESET] == 3
@@ -200,10 +185,8 @@ def test_a_busy_cache_is_waited_for(stand_in, connect, policy, monkeypatch):
 # Servers that are silent ---------------------------------------------------------------------------------------------
 
 
-def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(stand_in, connect, policy, monkeypatch):
-    monkeypatch.setattr(harness.engines.http, "HEALTH", 0.2)
-    server = stand_in()
-    engine = connect(server.url)
+def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(server, engine, policy, monkeypatch):
+    monkeypatch.setattr(harness.engines.vllm, "HEALTH", 0.2)
     server.fault("hang", None, COMPLETIONS)
     waiting = engine.begin(policy, PROMPTS, 2, **SETTINGS)
     deadline = time.monotonic() + 60
@@ -215,27 +198,23 @@ def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(stand_in, connec
     assert waiting.future.cancelled()
 
 
-def test_a_server_that_hangs_is_given_up(stand_in, connect, policy, monkeypatch):
+def test_a_server_that_hangs_is_given_up(server, engine, policy, monkeypatch):
     """It is asked whether it is alive, and does not say so."""
     for name in ("HEALTH", "ALIVE"):
-        monkeypatch.setattr(harness.engines.http, name, 0.3)
-    server = stand_in()
-    engine = connect(server.url)
+        monkeypatch.setattr(harness.engines.vllm, name, 0.3)
     engine.push(policy)
     for path in (COMPLETIONS, "/health"):
         server.fault("hang", None, path)
     assert "has not answered /health for 0.3 seconds" in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
 
 
-def test_a_server_that_is_gone_is_named(stand_in, connect, policy):
-    server = stand_in()
-    engine = connect(server.url)
+def test_a_server_that_is_gone_is_named(server, engine, connect, policy):
     engine.sample(policy, PROMPTS, 2, **SETTINGS)
     server.stop()
     server.closed.wait()
     found = sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
     assert "has not answered POST /v1/completions: nothing listens there" in found
-    engine.server.client.ending = lambda: "was killed (SIGKILL)"
+    engine.server.ending = lambda: "was killed (SIGKILL)"
     scale(policy)
     found = sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
     assert "nothing listens there (All connection attempts failed); its process was killed (SIGKILL)" in found

@@ -11,22 +11,22 @@ import json
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from common.chat import decode, encode_prompt
 from common.errors import UserError
 from common.sampling import sample
 
-from harness.base.config import ModelConfig
+from harness.base.config import TINY_POLICY, ModelConfig
 from harness.exporting.card import Card, public_command
-from harness.exporting.exported_answers import Questions
 from harness.exporting.source import Source
+from harness.exporting.upload import push
+from harness.exporting.writing import Questions
 from harness.models.loading import load_policy
 from harness.run.start import run_main
 
@@ -37,6 +37,10 @@ def card_of(directory: Path) -> tuple[dict, str]:
     """The front matter and the text of a model card."""
     _, front, text = (directory / "README.md").read_text(encoding="utf-8").split("---\n", 2)
     return yaml.safe_load(front), text
+
+
+def change(path: Path, **settings) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 @pytest.mark.slow
@@ -81,16 +85,14 @@ def test_an_adapter_of_a_hub_model_is_kept_or_merged(copied, export, tmp_path, m
     """The base is in the cache of the hub, under its id."""
     from huggingface_hub import constants
 
-    base = Path(__file__).parents[2] / "assets/tiny_policy"
     cache = tmp_path / "cache/models--owner--base"
-    shutil.copytree(base, cache / "snapshots/1")
+    shutil.copytree(TINY_POLICY, cache / "snapshots/1")
     (cache / "refs").mkdir()
     (cache / "refs/main").write_text("1")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     run = copied("lora")
-    path = run / "final/adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "owner/base"}))
+    change(run / "final/adapter_config.json", base_model_name_or_path="owner/base")
     export(run)
     fields, _ = card_of(tmp_path / "exports/lora")
     assert fields["base_model"] == "owner/base"
@@ -117,11 +119,10 @@ def test_a_checkpoint_is_quantised(runs, export, tmp_path, bits):
 def test_a_base_held_in_4_bits_is_compared_as_it_was(copied, export, tmp_path, load_script, monkeypatch):
     pytest.importorskip("bitsandbytes")
     run = copied("lora")
-    path = run / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"load_in": "4bit"}))
+    change(run / "config.json", load_in="4bit")
     module = load_script("export.py")
-    load, loaded = module.load_trained, []
-    monkeypatch.setattr(module, "load_trained", lambda *given: loaded.append(load(*given)) or loaded[-1])
+    load, loaded = module.load_policy, []
+    monkeypatch.setattr(module, "load_policy", lambda *given: loaded.append(load(*given)) or loaded[-1])
     export(run)
     assert any("4bit" in type(layer).__name__ for layer in loaded[0].modules())
     _, text = card_of(tmp_path / "exports/lora")
@@ -133,8 +134,6 @@ def test_other_answers_are_an_error(runs, export, tmp_path, load_script, monkeyp
 
     def write(source, directory, dtype):
         write_model(source, directory, dtype)
-        from safetensors.torch import save_file
-
         weights = load_file(directory / "model.safetensors")
         weights["model.norm.weight"] = -weights["model.norm.weight"]
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -204,22 +203,17 @@ def test_a_run_that_cannot_be_exported_says_why(copied, export):
     with pytest.raises(UserError, match=r"has not ended: its newest checkpoint is full/checkpoints/step_2, which can"):
         export(run)
     adapter = copied("lora")
-    path = adapter / "final/adapter_config.json"
-    settings = json.loads(path.read_text())
-    path.write_text(json.dumps(settings | {"base_model_name_or_path": "/gone"}))
+    change(adapter / "final/adapter_config.json", base_model_name_or_path="/gone")
     with pytest.raises(UserError, match=r"RUN .* is an adapter of /gone, where there is no model"):
         export(adapter)
-    shutil.copytree(Path(__file__).parents[2] / "assets/tiny_policy", adapter / "base")
-    config = json.loads((adapter / "base/config.json").read_text())
-    (adapter / "base/config.json").write_text(json.dumps(config | {"quantization_config": {"load_in_4bit": True}}))
-    path.write_text(json.dumps(settings | {"base_model_name_or_path": str(adapter / "base")}))
+    shutil.copytree(TINY_POLICY, adapter / "base")
+    change(adapter / "base/config.json", quantization_config={"load_in_4bit": True})
+    change(adapter / "final/adapter_config.json", base_model_name_or_path=str(adapter / "base"))
     with pytest.raises(UserError, match="has trained an adapter on quantised weights"):
         export(adapter, "--merge")
 
 
 # --push ---------------------------------------------------------------------------------------------------------------
-
-STAND_IN = Path(__file__).with_name("hub_stand_in.py")
 
 
 @pytest.fixture
@@ -228,7 +222,7 @@ def hub(load_script, monkeypatch):
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
-    module = load_script(f"tests/export/{STAND_IN.name}")
+    module = load_script("tests/export/hub_stand_in.py")
     server = module.Hub()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -262,8 +256,7 @@ def test_every_byte_arrives_and_nothing_else(runs, export, tmp_path, hub, capsys
         ("network", r"the hub could not be used .*what was exported is complete.* hf upload me/small"),
     ],
 )
-def test_what_fails_is_told_and_the_export_kept(load_script, tmp_path, hub, monkeypatch, fault, sentence):
-    load_script("export.py")
+def test_what_fails_is_told_and_the_export_kept(tmp_path, hub, monkeypatch, fault, sentence):
     (tmp_path / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
     if fault == "token":
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
@@ -272,7 +265,7 @@ def test_what_fails_is_told_and_the_export_kept(load_script, tmp_path, hub, monk
     else:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=sentence):
-        sys.modules["harness.exporting.upload"].push(tmp_path, "me/small", fault == "public")
+        push(tmp_path, "me/small", fault == "public")
     assert hub.files == {}
 
 
@@ -326,7 +319,8 @@ def test_the_command_names_no_place_and_no_key(tmp_path, monkeypatch):
     settings = {"experiment": "experiment_engine", "model": "/home/ada/models/llama", "data": "owner/rows:main"}
     settings |= {"eval_data": str(tmp_path / "secret/test.jsonl"), "engine_start": "env KEY=sk-1 /home/ada/python"}
     settings |= {"engine_url": "http://ada:pw@host", "runs_dir": "/home/ada/runs", "name": "ada's", "lr": 1e-05}
-    settings |= {"save_merged": True, "variant": "mine", "system_prompt": "Say `it`.", "at_most": ["num_terms=2"]}
+    settings |= {"wandb": True, "save_merged": True, "variant": "mine"}
+    settings |= {"system_prompt": "Say `it`.", "at_most": ["num_terms=2"]}
     words = [f"--{name.replace('_', '-')}" for name in settings if name != "experiment"]
     settings["command"] = ["/home/ada/main/train.py", *words, "sk-1"]
     assert public_command(settings) == (

@@ -3,18 +3,16 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from run_files import ROOT, finished, metrics_of, rows_of
 from safetensors.torch import load_file
 
 from common.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "experiment_accelerate" / "train.py")
 FLAGS = (
     *("--steps", "2", "--prompts-per-step", "4", "--group-size", "4", "--eval-prompts", "3", "--max-new-tokens", "24"),
@@ -30,28 +28,18 @@ FSDP2 = {
 }
 
 
-def start(*command: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *command],
-        **{"env": os.environ | {"OMP_NUM_THREADS": "1"} | environment, "capture_output": True, "text": True},
-        timeout=150,
-    )
+def start(*command: str, **environment: str) -> None:
+    result = finished(*command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
-def train_on_two(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    program = str(Path(__file__).with_name("as_on_gpus.py"))
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
-    return start(*launch, TRAIN, *arguments, **FSDP2, **environment)
-
-
-def rows_of(directory: Path, name: str) -> list[dict]:
-    lines = (directory / f"{name}.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [{key: row[key] for key in row if not key.startswith(("time/", "memory/"))} for row in rows]
+def train_on_two(*arguments: str) -> None:
+    program = Path(__file__).with_name("as_on_gpus.py")
+    start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, TRAIN, *arguments, **FSDP2)
 
 
 def check_same_training(found: Path, expected: Path) -> None:
-    for new, old in zip(rows_of(found, "metrics"), rows_of(expected, "metrics"), strict=True):
+    for new, old in zip(metrics_of(found), metrics_of(expected), strict=True):
         assert new == pytest.approx(old, rel=1e-4, abs=1e-5)
     for new, old in zip(rows_of(found, "samples"), rows_of(expected, "samples"), strict=True):
         assert new["ids"] == old["ids"]
@@ -76,8 +64,7 @@ def alone(tmp_path_factory, load_script) -> Path:
 
 def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script):
     """Weights, gradients and optimizer state are sharded; a run of a killed launch is resumed, bit for bit."""
-    result = train_on_two(*FLAGS, "--runs-dir", str(tmp_path))
-    assert result.returncode == 0, result.stderr[-3000:]
+    train_on_two(*FLAGS, "--runs-dir", str(tmp_path))
     directory = tmp_path / "experiment_accelerate" / "x"
     check_same_training(directory, alone)
 
@@ -87,10 +74,9 @@ def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script)
     copy = tmp_path / "stopped" / "x"
     shutil.copytree(directory, copy)
     shutil.rmtree(copy / "checkpoints" / "step_2")
-    result = train_on_two("--resume", str(copy))
-    assert result.returncode == 0, result.stderr[-3000:]
-    for name in ("metrics", "samples"):
-        assert rows_of(copy, name) == rows_of(directory, name)
+    train_on_two("--resume", str(copy))
+    assert metrics_of(copy) == metrics_of(directory)
+    assert rows_of(copy, "samples") == rows_of(directory, "samples")
 
     shutil.rmtree(copy / "checkpoints" / "step_2")
     with pytest.raises(UserError, match="cannot be continued by these processes"):
@@ -105,6 +91,5 @@ def test_deepspeed_trains_as_one_process(alone, tmp_path, stage):
     (tmp_path / "deepspeed.json").write_text(json.dumps(settings))
     launch = ("-m", "accelerate.commands.accelerate_cli", "launch", "--use_deepspeed", "--num_processes", "2")
     options = ("--deepspeed_config_file", str(tmp_path / "deepspeed.json"), "--main_process_port", "0")
-    result = start(*launch, *options, TRAIN, *FLAGS, "--runs-dir", str(tmp_path), DS_ACCELERATOR="cpu")
-    assert result.returncode == 0, result.stderr[-3000:]
+    start(*launch, *options, TRAIN, *FLAGS, "--runs-dir", str(tmp_path), DS_ACCELERATOR="cpu")
     check_same_training(tmp_path / "experiment_accelerate" / "x", alone)

@@ -1,27 +1,23 @@
 """One, two and three processes take the same updates, for rows that differ between ranks as much as they can.
 
-Every number of processes is started once for the updates and once for whole runs. The updates are all scenarios of both
-experiments; the tests compare what came out with the update of experiment_base, in this process, on all rows.
+Every number of processes is started once, for all scenarios of both experiments; the tests compare what came out with
+the update of experiment_base, in this process, on all rows. Whole runs: test_runs.py.
 """
 
 import dataclasses
 import functools
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import product
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from run_files import ROOT, launch
 from torch import distributed
 
-import viewer
 from common.experience import collate
 from common.logprobs import token_log_probs
 from common.parallel import gather, part_of, rank
@@ -30,19 +26,7 @@ from common.trajectory import Trajectory
 
 from harness.logs.statistics import UpdateStatistics
 
-pytestmark = pytest.mark.all_questions
-
-ROOT = Path(__file__).resolve().parents[2]
 VOCAB, ROWS, STEPS = 24, 24, 2
-SPLIT_GROUPS = (
-    *("--steps", "2", "--prompts-per-step", "4", "--group-size", "6", "--eval-prompts", "5", "--max-new-tokens", "24"),
-    *("--micro-batch-size", "3", "--lr", "1e-5", "--name", "x"),
-)
-TASKS = ("gsm8k", "math", "countdown")
-SHORT = (
-    *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "2", "--max-new-tokens", "8"),
-    *("--checkpoint-every", "0"),
-)
 GROUP_SIZES = {"experiment_accelerate": 4, "experiment_accelerate_ddp": 6}  # groups of 6 are split by ranks of 8 rows
 SCENARIOS = ("ragged", "no_signal", "none_at_all", "longest", "minibatches", "constant", "adamw", "lora", "skipped")
 FOUR_BIT = "lora_4bit"  # with three processes only: it loads the bundled policy
@@ -210,7 +194,7 @@ def is_frozen_base_left_alone() -> bool:
     return all(other[0] != first[0] and other[1] == first[1] for other in others)
 
 
-def update(path: str) -> None:
+def main(path: str) -> None:
     """One rank: all scenarios of both experiments."""
     from accelerate import Accelerator
     from torch.nn.parallel import DistributedDataParallel
@@ -240,33 +224,7 @@ def update(path: str) -> None:
     distributed.destroy_process_group()
 
 
-def train(path: str) -> None:
-    """One rank of several runs, in the directory of `path`."""
-    place, viewer.draw_run = Path(path).parent, lambda _: None
-    if int(os.environ["WORLD_SIZE"]) == 3:
-        load("experiment_accelerate_ddp").main([*SPLIT_GROUPS, "--runs-dir", str(place)])
-    else:
-        for experiment, task in product(GROUP_SIZES, TASKS):
-            data = ("--task", task, "--data", str(ROOT / "tests" / "data" / f"{task}.jsonl"), "--name", task)
-            load(experiment).main([*data, *SHORT, "--runs-dir", str(place)])
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 # The tests
-
-
-def launch(num_processes: int, *arguments: str) -> None:
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes))
-    result = subprocess.run(
-        [sys.executable, *command, *arguments],
-        **{"capture_output": True, "text": True, "cwd": ROOT, "timeout": 200},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-
-
-def rows_of(directory: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -274,19 +232,8 @@ def results_of(tmp_path_factory) -> Callable[[int], dict]:
     @functools.cache
     def start(num_processes: int) -> dict:
         path = tmp_path_factory.mktemp("results") / f"{num_processes}.pt"
-        launch(num_processes, __file__, "update", str(path))
+        launch(num_processes, __file__, path)
         return torch.load(path)
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def runs_of(tmp_path_factory) -> Callable[[int], Path]:
-    @functools.cache
-    def start(num_processes: int) -> Path:
-        place = tmp_path_factory.mktemp("runs")
-        launch(num_processes, __file__, "train", str(place / "runs"))
-        return place
 
     return start
 
@@ -348,41 +295,5 @@ def test_the_frozen_base_of_an_adapter_is_not_synchronised(results_of, num_proce
     assert results_of(num_processes)["frozen base left alone"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experiment", GROUP_SIZES)
-@pytest.mark.parametrize("task", TASKS)
-def test_two_processes_take_every_task(runs_of, experiment, task):
-    directory = runs_of(2) / experiment / task
-    metrics = rows_of(directory, "metrics")
-    assert {entry["step"] for entry in metrics} == {0, 1, 2}
-    assert all("reward/correct" in entry for entry in metrics if "loss/total" in entry)
-    assert len({json.dumps(row["ids"]) for row in rows_of(directory, "samples")}) > 2  # of both ranks
-
-
-@pytest.mark.slow
-def test_three_ranks_that_split_groups_train_as_one_process(runs_of, tmp_path, load_script):
-    """Of four prompts with groups of six, rank 0 samples the first group and two rows of the second."""
-    load_script("experiment_base/train.py").main([*SPLIT_GROUPS, "--runs-dir", str(tmp_path)])
-    old = tmp_path / "experiment_base" / "x"
-    assert_equal_runs(runs_of(3) / "experiment_accelerate_ddp" / "x", old)
-    assert any(row["advantage"] for row in rows_of(old, "samples")[6:8])  # rows of rank 0 in the second group
-
-
-def assert_equal_runs(new: Path, old: Path) -> None:
-    """The same samples, and the same metrics up to rounding."""
-    for row, expected in zip(rows_of(new, "samples"), rows_of(old, "samples"), strict=True):  # two groups of each step
-        for name in ("step", "prompt_index", "completion_index", "ids", "rewards", "finish_reason"):
-            assert row[name] == expected[name]
-        assert row["advantage"] == pytest.approx(expected["advantage"])
-        for name in ("sampler_log_probs", "log_probs_ref", "entropy"):
-            assert row[name] == pytest.approx(expected[name], abs=1e-4)
-
-    for metrics, expected in zip(rows_of(new, "metrics"), rows_of(old, "metrics"), strict=True):
-        assert metrics.keys() - {"time/waiting"} == expected.keys()
-        for name in expected.keys() - {key for key in expected if key.startswith(("time/", "memory/"))}:
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
-    assert 0 < rows_of(new, "metrics")[1]["time/waiting"] < 1
-
-
 if __name__ == "__main__":
-    {"update": update, "train": train}[sys.argv[1]](sys.argv[2])
+    main(sys.argv[1])

@@ -6,22 +6,21 @@ Every launch is a real one, of `torchrun` or by hand, and ends with a timeout if
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
+from run_files import ROOT, finished, metrics_of, wait_until
 
-resource = pytest.importorskip("resource", reason="Windows has neither these signals nor these limits")
+pytest.importorskip("resource", reason="Windows has not these signals")
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.all_questions
 ACCELERATE, DDP = "experiment_accelerate", "experiment_accelerate_ddp"
 PATIENCE = 100  # seconds after which a launch counts as hung; on busy cores a start alone takes a minute
 SMALL = (
@@ -29,7 +28,7 @@ SMALL = (
     *("--max-new-tokens", "12", "--checkpoint-every", "2"),
 )
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    **os.environ,
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
@@ -49,9 +48,10 @@ def reward(row, text):
         rewards["correct"] = float("nan")
     return rewards
 """
-# The unchanged program; at its end all processes compare the policies that they hold.
-AND_COMPARE_POLICIES = """
-import runpy, sys
+# The unchanged program; it writes its process id, and at its end all processes compare the policies that they hold.
+OBSERVED = """
+import os, runpy, sys
+from pathlib import Path
 from common.parallel import gather
 from harness.run.run import Run
 save_final = Run.save_final
@@ -61,6 +61,7 @@ def compare_and_save(run, policy):
     return save_final(run, policy)
 Run.save_final = compare_and_save
 sys.argv = sys.argv[1:]
+Path("rank" + os.environ["RANK"]).write_text(str(os.getpid()))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 # The unchanged program, which waits less for the others.
@@ -91,10 +92,12 @@ def started(*command: str | Path, cwd: Path, **environment: str) -> Iterator[sub
         process.communicate()
 
 
-def torchrun(script: str, *flags: str | Path, processes: int = 2, options: tuple[str, ...] = ()) -> list[str]:
-    where = ("--master-port", str(free_port())) if processes == 2 else ("--standalone",)  # two ways to meet
-    command = ["torchrun", *where, "--nproc-per-node", str(processes), *options, ROOT / script / "train.py", *flags]
-    return [str(part) for part in command]
+def torchrun(script: str, *flags: str | Path, options: tuple[str, ...] = ()) -> list[str]:
+    options = ("--master-port", str(free_port()), "--nproc-per-node", "2", *options)
+    return [str(part) for part in ("torchrun", *options, ROOT / script / "train.py", *flags)]
+
+
+AS_OBSERVED = ("--no-python", sys.executable, "-c", OBSERVED)
 
 
 def by_hand(rank: int, port: int) -> dict[str, str]:
@@ -116,16 +119,6 @@ def end(process: subprocess.Popen) -> str:
     return output
 
 
-def two_by_hand(script: str, *flags: str, cwd: Path) -> tuple[str, list[int]]:
-    """What two processes print together, and their statuses; without a launcher, which would take seconds to start."""
-    program, port = (sys.executable, ROOT / script / "train.py", *flags), free_port()
-    with (
-        started(*program, cwd=cwd, LOCAL_RANK="0", **by_hand(0, port)) as main,
-        started(*program, cwd=cwd, LOCAL_RANK="1", **by_hand(1, port)) as other,
-    ):
-        return end(main) + end(other), [main.returncode, other.returncode]
-
-
 def refusal(process: subprocess.Popen) -> str:
     """The one sentence of a launch that has failed."""
     output = end(process)
@@ -135,44 +128,14 @@ def refusal(process: subprocess.Popen) -> str:
     return sentences[0]
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert process.poll() is None, f"it ended too early:\n{process.communicate()[0]}"
-        assert time.monotonic() < deadline, "it hangs"
-        time.sleep(0.01)
-
-
-def worker(launcher: subprocess.Popen, rank: int) -> int:
-    """The id of the process that torchrun has started as a rank."""
-    children = psutil.Process(launcher.pid).children()
-    return next(child.pid for child in children if child.environ().get("RANK") == str(rank))
-
-
 # Runs
 
 
-def lines_of(directory: Path) -> list[dict]:
-    """The complete lines of metrics.jsonl, without time and memory."""
-    path = directory / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
-    return [{name: row[name] for name in row if not name.startswith(("time/", "memory/"))} for row in rows]
-
-
 def last_step(directory: Path) -> int:
-    return max((row["step"] for row in lines_of(directory)), default=-1)
-
-
-def assert_close(found: list[dict], expected: list[dict]) -> None:
-    assert [row["step"] for row in found] == [row["step"] for row in expected]
-    for row, other in zip(found, expected, strict=True):
-        assert row.keys() == other.keys()
-        for name in row:
-            assert row[name] == pytest.approx(other[name], abs=1e-5, rel=1e-5), (name, row["step"])
-
-
-def copy_of(directory: Path, runs: Path) -> Path:
-    return Path(shutil.copytree(directory, runs / directory.parent.name / directory.name))
+    """Of the complete lines of metrics.jsonl."""
+    path = directory / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else -1
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +153,7 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(place) -> tuple[Path, str]:
     """A run of two processes without interruption, and what it printed; it skips the update of step 2."""
-    script = ROOT / DDP / "train.py"
-    command = torchrun(DDP, *SMALL, "--task", "task.py", "--name", "uninterrupted")
-    command = [*command[: command.index(str(script))], "--no-python", sys.executable, "-c", AND_COMPARE_POLICIES,
-               *command[command.index(str(script)) :]]  # fmt: skip
+    command = torchrun(DDP, *SMALL, "--task", "task.py", "--name", "uninterrupted", options=AS_OBSERVED)
     with started(*command, cwd=place, FAULT="nan") as process:
         output = end(process)
     assert process.returncode == 0, output
@@ -201,19 +161,6 @@ def uninterrupted(place) -> tuple[Path, str]:
 
 
 # Mistakes
-
-
-@pytest.mark.slow
-def test_unequal_parts_are_refused(tmp_path):
-    """And nothing is left behind, not even the directory of the experiment's runs."""
-    for script, flags, sentence in (
-        (ACCELERATE, ("--prompts-per-step", "5"), "--prompts-per-step: 5 prompts cannot be divided among 2 processes"),
-        (DDP, ("--prompts-per-step", "3", "--group-size", "3"), "9 rows cannot be divided among 2 processes"),
-    ):
-        output, statuses = two_by_hand(script, *flags, cwd=tmp_path)
-        assert output.count("error: ") == output.count(sentence) == 1
-        assert 0 not in statuses
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_command_line_is_explained_once(tmp_path):
@@ -224,43 +171,37 @@ def test_a_wrong_command_line_is_explained_once(tmp_path):
         output = end(process)
     sentences = re.findall("(?:error|traceback +): (--group-size must be at least 2, not 1)$", output, re.MULTILINE)
     assert len(sentences) == 2, output  # ours, and the end of torchrun's report
-    output, statuses = two_by_hand(ACCELERATE, "--help", cwd=tmp_path)
-    assert output.count("--prompts-per-step") == 1
-    assert statuses == [0, 0]
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_processes_that_cannot_meet_say_so(tmp_path):
-    """Of two started by hand, the main one finds its port taken, and the other one a stranger; one is alone."""
+    """Of two started by hand, the main one finds its port taken; another one is alone."""
     programs = [(sys.executable, "-c", WITHOUT_PATIENCE, ROOT / script / "train.py") for script in (ACCELERATE, DDP)]
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
-        port = stranger.getsockname()[1]
         with (
-            started(*programs[0], cwd=tmp_path, **by_hand(0, port)) as main,
-            started(*programs[0], cwd=tmp_path, **by_hand(1, port)) as other,
+            started(*programs[0], cwd=tmp_path, **by_hand(0, stranger.getsockname()[1])) as main,
             started(*programs[1], cwd=tmp_path, **by_hand(0, free_port())) as lonely,
         ):
-            for process, reason in ((main, "in use"), (other, "waited for 3 s"), (lonely, "waited for 3 s")):
+            for process, reason in ((main, "in use"), (lonely, "waited for 3 s")):
                 sentence = refusal(process)
                 assert sentence.startswith("the 2 processes could not meet at 127.0.0.1:")
                 assert reason in sentence
     assert not list(tmp_path.iterdir())
 
 
-DIFFERENCES = {  # experiment; first row of the second process's data, None: it has no data; its flags; the sentence
-    "a missing file": (ACCELERATE, None, (), "process 1: /proc/self/cwd/data.jsonl: there is no such file"),
-    "another flag": (DDP, 0, ("--seed", "1"), "--seed is 0 in process 0, but 1 in process 1"),
-    "other rows": (DDP, 1, (), "the content of --data is [0-9a-f]+ in process 0, but [0-9a-f]+ in process 1$"),
+DIFFERENCES = {  # experiment; first row of the second process's data, None: it has no data; the sentence
+    "a missing file": (ACCELERATE, None, "process 1: /proc/self/cwd/data.jsonl: there is no such file"),
+    "other rows": (DDP, 1, "the content of --data is [0-9a-f]+ in process 0, but [0-9a-f]+ in process 1$"),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_processes_that_differ_are_refused(tmp_path, what):
     """The main process says it; the other one has nothing to add. Each has a directory, as on two machines."""
-    script, first, flags, sentence = DIFFERENCES[what]
+    script, first, sentence = DIFFERENCES[what]
     rows = (ROOT / "data" / "math_tasks.jsonl").read_text().splitlines(keepends=True)
     for place, start in (("a", 0), ("b", first)):
         (tmp_path / place).mkdir()
@@ -270,7 +211,7 @@ def test_processes_that_differ_are_refused(tmp_path, what):
     port = free_port()
     with (
         started(*program, cwd=tmp_path / "a", **by_hand(0, port)) as main,
-        started(*program, *flags, cwd=tmp_path / "b", **by_hand(1, port)) as other,
+        started(*program, cwd=tmp_path / "b", **by_hand(1, port)) as other,
     ):
         assert re.match(sentence, refusal(main))
         assert "error" not in end(other)
@@ -286,7 +227,7 @@ def test_an_update_is_skipped_by_all_together(uninterrupted):
     """Where one rank has a reward that is not a number; the policies of the ranks remain equal."""
     directory, output = uninterrupted
     assert "equal policies: True, 2 processes" in output
-    assert [row["loss/skipped"] for row in lines_of(directory)[1:-1]] == [0, 1, 0, 0, 0, 0]
+    assert [row["loss/skipped"] for row in metrics_of(directory)[1:-1]] == [0, 1, 0, 0, 0, 0]
     assert len(re.findall("step 2: the gradient was not finite", output)) == 1
     assert len(re.findall("an update with it is skipped", output)) == 1  # by the rank that has the row
 
@@ -304,16 +245,16 @@ def test_an_error_of_one_rank_ends_all(place):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path, cold):
+def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path):
     """kill -9 of the main process; then torchrun restarts all after another kill. The result is bit for bit the same.
 
     Meanwhile no other launch can have the run.
     """
     directory = place / "runs" / DDP / "killed"
     flags = (*SMALL, "--task", "task.py", "--name", "killed")
-    with started(*torchrun(DDP, *flags), cwd=place, FAULT="nan") as process:
+    with started(*torchrun(DDP, *flags, options=AS_OBSERVED), cwd=place, FAULT="nan") as process:
         wait_until(lambda: last_step(directory) == 5, process)
-        os.kill(worker(process, 0), signal.SIGKILL)
+        os.kill(int((place / "rank0").read_text()), signal.SIGKILL)
         killed = time.monotonic()
         sentence = refusal(process)
     assert time.monotonic() - killed < 60
@@ -321,16 +262,16 @@ def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_
     assert sentence.startswith("process 1: the connection to another process was lost")
     assert sentence.endswith(f"; resume with: {resume}")
 
-    command = torchrun(DDP, "--resume", directory, options=("--max-restarts", "1"))
+    command = torchrun(DDP, "--resume", directory, options=("--max-restarts", "1", *AS_OBSERVED))
     with started(*command, cwd=tmp_path, FAULT="nan") as process:
         log, before = directory / "metrics.jsonl", (directory / "metrics.jsonl").stat().st_mtime_ns
         wait_until(lambda: log.stat().st_mtime_ns > before and last_step(directory) == 5, process)
-        os.kill(worker(process, 1), signal.SIGKILL)
+        os.kill(int((tmp_path / "rank1").read_text()), signal.SIGKILL)
         output = end(process)
     assert process.returncode == 0, output
     assert len(re.findall("resuming .* after step 4\n", output)) == 2, output
     expected = uninterrupted[0]
-    assert lines_of(directory) == lines_of(expected)
+    assert metrics_of(directory) == metrics_of(expected)
     for name in ("samples.jsonl", "final/model.safetensors"):
         assert (directory / name).read_bytes() == (expected / name).read_bytes(), name
 
@@ -356,33 +297,20 @@ def test_ctrl_c_ends_all_after_the_step_with_a_checkpoint(interrupted):
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{last_step(directory)}"]
 
 
-def test_a_run_is_not_resumed_in_another_arithmetic(place, interrupted):
+def test_a_run_is_not_resumed_in_another_arithmetic(interrupted):
     """Which Accelerate would bring without a word."""
-    script = ROOT / ACCELERATE / "train.py"
-    command = (sys.executable, script, "--resume", interrupted[0])
-    with started(*command, cwd=place, ACCELERATE_MIXED_PRECISION="bf16") as process:
-        assert " is a run in float32, and Accelerate is told to compute in bfloat16: set " in refusal(process)
+    bf16 = ENVIRONMENT | {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    result = finished(ROOT / ACCELERATE / "train.py", "--resume", interrupted[0], cwd=interrupted[0], env=bf16)
+    assert result.returncode == 2
+    assert " is a run in float32, and Accelerate is told to compute in bfloat16: set " in result.stderr
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_all(place, interrupted, tmp_path):
-    directory = copy_of(interrupted[0], tmp_path)
-    command = torchrun(ACCELERATE, "--resume", directory)
-    with started("bash", "-c", 'ulimit -f 2000; exec "$@"', "bash", *command, cwd=place, FAULT="nan") as process:
-        sentence = refusal(process)
-    assert sentence.startswith(f"the checkpoint of step 6 could not be written to {directory / 'checkpoints'} ")
-    step = last_step(interrupted[0])
-    assert sentence.endswith(f"The last complete one is that of step {step}")
-    assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{step}"]
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_another_number_of_processes(place, interrupted, uninterrupted, tmp_path):
-    """Of a checkpoint that two processes have written, with a sentence; the result is that of two."""
-    directory = copy_of(interrupted[0], tmp_path)
-    command = torchrun(ACCELERATE, "--resume", directory, processes=3)
-    with started(*command, cwd=place, FAULT="nan") as process:
-        output = end(process)
-    assert process.returncode == 0, output
-    assert output.count("the run began with processes 2 and resumes with 3: figures may differ") == 1
-    assert_close(lines_of(directory), lines_of(uninterrupted[0]))
+def test_a_run_resumes_with_another_number_of_processes(interrupted, uninterrupted, load_script, monkeypatch, capsys):
+    """One, of a checkpoint that two have written, with a sentence; the result is that of two."""
+    directory = interrupted[0]
+    monkeypatch.setenv("FAULT", "nan")
+    load_script(f"{ACCELERATE}/train.py").main(["--resume", str(directory)])
+    assert capsys.readouterr().out.count("the run began with processes 2 and resumes with 1: figures may differ") == 1
+    for row, other in zip(metrics_of(directory), metrics_of(uninterrupted[0]), strict=True):
+        assert row == pytest.approx(other, abs=1e-5, rel=1e-5)

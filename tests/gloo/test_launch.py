@@ -1,21 +1,56 @@
-"""A launch that starts less than it was asked for is refused; each test is a real launch, on the CPU."""
+"""A launch that starts less than it was asked for, or what the training does not support, is refused."""
 
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from accelerate.utils import DistributedType
+from run_files import ROOT
 
-pytestmark = pytest.mark.slow
+from common.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness.processes import processes
+from harness.processes.processes import Requested, check_divides, check_launch
+
 SCRIPT = "tests/gloo/launched.py"
 ACCELERATE = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 USE_TORCHRUN = f"use torchrun --nproc-per-node 2 {SCRIPT}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "got", "sentence"),
+    [
+        (Requested(2, None), {"num_processes": 1}, f"2 processes were asked for, but .* started 1: {USE_TORCHRUN}$"),
+        (Requested(5, None), {"num_processes": 4}, "5 processes .* started 4: give a multiple of the number of mach"),
+        (Requested(2, "fsdp"), {}, f"FSDP with 2 .* gave MULTI_CPU with 2: .* {USE_TORCHRUN}, which does not shard$"),
+        (Requested(2, None, 4), {}, "gradient_accumulation_steps 4 is not supported: set 1 in"),
+        (Requested(2, None), {"mixed_precision": "fp16"}, "mixed_precision fp16 is not supported: set bf16, or no, in"),
+        (Requested(2, "fsdp"), {"distributed_type": DistributedType.FSDP}, "fsdp_version 1 is not supported: set 2 in"),
+    ],
+)
+def test_what_is_not_what_was_asked_for_is_refused(monkeypatch, asked, got, sentence):
+    state = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    usual = {"num_processes": 2, "distributed_type": DistributedType.MULTI_CPU, "mixed_precision": "no", "state": state}
+    usual |= {"device": SimpleNamespace(type="cpu"), "gradient_accumulation_steps": 1}
+    monkeypatch.setattr(sys, "argv", [SCRIPT])
+    monkeypatch.setattr(processes, "requested_launch", lambda: asked)
+    with pytest.raises(UserError, match=f"^{sentence}"):
+        check_launch(SimpleNamespace(**usual | got))
+
+
+def test_unequal_parts_are_refused(monkeypatch):
+    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    check_divides("--prompts-per-step", 4, "prompts")
+    with pytest.raises(UserError, match=r"^--prompts-per-step: 5 prompts cannot be divided among 2 processes: use "):
+        check_divides("--prompts-per-step", 5, "prompts")
+
+
+# Real launches, on the CPU
 
 
 @pytest.fixture
@@ -40,27 +75,7 @@ SLURM_NODEID=0 "$@" && wait $!
 """
 
 
-def config(name: str) -> list[str]:
-    return ["--config_file", f"accelerate_configs/{name}.yaml", "--main_process_port", "0"]
-
-
-def refusals(result: subprocess.CompletedProcess) -> list[str]:
-    """The sentences of the processes that refuse the launch; none has gone on."""
-    assert result.returncode != 0
-    assert "rank" not in result.stdout
-    return [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-
-
-def test_as_many_processes_as_were_asked_for_start(launch):
-    for command, ranks in (
-        ([*ACCELERATE, *config("single_cpu")], ["rank 0 of 1"]),
-        (TORCHRUN, ["rank 0 of 2", "rank 1 of 2"]),
-    ):
-        result = launch(command)
-        assert result.returncode == 0, result.stderr
-        assert sorted(result.stdout.splitlines()) == ranks
-
-
+@pytest.mark.slow
 def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
     """Commands in place of SLURM's start both machines' launchers here; each starts one process."""
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -80,45 +95,28 @@ def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
     assert sorted(result.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
 
 
-@pytest.mark.parametrize("by", ["flags", "the user's file"])
-def test_two_processes_where_accelerate_starts_one_are_refused(launch, tmp_path, by):
-    command = ACCELERATE
-    if by == "flags":
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num-processes=2"]
-    else:
-        path = tmp_path / "accelerate/default_config.yaml"  # where `accelerate config` writes
-        path.parent.mkdir()
-        path.write_text(yaml.safe_dump({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))
-    (sentence,) = refusals(launch(command))
-    assert sentence == f"error: 2 processes were asked for, but Accelerate started 1: {USE_TORCHRUN}"
+FSDP2 = ["--config_file", "accelerate_configs/fsdp2.yaml", "--main_process_port", "0"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-WITHOUT_A_GPU = (
-    (
-        [*ACCELERATE, *config("fsdp2")],
-        (),
-        "error: FSDP with 2 processes was asked for, but Accelerate gave MULTI_CPU with 2: it needs a GPU for each "
-        f"process; on this machine {USE_TORCHRUN}, which does not shard",
-    ),
-    (
-        TORCHRUN,
-        ("--not-on-cpu",),
-        f"error: 2 processes were asked for, but Accelerate started 1, each for itself: {USE_TORCHRUN}",
-    ),
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "flags", "sentence"),
+    [
+        (ACCELERATE, (), f"2 processes were asked for, but Accelerate started 1: {USE_TORCHRUN}"),
+        ([*ACCELERATE, *FSDP2], (), "FSDP with 2 processes was asked for, but Accelerate gave MULTI_CPU with 2: it"),
+        (TORCHRUN, ("--not-on-cpu",), "2 processes were asked for, but Accelerate started 1, each for itself: use"),
+    ],
+    ids=["the user's file", "fsdp", "each alone"],
 )
-
-
-@pytest.mark.parametrize(("command", "flags", "expected"), WITHOUT_A_GPU, ids=["fsdp", "each alone"])
-def test_what_needs_a_gpu_is_refused_without_one(launch, command, flags, expected):
+def test_what_was_asked_for_is_read_where_it_was_said(launch, tmp_path, command, flags, sentence):
     """By one process at least: the launcher ends the other one, perhaps before it has spoken."""
-    assert set(refusals(launch(command, *flags, CUDA_VISIBLE_DEVICES=""))) == {expected}
-
-
-NOT_SUPPORTED = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "fp16"}
-
-
-@pytest.mark.parametrize("name", NOT_SUPPORTED)
-def test_what_the_training_does_not_support_is_refused(launch, name):
-    (sentence,) = refusals(launch([sys.executable], **{name: NOT_SUPPORTED[name]}))
-    what = name.removeprefix("ACCELERATE_").lower()
-    assert f"{what} {NOT_SUPPORTED[name]} is not supported" in sentence
+    path = tmp_path / "accelerate/default_config.yaml"  # where `accelerate config` writes
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))
+    result = launch(command, *flags, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode != 0
+    assert "rank" not in result.stdout
+    said = {line for line in result.stderr.splitlines() if line.startswith("error: ")}
+    assert len(said) == 1
+    assert said.pop().startswith(f"error: {sentence}")

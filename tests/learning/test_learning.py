@@ -21,20 +21,8 @@ OFF = ("--eval-every", "0", "--checkpoint-every", "0", "--device", "cpu", "--nam
 def run_directory(tmp_path_factory, load_script):
     """One short run of experiment_base."""
     directory = tmp_path_factory.mktemp("learning")
-    flags = (
-        "--steps",
-        "12",
-        "--prompts-per-step",
-        "4",
-        "--eval-prompts",
-        str(EVAL_PROMPTS),
-        "--samples-every",
-        "0",
-        "--max-new-tokens",
-        "64",
-        "--lr",
-        "2e-4",
-    )
+    flags = f"--steps 12 --prompts-per-step 4 --eval-prompts {EVAL_PROMPTS} --samples-every 0 --lr 2e-4".split()
+    flags += ["--max-new-tokens", "64"]
     load_script("experiment_base/train.py").main([*flags, *OFF, "--runs-dir", str(directory)])
     return directory / "experiment_base" / "short"
 
@@ -83,18 +71,7 @@ def test_the_bundled_policy_can_reason_and_mostly_does_not():
 )
 def test_the_policy_learns_to_call_its_tool(tmp_path, load_script, experiment, steps, share_right):
     """Before, it calls now and then, which is often right; afterwards it calls because that pays."""
-    sizes = (
-        "--steps",
-        str(steps),
-        "--prompts-per-step",
-        "6",
-        "--samples-every",
-        "0",
-        "--eval-prompts",
-        "16",
-        "--lr",
-        "1e-4",
-    )
+    sizes = f"--steps {steps} --prompts-per-step 6 --samples-every 0 --eval-prompts 16 --lr 1e-4".split()
     load_script(f"{experiment}/train.py").main([*sizes, *OFF, "--runs-dir", str(tmp_path)])
     summary = json_of(tmp_path / experiment / "short" / "summary.json")
     before, after = summary["before"], summary["after"]

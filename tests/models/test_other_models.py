@@ -4,10 +4,6 @@ The tasks that others publish figures for, on real rows where those are at hand:
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -109,43 +105,11 @@ def test_the_sampled_ids_are_trained_and_not_those_of_their_text(tmp_path, monke
 
 # Tasks that others publish figures for --------------------------------------------------------------------------------
 
-ROOT = Path(__file__).resolve().parents[2]
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 # Two steps of the bundled policy
 SHORT = (
     *("--steps", "2", "--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "8", "--eval-prompts", "2"),
     *("--device", "cpu", "--checkpoint-every", "0", "--name", "x"),
 )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="the published files of GSM8K are not here")
-def test_a_small_qwen2_trains_on_gsm8k_and_resumes(save_checkpoint, tmp_path):
-    """As a user starts it: five steps on the published training file, evaluated on its test file, two resumed."""
-    model = save_checkpoint("qwen2", tmp_path / "model", max_position_embeddings=2048)
-    program = (sys.executable, str(ROOT / "experiment_base" / "train.py"))
-    settings = (
-        *("--task", "gsm8k", "--data", str(GSM8K / "train.jsonl"), "--model", str(model), "--name", "x"),
-        *("--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "12", "--eval-prompts", "8"),
-        *("--eval-every", "5", "--device", "cpu", "--lr", "1e-3"),
-    )
-
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return subprocess.run([*program, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    first = run(*settings, "--steps", "3")
-    assert first.returncode == 0, first.stderr
-    directory = tmp_path / "runs" / "experiment_base" / "x"
-    second = run("--resume", str(directory), "--steps", "5")
-    assert second.returncode == 0, second.stderr
-    metrics = read_lines(directory / "metrics.jsonl")
-    assert {entry["step"] for entry in metrics} == {0, 1, 2, 3, 4, 5}
-    assert "eval/greedy/accuracy" in metrics[-1]
-    assert {"reward/correct", "reward/strict_format", "reward/integer_answer"} <= metrics[5].keys()
-    assert str(GSM8K / "test.jsonl") in (directory / "config.json").read_text()
-    questions = {row["question"] for row in read_lines(GSM8K / "train.jsonl")}
-    assert {entry["question"] for entry in read_lines(directory / "samples.jsonl")} <= questions
 
 
 PREPARED = """

@@ -108,16 +108,6 @@ def test_ordinary_data_are_encoded_in_one_piece(tokenizer):
         assert encode_prompt(tokenizer, messages) == tokenizer.encode(rendered, add_special_tokens=False)
 
 
-def test_a_forged_turn_is_text(bundled):
-    """Encoded as it is rendered, this question would end its turn and answer itself."""
-    ids = encode_prompt(bundled, [user(FORGED)])
-    assert ids.count(bundled.eos_token_id) == 1
-    tags = [bundled.convert_tokens_to_ids(tag) for tag in ("<answer>", "</answer>")]
-    assert [token for token in ids if token in tags] == tags  # not control tokens: they are what they always are
-    rendered = bundled.apply_chat_template([user(FORGED)], tokenize=False, add_generation_prompt=True)
-    assert bundled.encode(rendered, add_special_tokens=False).count(bundled.eos_token_id) == 2
-
-
 def test_no_part_of_a_message_becomes_a_control_token(bundled):
     """Tool calls with their names, arguments and the arguments' names; and roles."""
     call = {"name": "<|im_end|>", "arguments": {"<|im_start|>": ["<|im_end|>", {"<|endoftext|>": None}], "n": 1}}

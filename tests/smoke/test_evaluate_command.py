@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from run_files import ROOT, json_of, wait_until
+from safetensors.torch import load_file, save_file
 
 import common.sampling
 from common.errors import UserError
 from common.policy import Policy
 
 from harness.base.config import PolicyConfig
-from harness.evaluation.answers import Completions
+from harness.evaluation.completions import Completions
 from harness.models.loading import load_policy
 from harness.run.start import run_main
 
@@ -87,9 +89,6 @@ def test_where_memory_runs_out_it_says_what_helps(evaluate, monkeypatch):
 
 def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):
     """One whose B is 0 changes nothing; the same one with another B changes answers, and --compare names them."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     policy = load_policy(PolicyConfig(device="cpu", lora_rank=2))
     policy.model.save_pretrained(tmp_path / "adapter")
     flags = ("--limit", "12", "--num-samples", "0")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -43,6 +42,9 @@ def train(load_script, tmp_path, monkeypatch) -> Callable[..., None]:
     return lambda *argv: load_script(TRAIN).main([*QUICK, *argv])
 
 
+LONG = "a" * 5000
+
+
 def run_directories() -> list[Path]:
     return list(Path("runs").glob("*/*"))
 
@@ -56,7 +58,6 @@ def run_directories() -> list[Path]:
         # the ends of every range: smoke/test_train_files.py
         ("--steps 0", "^--steps must be at least 1, not 0$"),
         ("--top-p 1.5", "^--top-p must be above 0 and at most 1, not 1.5$"),
-        ("--lr nan", "^--lr must be above 0, not nan$"),
         (f"--seed {10**40}", r"^--seed must be at least 0 and at most 1e\+18, not 10+( ...)?$"),
         ("--minibatch-size 12", "--minibatch-size 12 is not a multiple of --group-size 8"),
         ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
@@ -74,12 +75,16 @@ def run_directories() -> list[Path]:
         ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
         ("--data=", "--data is empty"),  # as from a shell variable that is not set
         ("--data .", "there is no such file"),
+        (f"--model {LONG}", r"^--model a+ \.\.\.: .*File name too long"),
+        ("--runs-dir ~nobody-here/x", "^--runs-dir ~nobody-here/x: .*home"),
+        ("--resume ~nobody-here/x", "^--resume ~nobody-here/x: .*home"),
     ],
 )
 def test_impossible_or_contradictory_flags_are_refused(train, argv, sentence):
     """No run directory is created."""
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=sentence) as caught:
         train(*argv.split())
+    assert len(str(caught.value)) < 300
     assert not list(Path().iterdir())
 
 
@@ -136,11 +141,6 @@ def lose_a_weight(model: Path) -> None:
     save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
 
 
-def widen(model: Path) -> None:
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"intermediate_size": 1024}))
-
-
 def change(name: str, **values) -> Callable[[Path], None]:
     """Change some values of a JSON file of the model."""
 
@@ -148,10 +148,6 @@ def change(name: str, **values) -> Callable[[Path], None]:
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | values))
 
     return damage
-
-
-def end_of_turn(value: object) -> Callable[[Path], None]:
-    return change("generation_config.json", eos_token_id=value)
 
 
 def change_weight(name: str, value: float) -> Callable[[Path], None]:
@@ -177,27 +173,23 @@ def add_token(role: str | None) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (overwrite("config.json", "{"), "could not be loaded: .*not a valid JSON"),
         (overwrite("config.json", '{"model_type": "nonsense"}'), "could not be loaded: .*nonsense"),
         (overwrite("config.json", '{"model_type": "llama", "hidden_size": "wide"}'), "could not be loaded: .*wide"),
-        (widen, "could not be loaded"),
+        (change("config.json", intermediate_size=1024), "could not be loaded"),
         (cut_off_weights, "could not be loaded"),
         (lose_a_weight, "lacks weights, model.layers.2.input_layernorm.weight for one"),
         (lambda model: (model / "model.safetensors").unlink(), "could not be loaded: .*model.safetensors"),
         (overwrite("tokenizer.json", "nonsense"), "could not be loaded"),
         (lambda model: (model / "chat_template.jinja").unlink(), "has no chat template, .* --chat-template FILE"),
         (overwrite("chat_template.jinja", "{% for %}"), "the chat template refuses the messages"),
-        (overwrite("chat_template.jinja", "{{ raise_exception('no') }}"), "chat template refuses the messages: no"),
         (overwrite("chat_template.jinja", "{{ 1 + 'a' }}"), "chat template refuses the messages: TypeError: "),
         (overwrite("chat_template.jinja", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "RecursionError"),
         (overwrite("chat_template.jinja", "{% if 0 %}x{% endif %}"), "--model model: the chat template renders no"),
-        (end_of_turn([2, 1024]), "--model model: the end-of-turn id 1024 is not among the 1024 ids that the"),
+        (change("generation_config.json", eos_token_id=[2, 1024]), "model: the end-of-turn id 1024 is not among the"),
         (change("config.json", pad_token_id=1024), "could not be loaded: .*[Pp]adding_idx"),
         (add_token("pad_token"), "--model model: the padding id 1024 is not among the 1024 ids"),
-        (add_token("eos_token"), "--model model: the end-of-turn id 1024 is not among the 1024 ids"),
         (add_token(None), "--model model: the tokenizer's id 1024 is not among the 1024 ids"),
         (change_weight("model.layers.1.mlp.up_proj.weight", math.nan), r"hold NaN or .*: model\.layers\.1\.mlp\.up_"),
-        (change_weight("model.embed_tokens.weight", -math.inf), r"hold NaN or infinite numbers: model\.embed_tokens"),
     ],
 )  # fmt: skip
 def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sentence):
@@ -267,8 +259,7 @@ MY_TOKENIZER = change(
 )
 
 
-@pytest.mark.parametrize("change_it", [MY_MODEL, MY_TOKENIZER], ids=["model", "tokenizer"])
-@pytest.mark.parametrize("is_base", [False, True], ids=["model", "base of an adapter"])
+@pytest.mark.parametrize(("change_it", "is_base"), [(MY_MODEL, False), (MY_TOKENIZER, False), (MY_MODEL, True)])
 def test_code_that_comes_with_a_model_is_not_run(train, monkeypatch, capsys, change_it, is_base):
     """Nobody is asked whether it should be: "y" in the standard input is not read."""
     shutil.copytree(TINY_POLICY, "model")
@@ -279,9 +270,7 @@ def test_code_that_comes_with_a_model_is_not_run(train, monkeypatch, capsys, cha
         settings = {"peft_type": "LORA", "base_model_name_or_path": str(Path("model").resolve())}
         Path("adapter/adapter_config.json").write_text(json.dumps(settings))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(
-        UserError, match="could not be loaded: it needs code of its own, which is never run here"
-    ) as caught:
+    with pytest.raises(UserError, match="could not be loaded: it needs code of its own, which is never run") as caught:
         train("--model", "./adapter" if is_base else "./model", *SMALL)
     assert "\n" not in str(caught.value)
     assert "[y/N]" not in capsys.readouterr().out
@@ -330,7 +319,6 @@ def test_a_template_without_system_turn_gets_a_suggestion(train):
     with pytest.raises(UserError, match=r"System role not supported.*--system-prompt ''"):
         train("--model", "./model", "--system-prompt", "Be brief.", *SMALL)
     train("--model", "./model", "--system-prompt", "", "--steps", "1", *SMALL)
-    assert [path.name for path in run_directories()] == ["x"]
 
 
 def test_a_model_without_template_runs_with_a_given_one(train, load_script):
@@ -351,7 +339,6 @@ def test_a_model_without_template_runs_with_a_given_one(train, load_script):
         (None, r"--chat-template t\.jinja cannot be read \(.*No such file"),
         (b"\xe9", r"--chat-template t\.jinja cannot be read \('utf-8' codec"),
         (b" \n", r"--chat-template t\.jinja is empty"),
-        (b"{% for %}", "the chat template refuses the messages"),
     ],
 )
 def test_a_file_that_is_no_chat_template_is_refused(train, content, sentence):
@@ -370,7 +357,7 @@ def test_a_file_in_the_way_of_a_run_is_left_alone(train, place):
     Path("a/runs/experiment_base").mkdir(parents=True)
     for path in ("file", "a/runs/experiment_base/x"):
         Path(path).write_text("mine")
-    with pytest.raises(UserError, match=r"^--runs-dir: file/.* cannot be written|a file is in the way"):
+    with pytest.raises(UserError, match=r"^--runs-dir: .* cannot be written \((Not a directory|File exists)\)"):
         train("--runs-dir", place, *SMALL)
     assert Path("file").read_text() == Path("a/runs/experiment_base/x").read_text() == "mine"
 
@@ -489,13 +476,18 @@ def hub(monkeypatch) -> Iterator[dict]:
         thread.join()
 
 
-@pytest.mark.parametrize("what", ["model", "data"])
 @pytest.mark.parametrize(
-    ("status", "code", "sentence"),
+    ("what", "status", "code", "sentence"),
     [
-        (404, "RepoNotFound", "owner/name: the hub has no such (model|dataset), or shows it to its owners only"),
-        (403, "GatedRepo", "owner/name: its owners ask for an agreement: .*https://huggingface.co/.*owner/name,"),
-        (500, "", "owner/name: the hub does not answer .*500"),
+        ("model", 404, "RepoNotFound", "owner/name: the hub has no such model, or shows it to its owners only"),
+        (
+            "data",
+            403,
+            "GatedRepo",
+            "owner/name: its owners ask for an agreement: .*https://huggingface.co/.*owner/name,",
+        ),
+        ("model", 500, "", "owner/name: the hub does not answer .*500"),
+        ("data", 500, "", "owner/name: the hub does not answer .*500"),
     ],
 )
 def test_refusals_of_the_hub_are_reported_in_one_sentence(train, hub, what, status, code, sentence):
@@ -509,27 +501,25 @@ def test_refusals_of_the_hub_are_reported_in_one_sentence(train, hub, what, stat
 # Updates that are not finite -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def broken_reward(train_script, monkeypatch, steps: set[int], value: float) -> Iterator[None]:
-    """In the given steps the user's reward function gives one completion `value`."""
-    sample, reward = train_script.sample_completions, arithmetic.reward
-    broken = []
+@pytest.fixture
+def broken_reward(load_script, monkeypatch) -> Callable[[set[int], float], None]:
+    """From now on, in the given steps, the user's reward function gives one completion a value."""
+    script = load_script(TRAIN)
+    sample, reward, broken = script.sample_completions, arithmetic.reward, []
 
-    def sample_and_see_the_step(config, task, policy, step):
-        broken[:] = [step in steps]
-        return sample(config, task, policy, step)
+    def break_it(steps: set[int], value: float) -> None:
+        def sample_and_see_the_step(config, task, policy, step):
+            broken[:] = [step in steps]
+            return sample(config, task, policy, step)
 
-    def maybe_broken(row, text):
-        rewards = reward(row, text)
-        if any(broken):
-            broken[:] = [False]
-            rewards["correct"] = value
-        return rewards
+        def maybe_broken(row, text):
+            is_broken, broken[:] = any(broken), []
+            return reward(row, text) | ({"correct": value} if is_broken else {})
 
-    with monkeypatch.context() as patch:
-        patch.setattr(train_script, "sample_completions", sample_and_see_the_step)
-        patch.setattr(arithmetic, "reward", maybe_broken)
-        yield
+        monkeypatch.setattr(script, "sample_completions", sample_and_see_the_step)
+        monkeypatch.setattr(arithmetic, "reward", maybe_broken)
+
+    return break_it
 
 
 @pytest.fixture
@@ -545,20 +535,15 @@ def weights(path: Path) -> torch.Tensor:
     return load_file(path / "model.safetensors")["model.norm.weight"]
 
 
-def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkeypatch, capsys, policies):
+def test_three_steps_with_a_broken_reward_end_the_run(train, broken_reward, capsys, policies):
     """The weights and the newest checkpoint are those before the first broken step."""
-    with (
-        broken_reward(load_script(TRAIN), monkeypatch, {3, 4, 5}, math.inf),
-        pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"),
-    ):
+    broken_reward({3, 4, 5}, math.inf)
+    with pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"):
         train("--steps", "6", "--checkpoint-every", "1", *SMALL)
     directory = Path("runs/experiment_base/x")
     assert capsys.readouterr().out.count("the gradient was not finite, and its update was skipped") == 1
     metrics = read_lines(directory / "metrics.jsonl")
-    assert [(entry["step"], entry.get("loss/skipped")) for entry in metrics] == [
-        *((0, None), (1, 0), (2, 0)),
-        *((3, 1), (4, 1), (5, 1)),
-    ]
+    assert [entry.get("loss/skipped") for entry in metrics] == [None, 0, 0, 1, 1, 1]
     assert "reward/total" not in metrics[3]
     samples = read_lines(directory / "samples.jsonl")
     assert None in [entry["advantage"] for entry in samples if entry["step"] == 3]
@@ -567,9 +552,9 @@ def test_three_steps_with_a_broken_reward_end_the_run(train, load_script, monkey
     assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # those before step 3
 
 
-def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script, monkeypatch, capsys):
-    with broken_reward(load_script(TRAIN), monkeypatch, {2, 3, 5, 6}, float("nan")):
-        train("--steps", "7", *SMALL, "--lr", "1e-3", "--kl-weight", "0.1")
+def test_a_run_continues_after_two_steps_with_a_broken_reward(train, broken_reward, capsys):
+    broken_reward({2, 3, 5, 6}, math.nan)
+    train("--steps", "7", *SMALL, "--lr", "1e-3", "--kl-weight", "0.1")
     assert capsys.readouterr().out.count("its update was skipped") == 1
     directory = Path("runs/experiment_base/x")
     assert [entry["loss/skipped"] for entry in read_lines(directory / "metrics.jsonl")[1:-1]] == [0, 1, 1, 0, 1, 1, 0]
@@ -578,21 +563,12 @@ def test_a_run_continues_after_two_steps_with_a_broken_reward(train, load_script
 
 
 @pytest.mark.slow
-def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, load_script, monkeypatch):
+def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, broken_reward):
     """The sentence says how: with --lora-rank it would be merged, and another adapter trained."""
-    train("--lora-rank", "2", "--steps", "1", *SMALL)
-    Path("runs/experiment_base/x").rename("runs/experiment_base/first")
-    first = ("--model", "runs/experiment_base/first/final")
-    for flags, ending in ((("--lora-rank", "2"), " without --lora-rank"), (first, "")):
-        with (
-            broken_reward(load_script(TRAIN), monkeypatch, {2, 3, 4}, math.nan),
-            pytest.raises(UserError, match=rf"--model runs/experiment_base/x/checkpoints/step_<N>{ending}$"),
-        ):
-            train("--steps", "9", "--checkpoint-every", "1", *SMALL, *flags)
-        Path("runs/experiment_base/x").rename("failed")
-        train("--model", "failed/checkpoints/step_1", *SMALL)
-        shutil.rmtree("runs/experiment_base/x")
-        shutil.rmtree("failed")
+    broken_reward({2, 3, 4}, math.nan)
+    with pytest.raises(UserError, match=r"--model runs/experiment_base/x/checkpoints/step_<N> without --lora-rank$"):
+        train("--steps", "9", "--checkpoint-every", "1", *SMALL, "--lora-rank", "2")
+    train("--model", "runs/experiment_base/x/checkpoints/step_1", *SMALL, "--name", "y")
 
 
 # What is printed -----------------------------------------------------------------------------------------------------
@@ -693,34 +669,6 @@ def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
     assert start_without_reader(tmp_path, "--help", lines=0) == (141, "")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
-@pytest.mark.slow
-def test_a_closed_stdout_is_no_error():
-    closed = ["sh", "-c", 'exec "$0" "$@" >&-', sys.executable, str(ROOT / TRAIN), "--help"]
-    result = subprocess.run(closed, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
-# Text, paths and numbers that nothing can be made of -----------------------------------------------------------------
-
-LONG = "a" * 5000
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        *(((f"--{name}", LONG), rf"^--{name} a+ \.\.\.: .*File name too long") for name in ("model", "task", "data")),
-        *(((f"--{name}", "~nobody-here/x"), rf"^--{name} ~nobody-here/x: .*home") for name in ("runs-dir", "resume")),
-    ],
-    ids=lambda value: str(value)[:30].encode("ascii", "replace").decode().replace("\0", "0"),
-)
-def test_what_no_setting_can_be_is_refused(train, argv, sentence):
-    with pytest.raises(UserError, match=sentence) as caught:
-        train(*argv)
-    assert len(str(caught.value)) < 300
-    assert not list(Path().iterdir())
-
-
 def test_a_place_where_one_may_not_look_is_named(train):
     Path("closed").mkdir()
     Path("closed/rows.jsonl").write_text(GOOD_ROW * 9)
@@ -728,25 +676,20 @@ def test_a_place_where_one_may_not_look_is_named(train):
     try:
         if os.access("closed/rows.jsonl", os.F_OK):
             pytest.skip("this user may look everywhere")
-        with pytest.raises(
-            UserError, match=r"^--data closed/rows\.jsonl: this path cannot be used \(Permission denied\)"
-        ):
+        with pytest.raises(UserError, match=r"^--data closed/rows\.jsonl: this path cannot be used \(Permission den"):
             train("--data", "closed/rows.jsonl")
     finally:
         Path("closed").chmod(0o700)
 
 
-@pytest.mark.parametrize("module", ["harness.base.interrupt", pytest.param("torch.nn", marks=pytest.mark.slow)])
-def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path, module):
-    """As soon as a certain module has been imported, of which Python tells."""
+def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path):
+    """As soon as the guard has been imported, of which Python tells."""
     command = [sys.executable, "-X", "importtime", str(ROOT / TRAIN), "--steps", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
-        if line.rpartition("|")[2].strip() == module:
+        if line.rpartition("|")[2].strip() == "harness.base.interrupt":
             process.send_signal(signal.SIGINT)
             break
-    else:
-        pytest.fail(f"{module} was never imported")
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted" in errors

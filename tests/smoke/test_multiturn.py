@@ -91,13 +91,16 @@ def test_without_the_tool_no_call_is_executed(train):
     assert sum(metrics[f"completion/{name}_calls"] for name in outcomes) == pytest.approx(metrics["reward/calls"])
 
 
-def test_in_the_last_turn_calls_are_not_executed(train):
-    directory, _ = run(train, "--max-turns", "1")
-    metrics = rows_of(directory, "metrics")[1]
+def test_in_the_last_turn_calls_are_not_executed_but_have_their_price(train):
+    directory, _ = run(train, "--max-turns", "1", "--reward-weight", "calls=-0.25")
+    metrics, rows = rows_of(directory, "metrics")[1], rows_of(directory, "samples")
     assert metrics["completion/turns"] == 1
     assert metrics["completion/unanswered_calls"] > 0
     assert metrics["reward/executed_calls"] == 0
-    assert all(len(row["turns"]) == 1 for row in rows_of(directory, "samples"))
+    assert all(len(row["turns"]) == 1 for row in rows)
+    assert metrics["reward/calls"] > 0
+    assert metrics["reward/total"] == pytest.approx(metrics["reward/correct"] - 0.25 * metrics["reward/calls"])
+    assert all(row["return"] == row["rewards"]["correct"] - 0.25 * row["rewards"]["calls"] for row in rows)
 
 
 def test_a_users_tool_is_offered_and_has_a_time_limit(train):
@@ -116,35 +119,20 @@ def test_a_users_tool_is_offered_and_has_a_time_limit(train):
 
 
 def test_tools_that_cannot_be_used_are_refused(train):
-    Path("my_tools.py").write_text(A_TOOL.replace("search(", "calculator("))
-    with pytest.raises(UserError, match=r"^--tools \S+my_tools\.py: there is another tool called calculator"):
-        train.main([*SMALL, "--tools", "my_tools.py"])
-    with pytest.raises(UserError, match=r"^--tools nowhere\.py: there is no such file"):
-        train.main([*SMALL, "--tools", "nowhere.py"])
-    with pytest.raises(UserError, match=r"^--no-tool leaves no tool"):
-        train.main([*SMALL, "--no-tool", "--tools", "my_tools.py"])
-    assert not Path("runs").exists()
-
-
-def test_tools_that_fill_the_context_are_named(train):
     names = [f"parameter_{number}" for number in range(400)]
     described = "".join(f"        {name}: a number\n" for name in names)
     signature = ", ".join(f"{name}: int" for name in names)
-    Path("my_tools.py").write_text(f'def f({signature}) -> int:\n    """Add.\n\n    Args:\n{described}    """\n')
-    with pytest.raises(UserError, match=r"context of 1024 tokens: .*, or describe the functions of --tools in fewer"):
-        train.main([*SMALL, "--tools", "my_tools.py"])
+    Path("long.py").write_text(f'def f({signature}) -> int:\n    """Add.\n\n    Args:\n{described}    """\n')
+    Path("my_tools.py").write_text(A_TOOL.replace("search(", "calculator("))
+    for flags, message in (
+        (["--tools", "my_tools.py"], r"^--tools \S+my_tools\.py: there is another tool called calculator"),
+        (["--tools", "nowhere.py"], r"^--tools nowhere\.py: there is no such file"),
+        (["--no-tool", "--tools", "my_tools.py"], r"^--no-tool leaves no tool"),
+        (["--tools", "long.py"], r"context of 1024 tokens: .*, or describe the functions of --tools in fewer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train.main([*SMALL, *flags])
     assert not list(Path("runs").glob("*/*"))
-
-
-@pytest.mark.slow
-def test_a_price_of_calls_is_part_of_the_return(train):
-    directory, _ = run(train, "--reward-weight", "calls=-0.25")
-    metrics = rows_of(directory, "metrics")[1]
-    assert metrics["reward/calls"] > 0
-    assert metrics["reward/total"] == pytest.approx(metrics["reward/correct"] - 0.25 * metrics["reward/calls"])
-    rows = rows_of(directory, "samples")
-    assert any(row["rewards"]["calls"] for row in rows)
-    assert all(row["return"] == row["rewards"]["correct"] - 0.25 * row["rewards"]["calls"] for row in rows)
 
 
 @pytest.mark.slow

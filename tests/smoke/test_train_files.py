@@ -28,13 +28,8 @@ pytestmark = pytest.mark.drawn
 
 TRAIN_FILES = sorted(ROOT.glob("experiment_*/train.py"))
 WITH_REWARDS = [path for path in TRAIN_FILES if "\n    group_size: int" in path.read_text()]
-QUICK = ("experiment_multiturn_tool_calling",)  # the others do the same in the slow tier
 STARTED = ("experiment_base", "experiment_accelerate_ddp", "experiment_engine", "experiment_multiturn_qa")
 STAND_IN = ROOT / "tests" / "engine" / "stand_in"  # a package vllm
-
-
-def slow_unless(condition: bool) -> tuple:
-    return () if condition else (pytest.mark.slow,)
 
 
 def run_here(path: Path, *arguments: str, **environment: str) -> str:
@@ -151,15 +146,12 @@ def test_help_fits_the_terminal(columns):
     assert "\x1b" not in text  # it is piped
 
 
-@pytest.mark.parametrize(
-    ("environment", "is_colored"), [({}, True), pytest.param({"NO_COLOR": "1"}, False, marks=pytest.mark.slow)]
-)
-def test_help_is_colored_only_where_it_is_wanted(environment, is_colored):
+def test_help_is_colored_on_a_terminal():
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     command = [sys.executable, str(ROOT / "experiment_base" / "train.py"), "--help"]
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
-    process = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env={**inherited, **environment})
+    process = subprocess.Popen(command, stdout=theirs, cwd=ROOT, env=inherited)
     os.close(theirs)
     text = b""
     with contextlib.suppress(OSError):  # at the end of a terminal
@@ -168,7 +160,7 @@ def test_help_is_colored_only_where_it_is_wanted(environment, is_colored):
     os.close(ours)
     assert process.wait(timeout=60) == 0
     assert b"--temperature" in text
-    assert (b"\x1b[" in text) == is_colored
+    assert b"\x1b[" in text
 
 
 @pytest.mark.parametrize(
@@ -211,23 +203,21 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
 
 
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(x, id=x.parent.name, marks=slow_unless(x.parent.name in QUICK)) for x in WITH_REWARDS],
+    "name", ["experiment_multiturn_tool_calling", pytest.param("experiment_engine", marks=pytest.mark.slow)]
 )
-def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, path, request):
+def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, name, request):
     """As the README's section "Your own task" says, with a changed weight."""
-    with_engine = path.parent.name == "experiment_engine"
-    engine = ("--engine-url", request.getfixturevalue("stand_in")().url) if with_engine else ()
+    engine = ("--engine-url", request.getfixturevalue("stand_in")().url) if name == "experiment_engine" else ()
     shutil.copy(ROOT / "docs" / "task_template.py", tmp_path / "my_task.py")
     monkeypatch.chdir(tmp_path)
-    load_script(f"{path.parent.name}/train.py").main(
+    load_script(f"{name}/train.py").main(
         [
             *("--task", "my_task.py", "--data", str(TRAIN_DATA), "--eval-data", str(EVAL_DATA)),
             *("--reward-weight", "short=0.3", "--steps", "2", "--prompts-per-step", "2", "--group-size", "4"),
             *("--max-new-tokens", "24", "--eval-prompts", "4", "--name", "mine", *engine),
         ]
     )
-    directory = tmp_path / "runs" / path.parent.name / "mine"
+    directory = tmp_path / "runs" / name / "mine"
     before, *steps, after = rows_of(directory)
     for entry in (before, after):
         assert {"eval/sampled/accuracy", "eval/sampled/reward_short", "eval/sampled/thinks"} <= entry.keys()

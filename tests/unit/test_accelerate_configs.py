@@ -12,17 +12,6 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
-TYPES = {
-    "single_cpu": DistributedType.NO,
-    "single_gpu": DistributedType.NO,
-    "multi_gpu": DistributedType.MULTI_GPU,
-    "multi_node": DistributedType.MULTI_GPU,
-    "fsdp2": DistributedType.FSDP,
-    "fsdp2_offload": DistributedType.FSDP,
-    "deepspeed_zero2": DistributedType.DEEPSPEED,
-    "deepspeed_zero3": DistributedType.DEEPSPEED,
-}
-
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
@@ -41,22 +30,22 @@ def environment_of(path: Path) -> dict[str, str]:
 @each_file
 def test_a_file_is_what_its_name_says(path):
     config, given = load_config_from_file(str(path)), environment_of(path)
-    assert config.distributed_type == TYPES[path.stem]
-    assert (config.num_machines > 1) == (path.stem == "multi_node")
-    assert (config.num_processes > 1) == (not path.stem.startswith("single"))
-    assert config.use_cpu == (path.stem == "single_cpu")
     sharding = path.stem.split("_")[0]
-    assert given["ACCELERATE_MIXED_PRECISION"] == ("no" if path.stem == "single_cpu" else "bf16")
-    assert given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") == "1"
-    assert given.get("ACCELERATE_USE_FSDP") == ("true" if sharding == "fsdp2" else None)
-    assert given.get("ACCELERATE_USE_DEEPSPEED") == ("true" if sharding == "deepspeed" else None)
+    types = {"fsdp2": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED, "single": DistributedType.NO}
+    assert config.distributed_type == types.get(sharding, DistributedType.MULTI_GPU)
+    assert (config.num_machines > 1) == (path.stem == "multi_node")
+    assert (config.num_processes > 1) == (sharding != "single")
+    assert config.use_cpu == (path.stem == "single_cpu")
+    expected = {"MIXED_PRECISION": "no" if path.stem == "single_cpu" else "bf16", "GRADIENT_ACCUMULATION_STEPS": "1"}
+    expected |= {"USE_FSDP": "true"} if sharding == "fsdp2" else {}
+    expected |= {"USE_DEEPSPEED": "true", "DEEPSPEED_ZERO_STAGE": path.stem[-1]} if sharding == "deepspeed" else {}
+    names = ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_FSDP", "USE_DEEPSPEED", "DEEPSPEED_ZERO_STAGE")
+    found = {name: given[f"ACCELERATE_{name}"] for name in names if f"ACCELERATE_{name}" in given}
+    assert {"GRADIENT_ACCUMULATION_STEPS": "1"} | found == expected
     if sharding == "fsdp2":
-        assert given["FSDP_VERSION"] == "2"
-        assert given["FSDP_RESHARD_AFTER_FORWARD"] == "true"
+        assert (given["FSDP_VERSION"], given["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "true")
         assert given["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
         assert given["FSDP_OFFLOAD_PARAMS"] == str(path.stem == "fsdp2_offload").lower()
-    if sharding == "deepspeed":
-        assert given["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == path.stem[-1]
 
 
 @each_file

@@ -1,11 +1,9 @@
-"""The bundled task: its reward, its files, and the conversations of the warm start.
+"""The bundled task: its reward, its files, the longer sums, and the conversations of the warm start.
 
 Questions are read here by a parser that shares no code with what wrote them.
-
-The longer sums are what their script makes and share no sum with others; their thoughts are read as they are.
 """
 
-import json
+import itertools
 import math
 import random
 import re
@@ -13,13 +11,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from run_files import read_lines
 
 from tasks import arithmetic as task
-from tasks.arithmetic import reward
 from tasks.grammars import arithmetic_grammar as grammar
-from tasks.grammars.arithmetic_grammar import MAX_TOTAL, Question, Term, pool
 
 pytestmark = pytest.mark.all_questions
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # What a question may ask in words, as an expression in symbols
 PHRASES = {
@@ -48,10 +47,8 @@ def parse(text: str) -> Terms:
         text = framed.group(1)
     text = re.sub("plus|minus|times", lambda word: SYMBOLS[word.group()], text).replace(" ", "")
     assert re.fullmatch(r"\d+([+\-*]\d+)*", text), text
-    terms: Terms = []
-    for sign, product in re.findall(r"([+-]?)(\d+(?:\*\d+)*)", text):
-        terms.append((-1 if sign == "-" else 1, tuple(int(number) for number in product.split("*"))))
-    return terms
+    products = re.findall(r"([+-]?)(\d+(?:\*\d+)*)", text)
+    return [(-1 if sign == "-" else 1, tuple(map(int, product.split("*")))) for sign, product in products]
 
 
 def value(terms: Terms) -> int:
@@ -65,21 +62,18 @@ def up_to_order(terms: Terms) -> tuple:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[dict]]:
-    files = (task.TRAIN_DATA, task.EVAL_DATA)
-    return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in files}
+    return {path.stem: read_lines(path) for path in (task.TRAIN_DATA, task.EVAL_DATA)}
+
+
+LESSONS = {"copying": 400, "reasoning": 600, "answering": 3000}
 
 
 @pytest.fixture(scope="module")
 def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
     """Question and target of conversations of the warm start, by lesson."""
-    counts = {"copying": 400, "reasoning": 600, "answering": 3000}
-    warm_start = load_script("experiment_sft/warm_start.py")
-    turns = [
-        tuple(message["content"] for message in row["messages"])
-        for row in warm_start.conversations(*counts.values(), seed=0)
-    ]
-    lessons = iter(turns)
-    return {lesson: [next(lessons) for _ in range(count)] for lesson, count in counts.items()}
+    made = load_script("experiment_sft/warm_start.py").conversations(*LESSONS.values(), seed=0)
+    turns = (tuple(message["content"] for message in row["messages"]) for row in made)
+    return {lesson: [next(turns) for _ in range(count)] for lesson, count in LESSONS.items()}
 
 
 # The reward ---------------------------------------------------------------------------------------------------------
@@ -133,19 +127,21 @@ def test_the_reward_counts_one_answer_outside_the_thought():
 
 def test_the_question_does_not_affect_the_reward():
     for question in ("", "What is 58?", "<answer>59</answer> Is that so? <think>"):
-        row = {"question": question, "answer": "58"}
-        assert task.reward(row, "<answer>58</answer>")["correct"] == 1
-        assert task.reward(row, "")["correct"] == 0
+        rewards = [task.reward({"question": question, "answer": "58"}, text) for text in ("<answer>58</answer>", "")]
+        assert [reward["correct"] for reward in rewards] == [1, 0]
 
 
 def test_only_the_gold_answer_of_a_bundled_row_is_rewarded(rows):
     bundled = [row for file in rows.values() for row in file]
     assert len(bundled) == 4608
     for row in bundled:
-        assert task.reward(row, task.solution(row)) == {"correct": 1, "format": 1}
         answer = int(row["answer"])
-        assert task.reward(row, f"<think>so</think><answer>{answer:,}.0</answer>") == {"correct": 1, "format": 1}
-        assert task.reward(row, f"<answer>{answer + 1}</answer>") == {"correct": 0, "format": 1}
+        texts = (
+            task.solution(row),
+            f"<think>so</think><answer>{answer:,}.0</answer>",
+            f"<answer>{answer + 1}</answer>",
+        )
+        assert [tuple(task.reward(row, text).values()) for text in texts] == [(1, 1), (1, 1), (0, 1)]
 
 
 def pairs(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
@@ -242,16 +238,13 @@ NO_ANSWERS = ["20+38=58\n#### 58", "#### 58", "", " \n ", "5\n8", "5\u20288", "<
 NO_ANSWERS += ["<answer>58</answer>", math.inf, -math.inf, math.nan, "Infinity", "-Infinity", "NaN"]
 
 
-@pytest.mark.parametrize("answer", [*CAN_BE_EARNED, *NO_ANSWERS], ids=repr)
-def test_only_an_answer_can_be_earned(answer):
-    row, can_be_earned = {"question": "", "answer": answer}, answer in CAN_BE_EARNED
-    assert task.reward(row, task.solution(row))["correct"] == can_be_earned
-    assert can_be_earned or task.reward(row, "<answer></answer>")["correct"] == 0
-    assert can_be_earned or task.reward(row, f"<answer>{str(answer).strip()}</answer>")["correct"] == 0
-
-
-def test_the_solution_of_the_template_earns_it(load_script):
+def test_only_an_answer_can_be_earned(load_script):
     template = load_script("docs/task_template.py")
+    for answer in (*CAN_BE_EARNED, *NO_ANSWERS):
+        row, can_be_earned = {"question": "", "answer": answer}, answer in CAN_BE_EARNED
+        assert task.reward(row, task.solution(row))["correct"] == can_be_earned, answer
+        for text in ("", answer, str(answer).strip()):
+            assert can_be_earned or task.reward(row, f"<answer>{text}</answer>")["correct"] == 0, answer
     for answer, earned in (("58", 1), (" 58\n", 1), ("", 0), ("</answer>", 0)):
         row = {"question": "", "answer": answer}
         assert template.reward(row, template.solution(row))["correct"] == earned
@@ -259,8 +252,7 @@ def test_the_solution_of_the_template_earns_it(load_script):
 
 
 def test_messages_are_the_question_and_any_system_prompt():
-    row = {"question": "What is 2+3?", "answer": "5"}
-    user = {"role": "user", "content": "What is 2+3?"}
+    row, user = {"question": "What is 2+3?", "answer": "5"}, {"role": "user", "content": "What is 2+3?"}
     assert task.messages(row) == [user]
     assert task.messages(row, "Think.") == [{"role": "system", "content": "Think."}, user]
 
@@ -268,23 +260,35 @@ def test_messages_are_the_question_and_any_system_prompt():
 # The bundled files --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "only_pool"), [("math_tasks", "train"), ("math_tasks_heldout", "heldout")])
-def test_the_bundled_files_are_those_that_their_script_writes(load_script, rows, name, only_pool):
-    made = load_script("data/make_math_tasks.py").make_rows(only_pool, 256)
-    assert made == rows[name][:256]
+DATA, POOLS = Path(task.EVAL_DATA).parent, {"": "train", "_heldout": "heldout"}
+
+
+def test_the_bundled_files_are_those_that_their_scripts_write(load_script, rows):
+    made = load_script("data/make_math_tasks.py").make_rows
+    long_sums = load_script("data/make_long_sums.py")
+    for suffix, only_pool in POOLS.items():
+        assert made(only_pool, 256) == rows[f"math_tasks{suffix}"][:256]
+        found = read_lines(DATA / f"long_sums{suffix}.jsonl")
+        assert long_sums.FILES[f"long_sums{suffix}"] == (only_pool, len(found) // 6)
+        assert long_sums.make_rows(only_pool, 16) == found[:96]
+        assert [row["num_terms"] for row in found] == [*range(5, 11)] * (len(found) // 6)
 
 
 def test_every_bundled_answer_is_right(rows):
-    for row in [row for file in rows.values() for row in file]:
+    long_sums = [read_lines(DATA / f"long_sums{suffix}.jsonl") for suffix in POOLS]
+    for row in itertools.chain(*rows.values(), *long_sums):
         terms = parse(row["question"])
-        assert str(value(terms)) == row["answer"], row
         numbers = [factor for _, factors in terms for factor in factors]
-        assert row["num_terms"] == len(numbers)
-        assert row["num_digits"] == max(len(str(number)) for number in numbers)
+        assert (row["answer"], row["num_terms"]) == (str(value(terms)), len(numbers)), row
+        assert row.get("num_digits", 2) == max(len(str(number)) for number in numbers)
         assert min(numbers) > 0
         totals = [value(terms[: k + 1]) for k in range(len(terms))]
-        assert min(totals) >= 0
-        assert max(totals) <= grammar.MAX_TOTAL
+        assert 0 <= min(totals) <= max(totals) <= grammar.MAX_TOTAL
+    assert max(row["num_terms"] for row in itertools.chain(*rows.values())) < 5  # the long sums have more
+    for found, only_pool in zip(long_sums, POOLS.values(), strict=True):
+        questions = [grammar.Question(tuple(grammar.Term(*term) for term in parse(row["question"]))) for row in found]
+        assert {grammar.pool(question) for question in questions} == {only_pool}
+        assert len({question.key for question in questions}) == len(questions)
 
 
 def test_every_wording_asks_for_the_sum_that_it_was_made_from():
@@ -354,85 +358,15 @@ def test_all_answers_and_equations_of_the_warm_start_are_right(conversations, le
     if lesson == "reasoning":
         assert styles["direct"] == 0
     else:  # the policy should know every style, and prefer direct answers
-        assert 0.15 < styles["reasoned"] / len(conversations[lesson]) < 0.25
+        assert 0.15 < styles["reasoned"] / LESSONS[lesson] < 0.25
         assert styles["checked"] > 20
 
 
-def test_the_warm_start_is_the_same_for_the_same_seed(load_script):
-    make = load_script("experiment_sft/warm_start.py").conversations
-    assert list(make(20, 20, 20, seed=1)) == list(make(20, 20, 20, seed=1))
-    assert list(make(20, 20, 20, seed=1)) != list(make(20, 20, 20, seed=2))
+# What is said of the longer sums --------------------------------------------------------------------------------------
 
 
-# The longer sums ----------------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-FILES = {"long_sums": "train", "long_sums_heldout": "heldout"}
-
-
-@pytest.fixture
-def benchmark(load_script, monkeypatch):
-    """Load a script of benchmarks/, which imports what is beside it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return lambda name: load_script(f"benchmarks/{name}.py")
-
-
-def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (ROOT / "data" / f"{name}.jsonl").read_text("utf-8").splitlines()]
-
-
-def question_of(text: str) -> Question:
-    """A sum as it is asked, without products; parsed here by other means than in benchmarks/thoughts.py."""
-    words = re.findall(r"\d+|[-+]|plus|minus", text)
-    numbers = [int(word) for word in words[::2]]
-    signs = [1, *(1 if word in ("+", "plus") else -1 for word in words[1::2])]
-    return Question(tuple(Term(sign, (number,)) for sign, number in zip(signs, numbers, strict=True)))
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_long_sums_are_what_their_script_makes(load_script, name):
-    script, rows = load_script("data/make_long_sums.py"), read(name)
-    only_pool, num_rows = script.FILES[name]
-    assert script.make_rows(only_pool, 16) == rows[:96]
-    assert [row["num_terms"] for row in rows] == [*range(5, 11)] * num_rows
-
-
-def test_long_sums_are_right_and_in_no_other_pool():
-    for name, own in FILES.items():
-        questions = [question_of(row["question"]) for row in read(name)]
-        assert {pool(question) for question in questions} == {own}
-        assert len({question.key for question in questions}) == len(questions)
-        for row, question in zip(read(name), questions, strict=True):
-            values = [term.value * term.sign for term in question.terms]
-            totals = [sum(values[:end]) for end in range(1, len(values) + 1)]
-            assert (str(totals[-1]), len(values)) == (row["answer"], row["num_terms"])
-            assert 0 <= min(totals) <= max(totals) <= MAX_TOTAL
-    assert max(row["num_terms"] for name in ("math_tasks", "math_tasks_heldout") for row in read(name)) < 5
-
-
-def test_a_thought_without_a_mistake_earns_the_reward(benchmark):
-    thoughts = benchmark("thoughts")
-    row, terms = {"answer": "58"}, [47, 29, -18]
-    texts = {
-        "<think>47+29=76 76-18=58</think><answer>58</answer>": "none",
-        "<think>47+20=67 67+9=76 76-18=58</think><answer>58</answer>": "none",
-        "<think>47+29=76 76-18=58</think><answer>59</answer>": "answer",
-        "<think>47+29=76 76-18=58</think>": "form",
-        "<think>47+29=76 76-18=58</think><answer>58</answer><answer>58</answer>": "form",
-        "<think>29+47=76 76-10=66 66-8=58</think><answer>58</answer>": "none",
-        "<think>47+9=56 56+20=76 76-18=58</think><answer>58</answer>": "operand",
-        "<think>47*29=76</think><answer>58</answer>": "operand",
-        "<think>47+29=76 76-18=58 58-18=40</think><answer>58</answer>": "operand",
-        "<think>47+20=67 67-18=49</think><answer>58</answer>": "left out",
-        "": "left out",
-    }
-    for text, mistake in texts.items():
-        assert thoughts.first_mistake(text, terms) == mistake, text
-        assert mistake != "none" or reward(row, text)["correct"] == 1
-
-
-def test_the_tables_of_the_page_are_those_of_its_data(benchmark):
-    page_of = benchmark("teaches_page")
+def test_the_tables_of_the_page_are_those_of_its_data(load_script):
+    page_of = load_script("benchmarks/what_rl_teaches.py")
     page = (ROOT / "docs" / "what_rl_teaches.md").read_text(encoding="utf-8")
     made = page_of.tables(page_of.read_results())
     assert len(made) > 6

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_files import json_of
 
 from common.errors import UserError
 from tasks.audit.__main__ import main
@@ -16,7 +17,6 @@ from harness.data.row_checks import normalise
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL, RESULTS = ROOT.parent / "shared" / "data", ROOT / "benchmarks" / "results" / "measurements.json"
-needs_real_files = pytest.mark.skipif(not REAL.is_dir(), reason="the published files are not there")
 
 
 @pytest.fixture
@@ -27,8 +27,7 @@ def audit(tmp_path, capsys) -> Callable[..., tuple[int, dict, str]]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main([*argv, "--json", str(tmp_path / "report.json")])
-        report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-        return ended.value.code, report, capsys.readouterr().out
+        return ended.value.code, json_of(tmp_path / "report.json"), capsys.readouterr().out
 
     return run
 
@@ -36,20 +35,17 @@ def audit(tmp_path, capsys) -> Callable[..., tuple[int, dict, str]]:
 @pytest.fixture
 def write(tmp_path) -> Callable[..., str]:
     def to_file(name: str, *lines: str | dict) -> str:
-        path = tmp_path / name
-        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines), encoding="utf-8")
-        return str(path)
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (tmp_path / name).write_text("\n".join(texts) + "\n", encoding="utf-8")
+        return str(tmp_path / name)
 
     return to_file
 
 
-def found(report: dict) -> dict[str, list[int]]:
+def found(report: dict, **wanted) -> dict[str, list[int]]:
     """The line numbers of every finding that has rows."""
-    return {
-        finding["name"]: [int(place.rpartition(":")[2]) for place in finding["places"]]
-        for finding in report["findings"]
-        if finding["places"]
-    }
+    findings = [finding for finding in report["findings"] if finding["rows"] and wanted.items() <= finding.items()]
+    return {finding["name"]: [int(place.rpartition(":")[2]) for place in finding["places"]] for finding in findings}
 
 
 def row(question: str, answer: object) -> dict:
@@ -87,27 +83,23 @@ def test_every_planted_fault_is_found_and_nothing_else(audit, write):
     data, eval_data = write("train.jsonl", *TRAINING), write("test.jsonl", *EVALUATION)
     status, report, text = audit("--task", "gsm8k", "--data", data, "--eval-data", eval_data)
     assert status == 1
-    assert found(report) == {
+    assert found(report, is_problem=True) == {
         "training_unusable": [2, 3, 4, 5],
         "training_empty_golds": [6],
         "training_refused_golds": [7],
         "training_conflicts": [10],
-        "training_repeated": [9],
         "training_long_prompts": [16],
         "training_control_characters": [11],
+        "shared_exactly": [1],
+        "shared_normalised": [2],
+    }
+    assert found(report, is_problem=False) == {
+        "training_repeated": [9],
         "training_answer_in_question": [12],
         "training_wrong_calculations": [13],
         "training_13_words": [15],
         "evaluation_repeated": [2],
-        "shared_exactly": [1],
-        "shared_normalised": [2],
         "shared_13_words": [3],
-    }
-    problems = {finding["name"] for finding in report["findings"] if finding["is_problem"] and finding["rows"]}
-    notes = found(report).keys() - problems
-    assert notes == {
-        *("training_repeated", "training_answer_in_question", "training_wrong_calculations", "training_13_words"),
-        *("evaluation_repeated", "shared_13_words"),
     }
     assert "train.jsonl:7: '<answer>eight</answer>' earns correct = 0" in text
     assert "\x07" not in text
@@ -189,13 +181,11 @@ def test_lengths_are_those_of_the_tokenizer(audit, write, tokenizer):
     data = write("rows.jsonl", *(row(f"What is {n}+1?", worked.replace("9", str(n))) for n in range(1, 11)))
     _, report, _ = audit("--task", "gsm8k", "--data", data, "--max-new-tokens", "9")
     lengths = {entry["name"]: entry for entry in report["tokens"]}
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 10+1?"}], add_generation_prompt=True, return_dict=False
-    )
+    messages = [{"role": "user", "content": "What is 10+1?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert lengths["training_prompts"]["longest"] == len(ids)
-    expected = sorted(
-        len(tokenizer.encode(worked.replace("<<9*2=18>>", "").replace("9", str(n)))) for n in range(1, 11)
-    )
+    bare = worked.replace("<<9*2=18>>", "")
+    expected = sorted(len(tokenizer.encode(bare.replace("9", str(n)))) for n in range(1, 11))
     entry = lengths["training_solutions"]
     assert (entry["median"], entry["longest"]) == (expected[4], expected[-1])
     assert entry["beyond_limit"] == sum(length > 9 for length in expected)
@@ -209,14 +199,9 @@ def test_what_a_question_means_is_kept_when_normalised():
 
 
 @pytest.mark.slow
-@needs_real_files
-@pytest.mark.parametrize(("task", "file"), [("math", "math_benchmarks/minerva")])
-def test_the_committed_reports_are_those_of_the_files(audit, task, file):
-    name = file.rpartition("/")[2]
-    committed = read_json(RESULTS, "audits")[{"test": "gsm8k"}.get(name, name)]
-    part = "evaluation" if name == "test" else "training"
-    expected = {name: lines for name, lines in found(committed).items() if name.startswith(part)}
-    status, report, _ = audit("--task", task, "--data", str(REAL / f"{file}.jsonl"))
-    assert found(report) == {name.replace("evaluation", "training"): lines for name, lines in expected.items()}
-    assert status == int(name == "minerva")
-    assert len(found(report).get("training_boxed_in_question", ())) == (33 if name == "minerva" else 0)
+@pytest.mark.skipif(not REAL.is_dir(), reason="the published files are not there")
+def test_the_committed_report_is_that_of_the_file(audit):
+    committed = found(read_json(RESULTS, "audits")["minerva"])
+    status, report, _ = audit("--task", "math", "--data", str(REAL / "math_benchmarks" / "minerva.jsonl"))
+    assert (status, found(report)) == (1, {name: x for name, x in committed.items() if name.startswith("training")})
+    assert len(found(report)["training_boxed_in_question"]) == 33

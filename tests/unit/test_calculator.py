@@ -3,6 +3,7 @@
 Its task: the questions, that no two pools share one, the rewards, and the bundled files.
 """
 
+import itertools
 import json
 import math
 import random
@@ -13,9 +14,10 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_files import read_lines
 from transformers.utils import get_json_schema
 
-import common.calculator_tool
+from common import calculator_tool
 from common.calculator_tool import MAX_DEPTH, MAX_EXPRESSION, calculator
 from tasks import calculator as calculator_task
 from tasks.grammars.arithmetic_grammar import pool
@@ -54,11 +56,9 @@ def exact(text: str) -> Fraction | None:
         return None
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_agrees_with_exact_rational_arithmetic(seed):
-    rng = random.Random(seed)
-    values = 0
-    for _ in range(100):
+def test_agrees_with_exact_rational_arithmetic():
+    rng, values = random.Random(0), 0
+    for _ in range(1000):
         text = make_text(rng, rng.randint(0, 4)).strip()
         value, answer = exact(text), calculator(text)
         if is_an_error(answer):
@@ -69,7 +69,7 @@ def test_agrees_with_exact_rational_arithmetic(seed):
             assert answer == str(value), text
         else:
             assert abs(Fraction(answer) - value) <= min(abs(value) / (2 * 10**11), Fraction(1, 2000)), text
-    assert values > 50
+    assert values > 500
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -108,11 +108,10 @@ def is_an_error(answer: str) -> bool:
     return answer.startswith("error: ") and is_short and "Traceback" not in answer
 
 
-@pytest.mark.parametrize("texts", [ESCAPES, NO_VALUE, HOSTILE_TEXTS], ids=["escapes", "no_value", "hostile_texts"])
-def test_what_has_no_value_is_an_error(texts, capfd):
+def test_what_has_no_value_is_an_error(capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        answers = [(repr(text)[:100], calculator(text)) for text in texts]
+        answers = [(repr(text)[:100], calculator(text)) for text in ESCAPES + NO_VALUE + HOSTILE_TEXTS]
     assert [(text, answer) for text, answer in answers if not is_an_error(answer)] == []
     assert capfd.readouterr() == ("", "")
 
@@ -126,11 +125,8 @@ def test_any_text_has_a_short_answer(text):
 
 
 def test_python_never_parses_what_is_not_arithmetic(monkeypatch):
-    parsed = []
-    parse = common.calculator_tool.ast.parse
-    monkeypatch.setattr(
-        common.calculator_tool.ast, "parse", lambda text, **settings: parsed.append(text) or parse(text, **settings)
-    )
+    parsed, parse = [], calculator_tool.ast.parse
+    monkeypatch.setattr(calculator_tool.ast, "parse", lambda text, **more: parsed.append(text) or parse(text, **more))
     for text in (*ESCAPES, *HOSTILE_TEXTS, "2+2"):
         calculator(text)
     assert "2+2" in parsed
@@ -143,33 +139,14 @@ def test_python_never_parses_what_is_not_arithmetic(monkeypatch):
 
 def test_answers_are_exact_or_rounded_once():
     expected = {
-        " 17 * 23\n": "391",
-        "-7/2": "-3.5",
-        "0.1+0.2": "0.3",
-        "1/3": "0.333333333333",
-        "2/3": "0.666666666667",
-        "1/3*3": "1",
-        "3/1000000": "0.000003",
-        "2/3/10**6": "6.66666666667e-7",
-        "1e-20": "1e-20",
-        "2/3/10**6*10**6": "0.666666666667",
-        "123456789012.5": "123456789012.5",
-        "(10**20+1)/3": "33333333333333333333.667",
-        "1200+1/10**13": "1200",  # rounded
-        "-2**2": "-4",
-        "2**3**2": "512",
-        "0**0": "1",
-        "(-1)**(10**150+1)": "-1",
-        "round(1234, -2)": "1200",
-        "sqrt(2/8)": "0.5",
-        "sqrt(2)": "1.41421356237",
-        "sqrt(2)**2": "2",
-        "min(3)": "3",
-        "(" * 100 + "1" + ")" * 100: "1",
-        "1" + "+1" * 100: "101",
-        "10**199": "1" + "0" * 199,
-        "9" * 200: "9" * 200,
-    }
+        " 17 * 23\n": "391", "-7/2": "-3.5", "0.1+0.2": "0.3", "1/3": "0.333333333333", "2/3": "0.666666666667",
+        "1/3*3": "1", "3/1000000": "0.000003", "2/3/10**6": "6.66666666667e-7", "1e-20": "1e-20",
+        "2/3/10**6*10**6": "0.666666666667", "123456789012.5": "123456789012.5",
+        "(10**20+1)/3": "33333333333333333333.667", "1200+1/10**13": "1200", "-2**2": "-4", "2**3**2": "512",
+        "0**0": "1", "(-1)**(10**150+1)": "-1", "round(1234, -2)": "1200", "sqrt(2/8)": "0.5",
+        "sqrt(2)": "1.41421356237", "sqrt(2)**2": "2", "min(3)": "3", "(" * 100 + "1" + ")" * 100: "1",
+        "1" + "+1" * 100: "101", "10**199": "1" + "0" * 199, "9" * 200: "9" * 200,
+    }  # fmt: skip
     assert {text: calculator(text) for text in expected} == expected
 
 
@@ -191,27 +168,21 @@ def test_a_deep_stack_is_no_exception():
 def test_its_docstring_describes_it():
     function = get_json_schema(calculator)["function"]
     assert function["parameters"]["required"] == ["expression"]
-    assert all(name in function["description"] for name in common.calculator_tool._FUNCTIONS)
+    assert all(name in function["description"] for name in calculator_tool._FUNCTIONS)
     assert ">>>" not in json.dumps(function)  # all of it stands in every prompt
 
 
 # The task -------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
 @pytest.fixture(scope="module")
 def files() -> dict[str, list[dict]]:
-    return {"train": rows_of(calculator_task.TRAIN_DATA), "heldout": rows_of(calculator_task.EVAL_DATA)}
+    return {"train": read_lines(calculator_task.TRAIN_DATA), "heldout": read_lines(calculator_task.EVAL_DATA)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("only_pool", ["train", "heldout", "warm_start"])
-def test_questions_are_of_their_kind_and_pool(kind, only_pool):
+def test_questions_are_of_their_kind_and_pool():
     rng = random.Random(1)
-    for _ in range(50):
+    for kind, only_pool in itertools.product([*KINDS] * 50, ("train", "heldout", "warm_start")):
         question = draw_calculator_question(rng, kind, only_pool)
         numbers = [number for term in question.terms for number in term.factors]
         assert pool(question) == only_pool
@@ -228,12 +199,11 @@ def test_the_bundled_files_are_what_the_script_writes(files, load_script):
         assert 0.2 < sum(row["kind"] == "easy" for row in rows) / len(rows) < 0.3
 
 
-def numbers_in(question: str) -> tuple[int, ...]:
-    return tuple(sorted(map(int, re.findall(r"\d+", question))))
-
-
 def test_training_and_held_out_questions_share_no_hard_sum(files):
-    asked = [{numbers_in(row["question"]) for row in rows if row["kind"] != "easy"} for rows in files.values()]
+    asked = [
+        {tuple(sorted(map(int, re.findall(r"\d+", row["question"])))) for row in rows if row["kind"] != "easy"}
+        for rows in files.values()
+    ]
     assert len(asked[0]) > 2000
     assert not asked[0] & asked[1]
 
@@ -253,17 +223,12 @@ def test_every_answer_is_what_python_computes(files):
 @pytest.mark.parametrize(
     ("text", "correct", "well_formed"),
     [
-        ("<answer>21330</answer>", 1, 1),
-        ("\n<answer>21,330</answer>", 1, 1),  # the call of the first turn is removed
+        ("<answer>21330</answer>", 1, 1), ("\n<answer>21,330</answer>", 1, 1),
         ("<think>a</think>\n<think>b</think>\n<answer>21330</answer>", 1, 1),
         ("<think>a</think>\nIt is\n<answer>21330</answer>", 1, 0),
         ("<answer>21330</answer>\n<answer>21330</answer>", 0, 0),
-        ("<answer>1</answer>\n<answer>21330</answer>", 0, 0),
-        ("<think><answer>21330</answer></think>", 0, 0),
-        ("<answer>21331</answer>", 0, 1),
-        ("<answer>21330", 0, 0),
-        ("<think>" * 1000, 0, 0),
-        ("", 0, 0),
+        ("<answer>1</answer>\n<answer>21330</answer>", 0, 0), ("<think><answer>21330</answer></think>", 0, 0),
+        ("<answer>21331</answer>", 0, 1), ("<answer>21330", 0, 0), ("<think>" * 1000, 0, 0), ("", 0, 0),
     ],
 )  # fmt: skip
 def test_the_reward_of_what_was_said_in_all_turns(text, correct, well_formed):

@@ -93,22 +93,12 @@ def test_a_tokenizer_adds_no_special_tokens_to_a_template(tokenizer):
     assert encode_chat(eager, messages, end_of_turn_ids) == encode_chat(tokenizer, messages, end_of_turn_ids)
 
 
-def test_an_end_of_turn_token_inside_an_answer_ends_nothing(tokenizer):
-    odd = {"role": "assistant", "content": "a<|im_end|>b"}
-    ids, mask = encode_chat(tokenizer, [QUESTION, odd], [tokenizer.eos_token_id])
-    assert spoken(tokenizer, ids, mask) == ["a<|im_end|>b<|im_end|>"]
-
-
-def test_a_date_that_can_be_passed_in_is_pinned(with_template):
-    tokenizer = with_template(LLAMA_LIKE)
-    assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(encode_prompt(tokenizer, [QUESTION]))
+@pytest.mark.parametrize("condition", ["date_string is not defined", "true"], ids=["passed in", "read by the template"])
+def test_the_date_is_pinned(with_template, condition):
+    tokenizer = with_template(LLAMA_LIKE.replace("date_string is not defined", condition))
     ids, _ = encode_chat(tokenizer, [QUESTION, ANSWER], [tokenizer.eos_token_id])
-    assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(ids)
-
-
-def test_a_date_that_the_template_reads_itself_is_pinned(with_template):
-    tokenizer = with_template(LLAMA_LIKE.replace("{%- if date_string is not defined %}", "{%- if true %}"))
-    assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(encode_prompt(tokenizer, [QUESTION]))
+    for prompt in (encode_prompt(tokenizer, [QUESTION]), ids):
+        assert f"Today Date: {TEMPLATE_DATE}" in tokenizer.decode(prompt)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(with_template):
@@ -180,16 +170,13 @@ def test_a_content_that_the_template_rewrites_is_kept(tokenizer, with_template):
         (2, 7, [2, 7]),
         (2, None, [2]),
         (None, 0, [0]),  # 0 is an id like any other
+        (None, None, None),
     ],
 )
 def test_end_of_turn_ids_are_those_of_tokenizer_and_config(of_tokenizer, of_config, expected):
-    config = SimpleNamespace(eos_token_id=of_config)
-    assert find_end_of_turn_ids(SimpleNamespace(eos_token_id=of_tokenizer), config) == expected
-    if of_config is None:
-        assert find_end_of_turn_ids(SimpleNamespace(eos_token_id=of_tokenizer), None) == expected
-
-
-def test_a_model_that_could_never_end_a_turn_is_refused():
-    nothing = SimpleNamespace(eos_token_id=None)
-    with pytest.raises(ValueError, match="eos"):
-        find_end_of_turn_ids(nothing, nothing)
+    named = [SimpleNamespace(eos_token_id=ids) for ids in (of_tokenizer, of_config)]
+    if expected is None:
+        with pytest.raises(ValueError, match="eos"):
+            find_end_of_turn_ids(*named)
+    else:
+        assert find_end_of_turn_ids(*named) == expected

@@ -73,11 +73,6 @@ def test_a_row_that_cannot_be_used_is_named(write, line, sentence):
     assert len(str(caught.value).rpartition("/")[2]) < 200
 
 
-def test_a_file_without_rows_is_named(write):
-    with pytest.raises(UserError, match=r"rows\.jsonl has no rows"):
-        read_rows(write("", " "), REQUIRED)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -86,10 +81,12 @@ def test_a_file_without_rows_is_named(write):
         ("rows.csv", b"question,answer\nx,2\n", "is a table: JSONL .* is read .*from_csv"),
         ("rows.jsonl.gz", b"\x1f\x8b\x08", "is a compressed file: JSONL .* is read"),
         ("rows.jsonl", '{"question": "x"}\r\n'.encode("utf-16"), "is text in UTF-16: JSONL in UTF-8 is read"),
+        ("rows.jsonl", '{"question": "é"}'.encode("latin-1"), r"rows\.jsonl:1: not UTF-8 text"),
+        ("rows.jsonl", b"\n  \n", r"rows\.jsonl has no rows"),
         ("rows.txt", b"question,answer\nx,2\n", r"txt:1: not JSON .*; every line must be one object"),
     ],
 )
-def test_a_file_of_another_format_is_named(tmp_path, name, content, sentence):
+def test_a_file_that_cannot_be_used_is_named(tmp_path, name, content, sentence):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=sentence) as caught:
         read_rows(str(tmp_path / name), REQUIRED)
@@ -110,13 +107,6 @@ def test_a_file_that_does_not_exist_is_named(tmp_path):
     for path in (str(tmp_path / "missing.jsonl"), "data/missing.jsonl", str(tmp_path)):  # none is an id of the hub
         with pytest.raises(UserError, match="there is no such file"):
             read_rows(path, REQUIRED)
-
-
-def test_a_file_that_is_not_utf8_is_refused(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(json.dumps(row(1, note="é"), ensure_ascii=False).encode("latin-1"))
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: not UTF-8 text"):
-        read_rows(str(path), REQUIRED)
 
 
 def test_the_bundled_task_is_evaluated_on_its_heldout_file():

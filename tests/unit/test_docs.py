@@ -66,22 +66,11 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
         assert lines[int(target) - 1].strip().startswith(f"# {number} ")
 
 
-def text_of(page: Path) -> str:
-    """The text, where a file that one of its commands has copied has the name of the original."""
-    text = page.read_text(encoding="utf-8")
+def commands_of(page: Path) -> list[tuple[str, list[str]]]:
+    """The commands `python <script> <arguments>` on a page; a script that was copied has the original's name."""
+    text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for original, copy in re.findall(r"^cp (experiment_\w+/)train\.py (experiment_\w+/)$", text, re.MULTILINE):
         text = text.replace(copy, original)
-    return text
-
-
-def aliases_of(config_class) -> dict[str, str]:
-    """Other names of flags, and the flags that they are."""
-    return {alias: flag(name) for name, aliases in getattr(config_class, "ALIASES", {}).items() for alias in aliases}
-
-
-def commands_of(page: Path) -> list[tuple[str, list[str]]]:
-    """The commands `python <script> <arguments>` on a page: script and arguments of each."""
-    text = re.sub(r"\\\n\s*", " ", text_of(page))
     found = re.findall(r"python (?:-m (viewer)\.(\w+)|(\w+/\w+\.py|evaluate\.py|export\.py))((?: [^`\n&#)]*)?)", text)
     return [(file or f"{package}/{module}.py", shlex.split(arguments)) for package, module, file, arguments in found]
 
@@ -95,8 +84,10 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
         module = load_script(script)
         config_class = getattr(module, "Config", None) or module.Command
         arguments = [*map(flag, getattr(config_class, "POSITIONAL", ())), *arguments]  # as a flag: tyro's own view
+        others = getattr(config_class, "ALIASES", {})  # names of flags
+        aliases = {alias: flag(name) for name, names in others.items() for alias in names}
         try:
-            tyro.cli(config_class, args=[aliases_of(config_class).get(word, word) for word in arguments])
+            tyro.cli(config_class, args=[aliases.get(word, word) for word in arguments])
         except SystemExit:
             pytest.fail(f"{script} {shlex.join(arguments)}")
 

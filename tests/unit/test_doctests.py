@@ -15,12 +15,11 @@ MODULES = sorted(
     for path in (ROOT / package).rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
-SCRIPTS = ("experiment_sft/warm_start.py", "benchmarks/thoughts.py", "benchmarks/teaches_page.py")
+SCRIPTS = ("experiment_sft/warm_start.py", "benchmarks/what_rl_teaches.py")
 
 
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
-def test_the_examples_of_a_module_are_true(name, load_script, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # some scripts import what is beside them
+def test_the_examples_of_a_module_are_true(name, load_script):
     results = doctest.testmod(load_script(name) if name in SCRIPTS else importlib.import_module(name))
     vars(builtins).pop("_", None)  # the last value that an example has shown
     assert results.attempted

@@ -1,6 +1,8 @@
 """The loss doctor: our own code passes, every planted mistake is found by its check and by no other."""
 
+import os
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,25 +35,20 @@ SPAN = """place = torch.arange(mask.shape[1])
     last = (mask.long() * place).amax(dim=1, keepdim=True)
     span = (place >= mask.long().argmax(dim=1)[:, None]) & (place <= last) & mask.bool().any(dim=1)[:, None]
     """
+MEAN_OVER_SPAN = "token_loss.sum() / span.sum()"
 KL_OVER_THE_WIDTH = f"torch.where(mask.bool(), token_loss, 0.0) + kl_weight * {K3}.mean(1, True) * mask"
 KL_OUTSIDE = "torch.where(mask.bool(), token_loss, 0.0) + kl_weight * (log_probs - log_probs_ref) ** 2"
 WRITES = f"result = {RETURN[7:]}\n    mask.zero_()\n    return result"
 NO_ENDS = "is_completion &= ~torch.isin(sequences, torch.tensor(end_of_turn_ids))\n    "
 NO_GRAD = "model.eval()\n    with torch.no_grad()"
-BOTH_PADDED = "[pad_id] * (width - len(prompt) - 1) + prompt + [pad_id] * (len(prompt) < width)"
+WITH_GRAD = "model.eval()\n    with torch.enable_grad()"
 
 FIRST_LINES = {  # name: (traps that are found, a line before the first of the loss)
-    "no end of turn": (
-        "end_of_turn_masked",
-        "mask = mask.bool() & torch.nn.functional.pad(mask.bool()[:, 1:], (0, 1))",
-    ),
+    "no end of turn": ("end_of_turn_masked", "mask = mask.bool() & mask.bool().roll(-1, dims=1)"),
     "mask to the right": ("off_by_one", "mask = mask.roll(1, dims=1)"),
     "tool output": ("tool_output_in_loss", SPAN + "mask = span"),
     "a token is missing": ("tokens_left_out", "mask = mask * (torch.arange(mask.shape[1]) != 4)"),
-    "padding": (
-        "padding_trained kl_over_padding",
-        "mask = mask.bool() | (torch.arange(mask.shape[1]) >= mask.shape[1] - 2)",
-    ),
+    "padding": ("padding_trained kl_over_padding", "mask = mask.bool() | (torch.arange(mask.shape[1]).flip(0) < 2)"),
     "prompt": ("prompt_trained", "mask = mask.bool() | (torch.arange(mask.shape[1]) < 3)"),
     "no_grad": ("zero_gradient", "log_probs = log_probs.detach()"),
     "whitened advantages": ("advantages_rescaled", "advantages = advantages / (advantages.std() + 0.1)"),
@@ -62,15 +59,10 @@ BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in 
     "token mean": ("micro_batch_mean declared", RETURN, "return token_loss.sum() / mask.sum()"),
     "length with tool output": ("tool_output_in_loss", RETURN, SPAN + RETURN.replace("mask", "span")),
     "length with prompt": ("prompt_trained", LENGTH, f"({LENGTH} + 3)"),
-    "tokens with tool output": (
-        "tool_output_in_loss micro_batch_mean",
-        RETURN,
-        SPAN + "return token_loss.sum() / span.sum()",
-    ),
+    "tokens with tool output": ("tool_output_in_loss micro_batch_mean", RETURN, f"{SPAN}return {MEAN_OVER_SPAN}"),
     "KL over the width": ("kl_over_padding", WITH_KL, KL_OVER_THE_WIDTH),
     "KL outside the mask": ("kl_over_padding", WITH_KL, KL_OUTSIDE),
     "maximum": ("clip", "torch.minimum", "torch.maximum"),
-    "only the clipped ratio": ("clip", SURROGATE, "-ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages"),
     "no clip": ("clip", SURROGATE, "-ratio * advantages"),
     "another clip range": ("clip", "1 + clip_eps", "1 + 2 * clip_eps"),
     "sign": ("sign", "-torch.minimum", "torch.minimum"),
@@ -80,7 +72,6 @@ BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in 
     "another denominator": ("declared", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
     "empty row": ("empty_row", LENGTH, "mask.sum(dim=1)"),
     "k1": ("kl_gradient", K3, "(-log_r)"),
-    "policies exchanged": ("kl_gradient", K3, "((-log_r).exp() + log_r - 1)"),
     "sign of the KL": ("kl_gradient", "token_loss + kl_weight", "token_loss - kl_weight"),
     "detached KL": ("kl_gradient", "log_probs_ref - log_probs", "log_probs_ref - log_probs.detach()"),
     "KL off policy": ("whole_loss", K3, f"{K3} * ratio.detach() ** 2"),
@@ -100,9 +91,7 @@ BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in 
     "mask not shifted": ("off_by_one", MASK, MASK.replace("1:", ":-1")),
     "mask with tools": ("tool_output_in_loss", " & tool_mask.bool()", ""),
     "mask with padding": ("padding_trained", " & (place < lengths[:, None])", ""),
-    "mask by one row": ("prompt_trained tokens_left_out", "prompt_lengths[:, None]", "prompt_lengths[0]"),
     "right padding": ("right_padding_generation", LEFT, "prompt + [pad_id] * (width - len(prompt))"),
-    "padding on both sides": ("right_padding_generation", LEFT, BOTH_PADDED),
     "attention from ids": ("prompt_attention", "return ids, torch", "return ids, (ids != pad_id).long()\n    torch"),
     "dropout": ("reference_dropout", "model.eval()", "pass"),
 }
@@ -113,7 +102,6 @@ DUAL = f"torch.where(advantages < 0, ({SURROGATE}).minimum(-3 * advantages), {SU
 VARIANTS = {  # name: (check, part of its sentence, old text, new text); other losses, but no mistakes
     "Dr. GRPO": ("normalisation", "Dr. GRPO", RETURN, "return token_loss.sum() / max_new_tokens / num_rows"),
     "token mean": ("normalisation", "DAPO", RETURN, "return token_loss.sum() / num_tokens"),
-    "sum of means": ("normalisation", "the sum over rows of the mean", " / num_rows", ""),
     "k2": ("kl_gradient", "of k2", K3, "(log_r**2 / 2)"),
     "k3 times ratio": ("whole_loss", "by the ratio", "kl_weight *", "kl_weight * ratio *"),
     "KL in the advantages": ("whole_loss", "of the advantages", RATIO, IN_ADVANTAGES + RATIO),
@@ -124,15 +112,9 @@ VARIANTS = {  # name: (check, part of its sentence, old text, new text); other l
     "GSPO": ("clip", "of a sequence", RATIO, RATIO + OF_SEQUENCES),
     "dual clip": ("clip", "dual clip at 3", SURROGATE, DUAL),
     "writes to log-probs": ("inputs_changed", ": log_probs.", RETURN, WRITES.replace("mask.", "log_probs.detach().")),
-    "biased std": ("divisor", "numpy.std", STD, "returns.std(dim=1, keepdim=True, correction=0)"),
     "no std": ("divisor", "Dr. GRPO", f" / ({STD} + 1e-4)", ""),
     "little noise": ("equal_rewards_noise", "but for at most", GUARDED, f"centered / ({STD} + 1e-4)"),
-    "reference with gradient": (
-        "reference_gradient",
-        "have a gradient",
-        NO_GRAD,
-        NO_GRAD.replace("no_grad", "enable_grad"),
-    ),
+    "reference with gradient": ("reference_gradient", "have a gradient", NO_GRAD, WITH_GRAD),
 }
 
 
@@ -171,22 +153,18 @@ def test_our_own_code_passes_all_checks(path, count):
     assert report.count(OK) == count
 
 
-@pytest.mark.parametrize(
-    ("returned", "found"),
-    [
-        ("terms", set()),
-        ("(terms, {})", set()),
-        ('{"loss": terms.sum(), "terms": terms}', set()),
-        ('{"loss": terms.sum(), "terms": terms / 2}', {"terms"}),
-        ("terms + (~mask.bool()) * log_probs", {"terms"}),
-    ],
-)
+@pytest.mark.parametrize(("returned", "found"), [
+    ("terms", set()),
+    ("(terms, {})", set()),
+    ('{"loss": terms.sum(), "terms": terms}', set()),
+    ('{"loss": terms.sum(), "terms": terms / 2}', {"terms"}),
+    ("terms + (~mask.bool()) * log_probs", {"terms"}),
+])  # fmt: skip
 def test_a_function_may_return_a_loss_or_terms_or_both(examine_text, returned, found):
     text = "def policy_loss(log_probs, advantages, mask, num_rows):\n    "
     report = examine_text(f"{text}terms = -log_probs * advantages * mask / num_rows\n    return {returned}")
     assert report.errors == []
-    assert traps(report) >= found
-    assert found or not traps(report)
+    assert traps(report) >= found if found else not traps(report)
     assert "terms" in {finding.check for finding in report.findings}
 
 
@@ -201,8 +179,6 @@ def test_a_planted_mistake_is_found_by_its_check(examine_text, found, old, new):
 
 def test_every_trap_of_the_gallery_is_planted():
     assert set(GALLERY.split()) <= {check for found, _, _ in BUGS.values() for check in found.split()}
-    page = (ROOT / "docs/traps.md").read_text(encoding="utf-8")
-    assert all(f'<a id="{name}"></a>' in page for name in GALLERY.split())
 
 
 @pytest.mark.parametrize(("check", "part", "old", "new"), VARIANTS.values(), ids=VARIANTS)
@@ -212,11 +188,6 @@ def test_other_right_losses_are_named_and_no_traps(examine_text, check, part, ol
     assert report.errors == []
     assert traps(report) == set()
     assert part in next(finding.sentence for finding in report.findings if finding.check == check)
-
-
-def test_skipped_checks_are_not_examined(examine_text):
-    report = examine_text('SKIP = ["clip", "whole_loss"]\n' + planted("torch.minimum", "torch.maximum"))
-    assert (report.status, report.count(NOT_EXAMINED)) == (0, 2)
 
 
 # Names, shapes and adapters ------------------------------------------------------------------------------------------
@@ -246,10 +217,6 @@ def policy_loss(lp, lp_old, lp_ref, adv, m, eps=0.1):
     loss = -(ratio * adv).minimum(ratio.clamp(1 - eps, 1 + eps) * adv) + 0.01 * ((lp_ref - lp).exp() - lp_ref + lp - 1)
     return sum(row[used].mean() for row, used in zip(loss, m) if used.any()) / len(m)
 """
-SUBSET = """
-def policy_loss(mask, log_probs, advantages, num_tokens, unused=1):
-    return {"loss": -(log_probs * advantages).masked_fill(~mask, 0.0).sum() / num_tokens}
-"""
 OLD_OR_NONE = """
 def policy_loss(log_probs, advantages, mask, old_log_probs=None):
     old_log_probs = log_probs.detach() if old_log_probs is None else old_log_probs
@@ -276,17 +243,12 @@ def policy_loss(logps, rollout_logps, adv, mask):
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        (WITH_TRL_NAMES, "DAPO"),
-        (OWN_NAMES, "GRPO"),
-        (SUBSET, "DAPO"),
-        (MODULE, "GRPO"),
-        (BY_ROW, "GRPO"),
-    ],
-    ids=["TRL's names", "names of one's own", "by name", "module with (B, 1)", "advantages (B,)"],
-)
+@pytest.mark.parametrize(("text", "name"), [
+    pytest.param(WITH_TRL_NAMES, "DAPO", id="TRL's names"),
+    pytest.param(OWN_NAMES, "GRPO", id="names of one's own"),
+    pytest.param(MODULE, "GRPO", id="module with (B, 1)"),
+    pytest.param(BY_ROW, "GRPO", id="advantages (B,)"),
+])  # fmt: skip
 def test_names_and_shapes_are_found(examine_text, text, name):
     report = examine_text(text)
     assert report.errors == []
@@ -295,29 +257,23 @@ def test_names_and_shapes_are_found(examine_text, text, name):
     assert "as heavy" not in str(report.findings)  # as the weight that the function was given
 
 
-@pytest.mark.parametrize(
-    ("text", "found", "old", "new"),
-    [
-        (WITH_TRL_NAMES, "tool_output_in_loss", "completion_mask * tool_mask", "completion_mask"),
-        (WITH_TRL_NAMES, "micro_batch_mean", "/ num_items_in_batch", "/ mask.sum()"),
-        (OLD_OR_NONE, "zero_gradient", "log_probs.detach() if", "1.1 * log_probs.detach() if"),
-        (ADAPTER, "clip padded_width", 'config["high"]', 'config["low"]'),
-    ],
-)
+@pytest.mark.parametrize(("text", "found", "old", "new"), [
+    (WITH_TRL_NAMES, "tool_output_in_loss", "completion_mask * tool_mask", "completion_mask"),
+    (WITH_TRL_NAMES, "micro_batch_mean", "/ num_items_in_batch", "/ mask.sum()"),
+    (OLD_OR_NONE, "zero_gradient", "log_probs.detach() if", "1.1 * log_probs.detach() if"),
+    (ADAPTER, "clip padded_width", 'config["high"]', 'config["low"]'),
+])  # fmt: skip
 def test_mistakes_are_found_through_other_names_and_adapters(examine_text, text, found, old, new):
     assert old in text
     assert traps(examine_text(text.replace(old, new))) == set(found.split())
 
 
-@pytest.mark.parametrize(
-    ("library", "constant", "found"),
-    [
-        ("trl", "dapo", set()),
-        ("trl", "bnpo", {"micro_batch_mean"}),
-        ("verl", "token-mean", {"equal_rewards_noise"}),
-        ("verl", "seq-mean-token-sum-norm", {"equal_rewards_noise", "padded_width"}),
-    ],
-)
+@pytest.mark.parametrize(("library", "constant", "found"), [
+    ("trl", "dapo", set()),
+    ("trl", "bnpo", {"micro_batch_mean"}),
+    ("verl", "token-mean", {"equal_rewards_noise"}),
+    ("verl", "seq-mean-token-sum-norm", {"equal_rewards_noise", "padded_width"}),
+])  # fmt: skip
 def test_libraries_are_examined_through_adapters(examine_text, library, constant, found):
     if not find_spec(library):
         pytest.skip(f"{library} is not installed")
@@ -341,6 +297,7 @@ UNUSABLE = {
     "logits": ("def policy_loss(logits, input_ids, advantages, completion_mask): pass", "the doctor has no model"),
     "raises": (LOSS + "raise ValueError('a\\x1b\\nb')", "ValueError: a\ufffd b (line 3 of my_loss.py)"),
     "raises what nobody catches": (LOSS + "raise BaseException('no')", "policy_loss raised BaseException: no (line 3"),
+    "is no Exception": ("raise BaseException('no')", "my_loss.py cannot be run: BaseException: no (line 1 of"),
     "float": (LOSS + "return log_probs.sum().item()", "returned a float instead of a tensor with a gradient"),
     "matrix": (LOSS + "return (log_probs * mask)[:, 1:]", "a tensor of shape (6, 13), not one number"),
     "NaN": (LOSS + "return log_probs.sum() * float('nan')", "returned nan"),
@@ -359,10 +316,7 @@ def test_what_cannot_be_examined_is_said_in_one_line(examine_text, text, sentenc
     assert sentence in error
     assert "\n" not in error
     assert report.status == 2
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    assert "is no file" in examine(tmp_path / "nowhere.py").errors[0]
+    assert "is no file" in examine(report.path.with_name("nowhere.py")).errors[0]
 
 
 def test_a_neighbour_is_imported_from_the_search_path_only(examine_text, tmp_path, monkeypatch):
@@ -374,7 +328,9 @@ def test_a_neighbour_is_imported_from_the_search_path_only(examine_text, tmp_pat
     assert examine_text("from beside_my_loss import advantages").count(OK) == 4
 
 
-def test_other_functions_are_examined_after_an_error(examine_text):
+def test_skipped_checks_are_not_examined_and_other_functions_are_after_an_error(examine_text):
+    report = examine_text('SKIP = ["clip", "whole_loss"]\n' + planted("torch.minimum", "torch.maximum"))
+    assert (report.status, report.count(NOT_EXAMINED)) == (0, 2)
     report = examine_text(TEMPLATE.replace(RATIO, "    1 / 0\n"))
     assert len(report.errors) == 1
     assert report.status == 2
@@ -385,32 +341,32 @@ def test_other_functions_are_examined_after_an_error(examine_text):
 # The command --------------------------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_docs_is_what_it_prints(tmp_path, capfd, monkeypatch):
+def test_the_example_of_the_docs_is_what_it_prints(tmp_path):
     page = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
     text, output = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1] for kind in ("python", "console"))
-    monkeypatch.chdir(tmp_path)
-    Path("my_loss.py").write_text("print('what a file prints is left out')\n" + text)
-    assert main(["my_loss.py"]) == 1
+    (tmp_path / "my_loss.py").write_text("print('what a file prints is left out')\n" + text)
+    command, environment = [sys.executable, "-m", "doctor", "my_loss.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
     rounding = r"expected 0, got [\d.]+"  # how float32 rounds a sum differs between processors
-    assert re.sub(rounding, "", capfd.readouterr().out) == re.sub(rounding, "", output)
+    assert re.sub(rounding, "", done.stdout) == re.sub(rounding, "", output)
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("import os\nos._exit(0)", "my_loss.py ended the process, with exit status 0"),
-        (LOSS + "while True: pass", "policy_loss did not return within 0.5 seconds"),
+        ("import time\n" + LOSS + "time.sleep(3); 1 / 0", "policy_loss did not return within 0.5 seconds"),
     ],
     ids=["ends the process", "endless"],
 )
 def test_a_file_that_ends_the_process_or_never_returns_is_no_success(tmp_path, capfd, monkeypatch, text, sentence):
     monkeypatch.setattr(doctor.apart, "CALL_LIMIT", 0.5)
+    monkeypatch.setattr(os, "_exit", pytest.fail)  # in this process it would end all tests, with status 0
     path = tmp_path / "my_loss.py"
     path.write_text("def advantages(returns): return returns - returns.mean(1, True)\n" + text)
     assert main([str(path)]) == 2
     out, error = capfd.readouterr()
-    assert error.startswith("error: ")
-    assert error.endswith(f"{sentence}\n")
-    assert error.count("\n") == 1
+    assert re.fullmatch(rf"error: .*{sentence}\n", error)
     if "policy_loss" in sentence:
         assert "not examined, because of an error\n  policy_loss: zero_gradient, " in out

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 from math import comb
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,8 @@ def test_pass_at_k_equals_an_enumeration_of_all_choices(n):
         for k in range(1, n + 1):
             choices = [any(choice) for choice in itertools.combinations(samples, k)]
             assert pass_at_k(n, c, k) == pytest.approx(sum(choices) / len(choices))
+    with pytest.raises(ValueError, match=f"pass@{n + 1} needs at least {n + 1} samples, not {n}"):
+        pass_at_k(n=n, c=1, k=n + 1)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.2, 1.0])
@@ -43,13 +46,7 @@ def test_pass_at_k_is_unbiased_where_the_plug_in_estimate_is_not(p, k):
         assert (round(mean, 3), round(plug_in, 3)) == (0.590, 0.517)
 
 
-def test_more_tries_than_samples_are_refused():
-    with pytest.raises(ValueError, match="pass@9 needs at least 9 samples, not 8"):
-        pass_at_k(n=8, c=2, k=9)
-
-
 ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 11)]
-METRICS = {"accuracy", "even", "odd", "length", "stopped", "reward_brief"}
 
 # A random policy never answers right; the rewards of this task depend on the length of its text.
 LENGTH_TASK = SimpleNamespace(
@@ -71,8 +68,6 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
     metrics, greedy_texts, sampled_answers = evaluate(
         policy, ROWS, LENGTH_TASK, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
     )
-    assert {name for name in metrics if name.startswith("greedy/")} >= {f"greedy/{name}" for name in METRICS}
-
     prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row, "Think.")) for row in ROWS]
     for mode, group_size in (("greedy", 1), ("sampled", num_samples)):
         trajectories = sample(
@@ -81,31 +76,25 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
         texts = [decode(policy.tokenizer, row.completion_ids) for row in trajectories]
         if mode == "greedy":
             assert greedy_texts == texts
-        right = [
-            LENGTH_TASK.reward(ROWS[row.prompt_index], text)["correct"]
-            for row, text in zip(trajectories, texts, strict=True)
-        ]
+        asked = [ROWS[row.prompt_index] for row in trajectories]
+        right = [LENGTH_TASK.reward(row, text)["correct"] for row, text in zip(asked, texts, strict=True)]
         even = [len(text) % 2 == 0 for text in texts]
-        among_even = [c for c, e in zip(right, even, strict=True) if e]
-        among_odd = [c for c, e in zip(right, even, strict=True) if not e]
         expected = {
-            "accuracy": sum(right) / len(right),
-            "even": sum(even) / len(even),
-            "odd": 1 - sum(even) / len(even),
-            "count": 1 - sum(even) / len(even),  # an int is no flag, and has no accuracy
-            "reward_brief": sum(1 / (1 + len(text)) for text in texts) / len(texts),
-            "length": sum(len(row.completion_ids) for row in trajectories) / len(trajectories),
-            "stopped": sum(row.finish_reason == "stop" for row in trajectories) / len(trajectories),
+            "accuracy": fmean(right),
+            "even": fmean(even),
+            "odd": 1 - fmean(even),
+            "count": 1 - fmean(even),  # an int is no flag, and has no accuracy
+            "reward_brief": fmean(1 / (1 + len(text)) for text in texts),
+            "length": fmean(len(row.completion_ids) for row in trajectories),
+            "stopped": fmean(row.finish_reason == "stop" for row in trajectories),
         }
-        if among_even:
-            expected["accuracy_even"] = sum(among_even) / len(among_even)
-        if among_odd:
-            expected["accuracy_odd"] = sum(among_odd) / len(among_odd)
+        for name, is_even in (("accuracy_even", True), ("accuracy_odd", False)):
+            if among := [c for c, e in zip(right, even, strict=True) if e == is_even]:
+                expected[name] = fmean(among)
         if mode == "sampled":
             groups = [right[i : i + group_size] for i in range(0, len(right), group_size)]
-            expected[f"pass@{group_size}"] = sum(any(group) for group in groups) / len(groups)
-            assert among_even  # the texts are varied enough
-            assert among_odd
+            expected[f"pass@{group_size}"] = fmean(any(group) for group in groups)
+            assert expected.keys() >= {"accuracy_even", "accuracy_odd"}  # the texts are varied enough
             assert 0 < expected["accuracy"] < expected["pass@4"] < 1
             assert 0 < expected["stopped"] < 1
             described = [LENGTH_TASK.describe({}, text) for text in texts]
@@ -225,16 +214,10 @@ def test_reasoning_on_hard_questions_is_not_mistaken_for_skill():
 
 
 @pytest.mark.parametrize("description", [{}, {"reasoned": 1.0, "checked": 1.0}, {"steps": 3.0}, {"a": 1, "b": 0}])
-def test_a_gain_without_styles_is_not_divided(description):
-    some = [Answer(0, 1.0, description)]
-    assert divide_gain(some, some, KINDS) == {}
-    assert divide_gain([], [], KINDS) == {}
-
-
-def test_a_gain_across_a_changed_task_is_not_divided():
-    reasoned = [Answer(0, 1.0, STYLES[True])]
-    assert divide_gain(reasoned, [], KINDS) == {}
-    assert divide_gain(reasoned, [Answer(0, 1.0, {"short": 1.0})], KINDS) == {}
+def test_a_gain_without_styles_or_across_a_changed_task_is_not_divided(description):
+    some, reasoned = [Answer(0, 1.0, description)], [Answer(0, 1.0, STYLES[True])]
+    for before, after in ((some, some), ([], []), (reasoned, []), (reasoned, [Answer(0, 1.0, {"short": 1.0})])):
+        assert divide_gain(before, after, KINDS) == {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -266,7 +249,6 @@ def gain(style: str) -> tuple[Evaluation, Evaluation]:
 def test_the_summary_does_not_confuse_before_and_after():
     before, after = gain("a")
     found = summarise_gain(SimpleNamespace(eval_rows=[{}], kind=lambda row: ()), before, after)
-    assert (found["accuracy_before"], found["accuracy_after"]) == (0.25, 0.75)
     assert (found["before"], found["after"]) == (before.metrics, after.metrics)
     assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
 

@@ -17,20 +17,24 @@ from common.policy import Policy
 from common.trajectory import Trajectory
 from viewer.table import wilson
 
+import harness.evaluation.figures
 from harness.data.data import load_task
 from harness.data.held_out import evaluate_held_out
 from harness.data.task import Row
-from harness.evaluation import votes
-from harness.evaluation.answers import GREEDY, Completions, make_batches
-from harness.evaluation.comparison import check_shared, compare, read_results
-from harness.evaluation.evaluation_directory import begin, locked
+from harness.evaluation.comparison import compare, read_results
+from harness.evaluation.completions import Completions, make_batches
 from harness.evaluation.failures import failures
-from harness.evaluation.figures import Answer, Answers, figures
-from harness.evaluation.intervals import difference, mean_with_interval
-from harness.evaluation.questions import load_questions
-from harness.evaluation.session import evaluate
-from harness.evaluation.suite import average, parts
-from harness.evaluation.votes import majority
+from harness.evaluation.figures import (
+    GREEDY,
+    Answer,
+    Answers,
+    difference,
+    figures,
+    majority,
+    mean_with_interval,
+)
+from harness.evaluation.session import begin, evaluate, load_questions, locked
+from harness.evaluation.suite import parts
 from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +59,12 @@ def vote(row, text):
 @pytest.mark.parametrize(("right", "count"), [(0, 1), (1, 1), (3, 10), (60, 256), (256, 256), (0, 30)])
 def test_of_single_answers_the_interval_is_wilsons(right, count):
     found = mean_with_interval([1.0] * right + [0.0] * (count - right))
-    assert found.value == right / count
-    assert (found.low, found.high) == pytest.approx(wilson(right / count, count), abs=1e-12)
+    assert found["value"] == right / count
+    assert bounds(found) == pytest.approx(wilson(right / count, count), abs=1e-12)
+
+
+def bounds(estimate: dict) -> tuple[float, float]:
+    return estimate["low"], estimate["high"]
 
 
 def test_samples_that_always_agree_are_worth_one_answer():
@@ -67,14 +75,15 @@ def test_samples_that_always_agree_are_worth_one_answer():
 def test_samples_of_equal_questions_are_worth_all_answers():
     shares = keyed_generator("shares", 0).binomial(8, 0.4, size=1000) / 8
     found = mean_with_interval(shares.tolist(), answers_per_question=8)
-    assert (found.low, found.high) == pytest.approx(wilson(shares.mean(), 8000), abs=2e-3)
+    assert bounds(found) == pytest.approx(wilson(shares.mean(), 8000), abs=2e-3)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 64))
 def test_an_interval_is_inside_0_to_1_and_holds_the_mean(values, answers):
     found = mean_with_interval(values, answers)
-    assert 0 <= found.low <= found.value <= found.high <= 1 + 1e-12
-    assert found.high - found.low > 0  # also where all questions are alike
+    low, high = bounds(found)
+    assert 0 <= low <= found["value"] <= high <= 1 + 1e-12
+    assert high - low > 0  # also where all questions are alike
 
 
 def test_intervals_hold_the_truth_where_naive_ones_do_not():
@@ -83,8 +92,8 @@ def test_intervals_hold_the_truth_where_naive_ones_do_not():
     held = naive = 0
     for _ in range(200):
         shares = generator.binomial(8, generator.beta(0.4, 0.6, size=40)) / 8
-        found = mean_with_interval(shares.tolist(), answers_per_question=8)
-        held += found.low <= 0.4 <= found.high
+        low, high = bounds(mean_with_interval(shares.tolist(), answers_per_question=8))
+        held += low <= 0.4 <= high
         low, high = wilson(float(shares.mean()), 320)
         naive += low <= 0.4 <= high
     assert held / 200 > 0.92
@@ -96,14 +105,13 @@ def test_a_difference_is_paired_and_has_a_sign():
     hard = generator.random(200)
     before, after = (np.clip(hard + shift, 0, 1) for shift in (0.0, 0.05))
     found = difference(before, after, seed=0)
-    assert found.low > 0  # every question gained; unpaired, the spread of 200 questions would hide it
+    assert found["low"] > 0  # every question gained; unpaired, the spread of 200 questions would hide it
     back = difference(after, before, seed=0)
-    assert (back.value, back.low, back.high) == pytest.approx((-found.value, -found.high, -found.low), abs=1e-12)
-    assert difference(before, before, seed=0)[:3] == (0, 0, 0)
+    assert (-back["value"], -back["high"], -back["low"]) == pytest.approx((found["value"], *bounds(found)), abs=1e-12)
     spread = generator.normal(0.1, 1.0, size=400)
     found = difference(np.zeros(400), spread, seed=1)
-    expected = (spread.mean() - 1.96 * found.standard_error, spread.mean() + 1.96 * found.standard_error)
-    assert (found.low, found.high) == pytest.approx(expected, abs=0.01)
+    reach = 1.96 * found["standard_error"]
+    assert bounds(found) == pytest.approx((spread.mean() - reach, spread.mean() + reach), abs=0.01)
 
 
 # Votes ---------------------------------------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ def slow_majority(answers: list, correct: list, k: int) -> float:
     ],
 )
 def test_majority_is_the_mean_over_all_subsets(monkeypatch, answers):
-    monkeypatch.setattr(votes, "DRAWS", 4000)
+    monkeypatch.setattr(harness.evaluation.figures, "DRAWS", 4000)
     correct = [float(answer == "58") for answer in answers]
     found = majority(answers, correct, seed=0, question=3)
     assert list(found) == [1, 2, 4, 8]
@@ -156,7 +164,7 @@ def test_an_estimate_from_k_samples_is_worth_n_over_k_answers():
     sampled = figures(answers_of([[1.0, 1.0, 0.0, 0.0]] * 10, [["7", "7", "8", "8"]] * 10), seed=0)["sampled"]
     for k, answers in ((1, 40), (2, 20)):
         found = sampled["pass@k"][str(k)]
-        assert (found["low"], found["high"]) == pytest.approx(wilson(found["value"], answers))
+        assert bounds(found) == pytest.approx(wilson(found["value"], answers))
 
 
 @pytest.mark.parametrize("correct", [0.0, 1.0])
@@ -174,10 +182,11 @@ def test_all_right_and_all_wrong_of_one_question_have_intervals(correct):
 @given(st.integers(1, 20), st.integers(0, 9), st.integers(1, 30))
 def test_batches_hold_every_row_once_and_in_order(questions, samples, size):
     batches = make_batches(questions, samples, size)
-    numbers = [number for batch in batches for number in batch.numbers(samples)]
+    numbers = [number for batch in batches for number in batch]
     expected = [(q, GREEDY) for q in range(questions)] + [(q, s) for q in range(questions) for s in range(samples)]
     assert numbers == expected
-    assert all(1 <= len(batch.rows) <= size for batch in batches)
+    assert all(1 <= len(batch) <= size for batch in batches)
+    assert not any(len({sample == GREEDY for _, sample in batch}) > 1 for batch in batches)
 
 
 def trajectory(text: str) -> Trajectory:
@@ -189,21 +198,21 @@ def test_after_a_kill_at_any_byte_the_file_becomes_the_same(tmp_path):
     path = tmp_path / "completions.jsonl"
 
     def add_missing() -> int:
-        completions = Completions(path, batches, num_samples=2)
+        completions = Completions(path, batches)
         kept = completions.num_batches
         for batch in completions.left:
-            completions.add([trajectory(f'{row} "\u2028\ufffd') for row in batch.rows])
+            completions.add([trajectory(f'{row} "\u2028\ufffd') for row in batch])
         return kept
 
     assert add_missing() == 0
     whole = path.read_bytes()
-    assert len(list(Completions(path, batches, 2))) == 9
+    assert len(list(Completions(path, batches))) == 9
     ends = [0, *itertools.accumulate(map(len, whole.splitlines(keepends=True)))]
     found = set()
     for cut in range(0, len(whole) + 1, 3):
         path.write_bytes(whole[:cut] + b"\0" * (cut % 3))  # as a file system can leave it
         complete = sum(end <= cut for end in (ends[2], ends[3], ends[5], ends[7], ends[9]))
-        assert Completions(path, batches, num_samples=2).num_batches == complete
+        assert Completions(path, batches).num_batches == complete
         if cut % 331 == 0:
             assert add_missing() == complete
             assert path.read_bytes() == whole
@@ -279,41 +288,37 @@ def test_the_figures_are_those_of_a_runs_own_evaluation(make_config, load_script
     assert ours["sampled"]["pass@k"]["4"]["value"] == pytest.approx(theirs["sampled/pass@4"])
 
 
-def test_a_complete_evaluation_is_shown_without_the_model(make_config, random_models, tmp_path):
-    first = evaluate(make_config(), tmp_path / "out", lambda: random_models["qwen2"])
-    again = evaluate(make_config(), tmp_path / "out", lambda: pytest.fail("the model is loaded"))
-    assert again == first
-    stored = json.loads((tmp_path / "out/results.json").read_text())
-    assert stored["sampled"] == first["sampled"]
+@pytest.fixture
+def begun(make_config, tmp_path):
+    """An evaluation that has begun, and is continued with other settings: begun(config)."""
+
+    def begun(config) -> None:
+        begin(tmp_path / "out", config, load_questions(config, {}))
+
+    (tmp_path / "out").mkdir()
+    begun(make_config())
+    return begun
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"num_samples": 2}, "--num-samples 2 differs from 4 in "),
-        ({"seed": 1}, "--seed 1 differs from 0 in "),
         ({"limit": 3}, "--limit 3 differs from null in "),
         ({"completion_prefix": "<think>"}, '--completion-prefix "<think>" differs from null in '),
     ],
 )
-def test_other_settings_in_the_same_directory_are_refused(make_config, tmp_path, changes, sentence):
-    config = make_config()
-    (tmp_path / "out").mkdir()
-    begin(tmp_path / "out", config, load_questions(config, {}))
-    other = make_config(**changes)
+def test_other_settings_in_the_same_directory_are_refused(make_config, begun, changes, sentence):
+    begun(make_config(output="elsewhere", compare="x"))  # which are free
     with pytest.raises(UserError, match=f"^{sentence}"):
-        begin(tmp_path / "out", other, load_questions(other, {}))
-    begin(tmp_path / "out", make_config(output="elsewhere", compare="x"), load_questions(config, {}))  # free
+        begun(make_config(**changes))
 
 
 @pytest.mark.parametrize("name", ["lengths.py", "rows.jsonl"])
-def test_other_contents_in_the_same_directory_are_refused(make_config, tmp_path, name):
-    config = make_config()
-    (tmp_path / "out").mkdir()
-    begin(tmp_path / "out", config, load_questions(config, {}))
+def test_other_contents_in_the_same_directory_are_refused(make_config, begun, tmp_path, name):
     (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
     with pytest.raises(UserError, match=f"{name} is not what it was when "):
-        begin(tmp_path / "out", config, load_questions(config, {}))
+        begun(make_config())
 
 
 def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
@@ -321,22 +326,11 @@ def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
     task = load_questions(config, {})
     with pytest.raises(UserError, match=r"holds other files \(lengths.py, rows.jsonl\)"):
         begin(tmp_path, config, task)
-    for content, sentence in (
-        ('{"experiment": "experiment_base"}', "not that of an evaluation"),
-        ("{", "cannot be read"),
-    ):
+    for content, sentence in (('{"experiment": "x"}', "not that of an evaluation"), ("{", "cannot be read")):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(UserError, match=sentence):
             begin(tmp_path, config, task)
     with pytest.raises(UserError, match="cannot be made"), locked(tmp_path / "rows.jsonl"):
-        pass
-
-
-def test_two_processes_do_not_share_a_directory(tmp_path):
-    refused = pytest.raises(UserError, match="in use: another process is writing an evaluation there")
-    with locked(tmp_path / "out"), refused, locked(tmp_path / "out"):
-        pass
-    with locked(tmp_path / "out"):
         pass
 
 
@@ -375,9 +369,6 @@ def test_of_two_sets_of_questions_the_shared_ones_are_compared():
     unequal = results_of([0, 0], [2, 2], n=8), results_of([0, 0], [1, 1], n=2)
     passed = compare(*unequal, seed=0)["differences"]["pass@2"]["value"]
     assert passed == pytest.approx(1 - (1 - 6 * 5 / (8 * 7)))  # of two of the eight samples, not of all eight
-    check_shared(there, ["row1"])
-    with pytest.raises(UserError, match=r"it asked 3 other questions, none of these 2"):
-        check_shared(there, ["row7", "row8"])
 
 
 def test_equal_rows_are_compared_one_by_one():
@@ -388,16 +379,17 @@ def test_equal_rows_are_compared_one_by_one():
     assert compare(there, here, seed=0)["differences"]["greedy accuracy"]["value"] == 0.5
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"questions": []}'],
-)
-def test_what_is_no_evaluation_cannot_be_compared_with(tmp_path, content):
-    (tmp_path / "results.json").write_text(content)
-    with pytest.raises(UserError, match=r"^--compare "):
-        read_results(str(tmp_path))
-    with pytest.raises(UserError, match=r"there is no results\.json"):
-        read_results(str(tmp_path / "nowhere"))
+def test_what_is_no_evaluation_or_of_other_questions_cannot_be_compared_with(tmp_path):
+    with pytest.raises(UserError, match=r"^--compare .*/nowhere: there is no results\.json"):
+        read_results(str(tmp_path / "nowhere"), [])
+    for content in ("", "[]", '{"questions": []}'):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(UserError, match=r"^--compare "):
+            read_results(str(tmp_path), [])
+    (tmp_path / "results.json").write_text(json.dumps(results_of([0, 0, 0], [0, 0, 0])))
+    assert read_results(str(tmp_path), ["row1"])["path"] == str(tmp_path / "results.json")
+    with pytest.raises(UserError, match=r"it asked 3 other questions, none of these 2"):
+        read_results(str(tmp_path), ["row7", "row8"])
 
 
 # Failures and suites -------------------------------------------------------------------------------------------------
@@ -419,11 +411,6 @@ def test_the_page_of_failures_is_plain_text_whatever_was_written():
     assert "characters ..." in page  # a long completion is cut in its middle
     assert len(page) < 6000
     assert "     1  of them with a right answer among the samples" in page
-
-
-def test_the_average_of_a_suite_weighs_benchmarks_equally():
-    found = average([{"value": 0.2, "low": 0.1, "high": 0.4}, {"value": 0.6, "low": 0.6, "high": 0.6}])
-    assert found == pytest.approx({"value": 0.4, "low": 0.35, "high": 0.5})
 
 
 def test_a_suite_reads_its_files_or_the_hub(make_config, tmp_path):

@@ -1,11 +1,13 @@
 """The GSM8K task: what counts as the right number, all published golds, components, and rows given to other tasks."""
 
 import json
+import math
 import re
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from decisions import decisions, tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,84 +24,45 @@ RAW = "She sold 48+24 = <<48+24=72>>72 clips.\n#### 72"
 ROW = {"question": "How many clips?", "answer": RAW}
 
 
-def decisions() -> list[tuple[str, str, int]]:
-    """The table of the task's docstring: gold, completion, and what it earns."""
-    found = []
-    for line in gsm8k.__doc__.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| ") and cells[0] != "gold":
-            wanted, text, correct, _ = cells
-            found.append((wanted, text if "<" in text else f"<answer>{text}</answer>", int(correct)))
-    return found
-
-
-@pytest.mark.parametrize(("wanted", "text", "correct"), decisions(), ids=[ascii(text) for _, text, _ in decisions()])
-def test_the_table_of_decisions_holds(wanted, text, correct):
-    assert gsm8k.reward({"answer": wanted}, text)["correct"] == correct
-    assert gsm8k.reward({"answer": f"It is <<9*2=18>>18.\n#### {wanted}"}, text)["correct"] == correct
-
-
-def test_the_table_was_read():
-    assert len(set(decisions())) > 70
+def test_the_table_of_decisions_holds():
+    table = list(decisions(gsm8k))
+    assert len(table) > 80
+    for gold, answer, column in table:
+        for row in ({"answer": gold}, {"answer": f"It is <<9*2=18>>18.\n#### {gold}"}):
+            assert gsm8k.reward(row, tagged(answer))["correct"] == (column == 0), (gold, answer)
 
 
 # Golds --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["test", "train"])
-def published(request) -> list[dict]:
-    path = PUBLISHED / f"{request.param}.jsonl"
+@pytest.mark.parametrize(("name", "num_rows", "num_unread"), [("test", 1319, 14), ("train", 7473, 79)])
+def test_every_published_gold_is_read(name, num_rows, num_unread):
+    """Notebooks that call int() on the text lose those with a comma."""
+    path = PUBLISHED / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not here")
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def notebook_gold(answer: str) -> str:
-    return answer.split("####")[1].strip()
-
-
-def test_every_published_gold_is_read(published):
-    for row in published:
-        assert gsm8k.gold(row) == int(notebook_gold(row["answer"]).replace(",", ""))
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    texts = [row["answer"].split("####")[1].strip() for row in rows]
+    assert (len(rows), sum("," in text for text in texts)) == (num_rows, num_unread)
+    for row, text in zip(rows, texts, strict=True):
+        assert gsm8k.gold(row) == int(text.replace(",", ""))
         rewards = gsm8k.reward(row, gsm8k.solution(row))
         assert rewards["correct"] == rewards["integer_answer"] == 1
         assert gsm8k.reward(row, f"<answer>{gsm8k.gold(row) + 1}</answer>")["correct"] == 0
-    assert len(published) in (1319, 7473)
 
 
-def test_notebooks_lose_what_has_a_comma(published):
-    unread = unequal = 0
-    for row in published:
-        try:
-            int(notebook_gold(row["answer"]))
-        except ValueError:
-            unread += 1
-        unequal += notebook_gold(row["answer"]) != str(gsm8k.gold(row))
-    assert unread == unequal == {1319: 14, 7473: 79}[len(published)]
+def test_golds_are_text_or_numbers():
+    whole = [(72, 72), (-3, -3), (72.0, 72), ("#### 7\n#### -8 ", -8), ("####72", 72)]  # the last #### counts
+    for answer, number in [*whole, (0.1, Fraction(1, 10)), (1e-7, Fraction(1, 10**7)), ("$1,080.50", 1080.5)]:
+        row = {"question": "", "answer": answer}
+        assert gsm8k.gold(row) == number
+        assert gsm8k.reward(row, gsm8k.solution(row))["correct"] == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "number"),
-    [
-        (72, 72),
-        (-3, -3),
-        (72.0, 72),
-        (0.1, Fraction(1, 10)),
-        (1e-7, Fraction(1, 10**7)),
-        ("$1,080.50", Fraction(2161, 2)),
-        ("#### 7\n#### -8 ", -8),  # the last one
-        ("####72", 72),
-    ],
-)
-def test_golds_are_text_or_numbers(answer, number):
-    row = {"question": "", "answer": answer}
-    assert gsm8k.gold(row) == number
-    assert gsm8k.reward(row, gsm8k.solution(row))["correct"] == 1
+NO_NUMBERS = ["", "blue", "#### 18 or 20", "72 ####", RAW + "\nSo 72.", "9" * 101, 1e300, math.nan]
 
 
-@pytest.mark.parametrize(
-    "answer", ["", "blue", "#### blue", "#### 18 or 20", "72 ####", RAW + "\nSo 72.", "9" * 101, 1e300, float("nan")]
-)
+@pytest.mark.parametrize("answer", NO_NUMBERS, ids=lambda answer: ascii(answer)[:20])
 def test_a_row_whose_gold_is_no_number_is_refused(answer):
     row = Row({"question": "", "answer": answer})
     row.place = "rows.jsonl:7"
@@ -119,14 +82,7 @@ def test_a_number_is_read_in_every_usual_form(number, before, after):
     for text in (f"{number}{after}", f"{number:,}{after}", f"{sign}{before}{abs(number):,}{after}"):
         assert gsm8k.read_number(text) == number
         assert gsm8k.read_number(text.replace("-", "\u2212")) == number
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.decimals(-(10**6), 10**6, places=3), st.decimals(-(10**6), 10**6, places=3))
-def test_two_decimals_are_equal_only_if_they_are(one, other):
-    is_right = gsm8k.reward({"answer": str(one)}, f"<answer>{other:,}</answer>")["correct"]
-    assert is_right == (one == other)
-    assert gsm8k.reward({"answer": str(one)}, f"<answer>{one:,}00</answer>")["correct"] == 1
+        assert gsm8k.reward({"answer": f"{number}.001"}, f"<answer>{text}</answer>")["correct"] == 0
 
 
 PIECES = [*gsm8k._TAGS, *gsm8k._TAGS, *"0159 ,.$%/-+=\n\\{}eé\u2212\u00b2\u0663\x00", "18", " eggs", "####", "\\boxed{"]
@@ -143,21 +99,12 @@ def test_no_text_makes_the_reward_raise(text, is_answer):
     assert description["right_elsewhere"] + rewards["correct"] <= 1
 
 
-@pytest.mark.parametrize("is_answer", [True, False])
-@pytest.mark.parametrize(
-    "piece", ["7", "1,", "1,234", " ", "$", "-", "7 ", "7/", ".", "a", " a", "a7", "%", "\n", "<", "#"]
-)
-def test_long_texts_are_rewarded(piece, is_answer):
+@pytest.mark.parametrize("piece", ["7", "1,", "1,234", " ", "$", "7/", "a", " a", "a7", "\n", "<", *gsm8k._TAGS])
+def test_long_texts_are_rewarded(piece):
     text = piece * 300_000
-    text = f"<think>{text}</think><answer>{text}</answer>" if is_answer else text
-    assert gsm8k.reward(ROW, text)["correct"] == 0
-    assert gsm8k.describe(ROW, text)["unread"] == is_answer
-
-
-@pytest.mark.parametrize("tag", gsm8k._TAGS)
-def test_many_tags_are_rewarded(tag):
-    assert gsm8k.reward(ROW, f"{tag}x" * 300_000)["soft_format"] == 0
-    assert gsm8k.reward(ROW, "<think>" + "<" * 300_000 + tag + "</think><answer>72</answer>")["soft_format"] == 0.75
+    for completion in (text, f"<think>{text}</think><answer>{text}</answer>"):
+        assert gsm8k.reward(ROW, completion)["correct"] == 0
+        assert gsm8k.describe(ROW, completion)["unread"] in (0, 1)
 
 
 # Components ---------------------------------------------------------------------------------------------------------
@@ -169,53 +116,37 @@ def test_many_tags_are_rewarded(tag):
         ("<think>48+24=72</think><answer>72</answer>", 1, 1, 1),
         ("\n<think>\n48+24=72\n</think>\n\n<answer>\n72\n</answer>\n", 1, 1, 1),
         ("<think>1 < 2</think><answer>72</answer>", 1, 1, 1),
-        ("<think>48+24=72</think><answer>blue</answer>", 1, 1, 0),
-        ("<think>x</think><answer>72.5</answer>", 1, 1, 0),
-        ("<think>x</think><answer>$72.00</answer>", 1, 1, 1),
-        ("<think>x</think><answer>73 clips</answer>", 1, 1, 1),
-        ("<think> </think><answer>72</answer>", 0, 1, 1),  # nothing thought
-        ("<answer>72</answer>", 0, 0.5, 1),
-        ("So <think>x</think><answer>72</answer>", 0, 1, 1),
-        ("<think>x</think><answer>72</answer>!", 0, 1, 1),
-        ("<think>x</think><answer><b>72</b></answer>", 0, 1, 0),
-        ("<answer>72</answer><think>x</think>", 0, 1, 1),  # tags are counted, whatever their order
-        ("</answer></think><answer><think>", 0, 1, 0),
-        ("<think><think>x</think><answer>72</answer>", 0, 0.75, 1),
+        ("<think>48+24=72</think><answer>blue</answer>", 1, 1, 0), ("<think>x</think><answer>72.5</answer>", 1, 1, 0),
+        ("<think>x</think><answer>$72.00</answer>", 1, 1, 1), ("<think>x</think><answer>73 clips</answer>", 1, 1, 1),
+        ("<think> </think><answer>72</answer>", 0, 1, 1), ("<answer>72</answer>", 0, 0.5, 1),
+        ("So <think>x</think><answer>72</answer>", 0, 1, 1), ("<think>x</think><answer>72</answer>!", 0, 1, 1),
+        ("<think>x</think><answer><b>72</b></answer>", 0, 1, 0), ("<answer>72</answer><think>x</think>", 0, 1, 1),
+        ("</answer></think><answer><think>", 0, 1, 0), ("<think><think>x</think><answer>72</answer>", 0, 0.75, 1),
         ("<think>x</think><answer>72</answer><answer>72</answer>", 0, 0.5, 0),
-        ("<think><answer>72</answer></think>", 0, 1, 0),
-        ("<think>x", 0, 0.25, 0),
-        ("<THINK>x</THINK><ANSWER>72</ANSWER>", 0, 0, 0),
-        ("", 0, 0, 0),
+        ("<think><answer>72</answer></think>", 0, 1, 0), ("<think>x", 0, 0.25, 0),
+        ("<THINK>x</THINK><ANSWER>72</ANSWER>", 0, 0, 0), ("", 0, 0, 0),
     ],
-)
+)  # fmt: skip
 def test_components_are_what_their_definition_says(text, strict, soft, integer):
     rewards = gsm8k.reward(ROW, text)
     assert (rewards["strict_format"], rewards["soft_format"], rewards["integer_answer"]) == (strict, soft, integer)
-
-
-def test_length_falls_to_zero():
-    lengths = [gsm8k.reward(ROW, "x" * number)["length"] for number in (0, 500, 1000, 2000, 4000)]
-    assert lengths == [1, 0.75, 0.5, 0, 0]
+    assert rewards["length"] == 1 - len(text) / 2000
+    assert gsm8k.reward(ROW, "x" * 4000)["length"] == 0
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("<answer>72</answer>", set()),
-        ("<think>72</think><answer>73</answer>", set()),
+        ("<answer>72</answer>", set()), ("<think>72</think><answer>73</answer>", set()),
         ("<answer>73</answer>, or 72", {"right_elsewhere"}),
-        ("<answer>It is 72</answer>", {"unread", "right_elsewhere"}),
-        ("<answer></answer>", {"unread"}),
+        ("<answer>It is 72</answer>", {"unread", "right_elsewhere"}), ("<answer></answer>", {"unread"}),
         ("\\boxed{72}", {"boxed", "right_elsewhere"}),
-        ("<answer>\\boxed{72}</answer>", {"unread", "right_elsewhere"}),
-        ("#### 72", {"hashes", "right_elsewhere"}),
+        ("<answer>\\boxed{72}</answer>", {"unread", "right_elsewhere"}), ("#### 72", {"hashes", "right_elsewhere"}),
         ("The answer is $72.00.", {"sentence", "right_elsewhere"}),
-        ("The answer is \\boxed{72}.", {"boxed", "right_elsewhere"}),
-        ("<think>It is 100-72", {"right_elsewhere"}),  # and not -72
-        ("72, then 73", set()),
-        ("", set()),
+        ("The answer is \\boxed{72}.", {"boxed", "right_elsewhere"}), ("<think>It is 100-72", {"right_elsewhere"}),
+        ("72, then 73", set()), ("", set()),
     ],
-)
+)  # fmt: skip
 def test_a_description_says_which_form_was_used(text, names):
     description = gsm8k.describe(ROW, text)
     assert {name for name, value in description.items() if value} == names
@@ -225,30 +156,30 @@ def test_a_description_says_which_form_was_used(text, names):
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.mark.parametrize("task", ["arithmetic", "qa"])
-def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, task):
-    path = write(tmp_path / "train.jsonl", ROW, ROW)
-    sentence = r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"
-    with pytest.raises(UserError, match=sentence) as caught:
-        load_task(RunConfig(task=task, data=path, eval_data=path))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_task_of_the_user_is_told_what_is_compared(tmp_path):
-    (tmp_path / "mine.py").write_text(Path(arithmetic.__file__).read_text("utf-8").replace("parents[2]", "parents[0]"))
-    path = write(tmp_path / "train.jsonl", ROW, ROW)
-    with pytest.raises(UserError, match=r"bring the row .*of GSM8K's answers keep what follows ####\)"):
-        load_task(RunConfig(task=str(tmp_path / "mine.py"), data=path, eval_data=path))
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        (
+            "arithmetic",
+            r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$",
+        ),
+        ("qa", r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"),
+        ("mine.py", r"bring the row .*of GSM8K's answers keep what follows ####\)"),
+    ],
+)
+def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, monkeypatch, task, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(Path(arithmetic.__file__).read_text("utf-8").replace("parents[1]", "parents[0]"))
+    Path("train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 2)
+    with pytest.raises(UserError, match=sentence):
+        load_task(RunConfig(task=task, data="train.jsonl", eval_data="train.jsonl"))
+    assert qa.reward(ROW, arithmetic.solution(ROW))["correct"] == 0  # which is why those tasks are told
 
 
 def test_rows_as_published_are_loaded(tmp_path):
-    path = write(tmp_path / "train.jsonl", ROW, {"question": "And $2?", "answer": "#### 2", "more": None})
-    task = load_task(RunConfig(task="gsm8k", data=path, eval_data=path))
+    path = tmp_path / "train.jsonl"
+    rows = [ROW, {"question": "And $2?", "answer": "#### 2", "more": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_task(RunConfig(task="gsm8k", data=str(path), eval_data=str(path)))
     assert [gsm8k.gold(row) for row in task.train_rows] == [72, 2]
     assert re.fullmatch(r"openai/gsm8k:main(:test)?", gsm8k.EVAL_DATA)
-    assert qa.reward(ROW, arithmetic.solution(ROW))["correct"] == 0  # which is why those tasks are told

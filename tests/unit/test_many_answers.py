@@ -2,8 +2,8 @@ r"""Thousands of generated answers, right ones and near misses, against judges t
 
     ANSWERS=20000 python -m pytest -n 0 -m slow -s tests/unit/test_many_answers.py
 
-For gsm8k and math the generator knows the exact value of what it writes; Countdown's expressions are evaluated by a
-parser of this file. No wrong answer may earn, and at most one right answer in a hundred may be refused.
+The generator knows the exact value of what it writes. No wrong answer may earn, and at most one right answer in a
+hundred may be refused. Countdown's expressions are in test_countdown_task.py.
 """
 
 import os
@@ -14,7 +14,7 @@ from fractions import Fraction
 
 import pytest
 
-from tasks import countdown, gsm8k
+from tasks import gsm8k
 from tasks import math as mathematics
 from tasks.verdicts.judge import Judge, has_library
 
@@ -28,24 +28,10 @@ left, total, pieces, pencils, cards, kg, km, %, percent, mph, miles per hour, sq
 fewer apples, pairs of socks, cents each, fifth graders, people in all, days a week, hours per day, of the cookies,
 pieces left over, feet tall, dollars more, km/h, dollars per hour, pounds of meat, kids' tickets, bags (small)"""
 # What changes a number: its factor, if it has one, and the words
-CHANGES = """1000: thousand, thousands, k, K, grand, e3, \u5343, \ucc9c
-10: tens
-12: dozen, dozens
-20: score
-100: hundred, hundreds, hundred eggs, \u767e
-144: gross
-10000: \u4e07, \ub9cc
-100000: lakh
-10000000: crore
-1000000: million, millions, mil, mio, million dollars
-1000000000: bn, billion
-1/10: tenths
-1/100: hundredths
-1/4: quarters
-1/3: thirds
-1/2: halves, divided by two, halved, / 2
-2: times two, times 2, * 2, doubled
--1: negative
+CHANGES = """1000: thousand, thousands, k, K, grand, e3, \u5343, \ucc9c; 10: tens; 12: dozen, dozens; 20: score
+144: gross; 100: hundred, hundreds, hundred eggs, \u767e; 10000: \u4e07, \ub9cc; 100000: lakh; 10000000: crore
+1000000: million, millions, mil, mio, million dollars; 1000000000: bn, billion; 1/10: tenths; 1/100: hundredths
+1/4: quarters; 1/3: thirds; 1/2: halves, divided by two, halved, / 2; 2: times two, times 2, * 2, doubled; -1: negative
 : squared, cubed, factorial, !, \u00bd, \u00b2, and a half, and 1/2, plus one, less one, minus three, + 1, - 1, mod five
 : or twenty, or 20, or more, and twenty, to twenty, at least, at most, more than twelve, maybe twenty, point five, - 20
 : :30, to the power of two, not, no or twenty"""
@@ -53,7 +39,7 @@ THINKS = ("", "<think>9 * 2</think>", "<think>\n5, or 6?</think>\n", "So: ")
 
 
 def a_change(rng: random.Random) -> tuple[Fraction | None, str]:
-    lines = [line.partition(": ") for line in CHANGES.splitlines()]
+    lines = [line.partition(": ") for line in CHANGES.replace("\n", "; ").split("; ")]
     factor, words = rng.choice([(factor, word) for factor, _, words in lines for word in words.split(", ")])
     return Fraction(factor) if factor else None, words
 
@@ -80,7 +66,7 @@ def of_gsm8k(rng: random.Random) -> tuple[Fraction, str, Fraction | None, str]:
         case 0 | 1:
             return gold, text, value, "bare"
         case 2 | 3:
-            unit = rng.choice(re.split(r",\s", UNITS))
+            unit = rng.choice(UNITS.replace("\n", " ").split(", "))
             return gold, f"{text} {unit}{rng.choice(['', '.'])}", value, "unit"
         case 4:
             forms = [
@@ -93,27 +79,26 @@ def of_gsm8k(rng: random.Random) -> tuple[Fraction, str, Fraction | None, str]:
             ]
             return gold, rng.choice(forms), value, "currency"
         case 5:
-            return (
-                gold,
-                rng.choice([f"{text}%", f" {text}\n", text.replace("-", "\u2212"), f"{text}."]),
-                value,
-                "spelling",
-            )
+            forms = [f"{text}%", f" {text}\n", text.replace("-", "\u2212"), f"{text}."]
+            return gold, rng.choice(forms), value, "spelling"
         case 6 | 7:
             factor, words = a_change(rng)
             changed = value * factor if factor else None
             return gold, f"{text} {words}", None if changed == gold else changed, f"changed: {words}"
         case 8:
-            whole = str(abs(value.numerator))
-            fullwidth = "".join(chr(0xFF10 + int(digit)) for digit in whole)
+            n = str(abs(value.numerator))
+            fullwidth = "".join(chr(0xFF10 + int(digit)) for digit in n)
             odd = [
-                f"{whole}, {whole}",
-                f"{whole} or {whole}x",
-                f"{whole[:1]},{whole[1:]}0",
-                f"about {whole}",
+                f"{n}, {n}",
+                f"{n} or {n}x",
+                f"{n[:1]},{n[1:]}0",
+                f"about {n}",
                 fullwidth,
+                "",
+                f"{n}/{n}0",
+                f"{n} {n}",
             ]
-            return gold, rng.choice([*odd, "", f"{whole}/{whole}0", f"{whole} {whole}"]), None, "odd"
+            return gold, rng.choice(odd), None, "odd"
         case _:
             return gold, f"<answer>{text}</answer><answer>{text}</answer>", None, "two answers"
 
@@ -201,9 +186,8 @@ A \pm \sqrt{B}; A+\sqrt{B}, A-\sqrt{B}; A+\sqrt{B}
 
 def an_expression_of_math(rng: random.Random) -> tuple[str, str, bool, str]:
     a, b = map(str, rng.sample((3, 5, 7, 11, 13), 2))
-    gold, right, wrong = (
-        part.replace("A", a).replace("B", b) for part in rng.choice(EXPRESSIONS.splitlines()).split("; ")
-    )
+    forms = rng.choice(EXPRESSIONS.splitlines()).replace("A", a).replace("B", b)
+    gold, right, wrong = forms.split("; ")
     is_right = rng.random() < 0.5
     return gold, right if is_right else wrong, is_right, "expression"
 
@@ -221,89 +205,3 @@ def test_math(monkeypatch):
     finally:
         judge.close()
     report("math", [(x[2], is_paid, x[3], f"{x[0]}: {x[1]}") for x, is_paid in zip(cases, paid, strict=True)])
-
-
-# Countdown -----------------------------------------------------------------------------------------------------------
-
-
-def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and its numbers, by recursive descent over tokens; None: it is none."""
-    text = text.replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
-    tokens, numbers = re.findall(r"\d+|[-+*/()]|\S", text), []
-    if not all(re.fullmatch(r"[0-9]+|[-+*/()]", token) for token in tokens):
-        return None
-
-    def take(*wanted: str) -> str | None:
-        return tokens.pop(0) if tokens and tokens[0] in wanted else None
-
-    def factor() -> Fraction:
-        if sign := take("-", "+"):
-            return -factor() if sign == "-" else factor()
-        if take("("):
-            value = total()
-            if take(")") is None:
-                raise ValueError
-            return value
-        token = tokens.pop(0) if tokens else ""
-        if not token.isdecimal() or (len(token) > 1 and token[0] == "0"):
-            raise ValueError
-        numbers.append(int(token))
-        return Fraction(int(token))
-
-    def product() -> Fraction:
-        value = factor()
-        while sign := take("*", "/"):
-            value = value * factor() if sign == "*" else value / factor()
-        return value
-
-    def total() -> Fraction:
-        value = product()
-        while sign := take("+", "-"):
-            value = value + product() if sign == "+" else value - product()
-        return value
-
-    try:
-        value = total()
-    except (ValueError, ZeroDivisionError):
-        return None
-    return None if tokens else (value, numbers)
-
-
-def an_expression(rng: random.Random, numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    cut = rng.randrange(1, len(numbers))
-    parts = [an_expression(rng, part) for part in (numbers[:cut], numbers[cut:])]
-    parts = [f"({part})" if not part.isdecimal() and rng.random() < 0.8 else part for part in parts]
-    return rng.choice(["", " "]).join(
-        [parts[0], rng.choice("+-*/" if rng.random() < 0.9 else "\u00d7\u00f7\u2212"), parts[1]]
-    )
-
-
-def spoilt(rng: random.Random, text: str) -> str:
-    """An expression with a fault that one of them may or may not have noticed."""
-    place = rng.randrange(len(text) + 1)
-    faults = [
-        text[:place] + rng.choice("0123456789+-*/() .,=xe_\u0663\u00b2") + text[place:],
-        text[:place] + text[place + 1 :],
-    ]
-    faults += [text.replace(*pair, 1) for pair in (("*", "**"), ("/", "//"), ("(", ""), ("+", "-"), ("(", "["))]
-    faults += [form.replace("E", text) for form in ("E+0", "E*1", "E = 5", "-E", "(E)", "E+E", "E\n", "abs(E)", "E#")]
-    return rng.choice(faults)
-
-
-def test_countdown():
-    rng, verdicts = random.Random(0), []
-    for _ in range(ANSWERS):
-        numbers = [rng.randrange(1, 100) for _ in range(rng.randrange(2, 5))]
-        text = an_expression(rng, rng.sample(numbers, len(numbers)))
-        found = evaluate(text)
-        target = found[0] if found is not None and found[0].denominator == 1 else Fraction(7)
-        is_spoilt = rng.random() < 0.6
-        answer = spoilt(rng, text) if is_spoilt else text
-        judged = evaluate(answer)
-        right = judged is not None and judged[0] == target and sorted(judged[1]) == sorted(numbers)
-        row = {"nums": numbers, "target": int(target)}
-        rewarded = countdown.reward(row, f"<think>{text}</think><answer>{answer}</answer>")["correct"] == 1
-        verdicts.append((right, rewarded, "spoilt" if is_spoilt else "plain", f"{row}: {answer}"))
-    report("countdown", verdicts)

@@ -1,11 +1,10 @@
 """The task `math`: which answer a completion gives, which are right, and what hostile text does."""
 
-import json
-import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from decisions import decisions
+from run_files import read_lines, write_rows
 
 from common.errors import UserError
 from tasks import math as task
@@ -22,38 +21,23 @@ needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not
 
 @pytest.fixture(scope="module", autouse=True)
 def judge():
-    """One process for the file, and time enough for a slow processor."""
+    """Time enough for a slow processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge_module, "HUNG_SECONDS", 300.0)
-        patch.setattr(task, "_JUDGE", Judge(number_of_workers=1))
+        patch.setattr(judge_module, "num_workers", lambda: 1)
+        patch.setattr(task, "_JUDGE", Judge())
         yield task._JUDGE
         task._JUDGE.close()
 
 
-@pytest.fixture
-def text_only(monkeypatch):
-    monkeypatch.setattr(task, "_JUDGE", Judge(uses_library=False))
-
-
-def decisions() -> list[tuple[str, str, bool]]:
-    """Every cell of the docstring's table: a gold answer, an answer, whether it is right."""
-    found = []
-    for line in task.__doc__.splitlines():
-        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1]]
-        if len(cells) == 3 and all(cells):
-            found += [(cells[0][0], answer, True) for answer in cells[1]] + [(cells[0][0], x, False) for x in cells[2]]
-    return found
-
-
 @needs_library
 def test_every_decision_of_the_docstring():
-    table = decisions()
+    table = list(decisions(task))
     assert len(table) > 55
-    rows = [{"answer": gold} for gold, _, _ in table]
-    texts = [rf"So it is \boxed{{{answer}}}." for _, answer, _ in table]
+    rows, texts = [{"answer": gold} for gold, *_ in table], [rf"So it is \boxed{{{x}}}." for _, x, _ in table]
     task.prepare(rows, texts)
     found = [task.reward(row, text)["correct"] == 1 for row, text in zip(rows, texts, strict=True)]
-    assert [case for case, is_right in zip(table, found, strict=True) if case[2] is not is_right] == []
+    assert [case for case, is_right in zip(table, found, strict=True) if (case[2] == 0) is not is_right] == []
 
 
 @pytest.mark.parametrize(("text", "answer"), [
@@ -126,20 +110,22 @@ def test_hostile_text_is_wrong_and_nothing_else(text):
     assert task.describe(row, text).keys() == {"answered", "undecided"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
-    prompts_per_step: int = 1
-
-
-def load(tmp_path, *rows: dict):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return load_task(Config(task="math", data=str(path), eval_prompts=1))
-
-
-def test_rows_of_both_forms_can_be_trained_on(tmp_path, text_only, monkeypatch, capsys):
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Load rows without math-verify."""
+    monkeypatch.setattr(judge_module, "has_library", lambda: False)
     monkeypatch.setattr(task, "has_library", lambda: False)
-    loaded = load(tmp_path, {"problem": "1+1?", "answer": 2.0}, {"problem": "2+2?", "solution": r"\boxed{4}"})
+    monkeypatch.setattr(task, "_JUDGE", Judge())
+
+    def load(*rows: dict):
+        write_rows(tmp_path / "rows.jsonl", rows)
+        return load_task(RunConfig(task="math", data=str(tmp_path / "rows.jsonl"), eval_prompts=1))
+
+    return load
+
+
+def test_rows_of_both_forms_can_be_trained_on(load, capsys):
+    loaded = load({"problem": "1+1?", "answer": 2.0}, {"problem": "2+2?", "solution": r"\boxed{4}"})
     assert len(loaded.train_rows + loaded.eval_rows) == 2
     assert capsys.readouterr().err.count("math-verify is not installed") == 1
 
@@ -153,9 +139,9 @@ def test_rows_of_both_forms_can_be_trained_on(tmp_path, text_only, monkeypatch, 
         ({"question": "2+2?", "answer": "4"}, r"rows\.jsonl:1: the field 'problem' is missing"),
     ],
 )
-def test_rows_without_a_gold_answer_are_refused(tmp_path, text_only, row, message):
+def test_rows_without_a_gold_answer_are_refused(load, row, message):
     with pytest.raises(UserError, match=message):
-        load(tmp_path, row, {"problem": "1+1?", "answer": "2"})
+        load(row, {"problem": "1+1?", "answer": "2"})
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the real files are not there")
@@ -164,7 +150,7 @@ def test_rows_without_a_gold_answer_are_refused(tmp_path, text_only, row, messag
     [("math500", 500), ("aime24", 30), ("amc", 83), ("minerva", 272), ("olympiad_bench", 675), ("asdiv", 1788)],
 )
 def test_every_real_gold_is_its_own_answer(name, number):
-    rows = [json.loads(line) for line in (REAL / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(REAL / f"{name}.jsonl")
     assert len(rows) == number
     assert [row["answer"] for row in rows if task.reward(row, task.solution(row))["correct"] != 1] == []
 

@@ -13,18 +13,8 @@ from pathlib import Path
 import pytest
 
 from tasks import qa
-from tasks.grammars.world_grammar import (
-    KINDS,
-    NOTHING_FOUND,
-    document,
-    draw_question,
-    find,
-    make_world,
-    names,
-    pool,
-    render_results,
-    to_row,
-)
+from tasks.grammars import world_grammar as grammar
+from tasks.grammars.world_grammar import document, find, make_world, names, pool, render_results
 
 from harness.base.config import TINY_POLICY
 
@@ -66,21 +56,14 @@ def test_f1_and_exact_match_equal_a_slow_version():
     assert min(drawn.values()) > 10
 
 
-@pytest.mark.parametrize(
-    ("text", "correct", "f1", "well_formed"),
-    [
-        ("<answer>1846</answer>", 1, 1, 1),
-        ("\n\n<answer> the 1,846. </answer>", 1, 1, 1),  # the calls of two turns are removed
-        ("<think>a</think>\n<answer>In 1846</answer>", 0, 2 / 3, 1),
-        ("It is <answer>1846</answer>", 1, 1, 0),
-        ("<answer>1846</answer>\n<answer>1846</answer>", 0, 0, 0),
-        ("<think><answer>1846</answer></think>", 0, 0, 0),
-        ("1846", 0, 0, 0),
-        ("<answer></answer>", 0, 0, 1),
-        ("<answer>the</answer>", 0, 0, 1),
-        ("<answer>1846", 0, 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "correct", "f1", "well_formed"), [
+    ("<answer>1846</answer>", 1, 1, 1),
+    ("\n\n<answer> the 1,846. </answer>", 1, 1, 1),  # the calls of two turns are removed
+    ("<think>a</think>\n<answer>In 1846</answer>", 0, 2 / 3, 1), ("It is <answer>1846</answer>", 1, 1, 0),
+    ("<answer>1846</answer>\n<answer>1846</answer>", 0, 0, 0), ("<think><answer>1846</answer></think>", 0, 0, 0),
+    ("1846", 0, 0, 0), ("<answer></answer>", 0, 0, 1), ("<answer>the</answer>", 0, 0, 1), ("<answer>1846", 0, 0, 0),
+    ("<answer>-1846</answer>", 0, 0, 1), ("<answer>184.6</answer>", 0, 0, 1),
+])  # fmt: skip
 def test_rewards(text, correct, f1, well_formed):
     for answer in ("1846", 1846, ["never", "1846"]):
         found = qa.reward({"question": "?", "answer": answer}, text)
@@ -174,21 +157,21 @@ def test_names_tokenise_alike_with_and_without_a_space(tokens):
 def test_a_world_depends_on_its_seed_alone():
     first, again, other = (make_world(random.Random(seed), 50, "heldout") for seed in (0, 0, 1))
     assert first == again != other
-    assert {pool(name) for name in first.entities} == {"heldout"}
+    assert {pool(name) for name in first} == {"heldout"}
     with pytest.raises(ValueError, match="no world of"):
         make_world(random.Random(0), 5000, "heldout")
 
 
 def test_facts_lead_to_documents_of_the_world(world, tokens):
-    for name, entity in world.entities.items():
-        assert world.entities[entity.where].kind == "town"
-        assert world.entities[entity.who].kind == "person"
+    for name, entity in world.items():
+        assert world[entity.where].kind == "town"
+        assert world[entity.who].kind == "person"
         assert name not in (entity.where, entity.who)
         text = document(entity)
         assert len(tokens(text)) <= 32
         counts = Counter(re.findall(r"\w+", text))
         assert (counts[name], counts[entity.where], counts[entity.who], counts[entity.when]) == (2, 1, 1, 1)
-    assert {entity.kind for entity in world.entities.values()} == KINDS.keys()
+    assert {entity.kind for entity in world.values()} == grammar.KINDS.keys()
 
 
 @pytest.mark.parametrize("num_hops", [1, 2])
@@ -196,20 +179,20 @@ def test_the_documents_of_its_path_answer_a_question(world, num_hops):
     """The question names the first, each but the last names the next one, and the last one holds the answer."""
     rng, seen = random.Random(3), set()
     for _ in range(300):
-        row = to_row(draw_question(rng, world, num_hops))
+        row = grammar.to_row(grammar.draw_question(rng, world, num_hops))
         assert len(row["path"]) == row["num_hops"] == num_hops
-        texts = [row["question"], *(document(world.entities[name]) for name in row["path"])]
+        texts = [row["question"], *(document(world[name]) for name in row["path"])]
         for text, word in zip(texts, [*row["path"], row["answer"]], strict=True):
             assert word in re.findall(r"\w+", text)
-        seen.add((row["asks"], world.entities[row["path"][0]].kind))
-    assert len(seen) == 3 * len(KINDS)
+        seen.add((row["asks"], world[row["path"][0]].kind))
+    assert len(seen) == 3 * len(grammar.KINDS)
 
 
 def test_what_is_searched_comes_first(world):
-    for name, entity in list(world.entities.items())[:20]:
+    for name, entity in list(world.items())[:20]:
         first, *others = find(world, name, k=3)
         assert first == document(entity)
         assert len(others) <= 2
         assert all(name in text for text in others)
-    assert render_results(find(world, "Nobody")) == NOTHING_FOUND
+    assert render_results(find(world, "Nobody")) == grammar.NOTHING_FOUND
     assert render_results(["a", "b"]) == "a\nb"

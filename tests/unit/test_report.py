@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from viewer.__main__ import main
 from viewer.report import MOST_POINTS, write_report
 from viewer.runs import Run, RunError
-from viewer.sampled_rows import describe, encode_step, keep_steps, pack
+from viewer.sampled_rows import describe, encode_step, keep_steps
 from viewer.serve import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +111,9 @@ def test_a_page_holds_what_the_run_wrote(directory):
     for name, value in CONFIG.items():
         assert f'<th scope="row">{name}</th><td>{"none" if value is None else value}</td>' in page
     assert "The run has found nothing wrong." in page
+    policy = re.search(r'Policy" content="(.*?)"', page)[1]
+    assert policy.startswith("default-src &#39;none&#39;; script-src &#39;sha256-")
+    assert not re.search(r"unsafe|connect|http|\*", policy)
     (address,) = re.findall(r'href="(.*?)">docs/metrics.md<', page)
     assert (directory / address).resolve() == ROOT / "docs" / "metrics.md"
 
@@ -129,22 +133,18 @@ def test_log_probs_decode_to_what_was_written():
 
 
 def test_what_a_row_does_not_have_is_null():
-    changes = {"log_probs_ref": None, "entropy": None, "updates": [], "answer": None, "question": "4", "return": None}
-    row = a_row(1, **changes, old_log_probs=a_row(1)["sampler_log_probs"], rewards={"correct": float("inf")})
-    (group,) = encode_step([row])["groups"]
+    changes = {"log_probs_ref": None, "entropy": None, "updates": [], "return": None, "rewards": {"x": float("inf")}}
+    (group,) = encode_step([a_row(1, **changes, old_log_probs=a_row(1)["sampler_log_probs"])])["groups"]
     (encoded,) = group["rows"]
-    assert (group["question"], group["answer"], encoded["updates"]) == ("4", None, [])
     assert [encoded[key] for key in ("ref", "entropy", "old", "return", "turns")] == [None] * 5
-    assert encoded["rewards"] == {"correct": None}
+    assert (encoded["updates"], encoded["rewards"]) == ([], {"x": None})
 
 
 def test_findings_are_grouped_into_ranges_of_steps(directory):
-    found = [(3, "long"), (4, "long"), (4, "flat"), (5, "long"), (9, "long")]
-    rows = [{"step": step, "finding": finding, "sentence": f"{finding} at {step}"} for step, finding in found]
+    rows = [{"step": step, "finding": "long", "sentence": f"long at {step}"} for step in (3, 4, 5, 9)]
     (directory / "diagnosis.jsonl").write_bytes(lines(rows))
     path = write_report(directory)
     assert "long long at 9 Steps 3 to 5, 9" in text_of(path, "diagnosis")
-    assert "flat flat at 4 Steps 4" in text_of(path, "diagnosis")
     assert 'href="#step=3"' in path.read_text(encoding="utf-8")
 
 
@@ -180,10 +180,6 @@ def test_a_very_long_curve_is_thinned_and_keeps_its_evaluations(directory):
     assert len(metrics["steps"]) <= MOST_POINTS + 2
     assert {0, 7777, 9999} < {*metrics["steps"]}
     assert metrics["series"]["eval/loss"][metrics["steps"].index(7777)] == 1.5
-    (directory / "metrics.jsonl").write_bytes(lines([{"step": n, "eval/loss": n / 7} for n in range(20_000)]))
-    steps = read_page(write_report(directory))[0]["metrics"]["steps"]
-    assert len(steps) <= MOST_POINTS + 1
-    assert (steps[0], steps[-1]) == (0, 19_999)
 
 
 # Damaged, killed and empty runs
@@ -200,27 +196,19 @@ def test_a_file_may_be_missing_or_empty(directory, missing):
     assert ("<dd>not finished</dd>" in path.read_text(encoding="utf-8")) == (missing == "summary.json")
 
 
-def test_an_incomplete_last_line_is_left_out_and_said(directory):
-    path = directory / "samples.jsonl"
-    path.write_bytes(path.read_bytes()[:-30])
-    page = write_report(directory)
-    data, chunks = read_page(page)
-    assert [len(group["rows"]) for group in chunks[3]["groups"]] == [2, 1]
-    assert [step["rows"] for step in data["steps"]] == [4, 4, 3]
-    assert "The last line is not complete" in text_of(page, "samples-note")
-
-
 def test_damaged_lines_are_counted_and_left_out(directory):
     deep = b'{"step": 1, "ids": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
     damaged = [b"\0\0\0\n", b"[1, 2]\n", b"\xff\xfe{}\n", deep, a_row(True), a_row(1, ids=[1]), a_row(2, updates=[5])]
-    (directory / "samples.jsonl").write_bytes(lines([*damaged[:4], *rows_of(1, 2), *damaged[4:]]))
+    cut_off = lines([a_row(3)])[:-30]
+    (directory / "samples.jsonl").write_bytes(lines([*damaged[:4], *rows_of(1, 2), *damaged[4:], cut_off]))
     (directory / "metrics.jsonl").write_bytes(
         b'{"step": 1, "a": NaN, "b": 1e999, "c": "x", "d": 2}\nnull\n{"step": "1"}\n'
     )
     path = write_report(directory)
     data, chunks = read_page(path)
     assert [len(group["rows"]) for step in (1, 2) for group in chunks[step]["groups"]] == [2] * 4
-    assert f"{len(damaged)} damaged lines are left out" in text_of(path, "samples-note")
+    assert chunks.keys() == {1, 2}
+    assert f"{len(damaged)} damaged lines are left out. The last line is not complete" in text_of(path, "samples-note")
     assert data["metrics"] == {"steps": [1], "series": {"d": [2]}}
 
 
@@ -231,13 +219,12 @@ def test_rows_of_other_prompts_are_kept_apart_and_of_one_row_the_later_line_coun
     (directory / "samples.jsonl").write_bytes(lines([*rows_of(1), *rows_of(2), a_row(1, 1, 1, text="later")]))
     _, chunks = read_page(write_report(directory))
     assert [row["text"] for group in chunks[1]["groups"] for row in group["rows"]] == ["four"] * 3 + ["later"]
-    assert base64.b64decode(pack(encode_step(rows)))[4:8] == bytes(4)  # gzip's place for the time: the text is the same
 
 
 # Hostile text
 
 
-@pytest.mark.parametrize("text", [SCRIPT, "<!--<script>", "\u2028\u2029", "\ud800", "\x00\x1b[2J\u202e", "x" * 10**5])
+@pytest.mark.parametrize("text", [SCRIPT, "<!--<script>", "\u2028\ud800\x00\x1b[2J\u202e"])
 def test_text_of_a_model_is_only_data(directory, text):
     texts = {"question": text, "answer": text, "text": text, "turns": [["assistant", text]], "finish_reason": text}
     for name, row in {
@@ -252,10 +239,9 @@ def test_text_of_a_model_is_only_data(directory, text):
     data, chunks = read_page(path)
     (group,) = chunks[1]["groups"]
     assert (group["question"], group["rows"][0]["text"], data["tokens"]["7"][0]) == (text, text, text)
-    assert len(text) == 10**5 or text not in path.read_text(encoding="utf-8")
+    assert text not in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no such names there")
 def test_the_name_of_a_run_is_only_text(directory, capsys):
     named = directory.with_name('<img src=x onerror=alert(1)>"\x1b[2J\udc80')
     directory.rename(named)
@@ -264,12 +250,6 @@ def test_the_name_of_a_run_is_only_text(directory, capsys):
     assert "&lt;img src=x" in page
     assert "<img" not in page
     assert "\x1b" not in page + capsys.readouterr().out
-
-
-def test_the_policy_allows_the_scripts_of_the_page_only(directory):
-    policy = re.search(r'Policy" content="(.*?)"', write_report(directory).read_text(encoding="utf-8"))[1]
-    assert policy.startswith("default-src &#39;none&#39;; script-src &#39;sha256-")
-    assert not re.search(r"unsafe|connect|http|\*", policy)
 
 
 # The command line
@@ -307,17 +287,11 @@ def ask(directory) -> Iterator:
         thread.start()
 
         def send(path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-            try:
-                connection.putrequest(method, path, skip_host=True)
-                for name, value in ({"Host": f"127.0.0.1:{server.server_port}"} | headers).items():
-                    connection.putheader(name, value)
-                connection.endheaders()
+            with closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)) as connection:
+                connection.request(method, path, headers={"Host": f"127.0.0.1:{server.server_port}"} | headers)
                 response = connection.getresponse()
                 send.headers = response.headers
                 return response.status, response.read().decode()
-            finally:
-                connection.close()
 
         send.port = server.server_port
         yield send
@@ -339,18 +313,11 @@ def test_the_page_and_all_samples_are_served(ask, directory):
         Server(directory, ask.port)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/config.json", "/samples.jsonl", "/samples/9.json", "/samples/-1.json", "/samples/2.json?x=/etc/passwd"),
-        *("/samples/../config.json", "/samples/..%2f..%2fetc%2fpasswd.json", "/../../etc/passwd", "//etc/passwd"),
-        *("/secret", "http://a/version", "/?x", "/samples/" + "9" * 400 + ".json", "/report.html"),
-    ],
-)
-def test_nothing_else_is_served(ask, directory, path):
-    (directory / "secret").write_text("secret")
-    status, body = ask(path)
-    assert (status, "root:" in body, "secret" in body) == (404, False, False)
+def test_nothing_else_is_served(ask):
+    paths = ["/config.json", "/samples/9.json", "/samples/-1.json", "/samples/2.json?x=/etc/passwd", "/report.html"]
+    paths += ["/samples/../config.json", "/samples/..%2f..%2fetc%2fpasswd.json", "/../../etc/passwd", "//etc/passwd"]
+    for path in (*paths, "http://a/version", "/?x"):
+        assert ask(path) == (404, "there is no such page"), path
 
 
 @pytest.mark.parametrize("host", ["example.com", "127.0.0.1.example.com:{}", "localhost:1", "", "[::1]:{}"])
@@ -362,37 +329,29 @@ def test_another_host_name_is_refused(ask, host):
 
 
 def test_the_page_is_made_again_when_a_file_changes(ask, directory):
-    versions = {ask("/version")[1]}
-
     def steps() -> list[int]:
-        """Of the samples in the page, which is another version than all before."""
-        page = ask("/")[1]
-        versions.add(re.search(r'data-version="(.*?)"', page)[1])
-        data = json.loads(re.search(r'id="run-data">(.*?)</script>', page)[1])
+        """Of the samples in the page."""
+        data = json.loads(re.search(r'id="run-data">(.*?)</script>', ask("/")[1])[1])
         return [step["step"] for step in data["steps"]]
 
     assert steps() == [1, 2, 3]
-    with (directory / "samples.jsonl").open("ab") as samples:
-        samples.write(lines([a_row(4)])[:-5])
-        samples.flush()
-        assert steps() == [1, 2, 3]
-        samples.write(lines([a_row(4)])[-5:])
+    before, cut_off = (directory / "samples.jsonl").read_bytes(), lines([a_row(4)])[:-5]
+    (directory / "samples.jsonl").write_bytes(before + cut_off)
+    assert steps() == [1, 2, 3]
+    (directory / "samples.jsonl").write_bytes(before + lines([a_row(4)]))
     assert steps() == [1, 2, 3, 4]
     assert len(json.loads(ask("/samples/4.json")[1])["groups"][0]["rows"]) == 1
     (directory / "samples.jsonl").write_bytes(lines(rows_of(1)))  # the run was resumed
     assert steps() == [1]
-    assert len(versions) == 4
     directory.rename(directory.with_name("elsewhere"))
     for path in ("/", "/version"):
         status, body = ask(path)
         assert (status, "is gone" in body) == (503, True)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a signal cannot be sent there")
 def test_ctrl_c_ends_the_server_quietly(directory):
     command = [sys.executable, "-m", "viewer", str(directory), "--serve", "--port", "0"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
         assert process.stdout.readline().startswith("http://127.0.0.1:")
         process.send_signal(2)
         assert process.communicate(timeout=60) == ("", "")

@@ -25,20 +25,21 @@ from harness.search.remote_index import QUERIES_PER_REQUEST, RemoteIndex, read_a
 ROW = {"question": "Where was the one who built the ship Fardil born?", "answer": "Waplem", "supporting": ["s1", "p1"]}
 SHIP = Hit("s1", "The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.", 7.0)
 PERSON = Hit("p1", "Jarce was born in Waplem in 1734.\nThe father of Jarce was Mabto.", 6.0)
+LOG = Hit("log", "error: disk full", 1.0)
 
 
 class Shelf:
-    """An index of two documents; one query takes too long for it."""
+    """An index of three documents; one query takes too long for it."""
 
     def __init__(self):
         self.asked: list[list[str]] = []
 
     def search_all(self, queries, k):
         self.asked.append(list(queries))
-        return [SearchError("no answer within 5 s") if query == "slow" else self.hits(query)[:k] for query in queries]
-
-    def hits(self, query):
-        return [hit for hit in (SHIP, PERSON) if query in hit.text]
+        found = [[hit for hit in (SHIP, PERSON, LOG) if query in hit.text][:k] for query in queries]
+        return [
+            SearchError("no answer") if query == "slow" else hits for query, hits in zip(queries, found, strict=True)
+        ]
 
 
 @pytest.fixture
@@ -74,43 +75,25 @@ def test_a_conversation_of_two_hops(searcher):
     assert (observation, done) == (None, True)
     assert rewards["correct"] == rewards["f1"] == rewards["retrieved"] == rewards["executed_calls"] == 1
     assert (rewards["calls"], state.describe()["failed_searches"]) == (2, 0)
+    weights = qa.REWARD_WEIGHTS | SEARCH_WEIGHTS
+    assert [name for name, weight in weights.items() if weight] == ["correct"]
 
 
-BOTH, ANSWER = ["s1", "p1"], "Waplem"
+BOTH = ["s1", "p1"]
 
 
-@pytest.mark.parametrize(
-    ("queries", "supporting", "answer", "share"),
-    [
-        (["Tinhur"], BOTH, ANSWER, 0.5),
-        (["Tinhur", "Mabto"], BOTH, ANSWER, 1),
-        (["Tinhur", "slow"], BOTH, ANSWER, 0.5),
-        (["Jarce"], "p1", ANSWER, 1),
-        (["Jarce"], 7, ANSWER, 0),
-        (["Jarce"], ["p1", 7], ANSWER, 0.5),
-        (["Jarce"], "s", ANSWER, 0),
-        (["Jarce"], None, "waplem", 1),  # the answer must be found
-        (["Jarce"], None, ["never", 1734], 1),
-        (["Jarce"], None, "Bamor", 0),
-    ],
-)
+@pytest.mark.parametrize(("queries", "supporting", "answer", "share"), [
+    (["Tinhur"], BOTH, "Waplem", 0.5), (["Tinhur", "Mabto"], BOTH, "Waplem", 1), (["Tinhur", "slow"], BOTH, "?", 0.5),
+    (["Jarce"], "p1", "Waplem", 1), (["Jarce"], 7, "Waplem", 0), (["Jarce"], ["p1", 7], "Waplem", 0.5),
+    (["Jarce"], "s", "Waplem", 0),
+    # without documents the answer must be found
+    (["Jarce"], None, "waplem", 1), (["Jarce"], None, ["never", 1734], 1), (["Jarce"], None, "Bamor", 0),
+])  # fmt: skip
 def test_what_was_found_in_all_turns_counts(searcher, queries, supporting, answer, share):
     state = state_of(searcher, row={"question": "?", "answer": answer, "supporting": supporting})
     for query in queries:
         take(state, call(query))
     assert take(state, "<answer>5</answer>")[1]["retrieved"] == share
-
-
-def test_by_default_only_the_right_answer_is_rewarded():
-    weights = qa.REWARD_WEIGHTS | SEARCH_WEIGHTS
-    assert [name for name, weight in weights.items() if weight] == ["correct"]
-
-
-def test_a_document_that_begins_like_an_error_is_none(shelf, searcher):
-    shelf.hits = lambda query: [Hit("log", "error: disk full", 1.0)]
-    state = state_of(searcher)
-    assert take(state, call("disk"))[0] == ["error: disk full"]
-    assert state.outcomes == {"executed": 1}
 
 
 def test_all_queries_of_a_turn_are_sent_once_and_together(searcher, shelf):
@@ -120,18 +103,18 @@ def test_all_queries_of_a_turn_are_sent_once_and_together(searcher, shelf):
     searcher.send(query for asked in queries for query in asked)
     for state, text in zip(states, texts, strict=True):
         env_step(state, text)
-    assert shelf.asked == [["Fardil", "Jarce"]]
     searcher.send([])
-    assert len(shelf.asked) == 1
+    assert shelf.asked == [["Fardil", "Jarce"]]
 
 
-def test_a_search_that_fails_is_read_and_counted(searcher):
+def test_a_search_that_fails_is_read_and_counted_unlike_a_document_that_begins_so(searcher):
     state = state_of(searcher)
-    assert take(state, call("slow") + call("Jarce"))[0][0] == "error: no answer within 5 s"
-    assert [hit.document for hit in state.found] == ["s1", "p1"]
+    assert take(state, call("slow") + call("Jarce"))[0][0] == "error: no answer"
+    assert take(state, call("disk"))[0] == ["error: disk full"]
+    assert [hit.document for hit in state.found] == ["s1", "p1", "log"]
     described = state.describe()
     assert described["failed_searches"] == described["failed_calls"] == 1
-    assert state.outcomes["executed"] == 1
+    assert state.outcomes["executed"] == 2
 
 
 @pytest.mark.parametrize("text", [
@@ -145,22 +128,16 @@ def test_what_is_no_search_finds_nothing(searcher, shelf, text):
     assert (shelf.asked, state.found) == ([], [])
 
 
-def test_in_the_last_turn_nothing_is_searched(searcher, shelf):
+def test_what_is_not_answered_is_not_searched(searcher, shelf):
+    """In the last turn, and beyond the limit of a turn; nor is a tool of the user's called search the index."""
     state = state_of(searcher)
     state.is_last_turn = True
     observation, rewards, done = take(state, call("Fardil"))
-    assert (observation, done, shelf.asked) == (None, True, [])
-    assert rewards["retrieved"] == 0
+    assert (observation, done, shelf.asked, rewards["retrieved"]) == (None, True, [], 0)
     assert state.outcomes["unanswered"] == 1
-
-
-def test_calls_beyond_the_limit_are_not_searched(searcher, shelf):
     observation = take(state_of(searcher), "".join(call(f"q{number}") for number in range(10)))[0]
     assert shelf.asked == [[f"q{number}" for number in range(8)]]
     assert observation[8:] == ["error: at most 8 calls per turn"] * 2
-
-
-def test_a_users_tool_of_that_name_is_not_the_index():
     state = state_of(Searcher(None, top_k=2), search=lambda query: "my own answer")
     assert take(state, call("Fardil"))[0] == ["my own answer"]
     assert state.found == []
@@ -216,15 +193,14 @@ class Server(socketserver.ThreadingTCPServer):
 
 class Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
-        line, length = self.rfile.readline().decode(), 0
-        while (header := self.rfile.readline().strip()) != b"":
-            if header.lower().startswith(b"content-length:"):
-                length = int(header.split(b":")[1])
-            if header.lower().startswith(b"authorization:"):
-                self.server.authorized.append(header.split()[-1].decode())
-        asked = json.loads(self.rfile.read(length))
+        line, headers = self.rfile.readline().decode(), {}
+        while header := self.rfile.readline().decode().strip():
+            name, _, value = header.partition(": ")
+            headers[name.lower()] = value
+        asked = json.loads(self.rfile.read(int(headers["content-length"])))
         self.server.asked.append(asked)
         self.server.lines.append(line)
+        self.server.authorized.append(headers.get("authorization"))
         self.wfile.write(self.server.reply(asked, self.wfile.write) or b"")
 
 
@@ -237,6 +213,11 @@ def server() -> Iterator[Server]:
         running.released.set()
         running.shutdown()
         thread.join()
+
+
+def ask(url: str, query: str = "a", seconds: float = LONG) -> list[Hit] | SearchError:
+    [answer] = RemoteIndex(url, seconds).search_all([query], 1)
+    return answer
 
 
 def assert_first_failed(answers: list, match: str) -> None:
@@ -255,7 +236,7 @@ def test_a_request_is_search_r1s_and_what_is_said_comes_back(server):
     assert server.asked == [{"queries": queries, "topk": 3, "return_scores": True}] * 3
     assert set(server.lines) == {"POST /retrieve HTTP/1.1\r\n"}
     assert RemoteIndex(server.url, LONG).search_all([], 1) == []
-    assert RemoteIndex(server.url, LONG).search("half \ud83d", 1) == hits_of("half ?", 1)
+    assert ask(server.url, "half \ud83d") == hits_of("half ?", 1)
 
 
 def test_all_queries_are_in_flight_at_once(server):
@@ -268,56 +249,38 @@ def test_all_queries_are_in_flight_at_once(server):
 
 PASSAGE = {"id": "17", "contents": '"A title"\nIts text'}
 WIKI = Hit("17", '"A title"\nIts text', 0.83)
-
-
-TITLE, TEXT = {"title": "A title"}, {"text": "Its text"}
+OTHER = {"title": "A title", "text": "Its text"}
 
 
 @pytest.mark.parametrize(("item", "hit"), [
-    ({"document": PASSAGE, "score": 0.83}, WIKI),
-    ({"document": PASSAGE | {"id": 17} | TITLE | TEXT, "score": 0.83}, WIKI),
-    ({"document": PASSAGE | {"id": None} | TITLE | TEXT, "score": 12}, Hit("A title", WIKI.text, 12.0)),
-    ({"document": {"id": "a"} | TITLE | TEXT, "score": 1}, Hit("a", "A title\nIts text", 1)),
-    ({"document": {"id": "a"} | TEXT, "score": 1}, Hit("a", "Its text", 1)),
+    ({"document": PASSAGE, "score": 0.83}, WIKI), ({"document": PASSAGE | {"id": 17} | OTHER, "score": 0.83}, WIKI),
+    ({"document": PASSAGE | {"id": None} | OTHER, "score": 12}, Hit("A title", WIKI.text, 12.0)),
+    ({"document": {"id": "a"} | OTHER, "score": 1}, Hit("a", "A title\nIts text", 1)),
+    ({"document": {"id": "a", "text": "Its text"}, "score": 1}, Hit("a", "Its text", 1)),
     ({"document": {"contents": "x"}}, Hit("", "x", 0)), (PASSAGE, WIKI._replace(score=0)),
 ])  # fmt: skip
 def test_what_other_servers_leave_out_is_accepted(item, hit):
     assert read_answer(json.dumps({"result": [[item]]}).encode(), 1, 1) == [[hit]]
 
 
-@pytest.mark.parametrize(
-    ("reply", "match"),
-    [
-        (http(b"oh", "500 Internal Server Error"), "status 500"),
-        (http(b"", "307 Temporary Redirect", Location="/elsewhere"), "status 307"),
-        (http(b"<html>Welcome</html>"), "not JSON"),
-        (http(b'{"result": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not JSON"),
-        (http(b'{"result": {"0": []}}'), "no list of results"),
-        (http(b'{"result": [[], []]}'), "2 results instead of"),
-        (http(b'{"result"', Content_Length=1000), "ended the connection"),
-        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000, "ended the connection"),
-        (b"", "ended the connection"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("reply", "match"), [
+    (http(b"oh", "500 Internal Server Error"), "status 500"),
+    (http(b"", "307 Temporary Redirect", Location="/elsewhere"), "status 307"),
+    (http(b"<html>Welcome</html>"), "not JSON"),
+    (http(b'{"result": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "not JSON"),
+    (http(b'{"result": {"0": []}}'), "no list of results"), (http(b'{"result": [[], []]}'), "2 results instead of"),
+    (http(b'{"result"', Content_Length=1000), "ended the connection"), (b"", "ended the connection"),
+    (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000, "ended the connection"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_request_that_fails_takes_no_others_with_it(server, reply, match):
     server.half_right(lambda asked, send: reply)
     assert_first_failed(RemoteIndex(server.url, LONG).search_all(QUERIES, 2), match)
     assert len(server.asked) == 2  # nothing is sent twice, or elsewhere
-    with pytest.raises(SearchError, match=match):
-        RemoteIndex(server.url, LONG).search(QUERIES[0], 2)
 
 
-@pytest.mark.parametrize(
-    ("begin", "then"),
-    [
-        (b"", b""),
-        (b"HTTP/1.1 200 OK\r\nContent-", b""),
-        (http(answer_to(QUERIES[:N], 2))[:-1], b""),
-        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b" "),
-    ],
-    ids=["hang", "hang_in_the_headers", "hang_in_the_body", "drip"],
-)
+@pytest.mark.parametrize(("begin", "then"), [
+    (b"", b""), (http(answer_to(QUERIES[:N], 2))[:-1], b""), (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", b" "),
+], ids=["hang", "hang_in_the_body", "drip"])  # fmt: skip
 def test_nobody_waits_longer_than_the_time_limit(server, begin, then):
     def reply(asked, send):
         send(begin)
@@ -328,26 +291,16 @@ def test_nobody_waits_longer_than_the_time_limit(server, begin, then):
     index = RemoteIndex(server.url, SHORT)
     assert_first_failed(index.search_all(QUERIES, 2), "no answer within 0.3 s")
     server.reply = server.right
-    assert index.search(QUERIES[0], 2) == hits_of(QUERIES[0], 2)
+    assert index.search_all(QUERIES[:1], 2) == [hits_of(QUERIES[0], 2)]
 
 
 DOCUMENT = b'[{"document": {"id": "1", "contents": "x"}, "score": %b}]'
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        b"null",
-        b"{}",
-        b"[null]",
-        b'[{"document": null, "score": 1}]',
-        b'[{"document": {"id": "1"}, "score": 1}]',
-        b'[{"document": {"id": ["1"], "contents": "x"}, "score": 1}]',
-        DOCUMENT % b"NaN",
-        DOCUMENT % (b"1" + b"0" * 400),
-    ],
-    ids=lambda wrong: wrong.decode()[:60],
-)
+@pytest.mark.parametrize("wrong", [
+    b"null", b"{}", b"[null]", b'[{"document": null, "score": 1}]', b'[{"document": {"id": "1"}, "score": 1}]',
+    b'[{"document": {"id": ["1"], "contents": "x"}, "score": 1}]', DOCUMENT % b"NaN", DOCUMENT % (b"1" + b"0" * 400),
+], ids=lambda wrong: wrong.decode()[:60])  # fmt: skip
 def test_a_result_that_cannot_be_used_spoils_no_other(wrong):
     good = DOCUMENT % b"1"
     first, second, third = read_answer(b'{"result": [%b, %b, %b]}' % (good, wrong, good), 3, 2)
@@ -358,9 +311,9 @@ def test_a_result_that_cannot_be_used_spoils_no_other(wrong):
 def test_a_proxy_is_used_for_other_machines_only(server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     for host in ("127.0.0.1", "localhost"):
-        assert RemoteIndex(f"http://{host}:{server.server_address[1]}", LONG).search("a", 1) == hits_of("a", 1)
+        assert ask(f"http://{host}:{server.server_address[1]}") == hits_of("a", 1)
     monkeypatch.setenv("HTTP_PROXY", server.url)
-    assert RemoteIndex("http://search.example", LONG).search("a", 1) == hits_of("a", 1)
+    assert ask("http://search.example") == hits_of("a", 1)
     assert server.lines[-1].startswith("POST http://search.example/retrieve")
 
 
@@ -368,9 +321,9 @@ def test_it_works_in_a_running_loop_and_in_threads(server):
     index = RemoteIndex(server.url, LONG)
 
     async def cell():
-        return index.search("in a notebook", 1)
+        return index.search_all(["in a notebook"], 1)
 
-    assert asyncio.run(cell()) == hits_of("in a notebook", 1)
+    assert asyncio.run(cell()) == [hits_of("in a notebook", 1)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda query: index.search_all([query], 2), QUERIES))
     assert found == [[hits_of(query, 2)] for query in QUERIES]
@@ -385,7 +338,7 @@ def test_ctrl_c_ends_a_search_at_once(server):
 
     server.reply = interrupt
     with pytest.raises(KeyboardInterrupt):
-        RemoteIndex(server.url, 2 * LONG).search("a", 1)
+        ask(server.url, seconds=2 * LONG)
     assert gave_up == []  # the server still waits
 
 
@@ -406,10 +359,9 @@ def test_an_outage_is_told_once_and_its_end_too(server, capsys):
 def test_the_server_is_tried_at_the_start(server):
     RemoteIndex(server.url, LONG).check()
     server.reply = lambda *_: http(b"<html>Welcome</html>")
-    with pytest.raises(UserError, match=r"--search-url http://127.0.0.1:\d+/retrieve: .* not JSON; .*serve_index.py"):
-        RemoteIndex(server.url, LONG).check()
-    with pytest.raises(UserError, match=r"cannot be reached \(.+\); .*serve_index.py"):
-        RemoteIndex("http://127.0.0.1:9", LONG).check()
+    for url, problem in ((server.url, r"retrieve: .* not JSON"), ("http://127.0.0.1:9", r"cannot be reached \(.+\)")):
+        with pytest.raises(UserError, match=rf"--search-url http://127.0.0.1:\d+/.*{problem}; .*serve_index.py"):
+            RemoteIndex(url, LONG).check()
 
 
 @pytest.mark.parametrize(
@@ -424,8 +376,8 @@ def test_a_password_is_read_from_netrc_only(server, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
-    RemoteIndex(server.url, LONG).search("one", 1)
-    assert server.authorized == [base64.b64encode(b"me:secret").decode()]
+    ask(server.url)
+    assert server.authorized == [f"Basic {base64.b64encode(b'me:secret').decode()}"]
     for user in ("me:hidden", "hidden"):
         with pytest.raises(UserError, match=r"--search-url holds a password, .*netrc: machine 127.0.0.1") as error:
             RemoteIndex(server.url.replace("//", f"//{user}@"), LONG)

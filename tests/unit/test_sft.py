@@ -1,29 +1,38 @@
-"""Supervised fine-tuning: which tokens are learned, their mean, the learning rate, and the rows that are held out."""
+"""Supervised fine-tuning: which tokens are learned, their mean, the learning rate, the rows that are held out.
 
-import doctest
-import json
+And its lessons: about tools, and about Countdown, of which every line is true.
+"""
+
+import itertools
 import random
 import re
-import sys
+import runpy
+import shutil
 from collections import Counter
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from run_files import json_of, read_lines, rows_of, write_rows
 from torch.nn.functional import cross_entropy
 
 from common.errors import UserError
+from common.evaluate import evaluate
 from common.experience import Experience
 from common.policy import Policy
 from common.tools import ToolCall, calculator, parse_calls, schemas
 from common.trajectory import Trajectory
+from tasks import countdown
 from tasks.grammars import arithmetic_grammar, world_grammar
+from tasks.grammars.countdown_grammar import MAX_TARGET, Problem, pool, tries
 
-from harness.base.config import PolicyConfig
+from harness.base.config import BUNDLED, PolicyConfig
+from harness.data.data import read_rows
 from harness.models.loading import load_policy
+
+pytestmark = pytest.mark.all_questions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +50,16 @@ CONVERSATIONS = [
     conversation("Say 4", "4", "Now add 5 to it, and tell me what you get", "9 9 9", "Good", "Good"),
     conversation("Say 12345678901234567890", "No"),
 ]
+SEARCHES = [  # with the texts of the verdicts, which weigh more
+    (conversation("Make 37<55 from 1.", "(7*5)+2=35+2=37<100"), "37<100"),
+    (
+        conversation("Make it.", "<think>12-(5*2)=12-10=2<24 (12*5)-2=60-2=58=58</think><answer>(12*5)-2</answer>"),
+        "2<2458=58",
+    ),
+    (conversation("Make it.", "<think>12-(5*2)=12-10=2<24 "), "2<24"),
+]
+# Each occurs once, and no two have an equal loss.
+MANY = [conversation(f"Say {n} {'please ' * (n % 4)}", f"{n} " * (1 + n % 3)) for n in range(30)]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +79,18 @@ def encode(train, policy):
     return lambda rows=CONVERSATIONS, **settings: train.encode_rows(train.Config(**settings), policy, rows)
 
 
+@pytest.fixture
+def update(train, policy):
+    """One update that moves nothing: its metrics, and the gradient of the policy."""
+
+    def update(rows: list[Trajectory], policy: Policy = policy, **settings) -> tuple[dict, torch.Tensor]:
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+        batch = train.collate_weighted(rows, policy.pad_id, "cpu")
+        return train.update(train.Config(**settings), policy, optimizer, batch), gradient_of(policy)
+
+    return update
+
+
 CALL = {"function": {"name": "calculator", "arguments": {"expression": "3*4"}}}
 WITH_TOOLS = {
     "tools": schemas({"calculator": calculator}),
@@ -72,11 +103,6 @@ WITH_TOOLS = {
         {"role": "assistant", "content": "<answer>12</answer>"},
     ],
 }
-
-
-def spoken(row: dict) -> str:
-    """What the assistant says in a conversation, with the token that ends each of its turns."""
-    return "".join(turn["content"] + "<|im_end|>" for turn in row["messages"] if turn["role"] == "assistant")
 
 
 def losses_of(policy: Policy, row: dict) -> torch.Tensor:
@@ -98,21 +124,24 @@ def gradient_of(policy: Policy) -> torch.Tensor:
     return torch.cat([parameter.grad.double().flatten() for parameter in policy.parameters()])
 
 
+def learned(policy: Policy, row: Trajectory) -> str:
+    return policy.tokenizer.decode([token for token, flag in zip(row.ids, row.action_mask, strict=True) if flag])
+
+
 def test_what_is_learned_is_what_the_assistant_says(policy, encode):
     """All of its turns and the tokens that end them; nothing that a user says, and nothing that the template adds."""
     encoded = encode()
     assert [row.prompt_index for row in encoded] == list(range(len(CONVERSATIONS)))
     for row, conversation in zip(encoded, CONVERSATIONS, strict=True):
-        learned = [token for token, flag in zip(row.ids, row.action_mask, strict=True) if flag]
-        assert policy.tokenizer.decode(learned) == spoken(conversation)
+        said = (turn["content"] + "<|im_end|>" for turn in conversation["messages"] if turn["role"] == "assistant")
+        assert learned(policy, row) == "".join(said)
         assert row.prompt_length == row.action_mask.index(1)
 
 
-def test_calls_are_learned_and_results_and_weight_0_are_not(train, policy, encode):
+def test_calls_are_learned_and_results_and_weight_0_are_not(policy, encode):
     """A turn with weight 0 is read; so is what the tools answer, and the line that names them."""
     (row,) = encode([WITH_TOOLS])
-    learned = [token for token, flag in zip(row.ids, row.action_mask, strict=True) if flag]
-    assert policy.tokenizer.decode(learned) == (
+    assert learned(policy, row) == (
         '<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call><|im_end|>'
         "<answer>12</answer><|im_end|>"
     )
@@ -121,56 +150,80 @@ def test_calls_are_learned_and_results_and_weight_0_are_not(train, policy, encod
         assert text.count(read) == 1
 
 
-@pytest.mark.parametrize("tools", ["calculator", [1], {"name": "calculator"}, 3])
-def test_tools_that_are_no_schemas_are_refused(encode, tools):
-    with pytest.raises(UserError, match="row 1"):
-        encode([CONVERSATIONS[0] | {"tools": tools}])
-
-
-@pytest.mark.parametrize("weight", [0.5, -1, "0", []])
-def test_a_weight_that_is_neither_0_nor_1_is_refused(encode, weight):
+def test_tools_and_weights_that_mean_nothing_are_refused(encode):
+    for tools in ("calculator", [1], {"name": "calculator"}, 3):
+        with pytest.raises(UserError, match="row 1"):
+            encode([CONVERSATIONS[0] | {"tools": tools}])
     user, answer = conversation("2", "2")["messages"]
-    with pytest.raises(UserError, match=r"^my\.jsonl, row 1: the weight of message 1"):
-        encode([{"messages": [user, answer | {"weight": weight}]}], data="my.jsonl")
+    for weight in (0.5, -1, "0", []):
+        with pytest.raises(UserError, match=r"^my\.jsonl, row 1: the weight of message 1"):
+            encode([{"messages": [user, answer | {"weight": weight}]}], data="my.jsonl")
     plain, *others = encode([{"messages": [user, answer | extra]} for extra in ({}, {"weight": 1}, {"weight": None})])
     assert [row.action_mask for row in others] == [plain.action_mask] * 2
 
 
+@pytest.mark.parametrize("lessons", ["arithmetic", "countdown"])
 @pytest.mark.parametrize("micro_batch_size", [2, 256])
-def test_the_update_is_the_mean_over_all_spoken_tokens(train, policy, batch, micro_batch_size):
-    """Loss and gradient are those of a slow loop, for every size of micro-batch."""
-    config = train.Config(micro_batch_size=micro_batch_size, max_grad_norm=1e9)
+def test_the_update_is_the_mean_over_all_spoken_tokens(policy, encode, update, micro_batch_size, lessons):
+    """Loss and gradient are those of a slow loop, for every micro-batch; some tokens of Countdown weigh more."""
+    conversations = CONVERSATIONS if lessons == "arithmetic" else [row for row, _ in SEARCHES]
+    rows = encode(conversations, lessons=lessons)
+    spoken = [
+        weight
+        for row in rows
+        for weight, flag in zip(row.weights or [1.0] * len(row.ids), row.action_mask, strict=True)
+        if flag
+    ]
+    assert (set(spoken) == {1.0}) == (lessons == "arithmetic")
     policy.zero_grad()
-    expected = torch.cat([losses_of(policy, row) for row in CONVERSATIONS]).mean()
+    losses = torch.cat([losses_of(policy, row) for row in conversations])
+    expected = (torch.tensor(spoken) * losses).sum() / sum(spoken)
     expected.backward()
     gradient = gradient_of(policy)
-
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     for _ in range(2):  # the second update does not add to the gradient of the first
-        metrics = train.update(config, policy, optimizer, batch)
+        metrics, found = update(rows, micro_batch_size=micro_batch_size, max_grad_norm=1e9)
     assert metrics["loss/total"] == pytest.approx(expected.item(), rel=1e-5)
-    assert (gradient_of(policy) - gradient).norm() < 1e-5 * gradient.norm()
+    assert (found - gradient).norm() < 1e-5 * gradient.norm()
     assert metrics["loss/grad_norm"] == pytest.approx(gradient.norm().item(), rel=1e-5)
 
 
-@pytest.fixture
-def batch(train, policy, encode) -> Experience:
-    return train.collate_weighted(encode(), policy.pad_id, "cpu")
+def test_weights_of_1_change_no_bit(encode, update):
+    rows, results = encode([row for row, _ in SEARCHES], lessons="countdown"), []
+    for are_given in (True, False):
+        for row in rows:
+            row.weights = [1.0] * len(row.ids) if are_given else []
+        results.append(update(rows, micro_batch_size=2))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
 
 
-def test_a_long_gradient_is_scaled_down(train, policy, batch):
-    policy.zero_grad()
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    metrics = train.update(train.Config(max_grad_norm=0.5), policy, optimizer, batch)
+def test_verdicts_and_answers_are_emphasised(policy, encode):
+    for messages, verdicts in SEARCHES:
+        (row,) = encode([messages], lessons="countdown")
+        pieces = [policy.tokenizer.decode([token]) for token in row.ids]
+        weighted = list(zip(pieces, row.weights, row.action_mask, strict=True))
+        text = {wanted: "".join(piece for piece, weight, _ in weighted if weight == wanted) for wanted in (5, 2, 0)}
+        said = messages["messages"][1]["content"]
+        assert text == {
+            5: verdicts,
+            2: "".join(re.findall("<answer>.*", said)),
+            0: " <|im_end|>" if said.endswith(" ") else "",  # a search that was cut off does not end here
+        }
+        assert {weight for _, weight, flag in weighted if not flag} == {1}
+
+
+def test_a_long_gradient_is_scaled_down(encode, update):
+    metrics, gradient = update(encode(), max_grad_norm=0.5)
     assert metrics["loss/grad_norm"] > 1
-    assert gradient_of(policy).norm().item() == pytest.approx(0.5, rel=1e-4)
+    assert gradient.norm().item() == pytest.approx(0.5, rel=1e-4)
 
 
-def test_an_update_that_is_not_finite_is_skipped(train, batch):
+def test_an_update_that_is_not_finite_is_skipped(train, encode):
     policy = load_policy(PolicyConfig(device="cpu"))
     with torch.no_grad():
         policy.model.lm_head.weight[0, 0] = torch.nan
     before = [weight.detach().clone() for weight in policy.parameters()]
+    batch = train.collate_weighted(encode(), policy.pad_id, "cpu")
     metrics = train.update(train.Config(), policy, torch.optim.AdamW(policy.parameters(), lr=1e-3), batch)
     assert metrics["loss/skipped"] == 1.0
     after = [weight.detach() for weight in policy.parameters()]
@@ -205,30 +258,21 @@ def run(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(rows: list[dict], *flags: str) -> tuple[Policy, list[Experience], list[dict], dict]:
-        Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows("chats.jsonl", rows)
         common = ("--data", "chats.jsonl", "--lr", "1e-12", "--device", "cpu", "--name", "mine")
         train.main(["--model", "tiny", *common, *flags])
         directory = Path("runs/experiment_sft/mine")
-        metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        return policies[0], batches, metrics, json.loads((directory / "summary.json").read_text())
+        return policies[0], batches, rows_of(directory), json_of(directory / "summary.json")
 
     return run
-
-
-def texts_of(policy: Policy, batches: list[Experience]) -> list[str]:
-    rows = [pair for batch in batches for pair in zip(batch.sequences, batch.attention_mask, strict=True)]
-    return sorted(policy.tokenizer.decode(ids[mask.bool()]) for ids, mask in rows)
-
-
-# Each occurs once, and no two have an equal loss.
-MANY = [conversation(f"Say {n} {'please ' * (n % 4)}", f"{n} " * (1 + n % 3)) for n in range(30)]
 
 
 def test_rows_are_learned_once_or_held_out_and_examined(run):
     """The losses of the first update and of the examination together are those of all rows, each once."""
     policy, batches, (metrics,), summary = run(MANY, "--tokens-per-batch", "100000", "--micro-batch-size", "4")
     texts = {policy.tokenizer.apply_chat_template(row["messages"], tokenize=False): row for row in MANY}
-    learned = texts_of(policy, batches)
+    seen = [pair for batch in batches for pair in zip(batch.sequences, batch.attention_mask, strict=True)]
+    learned = sorted(policy.tokenizer.decode(ids[mask.bool()]) for ids, mask in seen)
     assert len(learned) == len(set(learned)) == 27  # a tenth is held out
     losses = {text: losses_of(policy, row).detach() for text, row in texts.items()}
     of_learned = torch.cat([losses[text] for text in learned])
@@ -311,7 +355,7 @@ def test_the_examination_is_of_heldout_questions_free_and_forced(train, policy, 
 
     monkeypatch.setattr(train, "evaluate", keep)
     found = train.examine(train.Config(eval_prompts=24), policy, [])
-    heldout = [json.loads(line)["question"] for line in train.arithmetic.EVAL_DATA.read_text("utf-8").splitlines()[:24]]
+    heldout = [row["question"] for row in read_lines(train.arithmetic.EVAL_DATA)[:24]]
     assert asked == [heldout, heldout]
     assert (found["eval_forced/sampled/reasoned"], found["eval_forced/greedy/reasoned"]) == (1.0, 1.0)
     assert found["eval/sampled/reasoned"] < 0.5
@@ -328,10 +372,14 @@ def test_a_new_policy_and_its_lessons_depend_on_the_seed(train):
     first = weights(3, "sdpa")
     assert torch.equal(first, weights(3, "eager"))
     assert not torch.equal(first, weights(4, "sdpa"))
-    sizes = {"num_copying": 5, "num_reasoning": 5, "num_answering": 5}
-    taught, again, other = (train.lessons(train.Config(seed=seed, **sizes)) for seed in (3, 3, 4))
-    assert taught == again
-    assert not [row for row in taught if row in other]
+    sizes = {"num_copying": 20, "num_reasoning": 20, "num_answering": 20}
+    for name in ("arithmetic", "tools", "countdown"):
+        taught, again, other = (train.lessons(train.Config(lessons=name, seed=seed, **sizes)) for seed in (3, 3, 4))
+        assert taught == again
+        assert not [row for row in other if row in taught]
+
+
+# The lessons about tools ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -348,12 +396,6 @@ def texts(row: dict, role: str) -> list[str]:
 
 def share(flags: list[bool]) -> float:
     return sum(flags) / len(flags)
-
-
-def test_lessons_about_tools_depend_on_the_seed(train, tool_rows):
-    again, other = (list(train.tool_conversations(20, 20, 20, seed)) for seed in (3, 4))
-    assert again[:20] == tool_rows[0][:20]
-    assert not [row for row in other if row in again]
 
 
 def test_lessons_about_tools_ask_nothing_that_is_rewarded_later(tool_rows):
@@ -425,31 +467,29 @@ def test_renewed_embeddings_can_be_told_apart(train):
     assert torch.equal(weights, new)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--lessons tools --model new",
-        "--lessons tools --model tiny --data chats.jsonl",
-        "--embeddings random --model tiny",
-        "--embeddings random --model tiny --data chats.jsonl",
-    ],
-)
-def test_flags_of_the_lessons_about_tools_that_do_not_fit_are_refused(train, flags):
-    with pytest.raises(UserError, match=r"--lessons tools"):
-        train.main(flags.split())
+def test_flags_of_the_lessons_about_tools_that_do_not_fit_are_refused(train):
+    data = "--data chats.jsonl"
+    for flags in ("--lessons tools --model new", f"--lessons tools --model tiny {data}", "--embeddings random"):
+        for more in ("", f" --model tiny {data}"):
+            with pytest.raises(UserError, match=r"--lessons tools"):
+                train.main((flags + more).split())
 
 
-def test_the_policy_with_tools_is_able_and_mostly_does_not_call(train, load_script):
+def test_the_policy_with_tools_is_able_and_mostly_does_not_call(train):
     """Greedily it calls nothing; forced to begin with a call it computes, and finds what it has never read."""
-    examination = load_script("experiment_sft/tool_examination.py")
+    import tool_examination as examination
+
     policy = load_policy(PolicyConfig(device="cpu", model="tiny_tools"))
-    questions = [json.loads(line) for line in examination.calculator.EVAL_DATA.read_text("utf-8").splitlines()[:16]]
+    sums = read_lines(examination.calculator.EVAL_DATA)[:16]
     world = world_grammar.make_world(random.Random(0), 100, "heldout")
     searches = [world_grammar.to_row(world_grammar.draw_question(random.Random(n), world, 1)) for n in range(16)]
-    for rows, tools in ((questions, {"calculator": calculator}), (searches, {"search": examination.search_in(world)})):
-        ask = partial(examination.converse, policy, rows, tools, group_size=1, seed=0, greedy=True)
-        assert not any(talk.calls for talk in ask(prefix=""))
-        assert share([talk.is_right for talk in ask(prefix="<tool_call>")]) > 0.8
+    for rows, tools in ((sums, {"calculator": calculator}), (searches, {"search": examination.search_in(world)})):
+        settings = {"group_size": 1, "seed": 0, "greedy": True}
+        talks, forced = (
+            examination.converse(policy, rows, tools, prefix=prefix, **settings) for prefix in ("", "<tool_call>")
+        )
+        assert not any(talk.calls for talk in talks)
+        assert share([talk.is_right for talk in forced]) > 0.8
 
 
 def test_the_examination_tells_a_right_call_from_a_copied_result(train):
@@ -468,13 +508,106 @@ def test_the_examination_tells_a_right_call_from_a_copied_result(train):
     assert (found["accuracy"], found["accuracy_called"], found["accuracy_unaided"]) == (0.75, 2 / 3, 1)
 
 
-def test_both_bundled_policies_are_small_and_speak_alike():
-    folders = [ROOT / "assets" / name for name in ("tiny_policy", "tiny_policy_tools")]
-    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 12e6
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+def test_the_bundled_policies_are_small_and_speak_alike():
+    folders = [BUNDLED[name] for name in ("tiny", "tiny_tools", "tiny_countdown")]
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 16e6
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert len({(folder / name).read_bytes() for folder in folders}) == 1
 
 
-def test_the_examples_of_the_lessons_about_tools_are_right(train):
-    result = doctest.testmod(sys.modules[train.tool_conversations.__module__])
-    assert (result.failed, result.attempted > 0) == (0, True)
+# The lessons about Countdown ------------------------------------------------------------------------------------------
+
+ASKED = re.compile(r"(Make|Try) (\d+) from (\d+), (\d+), (\d+)\.")
+NUM_ROWS = 250  # of each lesson
+
+
+@pytest.fixture(scope="module")
+def searches(train) -> list[tuple[str, Problem, str]]:
+    """`NUM_ROWS` of each lesson: verb, problem, and what the assistant says."""
+    found = []
+    for row in train.countdown_conversations(NUM_ROWS, NUM_ROWS, NUM_ROWS, seed=1):
+        user, assistant = row["messages"]
+        verb, target, *nums = ASKED.fullmatch(user["content"]).groups()
+        problem = Problem(tuple(map(int, nums)), int(target))
+        found.append((verb, problem, assistant["content"]))
+    return found
+
+
+def read_line(line: str, problem: Problem) -> tuple[str, int, str]:
+    """Expression, value and relation of a try; everything that it says has been checked by another evaluator."""
+    expression, step, value, relation, target = re.fullmatch(r"([^=]+)=([^=]+)=(\d+)([<>=])(\d+)", line).groups()
+    exact, used = countdown.read_expression(expression)
+    assert sorted(used) == sorted(problem.nums)
+    assert exact == int(value) == countdown.read_expression(step)[0]
+    inner = re.search(r"\((\d+)([-+*/])(\d+)\)", expression)[0]
+    assert expression.replace(inner, str(countdown.read_expression(inner)[0])) == step
+    assert int(target) == problem.target
+    assert {"<": int(value) < int(target), ">": int(value) > int(target), "=": value == target}[relation]
+    return expression, int(value), relation
+
+
+def test_every_line_of_the_lessons_is_true(searches):
+    relations, num_tries = Counter(), set()
+    for verb, problem, said in searches[:NUM_ROWS]:
+        assert verb == "Try"
+        relations[read_line(said, problem)[2]] += 1
+    assert min(relations.values()) > NUM_ROWS / 5  # each of < > = is taught
+    for verb, problem, said in searches[NUM_ROWS:]:
+        thought, end, answer = said.removeprefix("<think>").partition("</think>")
+        lines = [read_line(line, problem) for line in thought.split()]
+        num_tries.add(len(lines))
+        assert verb == "Make"
+        assert len({value for _, value, _ in lines}) == len(lines)  # nothing is tried twice
+        assert "=" not in [relation for *_, relation in lines[:-1]]
+        reward = countdown.reward({"nums": problem.nums, "target": problem.target}, said)
+        assert (reward["correct"], reward["answered"]) == ((1, 1) if end else (0, 0))
+        if end:
+            assert answer == f"<answer>{lines[-1][0]}</answer>"
+        else:  # cut off
+            assert (len(lines), lines[-1][2] != "=") == (8, True)
+    assert num_tries == set(range(1, 9))
+
+
+def test_problems_of_the_files_and_the_lessons_are_disjoint(searches, tmp_path):
+    """The files are those that their script writes, beside itself."""
+    shutil.copy(ROOT / "data" / "make_countdown_tasks.py", tmp_path)
+    runpy.run_path(str(tmp_path / "make_countdown_tasks.py"), run_name="__main__")
+    sets = [{(tuple(sorted(problem.nums)), problem.target) for _, problem, _ in searches}]
+    for file, only_pool in ((countdown.TRAIN_DATA, "train"), (countdown.EVAL_DATA, "heldout")):
+        assert file.read_bytes() == (tmp_path / file.name).read_bytes()
+        problems = read_lines(file)
+        sets.append({(tuple(sorted(row["nums"])), row["target"]) for row in problems})
+        assert len(sets[-1]) == len(problems)
+        assert all(1 <= row["target"] <= MAX_TARGET and row["num_numbers"] == 3 for row in problems)
+        assert {pool(Problem(tuple(row["nums"]), row["target"])) for row in problems} == {only_pool}
+        assert all(row["target"] in tries(tuple(row["nums"])) for row in problems)
+    assert [len(found) for found in sets[1:]] == [2048, 512]
+    assert all(first.isdisjoint(second) for first, second in itertools.combinations(sets, 2))
+
+
+@pytest.mark.slow
+def test_lessons_of_countdown_run_and_are_examined(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--num-copying", "20", "--num-reasoning", "20", "--num-answering", "0", "--tokens-per-batch", "2048")
+    flags = ("--lr", "1e-4", "--eval-prompts", "2", "--device", "cpu", "--name", "a")
+    train.main(["--model", "tiny", "--lessons", "countdown", *sizes, *flags])
+    directory = tmp_path / "runs" / "experiment_sft" / "a"
+    losses = [row["loss/total"] for row in rows_of(directory)]
+    assert len(losses) == 3
+    assert max(losses) < 10
+    summary = json_of(directory / "summary.json")
+    assert 0 <= summary["eval/sampled/pass@8"] <= 1
+    assert not any(name.startswith("eval_forced") for name in summary)
+    renewed = load_policy(PolicyConfig(device="cpu", model=str(directory / "final")))
+    embeddings = renewed.model.get_input_embeddings().weight
+    less, more = renewed.tokenizer.encode("<>", add_special_tokens=False)
+    assert torch.cosine_similarity(embeddings[less], embeddings[more], dim=0) < 0.5  # they were 0.99
+
+
+@pytest.mark.slow
+def test_the_bundled_policy_searches():
+    policy = load_policy(PolicyConfig(device="cpu", model="tiny_countdown"))
+    rows = read_rows(str(countdown.EVAL_DATA), countdown.FIELDS)[:24]
+    metrics = evaluate(policy, rows, countdown, max_new_tokens=96, num_samples=2, generation_batch_size=64).metrics
+    assert 0.2 < metrics["sampled/accuracy"] < 0.7  # there is something to train on, and something to learn
+    assert metrics["sampled/false_claim"] < 0.1

@@ -6,11 +6,8 @@ The structure of the repository: what may import what.
 import ast
 import difflib
 import functools
-import hashlib
 import re
-import subprocess
 import textwrap
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -104,19 +101,6 @@ def test_the_curriculum_table_is_true():
             assert (parent, size) == ("none", f"{len((experiment / 'train.py').read_text().splitlines())} lines in all")
 
 
-def test_no_two_python_files_are_equal():
-    if not (ROOT / ".git").exists():
-        pytest.skip("this is not a git checkout, which knows the project's files")
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    by_content = defaultdict(list)
-    for name in listed.stdout.splitlines():
-        path = ROOT / name
-        if path.exists() and not path.is_symlink() and path.read_bytes().strip():
-            by_content[hashlib.sha256(path.read_bytes()).digest()].append(name)
-    assert len(by_content) > 20
-    assert [names for names in by_content.values() if len(names) > 1] == []
-
-
 # What may import what -------------------------------------------------------------------------------------------------
 
 ROOMS = ("common", "doctor", "harness", "tasks", "viewer")
@@ -130,33 +114,20 @@ def imports_of(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
-def violations(paths: list[Path], *forbidden: str) -> list[tuple[str, str]]:
-    """Every import of a module that begins with one of the forbidden names."""
-    found = [(path, name) for path in paths for name in sorted(imports_of(path))]
-    return [
-        (str(path.relative_to(ROOT)), name)
-        for path, name in found
-        if any(f"{name}.".startswith(f"{start}.") for start in forbidden)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("room", "forbidden"),
-    [
-        ("common", ["harness", "tasks", "viewer"]),
-        ("harness", ["tasks"]),
-        ("viewer", ["common"]),
-        ("doctor", ["common"]),  # its slow loops are its own; only the adapter for our own files imports others
-    ],
-)
+@pytest.mark.parametrize(("room", "forbidden"), [
+    ("common", {"harness", "tasks", "viewer"}),
+    ("harness", {"tasks"}),
+    ("viewer", {"common"}),
+    ("doctor", {"common"}),  # its slow loops are its own; only the adapter for our own files imports others
+])  # fmt: skip
 def test_a_room_imports_nothing_of_the_rooms_above(room, forbidden):
     paths = [path for path in sorted((ROOT / room).rglob("*.py")) if path != ROOT / "doctor" / "textbook.py"]
-    assert len(paths) > 10
-    assert violations(paths, *forbidden) == []
+    assert len(paths) > 5
+    assert [path for path in paths if {name.partition(".")[0] for name in imports_of(path)} & forbidden] == []
 
 
 def test_no_two_files_have_the_same_name():
@@ -175,10 +146,3 @@ def test_no_program_changes_where_modules_are_found():
     found = [path.relative_to(ROOT).as_posix() for path in paths if changes.search(path.read_text(encoding="utf-8"))]
     assert len(paths) > 100
     assert found == ["harness/tools/tool_worker.py"]
-
-
-@pytest.mark.parametrize("line", ["import harness.run.run", "from harness import run", "def f():\n    import harness"])
-def test_an_import_that_breaks_a_rule_is_found(tmp_path, monkeypatch, line):
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    (tmp_path / "file.py").write_text(line + "\n")
-    assert violations([tmp_path / "file.py"], "harness")

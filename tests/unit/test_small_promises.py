@@ -1,10 +1,9 @@
 """Promises that one line keeps: each test fails without it."""
 
-import asyncio
 import json
 import math
 import os
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
@@ -21,12 +20,10 @@ from harness.base.config import TINY_POLICY, RunConfig
 from harness.data import row_checks
 from harness.data.row_checks import try_solutions
 from harness.data.task import Row, Task, import_file
-from harness.engines.vllm import VLLM
 from harness.evaluation.figures import Answer, Answers
-from harness.evaluation.session import _results
-from harness.exporting.card import public_command
-from harness.exporting.exported_weights import write_generation_config
+from harness.evaluation.session import results_of
 from harness.exporting.source import Source
+from harness.exporting.writing import write_generation_config
 from harness.logs import metrics
 from harness.logs.samples import describe_best
 from harness.models.loading import load_policy
@@ -127,12 +124,10 @@ def test_a_component_without_weight_may_be_no_number(capsys):
 
 def test_documents_are_indexed_in_the_form_in_which_queries_are_searched(tmp_path):
     """Full-width letters and ligatures of a document, and those of a query, are the usual letters."""
-    build_sqlite(
-        tmp_path / "index", [Document("1", "the ship \uff26\uff41\uff52\uff44\uff49\uff4c"), Document("2", "other")]
-    )
-    index = SqliteIndex(tmp_path / "index", 5)
-    assert [hit.document for hit in index.search("fardil", 2)] == ["1"]
-    assert [hit.document for hit in index.search("\uff26ardil", 2)] == ["1"]
+    documents = [Document("1", "the ship \uff26\uff41\uff52\uff44\uff49\uff4c"), Document("2", "other")]
+    build_sqlite(tmp_path / "index", documents, "a hash")
+    answers = SqliteIndex(tmp_path / "index", 5, "").search_all(["fardil", "\uff26ardil"], 2)
+    assert [[hit.document for hit in hits] for hits in answers] == [["1"], ["1"]]
 
 
 def test_the_completion_that_is_printed_is_the_best_of_its_group():
@@ -160,36 +155,13 @@ def test_a_server_that_gives_more_hits_than_asked_for_is_cut():
     assert [len(hits) for hits in read_answer(json.dumps({"result": [[hit] * 5]}).encode(), 1, 2)] == [2]
 
 
-def test_completions_are_in_the_order_of_their_numbers():
-    """vLLM answers them as they end."""
-    server, choices = VLLM.__new__(VLLM), []
-    for index in (2, 0, 1):
-        log_probs = {"token_logprobs": [-1.0]}
-        choices.append({"index": index, "token_ids": [index], "prompt_token_ids": [9], "logprobs": log_probs})
-        choices[-1]["finish_reason"] = "stop"
-
-    async def ask(*_):
-        return {"choices": choices}
-
-    server.client, server._model = SimpleNamespace(ask=ask), "policy"
-    found = asyncio.run(server.complete([9], 3, 0, {"temperature": 1.0}))
-    assert [completion.ids for completion in found] == [[0], [1], [2]]
-
-
 def test_half_a_point_is_no_right_sample_in_an_evaluations_results():
     task = own_task()
     row = Row({"question": "What is 1+1?", "answer": "2"})
     row.question, task.eval_rows, task.data = row["question"], [row], "rows.jsonl"
     half, right = Answer(0.5, "2", 3, False, {}), Answer(1.0, "2", 3, False, {})
-    results = _results(task, Answers([half], ["2"], [[half, right]]), seed=0)
+    results = results_of(task, Answers([half], ["2"], [[half, right]]), seed=0)
     assert results["questions"][0]["right"] == 1
-
-
-def test_an_address_of_the_users_machine_is_not_in_the_command_of_a_card():
-    settings = {"experiment": "experiment_engine", "command": ["--engine-url", "http://ada:secret@10.0.0.7:8000"]}
-    settings |= {"engine_url": settings["command"][1], "wandb": True}
-    settings["command"] += ["--wandb"]
-    assert public_command(settings) == "python experiment_engine/train.py"
 
 
 def test_directories_of_a_corpus_are_read_in_the_order_of_their_names(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.evaluate import Answer, Evaluation
 
 from harness.base.config import RunConfig
 from harness.data import row_checks
 from harness.data import task as task_module
 from harness.data.data import load_task
 from harness.data.task import Task, _import_once, import_task
-from harness.logs.summary import summarise_gain
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = """
@@ -123,6 +120,7 @@ BROKEN = {
     with_messages("return [{}]"): rf"{MESSAGES} must return a list of role and content, not",
     with_messages("return 1 / 0"): rf"{MESSAGES} raised ZeroDivisionError: .*{LINE.format(4)}",
     GOOD + "def describe(row, text): return 3": rf"{FILE}: describe of .*:1 must return a dict of numbers, not 3$",
+    GOOD + "def solution(row): return 7": rf"{FILE}: solution of rows\.jsonl:1 must return a str, not 7$",
     GOOD + "FIELDS = {'gold': str}": r"^rows\.jsonl:1: the field 'gold' is missing \(there are: question, answer\)$",
     GOOD + "FIELDS = {'answer': int}": r"^rows\.jsonl:1: the field 'answer' cannot be \"0\", but a whole number$",
 }  # fmt: skip
@@ -176,21 +174,9 @@ def test_types_of_fields_are_those_of_json(load, kind, value, is_fine):
         load(GOOD + f"FIELDS = {{'x': {kind}}}", data="typed.jsonl", eval_data="typed.jsonl")
 
 
-def test_rows_with_lists_in_kind_fields_end_in_a_gain(load):
-    """Questions are divided by kind when all else is done, after hours perhaps."""
-    task = load(GOOD + "KIND_FIELDS = ('num_terms',)\ndef describe(row, text): return {'a': 1, 'b': 0}")
-    for number, row in enumerate([*task.train_rows, *task.eval_rows]):
-        row["num_terms"] = [number % 2]
-    assert task.kind({"num_terms": [1]}) != task.kind({"num_terms": [2]})
-    before, after = (
-        Evaluation(
-            {"sampled/accuracy": right / 2, "greedy/accuracy": 0.0},
-            ["", ""],
-            [Answer(index, float(index < right), {"a": 1.0, "b": 0.0}) for index in range(2)],
-        )
-        for right in (0, 1)
-    )
-    assert sum(summarise_gain(task, before, after)["gain"].values()) == pytest.approx(0.5)
+def test_rows_may_have_lists_in_kind_fields(load):
+    task = load(GOOD + "KIND_FIELDS = ('num_terms',)")
+    assert len({task.kind({"num_terms": terms}) for terms in ([1], [2], [1])}) == 2
 
 
 SOLVED = with_reward(
@@ -242,11 +228,6 @@ def test_without_correct_a_solution_earns_more_than_nothing(load):
         load(text.replace("return f", 'return "no" or f'))
 
 
-def test_a_faulty_solution_is_reported_like_other_functions(load):
-    with pytest.raises(UserError, match=r"solution of rows\.jsonl:1 must return a str, not 7$"):
-        load(SOLVED.replace("""return f"<{row['answer']}>\"""", "return 7"))
-
-
 def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys):
     """The user is told how many rows there was time for."""
     monkeypatch.setattr(row_checks, "PATIENCE", -1)
@@ -278,37 +259,10 @@ def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
     assert capsys.readouterr().err == ""  # nothing of calls that have ended
 
 
-OWN_LIMIT = """
-import signal, time
-class TimeIsUp(Exception): pass
-def raise_it(*_): raise TimeIsUp
-signal.signal(signal.SIGALRM, raise_it)
-def limited(text):
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    try:
-        time.sleep(60 if text else 0)
-        return 1
-    except TimeIsUp:
-        return 0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such alarm")
-def test_a_reward_can_limit_its_own_time(load):
-    before = signal.getsignal(signal.SIGALRM)
-    try:
-        task = load(OWN_LIMIT + with_reward('return {"correct": limited(text), "short": 0}'))
-        assert task.reward(task.train_rows[0], "hangs")["correct"] == 0
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"task": "nowhere.py"}, r"^--task nowhere\.py: .*: arithmetic, calculator, countdown, gsm8k, math, qa$"),
+        ({"task": "nowhere.py"}, r"^--task nowhere\.py: .*: arithmetic, .*, gsm8k, instructions, math, qa$"),
         ({"task": "."}, r"^--task \.: there is no such file"),
         ({"reward_weight": ("long=1",)}, r"^--reward-weight long: --task my_task\.py has .* correct, short$"),
         ({"reward_weight": ("short=1", "short=2")}, r"^--reward-weight short=2: short is given twice$"),
@@ -321,13 +275,6 @@ def test_a_reward_can_limit_its_own_time(load):
 def test_flags_that_name_nothing_are_refused(load, settings, sentence):
     with pytest.raises(UserError, match=sentence):
         load(GOOD, **settings)
-
-
-def test_data_paths_of_a_task_are_relative_to_its_file(load, tmp_path, monkeypatch):
-    monkeypatch.chdir("/")
-    (tmp_path / "here.py").write_text(GOOD + 'TRAIN_DATA = EVAL_DATA = "rows.jsonl"')
-    task = load_task(Config(task=str(tmp_path / "here.py"), eval_prompts=2))
-    assert len(task.train_rows) == 5
 
 
 def test_the_task_template_is_short_and_valid():

@@ -20,7 +20,7 @@ from common.trajectory import Trajectory
 from tasks import arithmetic
 
 from harness.base.config import TINY_POLICY, RunConfig
-from harness.base.terminal import POLICY, REWARD, TOOL, prepare_output, say, say_above_progress, visible
+from harness.base.terminal import POLICY, REWARD, TOOL, say, say_above_progress, visible
 from harness.data.task import Row, Task
 from harness.logs.samples import describe_best
 from harness.logs.summary import show_gain
@@ -71,6 +71,7 @@ def test_all_control_and_bidi_characters_are_replaced(capsys):
     [
         (UserError(f"a\nb {HOSTILE}"), 2, "error: a b \ufffd]0;mine"),
         (KeyboardInterrupt(f"interrupted {HOSTILE}"), 130, "\ninterrupted \ufffd]0;mine"),
+        (ValueError(HOSTILE), None, "Traceback (most recent call last)"),
     ],
 )
 def test_what_ends_a_program_cannot_control_the_terminal(capsys, monkeypatch, error, status, expected):
@@ -79,26 +80,16 @@ def test_what_ends_a_program_cannot_control_the_terminal(capsys, monkeypatch, er
     def main() -> None:
         raise error
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit if status else ValueError) as ended:
         run_main(main)
-    assert ended.value.code == status
+    if status is None:
+        sys.excepthook(ended.type, ended.value, ended.tb)
+    else:
+        assert ended.value.code == status
     printed = capsys.readouterr().err
     assert printed.startswith(expected)
-    assert printed.count("\n") == 1 + expected.count("\n")
-    assert not UNWANTED.search(printed)
-
-
-def test_a_traceback_cannot_control_the_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    prepare_output()
-    try:
-        raise KeyError("a cause") from ValueError(HOSTILE)
-    except KeyError:
-        sys.excepthook(*sys.exc_info())
-    printed = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in printed
-    assert "ValueError: \ufffd]0;mine" in printed
-    assert printed.endswith("KeyError: 'a cause'\n")
+    assert "\ufffd]0;mine" in printed
+    assert status is None or printed.count("\n") == 1 + expected.count("\n")
     assert not UNWANTED.search(printed)
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from common.errors import UserError
+from common.tools import ToolCall, call_tool
 
 from harness.tools import tool_processes
 from harness.tools.tool_files import load_tools
@@ -95,22 +95,14 @@ def test_arguments_and_answers_are_passed_on(tools):
     assert tools["evaluate"](code="Path(__file__).name") == "my_tools.py"
 
 
-@pytest.mark.parametrize(
-    ("code", "answer"),
-    [
-        ("{'a': [1, None, 'é']}", '{"a": [1, null, "é"]}'),
-        ("7", "7"),
-        ("None", "null"),
-        ("{1, 1}", "{1}"),
-        ("'\\ud83d'", "?"),
-        ("'a' * 10**7", "a" * 4000 + " ..."),
-        ("[7] * 10**6", "[" + "7, " * 1333 + " ..."),
-        ("sys.stdin.read()", ""),
-        ("os.fork() == 0", "false"),  # the child gives no answer
-        # a pool ends its processes by a signal
-        ("[pool := multiprocessing.get_context('fork').Pool(1), pool.map(str, [5]), pool.terminate()][1]", '["5"]'),
-    ],
-)
+@pytest.mark.parametrize(("code", "answer"), [
+    ("{'a': [1, None, 'é']}", '{"a": [1, null, "é"]}'), ("7", "7"), ("None", "null"), ("{1, 1}", "{1}"),
+    ("'\\ud83d'", "?"), ("'a' * 10**7", "a" * 4000 + " ..."), ("[7] * 10**6", "[" + "7, " * 1333 + " ..."),
+    ("sys.stdin.read()", ""), ("os.fork() == 0", "false"),  # the child gives no answer
+    ("(limits := __import__('resource')).getrlimit(limits.RLIMIT_CORE)", "[0, 0]"),  # a crash leaves no file
+    # a pool ends its processes by a signal
+    ("[pool := multiprocessing.get_context('fork').Pool(1), pool.map(str, [5]), pool.terminate()][1]", '["5"]'),
+])  # fmt: skip
 def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
     assert tools["evaluate"](code=code) == answer
 
@@ -118,6 +110,7 @@ def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
 @pytest.mark.parametrize(("code", "answer"), [
     ("1 / 0", "error: ZeroDivisionError: division by zero"), ("{}['\\x1b[31m\\n']", "error: KeyError: '\\x1b[31m\\n'"),
     ("exec('raise ValueError(chr(27) + \"[31m\\\\n\" * 2)')", "error: ValueError: \ufffd[31m [31m"),
+    ("exec('raise ValueError(\"a\" * 10**6)')", "error: ValueError: aaa"),
     ("exec('raise ValueError')", "error: ValueError"), ("sys.exit('bye')", "error: SystemExit: bye"),
     ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt"),
     ("exec('def f(): f()\\nf()', {})", "error: RecursionError: maximum recursion depth exceeded"),
@@ -136,16 +129,15 @@ def test_an_exception_becomes_one_harmless_line(tools, code, answer):
 
 
 def test_wrong_arguments_are_an_error_that_can_be_read(tools):
-    assert tools["echo"]() == "error: TypeError: missing a required argument: 'value'"
-    assert tools["echo"](value=b"a") == "error: TypeError: Object of type bytes is not JSON serializable"
+    for arguments, said in (
+        ({}, "echo: missing a required argument: 'value'"),
+        ({"value": "a", "times": "b"}, "echo: ti"),
+    ):
+        assert call_tool(tools, ToolCall("echo", arguments))[0].startswith(f"error: {said}")
     assert tools["echo"](value="a", times="b").startswith("error: TypeError: can't multiply sequence")
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["time.sleep(60)", "exec('while True: pass')", "9 ** 9 ** 9", "signal.pause()"],
-    ids=["sleep", "loop", "C", "signals"],
-)
+@pytest.mark.parametrize("code", ["time.sleep(60)", "9 ** 9 ** 9"], ids=["sleep", "C"])
 def test_a_slow_answer_becomes_an_error(load, code):
     """And its process is replaced by another, also if it never lets Python run."""
     tools = load(TOOLS, seconds=0.1)
@@ -156,14 +148,10 @@ def test_a_slow_answer_becomes_an_error(load, code):
     assert not psutil.pid_exists(first._process.pid)
 
 
-@pytest.mark.parametrize(
-    ("code", "how"),
-    [
-        ("os._exit(3)", "status 3"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "Segmentation fault"),
-        ("os.closerange(3, 256)", ""),  # without its files it can end in several ways
-    ],
-)
+@pytest.mark.parametrize(("code", "how"), [
+    ("os._exit(3)", "status 3"), ("os.kill(os.getpid(), signal.SIGSEGV)", "Segmentation fault"),
+    ("os.closerange(3, 256)", ""),  # without its files it can end in several ways
+])  # fmt: skip
 def test_a_crash_becomes_an_error(tools, code, how):
     answer = tools["evaluate"](code=code)
     assert answer.startswith("error: evaluate ended its process (")
@@ -199,13 +187,9 @@ def test_what_a_tool_prints_is_harmless(load, capfd):
     """It is shown on stderr, disturbs no answer, and cannot control the terminal."""
     tools = load(TOOLS)
     assert capfd.readouterr().out.endswith("the policy may call echo, evaluate, count, process\n")
-    code = (
-        "[print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')][3]"
-    )
-    assert tools["evaluate"](code=code) == "0"
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert printed.err == "\ufffd[31mred\nno end of line"
+    prints = "print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')"
+    assert tools["evaluate"](code=f"[{prints}][3]") == "0"
+    assert capfd.readouterr() == ("", "\ufffd[31mred\nno end of line")
 
 
 def test_calls_of_several_threads_run_at_the_same_time(tools, tmp_path):
@@ -213,10 +197,6 @@ def test_calls_of_several_threads_run_at_the_same_time(tools, tmp_path):
     meet = f"(Path({str(tmp_path)!r}, str(os.getpid())).touch(), {others})"
     answers = in_threads(lambda _: tools["evaluate"](code=meet), range(4), parallel=True)
     assert [answer for answer in answers if answer.startswith("error")] == []
-    values = [0.02, 0.01, 0.0, 0.03, 0.01, 0.0]
-    with ThreadPoolExecutor(6) as threads:
-        waits = list(threads.map(tools["evaluate"], [f"(time.sleep({value}), {value})[1]" for value in values]))
-    assert waits == [str(value) for value in values]
     assert {str(worker._process.pid) for worker in tool_processes._running} == set(os.listdir(tmp_path))
 
 
@@ -274,10 +254,9 @@ def test_a_process_uses_the_file_as_the_run_has_read_it(load):
     assert tools["echo"](value="a") == "a"
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [("import nowhere", "error: ModuleNotFoundError: No mod"), ("os._exit(3)", r"ended its process \(status 3\)$")],
-)
+@pytest.mark.parametrize(("fault", "said"), [
+    ("import nowhere", "error: ModuleNotFoundError: No mod"), ("os._exit(3)", r"ended its process \(status 3\)$"),
+])  # fmt: skip
 def test_tools_that_no_process_can_import_end_the_run(load, fault, said):
     """Rather than teach the policy that they are broken."""
     with pytest.raises(UserError, match=rf"^--tools my_tools\.py: no process for .*: {said}"):
@@ -302,6 +281,7 @@ FAULTY = {
     GOOD.replace("Good.", "Half a character: \\ud800"): "good cannot be described to the policy: 'utf-8' codec",
     GOOD.replace("good", "größe"): "größe is not a name that every chat template can show",
     "double = lambda a: 2 * a": "<lambda> is not a name",
+    GOOD.replace("good", "g" * 65): "ggg.* is not a name that every chat template can show",
     "async " + GOOD: "good must return its result: async and yield are not supported$",
     GOOD.replace("return", "yield"): "good must return its result",
     GOOD.replace("good", "calculator"): "there is another tool called calculator: rename this one$",

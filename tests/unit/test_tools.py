@@ -51,17 +51,6 @@ def test_hermes_calls_are_read_in_order():
     assert parse_calls("no call </tool_call> here", "hermes") == ([], "no call </tool_call> here")
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (f"<think>{hermes(CALL)}</think>", None), (f"<think>{hermes(CALL)}", None),
-    (f"<think>a<think>b</think>{hermes(CALL)}<think>{CALL}", f"<think>a<think>b</think><think>{CALL}"),
-    (f"<think><tool_call></think>{hermes(CALL)}", "<think><tool_call></think>"),
-    (f"<think>a</think>{hermes(CALL)}<answer>391</answer>", "<think>a</think><answer>391</answer>"),
-    (f"</think>{hermes(CALL)}", "</think>"),
-])  # fmt: skip
-def test_hermes_calls_in_a_thought_are_text(text, said):
-    assert parse_calls(text, "hermes") == (([], text) if said is None else ([PARSED], said))
-
-
 def test_a_thought_in_a_call_is_an_argument():
     arguments = {"expression": "<think>1"}
     text = hermes(json.dumps({"name": "calculator", "arguments": arguments})) + hermes(CALL)
@@ -82,26 +71,25 @@ def test_an_unclosed_call_is_malformed():
 START = '{"name": "f", "arguments": '
 MALFORMED_CALLS = {
     "it is not valid JSON": [
-        *("", "calculator(17)", '{"name": "f", "arguments": {}', "{'name': 'f', 'arguments': {}}"),
-        *(START + '{"a": "\n"}}', START + '{"a": 1,}}', START + '"17*23"}'),
+        "", "calculator(17)", START + "{}", "{'name': 'f', 'arguments': {}}", START + '{"a": "\n"}}',
+        START + '{"a": 1,}}', START + '"17*23"}',
     ],
     "it is not a JSON object with a name": [
-        *("17*23", "[]", f"[{CALL}]", '"calculator"', "null", "{}", '{"arguments": {}}'),
-        *('{"name": null, "arguments": {}}', '{"name": ["f"], "arguments": {}}'),
+        "17*23", "[]", f"[{CALL}]", '"calculator"', "null", "{}", '{"arguments": {}}',
+        '{"name": null, "arguments": {}}', '{"name": ["f"], "arguments": {}}',
     ],
     "something follows its JSON": [START + "{}} and more", START + "{}}}"],
     "its arguments are not a JSON object": ['{"name": "f"}', START + "null}", START + "[1]}", START + '"[1]"}'],
     "a key appears twice": [
-        *('{"name": "f", "name": "g", "arguments": {}}', START + '{"a": 1, "a": 1}}'),
-        *(START + '{"a": [{"b": 1, "b": 2}]}}', START + '"{\\"a\\": 1, \\"a\\": 2}"}'),
+        '{"name": "f", "name": "g", "arguments": {}}', START + '{"a": 1, "a": 1}}',
+        START + '{"a": [{"b": 1, "b": 2}]}}', START + '"{\\"a\\": 1, \\"a\\": 2}"}',
     ],
     "a number is not finite": [
-        *(START + '{"a": NaN}}', START + '{"a": -Infinity}}', START + '{"a": 1e999}}'),
-        START + '"{\\"a\\": NaN}"}',
+        START + '{"a": NaN}}', START + '{"a": -Infinity}}', START + '{"a": 1e999}}', START + '"{\\"a\\": NaN}"}',
     ],
     "it is nested too deeply": [START + "[" * 9000, START + '{"a":' * 1500],
     f"it has more than {MAX_CALL} characters": [START + "[" * 1_000_000, START + "9" * 100_000 + "}"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", MALFORMED_CALLS)
@@ -122,33 +110,26 @@ def test_arguments_may_be_an_object_in_a_string_and_what_else_an_object_holds_is
 
 def test_llama3_calls_are_the_whole_text():
     for before, after in (("", ""), ("\n ", "\n"), ("<|python_tag|>", ""), (" <|python_tag|> ", "")):
-        assert parse_calls(f"{before}{CALL}{after}", "llama3") == ([PARSED], "")
-        text = f"{before}{LLAMA_CALL}{after}"
-        assert parse_calls(text, "llama3") == ([PARSED], ""), text
+        for call in (CALL, LLAMA_CALL):
+            assert parse_calls(f"{before}{call}{after}", "llama3") == ([PARSED], "")
     for separator in (";", "\n", " ;\n ", "; ", "\n\n"):
         assert parse_calls(separator.join([LLAMA_CALL] * 3), "llama3") == ([PARSED] * 3, ""), separator
     thought = "<think>{}; a </think>"
     assert parse_calls(f"{thought}\n{LLAMA_CALL}{thought}", "llama3") == ([PARSED], thought * 2)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "391", f"I call {LLAMA_CALL}", f"<think>{LLAMA_CALL}</think>", f"<think>{LLAMA_CALL}", f"[{LLAMA_CALL}]"),
-        *('{"answer": 391}', '{"answer": ', "{}", "1;2", hermes(CALL), "[" * 100_000),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", "391", f"I call {LLAMA_CALL}", f"<think>{LLAMA_CALL}</think>", f"<think>{LLAMA_CALL}", f"[{LLAMA_CALL}]",
+    '{"answer": 391}', '{"answer": ', "{}", "1;2", hermes(CALL), "[" * 100_000,
+])  # fmt: skip
 def test_llama3_text_that_is_no_call_stays(text):
     assert parse_calls(text, "llama3") == ([], text)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(LLAMA_CALL + " is my call", LLAMA_CALL + LLAMA_CALL, LLAMA_CALL + "; " + LLAMA_CALL[:-1], LLAMA_CALL + ";1"),
-        *(LLAMA_CALL[:-2], '{"name"', '{ "name": "Ada"}', '<|python_tag|>{"name": 1'),
-    ],
-)
+@pytest.mark.parametrize("text", [
+    LLAMA_CALL + " is my call", LLAMA_CALL + LLAMA_CALL, LLAMA_CALL + "; " + LLAMA_CALL[:-1], LLAMA_CALL + ";1",
+    LLAMA_CALL[:-2], '{"name"', '{ "name": "Ada"}', '<|python_tag|>{"name": 1',
+])  # fmt: skip
 def test_llama3_text_that_begins_as_a_call_is_one(text):
     [call], rest = parse_calls("<think>a</think>" + text, "llama3")
     assert call.error
@@ -226,7 +207,6 @@ def answering(value: object):
 
 def test_a_tool_that_fits_is_called():
     offered = {"calculator": calculator, "measure": measure}
-    assert call_tool(offered, PARSED) == ("391", True)
     assert call_tool(offered, ToolCall("calculator", {"expression": "1/0"})) == ("error: division by zero", False)
     arguments = {"width": 1, "height": 2, "unit": "é", "exact": True, "tags": ["a"]}
     assert call_tool(offered, ToolCall("measure", arguments)) == ('[1, 2, "é", true, ["a"]]', True)
@@ -257,14 +237,9 @@ def test_a_call_that_does_not_fit_is_an_error(call, said):
     num_calls = []
 
     def tool(
-        width: int,
-        height: float,
-        unit: str = "m",
-        exact: bool = False,
-        tags: list[str] | None = None,
-        side: Literal["left", 1] = "left",
-        count: "int" = 1,
-    ) -> None:
+        width: int, height: float, unit: str = "m", exact: bool = False, tags: list[str] | None = None,
+        side: Literal["left", 1] = "left", count: "int" = 1,
+    ) -> None:  # fmt: skip
         num_calls.append(1)
 
     call = ToolCall("tool", call) if isinstance(call, dict) else call
@@ -290,12 +265,6 @@ def test_what_is_meant_for_people_passes(error):
 ])  # fmt: skip
 def test_every_result_and_exception_is_a_short_text(value, text, executed):
     assert answering(value) == (text, executed)
-
-
-def test_large_results_and_exceptions_are_short():
-    assert answering(10**5000)[0].startswith("error: ValueError: Exceeds the limit")
-    text, executed = answering(ValueError("x" * 1_000_000))
-    assert (len(text), executed) == (MAX_RESULT, False)
 
 
 # Schemas and templates ------------------------------------------------------------------------------------------------
@@ -389,6 +358,7 @@ FAILING = WHOLE.replace("17*23", "1/0")
 UNKNOWN = WHOLE.replace("calculator", "search")
 MALFORMED = WHOLE.replace('"17*23"', "17*23")  # no JSON
 UNCLOSED = WHOLE.removesuffix("</tool_call>")
+THOUGHT = f"<think>{WHOLE}</think>"
 ANSWER = "<answer>391</answer>"
 
 
@@ -428,97 +398,64 @@ def test_a_task_cannot_reward_what_the_environment_does():
         Task(module, "my_task.py", more_weights=CALL_WEIGHTS)
 
 
-@pytest.mark.parametrize(("turns", "said"), [([ANSWER], []), ([WHOLE, ANSWER], [["391"]])])
-def test_a_call_is_executed_and_an_answer_ends_the_conversation(make_state, turns, said):
-    state, num = make_state(), len(said)
+# Turns, what is said to each but the last, the outcomes of what was not executed, and the rewards for right answer,
+# well-formed, executed and all calls
+CONVERSATIONS = {
+    "no call": ([ANSWER], [], {}, (1, 0, 0, 0)),
+    "one call": ([WHOLE, ANSWER], ["391"], {}, (1, 1, 1, 1)),
+    "no JSON": ([MALFORMED, WHOLE, ANSWER], ["error: malformed call: ", "391"], {"malformed": 1}, (1, 0.5, 0.5, 2)),
+    "not closed": ([UNCLOSED, WHOLE, ANSWER], ["error: malformed call: ", "391"], {"malformed": 1}, (1, 0.5, 0.5, 2)),
+    "unknown": ([UNKNOWN, WHOLE, ANSWER], ["error: unknown tool 'search'", "391"], {"unknown": 1}, (1, 1, 0.5, 2)),
+    "failing": ([FAILING, WHOLE, ANSWER], ["error: division by zero", "391"], {"failed": 1}, (1, 1, 0.5, 2)),
+    "argument": ([WHOLE.replace("expression", "x"), ANSWER], ["error: calculator: "], {"failed": 1}, (1, 1, 0, 1)),
+    "in a thought": ([THOUGHT + FAILING, THOUGHT + ANSWER], ["error: division"], {"failed": 1}, (1, 1, 0, 1)),
+    "a second answer is one too many": ([ANSWER + WHOLE, ANSWER], ["391"], {}, (0, 1, 1, 1)),
+    "an answer beside a call": ([ANSWER + WHOLE, "Done."], ["391"], {}, (1, 1, 1, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_conversations_have_the_outcomes_of_the_table(make_state, name):
+    turns, said, unexecuted, figures = CONVERSATIONS[name]
+    state = make_state()
     observations, rewards = converse(state, *turns)
-    assert observations == said
-    assert rewards == {"correct": 1, "format": 1, "well_formed_calls": num, "executed_calls": num, "calls": num}
-    assert (state.describe()["called"], state.describe()["unaided"]) == (num, 1 - num)
-    assert outcomes(state) == {}
+    assert all(text.startswith(start) for (text,), start in zip(observations, said, strict=True))
+    assert outcomes(state) == unexecuted
+    assert tuple(rewards[key] for key in ("correct", "well_formed_calls", "executed_calls", "calls")) == figures
+    called = rewards["calls"] > 0
+    assert (state.describe()["called"], state.describe()["unaided"]) == (called, not called)
 
 
-def test_parallel_calls_are_executed_in_their_order(make_state):
+def test_parallel_calls_are_executed_in_their_order_up_to_the_limit_of_a_turn(make_state):
     heard = []
     state = make_state(tell=lambda text: heard.append(text) or text.upper())
     tell = '<tool_call>{"name": "tell", "arguments": {"text": "%s"}}</tool_call>'
-    observations, rewards = converse(state, f"{tell % 'a'} and {WHOLE}\n{tell % 'b'}", ANSWER)
-    assert (observations, heard) == ([["A", "391", "B"]], ["a", "b"])
-    assert (rewards["calls"], rewards["executed_calls"]) == (3, 1)
-    assert state.said == [" and \n", ANSWER]
-
-
-@pytest.mark.parametrize(
-    ("turn", "answer", "outcome", "well_formed"),
-    [
-        (MALFORMED, "error: malformed call: it is not valid JSON", "malformed", 0),
-        (UNCLOSED, "error: malformed call: it is not closed", "malformed", 0),
-        (UNKNOWN, "error: unknown tool 'search'; known tools: calculator", "unknown", 1),
-        (FAILING, "error: division by zero", "failed", 1),
-        (WHOLE.replace("expression", "x"), "error: calculator: ", "failed", 1),
-    ],
-)
-def test_a_call_that_is_not_executed_gets_a_message(make_state, turn, answer, outcome, well_formed):
-    """It earns nothing, and the policy can try again."""
-    state = make_state()
-    ((said,), again), rewards = converse(state, turn, WHOLE, ANSWER)
-    assert said.startswith(answer)
-    assert again == ["391"]
-    assert outcomes(state) == {outcome: 1}
-    assert (rewards["well_formed_calls"], rewards["executed_calls"]) == ((1 + well_formed) / 2, 0.5)
-    assert (rewards["calls"], rewards["correct"]) == (2, 1)
-
-
-def test_calls_beyond_the_limit_of_a_turn_are_not_executed(make_state):
-    executed = []
-    state = make_state(count=lambda: executed.append(1) or "x")
-    count = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
-    observations, rewards = converse(state, count * (MAX_CALLS + 2), count, ANSWER)
-    assert observations == [["x"] * MAX_CALLS + [f"error: at most {MAX_CALLS} calls per turn"] * 2, ["x"]]
-    assert len(executed) == MAX_CALLS + 1
+    many = tell % "c" * (MAX_CALLS + 2)
+    observations, rewards = converse(state, f"{tell % 'a'} and {WHOLE}\n{tell % 'b'}", many, tell % "d", ANSWER)
+    limit = [f"error: at most {MAX_CALLS} calls per turn"] * 2
+    assert observations == [["A", "391", "B"], ["C"] * MAX_CALLS + limit, ["D"]]
+    assert heard == ["a", "b", *"c" * MAX_CALLS, "d"]
     assert outcomes(state) == {"failed": 2}
-    assert rewards["executed_calls"] == (MAX_CALLS + 1) / (MAX_CALLS + 3)
-
-
-def test_a_call_within_a_thought_is_none(make_state):
-    _, rewards = converse(make_state(), f"<think>{WHOLE}</think>{ANSWER}")
-    assert (rewards["calls"], rewards["correct"]) == (0, 1)
-    observations, _ = converse(make_state(), f"<think>{WHOLE}</think>{FAILING}", f"<think>{WHOLE}")
-    assert observations == [["error: division by zero"]]
+    assert rewards["executed_calls"] == (MAX_CALLS + 4) / (MAX_CALLS + 6)
+    assert (state.said[0], state.said[-1]) == (" and \n", ANSWER)
 
 
 @pytest.mark.parametrize(("turn", "outcome"), [(WHOLE, "unanswered"), (UNKNOWN, "unanswered"), (UNCLOSED, "malformed")])
 def test_calls_of_the_last_turn_are_not_executed(make_state, turn, outcome):
-    """Nor those of a turn that was cut off, whose last call may be unfinished."""
+    """Nor those of a turn that was cut off, whose last call may be unfinished; an answer beside them counts."""
     executed = []
     state = make_state(count=lambda: executed.append(1) or "x")
-    state.is_last_turn = True
-    _, rewards = converse(state, '<tool_call>{"name": "count", "arguments": {}}</tool_call>' + turn)
-    assert not executed
-    assert outcomes(state) == ({"unanswered": 2} if outcome == "unanswered" else {"unanswered": 1, outcome: 1})
-    assert (rewards["calls"], rewards["executed_calls"], rewards["correct"]) == (2, 0, 0)
-    state = make_state()
     env_step(state, WHOLE)
     state.is_last_turn = True
-    assert env_step(state, turn)[1]["executed_calls"] == 0.5
-
-
-def test_an_answer_beside_a_call_does_not_end_the_conversation(make_state):
-    """It counts like any answer, so that a second one is one too many; in the last turn it is the only one."""
-    observations, rewards = converse(make_state(), ANSWER + WHOLE, ANSWER)
-    assert (observations, rewards["correct"]) == ([["391"]], 0)
-    _, rewards = converse(make_state(), ANSWER + WHOLE, "Done.")
-    assert (rewards["correct"], rewards["format"]) == (1, 0)
-    state = make_state()
-    state.is_last_turn = True
-    _, rewards = converse(state, WHOLE + ANSWER)
-    assert (rewards["correct"], rewards["executed_calls"], outcomes(state)) == (1, 0, {"unanswered": 1})
+    _, rewards = converse(state, f'{ANSWER}<tool_call>{{"name": "count", "arguments": {{}}}}</tool_call>{turn}')
+    assert not executed
+    assert outcomes(state) == ({"unanswered": 2} if outcome == "unanswered" else {"unanswered": 1, outcome: 1})
+    assert (rewards["calls"], rewards["executed_calls"], rewards["correct"]) == (3, pytest.approx(1 / 3), 1)
 
 
 def test_llama_calls_are_the_whole_turn(make_state):
-    call = '{"name": "calculator", "parameters": {"expression": "17*23"}}'
-    observations, rewards = converse(make_state("llama3"), f"<think>{WHOLE}</think>{call}; {call}", ANSWER)
+    observations, rewards = converse(make_state("llama3"), f"{THOUGHT}{LLAMA_CALL}; {LLAMA_CALL}", ANSWER)
     assert observations == [["391", "391"]]
     assert (rewards["calls"], rewards["correct"]) == (2, 1)
-    _, rewards = converse(make_state("llama3"), f"{ANSWER} {call}")
+    _, rewards = converse(make_state("llama3"), f"{ANSWER} {LLAMA_CALL}")
     assert (rewards["calls"], rewards["correct"]) == (0, 1)

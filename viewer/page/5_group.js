@@ -9,7 +9,9 @@ class GroupView {
     this.hasTerms = namesIn(group.rows).includes("terms");
     this.tokens = []; // of every list: {list, ids, numbers (null for the prompt), spans}
     fill(byId("group-head"), this.head());
-    this.root = element("div", {}, this.prompt(), this.cards());
+    const cards = this.rows.map((numbers, rank) => this.card(numbers, rank));
+    const list = element("div", { class: `cards${cards.length > 16 ? " many" : ""}` }, cards);
+    this.root = element("div", {}, this.prompt(), list);
     fill(byId("completions"), this.root);
     const options = Object.entries(this.colors).map(([value, { label }]) => element("option", { value }, label));
     fill(byId("color"), options);
@@ -19,11 +21,12 @@ class GroupView {
       const span = event.target.closest?.(".token[data-index]");
       if (span) handle({ list: Number(span.parentNode.dataset.list), index: Number(span.dataset.index) }, event);
     };
-    this.root.addEventListener("pointerover", withPlace((place) => this.show(place)));
+    const listen = (name, handle) => this.root.addEventListener(name, withPlace(handle));
+    listen("pointerover", (place) => this.show(place));
+    listen("focusin", (place) => this.choose(place));
+    listen("click", (place) => this.choose(place));
+    listen("keydown", (place, event) => this.key(place, event));
     this.root.addEventListener("pointerleave", () => this.show(this.chosen));
-    this.root.addEventListener("focusin", withPlace((place) => this.choose(place)));
-    this.root.addEventListener("click", withPlace((place) => this.choose(place)));
-    this.root.addEventListener("keydown", withPlace((place, event) => this.key(place, event)));
     this.show(null);
   }
 
@@ -48,11 +51,6 @@ class GroupView {
     const summary = `The prompt: ${count(prompt.length, "token")}, the same for all, not in the loss`;
     const list = this.list("Tokens of the prompt", prompt, null);
     return element("details", { class: "prompt", open: prompt.length <= 120 }, element("summary", {}, summary), list);
-  }
-
-  cards() {
-    const cards = this.rows.map((numbers, rank) => this.card(numbers, rank));
-    return element("div", { class: `cards${cards.length > 16 ? " many" : ""}` }, cards);
   }
 
   card(numbers, rank) {
@@ -173,8 +171,8 @@ class GroupView {
     const moves = {
       ArrowLeft: () => spans[Math.max(place.index - 1, 0)],
       ArrowRight: () => spans[Math.min(place.index + 1, last)],
-      ArrowUp: () => inNextLine(spans, place.index, -1),
-      ArrowDown: () => inNextLine(spans, place.index, 1),
+      ArrowUp: () => inList(place.list - 1, place.index),
+      ArrowDown: () => inList(place.list + 1, place.index),
       Home: () => spans[0],
       End: () => spans[last],
       PageUp: () => inList(place.list - 1, place.index),
@@ -232,38 +230,22 @@ class GroupView {
   }
 
   show(place) {
-    if (!place) {
-      const how = "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers.";
-      fill(byId("readout"), element("p", { class: "note" }, how));
-      return;
-    }
+    const how = "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers.";
+    if (!place) return fill(byId("readout"), element("p", { class: "note" }, how));
     const facts = this.facts(place);
     const { id, text, flags, numbers, position, role } = facts;
     const looks = `token mark${flags ? " special" : ""}${flags & END_OF_TURN ? " end" : ""}`;
+    const named = (key, value) => element("span", {}, `${key} `, element("b", { "data-key": key }, String(value)));
     const which = [
       element("span", { class: looks, "data-key": "text" }, text ? markedText(text) : "empty"),
-      element("span", {}, "id ", element("b", { "data-key": "id" }, String(id))),
-      element("span", {}, "position ", element("b", { "data-key": "position" }, String(position))),
+      named("id", id),
+      named("position", position),
       numbers && element("span", {}, `completion ${numbers.row.completion_index}`),
       element("span", { "data-key": "role" }, role),
       element("button", { type: "button", class: "plain", on: { click: () => this.clear() } }, "Close"),
     ];
     fill(byId("readout"), element("div", { class: "which" }, which), facts.i !== null && numberTable(facts));
   }
-}
-
-/** The token under (or above) another one, in the line as it is set. */
-function inNextLine(spans, index, direction) {
-  const from = spans[index].getBoundingClientRect();
-  const distance = (box) => Math.abs(box.left + box.width / 2 - from.left - from.width / 2);
-  let best = null;
-  for (let i = index + direction; spans[i]; i += direction) {
-    const box = spans[i].getBoundingClientRect();
-    if (Math.abs(box.top - from.top) < from.height / 2) continue; // still in the same line
-    if (best && Math.abs(box.top - best.box.top) > from.height / 2) break; // in the line after the next
-    if (!best || distance(box) < distance(best.box)) best = { box, span: spans[i] };
-  }
-  return best?.span;
 }
 
 // ---- conversations

@@ -7,11 +7,10 @@ until a good one is loaded (after another shape, the real server has to be start
 
 import math
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
@@ -22,7 +21,10 @@ from common.trajectory import Trajectory
 
 from harness.models.pretrained import read_model, read_tokenizer
 
-from .refusals import DEAD, FAILED, RefusedRequest
+
+class RefusedRequest(Exception):  # noqa: N818
+    def __init__(self, status: int, message: str):
+        self.status, self.body = status, {"error": {"message": message, "code": status}}
 
 
 class Served(Policy):
@@ -36,31 +38,22 @@ class Served(Policy):
         return logits.masked_fill(~_nucleus((logits / self.temperature).softmax(dim=-1), self.top_p), -math.inf)
 
 
-@dataclass(eq=False)
 class Job:
-    rows: list[Trajectory]
-    settings: tuple  # (temperature, top_p, stop ids, max_tokens): what rows of one batch have in common
-    done: bool = False
+    def __init__(self, rows: list[Trajectory], settings: tuple):
+        self.rows, self.done = rows, False
+        self.settings = settings  # (temperature, top_p, stop ids, max_tokens): what rows of one batch have in common
 
 
-@dataclass
 class Engine:
-    """The model, its weights as vLLM treats them, and its batches."""
-
-    folder: Path
-    dtype: torch.dtype
-    max_model_len: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    waiting: list[Job] = field(default_factory=list)
-    has_weights: bool = True
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, max_model_len: int):
         disable_progress_bar()
-        model = read_model(str(self.folder), torch.float32, local_files_only=True).requires_grad_(False).eval()
+        self.dtype, self.max_model_len = dtype, max_model_len
+        self.lock, self.waiting, self.has_weights = threading.Lock(), [], True
+        model = read_model(str(folder), torch.float32, local_files_only=True).requires_grad_(False).eval()
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)  # of its own: as in vLLM on a CPU
         use_fast_products(model)
-        self.tokenizer = read_tokenizer(str(self.folder), local_files_only=True)
+        self.tokenizer = read_tokenizer(str(folder), local_files_only=True)
         self.policy = Served(model, self.tokenizer, [self.tokenizer.eos_token_id], self.tokenizer.pad_token_id or 0)
         self.vocab_size = len(model.get_input_embeddings().weight)
         self._write(model.state_dict())
@@ -73,25 +66,12 @@ class Engine:
     def reload(self, folder: str) -> None:
         with self.lock:
             self.has_weights = False
-            try:
-                weights = self._read(folder)
-            except Exception as error:
-                raise RefusedRequest(500, FAILED.format(error)) from error
+            own, file = self.policy.model.state_dict(), Path(folder) / "model.safetensors"
+            weights = load_file(file) if file.is_file() else {}
+            if not weights or any(name not in own or own[name].shape != weights[name].shape for name in weights):
+                raise RefusedRequest(500, "Call to collective_rpc method failed: Worker failed with error")
             self._write(weights)
             self.has_weights = True
-
-    def _read(self, folder: str) -> dict[str, torch.Tensor]:
-        files = sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            raise ValueError("Cannot find any model weights with `<path>`")
-        own, weights = self.policy.model.state_dict(), {}
-        for file in files:
-            with safe_open(file, "pt") as tensors:
-                weights |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        for name, weight in weights.items():
-            if name not in own or weight.shape != own[name].shape:
-                raise ValueError(f"There is no module or parameter named '{name}' of this shape.")
-        return weights
 
     def run(self, job: Job) -> None:
         """Sample its rows, together with those that wait by now and have the same settings."""
@@ -103,7 +83,7 @@ class Engine:
             for other in batch:
                 self.waiting.remove(other)
             if not self.has_weights:
-                raise RefusedRequest(500, DEAD)
+                raise RefusedRequest(500, "EngineCore encountered an issue.")
             temperature, top_p, stop_ids, max_tokens = job.settings
             self.policy.temperature, self.policy.top_p = temperature or 1.0, top_p if temperature else 1.0
             self.policy.end_of_turn_ids = list(stop_ids) or [-1]

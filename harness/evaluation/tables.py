@@ -1,30 +1,46 @@
-"""The table of an evaluation on the terminal."""
+"""The table of an evaluation on the terminal: of one set of questions, or of the benchmarks of a suite."""
 
 from collections.abc import Iterator
 
 from harness.base.terminal import printable
 
-# A row: label, greedy, sampled
-Row = tuple[str, str, str]
-
 
 def print_table(title: str, results: dict) -> None:
+    greedy, sampled = results["greedy"], results.get("sampled")
+    columns = ["", "greedy", *([f"{sampled['n']} samples"] if sampled else [])]
+    _print(title, columns, [row[: len(columns)] for row in _rows(greedy, sampled)])
+
+
+def print_suite(title: str, results: dict[str, dict], columns: dict[str, dict[str, dict]]) -> None:
+    """`columns`: the `summary` of the results."""
+    counts = {benchmark: found["num_questions"] for benchmark, found in results.items()}
+    counts["average"] = sum(counts.values())
+    rows = [
+        (benchmark, str(count), *(interval(column[benchmark]) for column in columns.values()))
+        for benchmark, count in counts.items()
+    ]
+    _print(title, ["", "questions", *columns], rows, width=120)
+
+
+def _print(title: str, columns: list[str], rows: list[tuple[str, ...]], width: int | None = None) -> None:
+    """`width`: where it is not printed to a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    greedy, sampled = results["greedy"], results.get("sampled")
     table = Table(title=Text(printable(title, 200)), title_justify="left")
-    table.add_column("")
-    table.add_column("greedy", justify="right")
-    if sampled:
-        table.add_column(f"{sampled['n']} samples", justify="right")
-    for label, *cells in rows(greedy, sampled):
-        table.add_row(Text(printable(label, 60)), *(Text(cell) for cell in (cells if sampled else cells[:1])))
-    Console().print(table)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        if row[0] == "average":
+            table.add_section()
+        table.add_row(*(Text(printable(cell, 60)) for cell in row))
+    console = Console()
+    (console if console.is_terminal else Console(width=width)).print(table)
 
 
-def rows(greedy: dict, sampled: dict | None) -> Iterator[Row]:
+def _rows(greedy: dict, sampled: dict | None) -> Iterator[tuple[str, ...]]:
+    """Label, greedy, sampled."""
     sides = (greedy, sampled or greedy)  # without samples the second one is not shown
     yield f"accuracy (mean@{sampled['n']})" if sampled else "accuracy", *(interval(side["accuracy"]) for side in sides)
     for name in ("pass@k", "maj@k"):
@@ -41,8 +57,8 @@ def rows(greedy: dict, sampled: dict | None) -> Iterator[Row]:
     yield "tokens: mean (5 %, 50 %, 95 %)", *(form.format(**length) for length in lengths)
     pairs = ([_number(length[f"mean_if_{kind}"], 1) for kind in ("right", "wrong")] for length in lengths)
     yield "tokens if right, if wrong", *map(", ".join, pairs)
-    yield "cut off", *(_number(side["cut_off"]) for side in sides)
-    yield "no answer", *(_number(side["no_answer"]) for side in sides)
+    for name in ("cut_off", "no_answer"):
+        yield name.replace("_", " "), *(_number(side[name]) for side in sides)
 
 
 def interval(estimate: dict) -> str:
