@@ -15,7 +15,8 @@ FORMULAS = {  # of each experiment with a policy gradient: the formula, and the 
     "experiment_multiturn_qa": [("grpo", {})],
     "experiment_engine": [("grpo", {})],
 }
-SUPERVISED = "experiment_sft"  # its formula is minus the log-prob, see tests/unit/test_sft.py
+# These have formulas of one line: see tests/unit/test_sft.py and tests/unit/test_reinforce.py
+ONE_LINE = {"experiment_sft", "experiment_reinforce"}
 
 Row = Sequence[float]
 

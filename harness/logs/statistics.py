@@ -138,5 +138,6 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
             metrics |= {f"completion/length_{name}": mean(among)} if among else {}
     metrics["completion/stopped"] = mean([row.finish_reason == "stop" for row in trajectories])
     metrics["completion/truncated"] = mean([row.finish_reason == "length" for row in trajectories])
-    metrics["group/zero_reward_variance"] = 1 - has_reward_variance(returns).float().mean().item()
+    if returns.shape[1] > 1:
+        metrics["group/zero_reward_variance"] = 1 - has_reward_variance(returns).float().mean().item()
     return metrics

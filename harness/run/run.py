@@ -63,6 +63,7 @@ class Run:
         self.contexts = ExitStack()  # left when the run is closed
         # What the newest complete step has left, while nothing has changed it: `checkpoint`'s first arguments
         self._complete: tuple | None = None
+        self.newest: dict[str, float] = dict(directory.history[-1]) if directory.history else {}  # the last metrics
         for row in directory.history:
             self._diagnosis.check(row)  # what it has said already
         if is_main():
@@ -116,6 +117,7 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop."""
         on_main(lambda: self._metrics.write(step, metrics))
+        self.newest |= metrics
         if self._bar is not None:
             more = getattr(self.config, "progress", ())
             for key in set(more) - metrics.keys() if step == self.resumed_at + 1 else ():

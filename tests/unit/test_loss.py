@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import FORMULAS, SUPERVISED, slow_row
+from oracle import FORMULAS, ONE_LINE, slow_row
 
 from common.loss import (
     approx_kl_divergence,
@@ -63,7 +63,7 @@ def formula_and_loss(request, load_script):
 
 def test_every_experiment_has_an_oracle():
     experiments = {path.parent.name for path in ROOT.glob("experiment_*/train.py")}
-    assert FORMULAS.keys() | {SUPERVISED} == experiments
+    assert FORMULAS.keys() | ONE_LINE == experiments
 
 
 # policy_loss of each experiment -------------------------------------------------------------------------------------
