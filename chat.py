@@ -1,0 +1,226 @@
+"""Talk to a policy, in a terminal or with lines from a file.
+
+    python chat.py --model runs/experiment_base/<name>/final
+    python chat.py --model runs/experiment_base/<name>/final --compare tiny        # before and after, side by side
+    python chat.py --model tiny_tools --calculator --show probabilities
+    echo "What is 47 plus 29?" | python chat.py
+
+In the terminal, a line that begins with / is a command:
+
+    /why 3     the five most probable tokens in the place of the answer's third one
+    /new       forget the conversation
+"""
+
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from common.calculator_tool import calculator
+from common.chat import decode, encode_observation, encode_prompt
+from common.errors import UserError
+from common.fast.cache import RowCache
+from common.fast.kept_rows import KeptRows
+from common.policy import Policy
+from common.sampling import begin_rows, continue_rows, next_logits
+from common.search import Hit, Searcher, SearchError
+from common.tools import call_form, call_tool, parse_calls, schemas
+from common.trajectory import Trajectory
+
+from harness.base.checks import check_model
+from harness.base.config import RESOLVED, Count, InputPath, LocalPath, ModelConfig, Positive, Share
+from harness.base.terminal import visible
+from harness.cli.parse import parse_config
+from harness.data.context import context_length
+from harness.models.loading import load_policy
+from harness.run.start import run_main
+from harness.search.opening import open_index
+from harness.search.search_config import SearchConfig
+from harness.tools.tool_files import load_tools
+
+BEST = 5  # tokens that /why shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SearchConfig, ModelConfig):
+    FIRST_GROUP: ClassVar[str] = "conversation"
+    ALIASES: ClassVar = {}
+
+    compare: LocalPath | None = None  # another policy, which answers the same: side by side
+    show: Literal["text", "probabilities"] = "text"  # probabilities: each token coloured, from certain to improbable
+    system: str = ""  # the system turn
+    max_new_tokens: Count | None = None  # of an answer; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # logits are divided by it
+    top_p: Share = 1.0  # below 1: draw only from the most probable tokens that together have this much probability
+    greedy: bool = False  # take the most probable token instead of drawing one
+    calculator: bool = False  # offer the calculator
+    tools: InputPath | None = None  # a Python file whose functions are tools, see docs/tools_template.py
+    tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
+    max_turns: Count = 8  # turns of the policy per question, between which tools answer
+
+
+class DirectSearcher(Searcher):
+    """A search tool whose queries are sent one by one, when they are asked."""
+
+    def answer(self, query: str) -> list[Hit] | SearchError:
+        self.send([query])
+        return super().answer(query)
+
+
+def main(argv: list[str] | None = None) -> None:
+    defaults = {kind: {"max_new_tokens": values["max_new_tokens"]} for kind, values in RESOLVED.items()}
+    config = parse_config(Config, argv, description=__doc__, resolved=defaults)
+    tools: dict[str, Callable] = {"calculator": calculator} if config.calculator else {}
+    if config.corpus or config.index or config.search_url:
+        tools["search"] = DirectSearcher(open_index(config), config.top_k).search
+    tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
+    console = Console(highlight=False, soft_wrap=True)
+    speakers = [Speaker(config, tools)]
+    if config.compare is not None:
+        other = replace(config, model=config.compare)
+        try:
+            check_model(other)
+        except UserError as error:
+            raise UserError(str(error).replace("--model", "--compare", 1)) from error
+        speakers.append(Speaker(other, tools))
+    if config.kind == "tiny":
+        note = 'The bundled policies know what their tasks ask, such as "What is 47 plus 29?", one question at a time.'
+        console.print(Text(note, style="dim"))
+    for line in read_lines(console):
+        if line == "/new":
+            for speaker in speakers:
+                speaker.messages.clear()
+        elif line.startswith("/why"):
+            for speaker in speakers:
+                console.print(speaker.explain(line.removeprefix("/why")))
+        else:
+            # where one types, Ctrl-C ends the answer only, and the program at the next line
+            with suppress(KeyboardInterrupt) if sys.stdin.isatty() else nullcontext():
+                show_answers(console, speakers, line)
+
+
+def show_answers(console: Console, speakers: list["Speaker"], question: str) -> None:
+    if len(speakers) == 1:
+        for piece in speakers[0].answer(question):
+            console.print(piece, end="")
+        console.print()
+        return
+    table = Table(expand=True)
+    for speaker in speakers:
+        table.add_column(Text(visible(speaker.name)))
+    table.add_row(*(Text.assemble(*speaker.answer(question)) for speaker in speakers))
+    console.print(table)
+
+
+def read_lines(console: Console) -> Iterator[str]:
+    """What the user types, or the lines of a file; without empty ones."""
+    is_typed = sys.stdin.isatty()
+    while True:
+        try:
+            line = console.input(Text("> ", style="bold")) if is_typed else sys.stdin.readline()
+        except EOFError:
+            return
+        if not is_typed and not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class Speaker:
+    """A policy and its conversation. Calls of tools and their answers are part of an answer, and then forgotten."""
+
+    def __init__(self, config: Config, tools: dict[str, Callable]):
+        self.name, self._config, self._tools = config.model, config, tools
+        self._policy: Policy = load_policy(config, config.temperature)
+        self._form = call_form(self._policy.tokenizer) if tools else ""
+        self._row: Trajectory | None = None  # the newest answer, with its prompt
+        self._asked = 0
+        self.messages: list[dict] = []
+
+    def answer(self, question: str) -> Iterator[Text]:
+        """The answer, token by token, and what tools answer in between."""
+        policy, config = self._policy, self._config
+        if config.kind == "tiny":
+            self.messages.clear()
+        system = [{"role": "system", "content": config.system}] if config.system else []
+        self.messages.append({"role": "user", "content": question})
+        prompt = encode_prompt(policy.tokenizer, system + self.messages, schemas(self._tools))
+        [row] = begin_rows([prompt], 1, [self._asked])
+        self._row, self._asked, start = row, self._asked + 1, len(prompt)
+        try:
+            for _ in range(config.max_turns):
+                start = len(row.ids)
+                yield from self._turn(row, KeptRows())
+                said = decode(policy.tokenizer, row.ids[start:])
+                calls = parse_calls(said, self._form)[0] if self._tools and row.finish_reason == "stop" else []
+                if not calls:
+                    break
+                answers = [call_tool(self._tools, call)[0] for call in calls]
+                yield Text("".join(f"\n  {visible(answer)}" for answer in answers) + "\n", style="yellow")
+                tokens = encode_observation(policy.tokenizer, answers, policy.end_of_turn_ids)
+                row.observe(tokens, context_length(policy))
+        finally:  # also of an answer that Ctrl-C has cut off
+            self.messages.append({"role": "assistant", "content": decode(policy.tokenizer, row.ids[start:])})
+
+    def _turn(self, row: Trajectory, kept: KeptRows) -> Iterator[Text]:
+        """One turn, drawn by the sampler of the experiments, one token at a time."""
+        policy, config, start, shown = self._policy, self._config, len(row.ids), 0
+        while row.num_action_tokens < config.max_new_tokens:
+            new = continue_rows(
+                policy,
+                [row],
+                max_new_tokens=row.num_action_tokens + 1,
+                key=(config.seed,),
+                max_length=context_length(policy),
+                top_p=config.top_p,
+                greedy=config.greedy,
+                kept=kept,
+            )
+            if not new:
+                yield Text(" (no room is left in the model's context; /new begins again)", style="red")
+                return
+            text = decode(policy.tokenizer, row.ids[start:])
+            has_ended = row.finish_reason == "stop"
+            if has_ended or not text.endswith("\ufffd"):  # a character can be several tokens
+                probability = torch.tensor(row.sampler_log_probs[-1]).exp().item()
+                yield Text(visible(text[shown:]), style=color(probability) if config.show == "probabilities" else "")
+                shown = len(text)
+            if has_ended:
+                return
+
+    def explain(self, place: str) -> Table | str:
+        """The most probable tokens in one place of the newest answer."""
+        own = [] if self._row is None else [number for number, one in enumerate(self._row.action_mask) if one]
+        if not place.strip().isdecimal() or not 1 <= int(place) <= len(own):
+            return f"/why NUMBER: which of the {len(own)} tokens of the answer"
+        policy, position = self._policy, own[int(place) - 1]
+        ids = torch.tensor([self._row.ids[:position]], device=policy.device)
+        with torch.inference_mode(), policy.autocast():
+            logits = next_logits(policy, ids, torch.ones_like(ids), RowCache())[0]
+        probabilities = (logits.float() / policy.temperature).softmax(dim=0)
+        drawn = self._row.ids[position]
+        table = Table("token", "probability", title=f"{self.name}, token {place.strip()}", title_justify="left")
+        for token in dict.fromkeys([*probabilities.topk(BEST).indices.tolist(), drawn]):
+            mark = " (drawn)" if token == drawn else ""
+            table.add_row(Text(visible(repr(policy.tokenizer.decode([token]))) + mark), f"{probabilities[token]:.4f}")
+        return table
+
+
+def color(probability: float) -> str:
+    """Green for a certain token, red for an improbable one."""
+    return f"rgb({round(220 * (1 - probability))},{round(60 + 110 * probability)},60)"
+
+
+def program() -> None:
+    run_main(main)
+
+
+if __name__ == "__main__":
+    program()

