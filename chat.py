@@ -14,7 +14,7 @@ In the terminal, a line that begins with / is a command:
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -101,7 +101,8 @@ def main(argv: list[str] | None = None) -> None:
             for speaker in speakers:
                 console.print(speaker.explain(line.removeprefix("/why")))
         else:
-            with suppress(KeyboardInterrupt):  # Ctrl-C ends an answer; where one types, the program
+            # where one types, Ctrl-C ends the answer only, and the program at the next line
+            with suppress(KeyboardInterrupt) if sys.stdin.isatty() else nullcontext():
                 show_answers(console, speakers, line)
 
 
@@ -152,18 +153,21 @@ class Speaker:
         self.messages.append({"role": "user", "content": question})
         prompt = encode_prompt(policy.tokenizer, system + self.messages, schemas(self._tools))
         [row] = begin_rows([prompt], 1, [self._asked])
-        self._row, self._asked, said = row, self._asked + 1, ""
-        for _ in range(config.max_turns):
-            start = len(row.ids)
-            yield from self._turn(row, KeptRows())
-            said = decode(policy.tokenizer, row.ids[start:])
-            calls = parse_calls(said, self._form)[0] if self._tools and row.finish_reason == "stop" else []
-            if not calls:
-                break
-            answers = [call_tool(self._tools, call)[0] for call in calls]
-            yield Text("".join(f"\n  {visible(answer)}" for answer in answers) + "\n", style="yellow")
-            row.observe(encode_observation(policy.tokenizer, answers, policy.end_of_turn_ids), context_length(policy))
-        self.messages.append({"role": "assistant", "content": said})
+        self._row, self._asked, start = row, self._asked + 1, len(prompt)
+        try:
+            for _ in range(config.max_turns):
+                start = len(row.ids)
+                yield from self._turn(row, KeptRows())
+                said = decode(policy.tokenizer, row.ids[start:])
+                calls = parse_calls(said, self._form)[0] if self._tools and row.finish_reason == "stop" else []
+                if not calls:
+                    break
+                answers = [call_tool(self._tools, call)[0] for call in calls]
+                yield Text("".join(f"\n  {visible(answer)}" for answer in answers) + "\n", style="yellow")
+                tokens = encode_observation(policy.tokenizer, answers, policy.end_of_turn_ids)
+                row.observe(tokens, context_length(policy))
+        finally:  # also of an answer that Ctrl-C has cut off
+            self.messages.append({"role": "assistant", "content": decode(policy.tokenizer, row.ids[start:])})
 
     def _turn(self, row: Trajectory, kept: KeptRows) -> Iterator[Text]:
         """One turn, drawn by the sampler of the experiments, one token at a time."""
@@ -179,8 +183,11 @@ class Speaker:
                 greedy=config.greedy,
                 kept=kept,
             )
+            if not new:
+                yield Text(" (no room is left in the model's context; /new begins again)", style="red")
+                return
             text = decode(policy.tokenizer, row.ids[start:])
-            has_ended = not new or row.finish_reason == "stop"
+            has_ended = row.finish_reason == "stop"
             if has_ended or not text.endswith("\ufffd"):  # a character can be several tokens
                 probability = torch.tensor(row.sampler_log_probs[-1]).exp().item()
                 yield Text(visible(text[shown:]), style=color(probability) if config.show == "probabilities" else "")
@@ -211,5 +218,9 @@ def color(probability: float) -> str:
     return f"rgb({round(220 * (1 - probability))},{round(60 + 110 * probability)},60)"
 
 
-if __name__ == "__main__":
+def program() -> None:
     run_main(main)
+
+
+if __name__ == "__main__":
+    program()

@@ -64,11 +64,15 @@ def test_why_shows_what_could_have_been_drawn(talk):
     assert "which of the" in shown
 
 
+def test_a_full_context_is_said(talk):
+    assert "no room is left in the model's context" in talk(says=QUESTION * 100)
+
+
 def test_two_policies_answer_side_by_side(talk):
     shown = talk("--compare", "tiny_tools")
     assert "tiny_tools" in shown
     assert shown.count("<answer>") == 2
-    with pytest.raises(UserError, match="--compare ./nowhere: there is no such directory"):
+    with pytest.raises(UserError, match=r"^--compare \./nowhere: there is no such directory"):
         talk("--compare", "./nowhere")
 
 
