@@ -173,7 +173,7 @@ class Speaker:
         """One turn, drawn by the sampler of the experiments, one token at a time."""
         policy, config, start, shown = self._policy, self._config, len(row.ids), 0
         while row.num_action_tokens < config.max_new_tokens:
-            new = continue_rows(
+            [new] = continue_rows(
                 policy,
                 [row],
                 max_new_tokens=row.num_action_tokens + 1,

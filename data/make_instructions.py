@@ -1,7 +1,7 @@
 """Write prompts with instructions: `instructions.jsonl` (training) and `instructions_heldout.jsonl` (evaluation).
 
 Half of the held-out rows ask for known kinds of instructions on topics that training does not name (`split` is
-"topics"), half for kinds that training does not know (`split` is "kinds"). Every row has a solution.
+"topics"), half for kinds that training does not know (`split` is "kinds"); they take turns. Every row has a solution.
 
     python data/make_instructions.py     # a second; the same bytes every time
 """
@@ -31,10 +31,10 @@ def main() -> None:
     here = Path(__file__).parent
     held_out = TOPICS[4::5]
     known = [topic for topic in TOPICS if topic not in held_out]
+    topics, kinds = make_rows("topics", held_out, TRAINED, 128), make_rows("kinds", held_out, HELD_OUT, 128)
     files = {
         "instructions.jsonl": make_rows("train", known, TRAINED, 1024),
-        "instructions_heldout.jsonl": make_rows("topics", held_out, TRAINED, 128)
-        + make_rows("kinds", held_out, HELD_OUT, 128),
+        "instructions_heldout.jsonl": [row for pair in zip(topics, kinds, strict=True) for row in pair],
     }
     for name, rows in files.items():
         (here / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
