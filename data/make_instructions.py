@@ -1,5 +1,8 @@
 """Write prompts with instructions: `instructions.jsonl` (training) and `instructions_heldout.jsonl` (evaluation).
 
+`instructions_short.jsonl` and `instructions_short_heldout.jsonl` are the same, but every prompt asks for at most 6 to
+20 words: what a laptop trains a real model on.
+
 Half of the held-out rows ask for known kinds of instructions on topics that training does not name (`split` is
 "topics"), half for kinds that training does not know (`split` is "kinds"); they take turns. Every row has a solution.
 
@@ -16,13 +19,14 @@ from tasks.instructions import solution
 SEED = 20260104
 
 
-def make_rows(split: str, topics: list[str], rules: list[str], num_rows: int) -> list[dict]:
+def make_rows(split: str, topics: list[str], rules: list[str], num_rows: int, is_short: bool) -> list[dict]:
     """Draw `num_rows` rows with distinct prompts that can be answered."""
-    rng = random.Random(f"{SEED} {split}")
+    rng = random.Random(f"{SEED} {split}" + " short" * is_short)
     rows: dict[str, dict] = {}
     while len(rows) < num_rows:
-        row = draw_row(rng, topics, rules, split)
-        if solution(row) is not None:
+        row = draw_row(rng, topics, rules, split, is_short)
+        is_of_split = any(rule.startswith(row["kind"]) for rule in rules)
+        if is_of_split and solution(row) is not None:
             rows.setdefault(row["prompt"], row)
     return list(rows.values())
 
@@ -31,11 +35,12 @@ def main() -> None:
     here = Path(__file__).parent
     held_out = TOPICS[4::5]
     known = [topic for topic in TOPICS if topic not in held_out]
-    topics, kinds = make_rows("topics", held_out, TRAINED, 128), make_rows("kinds", held_out, HELD_OUT, 128)
-    files = {
-        "instructions.jsonl": make_rows("train", known, TRAINED, 1024),
-        "instructions_heldout.jsonl": [row for pair in zip(topics, kinds, strict=True) for row in pair],
-    }
+    files = {}
+    for name, is_short in (("instructions", False), ("instructions_short", True)):
+        topics = make_rows("topics", held_out, TRAINED, 128, is_short)
+        kinds = make_rows("kinds", held_out, HELD_OUT, 128, is_short)
+        files[f"{name}.jsonl"] = make_rows("train", known, TRAINED, 1024, is_short)
+        files[f"{name}_heldout.jsonl"] = [row for pair in zip(topics, kinds, strict=True) for row in pair]
     for name, rows in files.items():
         (here / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         print(f"{here / name}: {len(rows)} rows")

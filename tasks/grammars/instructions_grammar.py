@@ -65,8 +65,8 @@ _APART = (  # of each group a prompt has at most one
 )
 
 
-def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str) -> dict:
-    """A row with one to three instructions of different kinds.
+def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str, is_short: bool = False) -> dict:
+    """A row with one to three instructions of different kinds. A short one begins with a largest number of words.
 
     >>> row = draw_row(random.Random(3), ["bread"], TRAINED, "train")
     >>> row["prompt"]
@@ -74,8 +74,8 @@ def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str
     >>> row["kwargs"], row["kind"]
     ([{'num_bullets': 4}, {'forbidden_words': ['good']}], 'number_bullet_lists')
     """
-    topic, drawn = rng.choice(topics), []
-    for rule in rng.sample(rules, rng.choice((1, 1, 2, 2, 3))):
+    topic, drawn, bound = rng.choice(topics), [], TRAINED[:is_short]
+    for rule in bound + rng.sample(rules, rng.choice((1, 1, 2, 2, 3)) - len(bound)):
         kind = rule.split(" | ")[0]
         kinds = {other for other, *_ in drawn}
         if kind not in kinds and not any(kind in group and kinds & group for group in _APART):
@@ -91,7 +91,7 @@ def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str
         "instruction_id_list": [_IDS[kind] for kind, *_ in drawn],
         "kwargs": [kwargs for _, kwargs, *_ in drawn],
         "topic": topic,
-        "kind": drawn[0][0],
+        "kind": drawn[min(len(bound), len(drawn) - 1)][0],
         "split": split,
     }
 
