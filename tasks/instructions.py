@@ -103,13 +103,23 @@ def reward(row: dict, text: str) -> dict[str, float]:
     >>> reward({"prompt": "", "instruction_id_list": ids, "kwargs": [{}, {}]}, "Sure:\\nbread is warm.")
     {'correct': 0.0, 'followed': 0.5, 'loose': 1.0}
     """
-    asked = instructions(row)
-    followed = [check(kind, kwargs, text) for kind, kwargs in asked]
-    is_loose = all(
-        strict or any(check(*instruction, other) for other in variants(text)[1:])
-        for strict, instruction in zip(followed, asked, strict=True)
-    )
-    return {"correct": float(all(followed)), "followed": sum(followed) / len(followed), "loose": float(is_loose)}
+    strict, loose = _verdicts(row, text)
+    return {"correct": float(all(strict)), "followed": sum(strict) / len(strict), "loose": float(all(loose))}
+
+
+def tally(row: dict, text: str) -> dict[str, list[bool]]:
+    """Optional: IFEval's four figures are shares of such verdicts of all completions; so is each kind's, strict.
+
+    >>> row = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+    >>> list(tally(row, "*bread*").values())
+    [[False], [True, False], [False], [True, False], [True], [False]]
+    """
+    strict, loose = _verdicts(row, text)
+    found = {"prompt_level_strict_acc": [all(strict)], "inst_level_strict_acc": strict}
+    found |= {"prompt_level_loose_acc": [all(loose)], "inst_level_loose_acc": loose}
+    for (kind, _), follows in zip(instructions(row), strict, strict=True):
+        found.setdefault(kind.partition(":")[2], []).append(follows)
+    return found
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
@@ -167,6 +177,17 @@ def variants(text: str) -> list[str]:
     lines = text.split("\n")
     parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return parts + [part.replace("*", "") for part in parts]
+
+
+def _verdicts(row: dict, text: str) -> tuple[list[bool], list[bool]]:
+    """Of each instruction: whether the text follows it, and whether one of its variants does."""
+    asked = instructions(row)
+    strict = [check(*instruction, text) for instruction in asked]
+    loose = [
+        follows or any(check(*instruction, other) for other in variants(text)[1:])
+        for follows, instruction in zip(strict, asked, strict=True)
+    ]
+    return strict, loose
 
 
 def _fill_in(asked: list[tuple[str, dict]], filler: str) -> str:
