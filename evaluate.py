@@ -49,7 +49,7 @@ from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.evaluation.comparison import show_comparison
 from harness.evaluation.session import default_directory, evaluate, locked
-from harness.evaluation.suite import SUITES, Part, parts, summary
+from harness.evaluation.suite import SUITES, parts, summary
 from harness.evaluation.tables import print_suite, print_table
 from harness.models.loading import load_policy
 from harness.run.machine import is_out_of_memory, out_of_memory
@@ -100,11 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(config.threads)
     load = functools.cache(lambda: load_policy(config, config.temperature))
     with told_how_to_go_on(config, directory):
-        benchmarks = [] if config.suite is None else parts(config, directory)
-        if len(benchmarks) > 1:
-            evaluate_suite(config, directory, load, benchmarks)
-        else:
-            evaluate_one(benchmarks[0].config if benchmarks else config, directory, load)
+        (evaluate_one if config.suite is None else evaluate_suite)(config, directory, load)
 
 
 def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
@@ -116,9 +112,12 @@ def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy]) ->
     say(f"failures: {shown(directory / 'failures.txt')}")
 
 
-def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy], benchmarks: list[Part]) -> None:
-    """One benchmark after the other, each in a directory of its own, and the table of all."""
-    results = {}
+def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
+    """One benchmark after the other, each in a directory of its own, and the table of all; a single one has none."""
+    results, benchmarks = {}, parts(config, directory)
+    if len(benchmarks) == 1:
+        evaluate_one(benchmarks[0].config, directory, load)
+        return
     with locked(directory):
         for part in benchmarks:
             say(f"{part.title}: {shown(part.config.data)}")

@@ -103,7 +103,8 @@ def reward(row: dict, text: str) -> dict[str, float]:
     >>> reward({"prompt": "", "instruction_id_list": ids, "kwargs": [{}, {}]}, "Sure:\\nbread is warm.")
     {'correct': 0.0, 'followed': 0.5, 'loose': 1.0}
     """
-    strict, loose = _verdicts(row, text)
+    found = tally(row, text)
+    strict, loose = found["inst_level_strict_acc"], found["inst_level_loose_acc"]
     return {"correct": float(all(strict)), "followed": sum(strict) / len(strict), "loose": float(all(loose))}
 
 
@@ -114,10 +115,13 @@ def tally(row: dict, text: str) -> dict[str, list[bool]]:
     >>> list(tally(row, "*bread*").values())
     [[False], [True, False], [False], [True, False], [True], [False]]
     """
-    strict, loose = _verdicts(row, text)
+    asked = instructions(row)
+    strict = [check(*one, text) for one in asked]
+    others = variants(text)[1:]
+    loose = [follows or any(check(*one, other) for other in others) for follows, one in zip(strict, asked, strict=True)]
     found = {"prompt_level_strict_acc": [all(strict)], "inst_level_strict_acc": strict}
     found |= {"prompt_level_loose_acc": [all(loose)], "inst_level_loose_acc": loose}
-    for (kind, _), follows in zip(instructions(row), strict, strict=True):
+    for (kind, _), follows in zip(asked, strict, strict=True):
         found.setdefault(kind.partition(":")[2], []).append(follows)
     return found
 
@@ -177,17 +181,6 @@ def variants(text: str) -> list[str]:
     lines = text.split("\n")
     parts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     return parts + [part.replace("*", "") for part in parts]
-
-
-def _verdicts(row: dict, text: str) -> tuple[list[bool], list[bool]]:
-    """Of each instruction: whether the text follows it, and whether one of its variants does."""
-    asked = instructions(row)
-    strict = [check(*instruction, text) for instruction in asked]
-    loose = [
-        follows or any(check(*instruction, other) for other in variants(text)[1:])
-        for follows, instruction in zip(strict, asked, strict=True)
-    ]
-    return strict, loose
 
 
 def _fill_in(asked: list[tuple[str, dict]], filler: str) -> str:

@@ -26,9 +26,7 @@ from harness.run.machine import with_threads
 from harness.run.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, read_settings
 from harness.run.signals import may_say_why
 
-# What TRL calls some flags
-OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "group-size", "epsilon": "clip-eps"}
-OTHER_NAMES |= {"max-completion-length": "max-new-tokens"}
+OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "group-size"}  # of flags, for TRL users
 
 
 def parse_config(
