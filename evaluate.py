@@ -4,6 +4,7 @@
     python evaluate.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --limit 200 --num-samples 4
     python evaluate.py --model tiny --compare runs/evaluate/<name>
     python evaluate.py --model Qwen/Qwen2.5-Math-1.5B --suite math --max-new-tokens 2048
+    python evaluate.py --model Qwen/Qwen2.5-1.5B-Instruct --suite ifeval --num-samples 0 --max-new-tokens 1280
 
 Each question is answered greedily, and --num-samples times by sampling. All completions and figures are kept in one
 directory. The same command with the same --output continues an evaluation that was interrupted or killed, and shows one
@@ -75,8 +76,8 @@ class Config(ModelConfig):
     system_prompt: OfData[str | None] = None
     completion_prefix: OfData[str | None] = None  # what every completion is made to begin with, e.g. "<think>"
     limit: OfEvaluation[Count | None] = None  # ask the first questions only, this many; None: all
-    # several benchmarks, of --task math: a file for each in the directory --data, without it from the hub
-    suite: OfEvaluation[Literal["math"] | None] = None
+    # published benchmarks, of --task math or instructions: a file for each in the directory --data, else from the hub
+    suite: OfEvaluation[Literal["math", "ifeval"] | None] = None
     # results.json of another evaluation, or its directory: print the difference to it
     compare: OfEvaluation[LocalPath | None] = None
     # completions sampled at the same time, which bounds the memory of the KV cache
@@ -112,10 +113,13 @@ def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy]) ->
 
 
 def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
-    """One benchmark after the other, each in a directory of its own, and the table of all."""
-    results = {}
+    """One benchmark after the other, each in a directory of its own, and the table of all; a single one has none."""
+    results, benchmarks = {}, parts(config, directory)
+    if len(benchmarks) == 1:
+        evaluate_one(benchmarks[0].config, directory, load)
+        return
     with locked(directory):
-        for part in parts(config, directory):
+        for part in benchmarks:
             say(f"{part.title}: {shown(part.config.data)}")
             results[part.title] = evaluate(part.config, part.directory, load, part.renamed)
         columns = summary(results)

@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -96,6 +97,9 @@ def main(argv: list[str] | None = None) -> None:
         (partial / "README.md").write_text(card.text(), encoding="utf-8")
     say(f"exported to {shown(output)}")
     if config.push is None:
+        task = shown(source.settings.get("task", "arithmetic"))
+        words = ["python", "evaluate.py", "--model", shown(output), "--task", task]
+        say(f"evaluate it with: {shlex.join(words)}")
         return
     if config.dry_run:
         say(f"--dry-run: these files would be uploaded to {config.push}{', private' if config.private else ''}:")

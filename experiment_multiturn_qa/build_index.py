@@ -21,12 +21,12 @@ from harness.search.search_config import IndexConfig as Config
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = tyro.cli(Config, args=arguments, description=__doc__)
+    config = tyro.cli(Config, args=arguments, description=__doc__, config=(tyro.conf.DisallowNone,))
     handle_as_usual()
     began = time.monotonic()
     index = build_index(config)
-    seconds, size = time.monotonic() - began, index.path.stat().st_size / 2**20
-    say(f"{index.num_documents:,} documents, {seconds:.1f} s, {size:.1f} MiB on the disk: {shown(index.path)}")
+    costs = f"{time.monotonic() - began:.1f} s, {index.path.stat().st_size / 2**20:.1f} MiB on the disk"
+    say(f"{index.num_documents:,} documents or parts of them, {costs}: {shown(index.path)}")
 
 
 if __name__ == "__main__":

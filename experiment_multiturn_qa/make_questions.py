@@ -81,7 +81,7 @@ class Config(IndexConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = tyro.cli(Config, args=argv, description=__doc__)
+    config = tyro.cli(Config, args=argv, description=__doc__, config=(tyro.conf.DisallowNone,))
     handle_as_usual()
     check_search(config)
     if (config.base_url is None) != (config.served_model is None):

@@ -54,7 +54,7 @@ class Asked(BaseModel):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = tyro.cli(Config, args=arguments, description=__doc__)
+    config = tyro.cli(Config, args=arguments, description=__doc__, config=(tyro.conf.DisallowNone,))
     try:
         import fastapi  # noqa: F401
         import uvicorn
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     host, port = listener.getsockname()[:2]
     app = make_app(index := open_index(config), config.top_k)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    say(f"{index.num_documents:,} documents at {url} (Ctrl-C ends it)", anyway=True)
+    say(f"{index.num_documents:,} documents or parts of them at {url} (Ctrl-C ends it)", anyway=True)
 
     async def quietly(scope, receive, send) -> None:
         try:

@@ -39,7 +39,7 @@ class Command:
     output: str  # the file to write, which must not exist
     # files, or datasets of the hub as owner/name[:subset[:split]]
     data: tuple[str, ...] = tuple(f"EleutherAI/hendrycks_math:{subject}" for subject in SUBJECTS)
-    levels: tuple[int, ...] = (3, 4, 5)
+    levels: tuple[int, ...] = (3, 4, 5)  # of difficulty, 1 to 5
 
 
 def level_of(row: dict) -> int | None:
@@ -55,7 +55,7 @@ def level_of(row: dict) -> int | None:
 def main(argv: list[str] | None = None) -> None:
     import tyro
 
-    command = tyro.cli(Command, args=argv, description=__doc__)
+    command = tyro.cli(Command, args=argv, description=__doc__, config=(tyro.conf.DisallowNone,))
     handle_as_usual()
     path = Path(command.output).expanduser()
     if path.exists():

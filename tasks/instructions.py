@@ -103,13 +103,27 @@ def reward(row: dict, text: str) -> dict[str, float]:
     >>> reward({"prompt": "", "instruction_id_list": ids, "kwargs": [{}, {}]}, "Sure:\\nbread is warm.")
     {'correct': 0.0, 'followed': 0.5, 'loose': 1.0}
     """
+    found = tally(row, text)
+    strict, loose = found["inst_level_strict_acc"], found["inst_level_loose_acc"]
+    return {"correct": float(all(strict)), "followed": sum(strict) / len(strict), "loose": float(all(loose))}
+
+
+def tally(row: dict, text: str) -> dict[str, list[bool]]:
+    """Optional: IFEval's four figures are shares of such verdicts of all completions; so is each kind's, strict.
+
+    >>> row = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+    >>> list(tally(row, "*bread*").values())
+    [[False], [True, False], [False], [True, False], [True], [False]]
+    """
     asked = instructions(row)
-    followed = [check(kind, kwargs, text) for kind, kwargs in asked]
-    is_loose = all(
-        strict or any(check(*instruction, other) for other in variants(text)[1:])
-        for strict, instruction in zip(followed, asked, strict=True)
-    )
-    return {"correct": float(all(followed)), "followed": sum(followed) / len(followed), "loose": float(is_loose)}
+    strict = [check(*one, text) for one in asked]
+    others = variants(text)[1:]
+    loose = [follows or any(check(*one, other) for other in others) for follows, one in zip(strict, asked, strict=True)]
+    found = {"prompt_level_strict_acc": [all(strict)], "inst_level_strict_acc": strict}
+    found |= {"prompt_level_loose_acc": [all(loose)], "inst_level_loose_acc": loose}
+    for (kind, _), follows in zip(asked, strict, strict=True):
+        found.setdefault(kind.partition(":")[2], []).append(follows)
+    return found
 
 
 def describe(row: dict, text: str) -> dict[str, float]:

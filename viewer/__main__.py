@@ -27,7 +27,7 @@ class Config:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    flags = (tyro.conf.FlagCreatePairsOff,)
+    flags = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     config = tyro.cli(Config, args=arguments, description=__doc__, prog="python -m viewer", config=flags)
     try:
         _show(config)

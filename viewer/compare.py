@@ -26,6 +26,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -41,10 +42,11 @@ OTHER_PANELS = ("completion/length", "group/zero_reward_variance", "loss/kl", "l
 
 @dataclass(frozen=True)
 class Config:
-    runs: tyro.conf.Positional[tuple[str, ...]]  # directories of runs, patterns of them, or LABEL=PATTERN
+    # directories of runs, patterns of them, or LABEL=PATTERN
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN ...", help_behavior_hint="")]
     output: Path = Path("compare.png")  # the figure; .png, .svg or .pdf
     # keys of metrics.jsonl: a large panel, and others beside it; none given: accuracy (reward, loss), length, KL ...
-    panels: tuple[str, ...] = ()
+    panels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY ...", help_behavior_hint="")] = ()
     each: bool = False  # a row of the table for each run, instead of one for each group
 
 
@@ -84,7 +86,7 @@ def default_panels(groups: Groups) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = tyro.cli(Config, args=arguments, description=__doc__)
+    config = tyro.cli(Config, args=arguments, description=__doc__, config=(tyro.conf.DisallowNone,))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a label that the terminal cannot show

@@ -161,7 +161,7 @@ def read_json(path: Path, entry: str) -> dict:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    config = tyro.cli(Config, args=arguments, description=__doc__)
+    config = tyro.cli(Config, args=arguments, description=__doc__, config=(tyro.conf.DisallowNone,))
     keep_runs(config.folder, [Run(directory) for directory in config.runs], config.columns, config.every)
 
 

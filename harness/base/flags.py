@@ -71,14 +71,16 @@ def make_flags(config: object) -> type:
     for field in dataclasses.fields(config):
         text, _, resolved = read_comment(type(config), field.name).partition("None: ")
         default, takes_many = getattr(config, field.name), types[field.name] == tuple[str, ...]
+        is_positional = field.name in getattr(config, "POSITIONAL", ())
+        metavar = ("NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ...") if takes_many else None
         argument = tyro.conf.arg(
             help=text.rstrip("; ") or resolved,
             help_behavior_hint=f"({_hint(marks[field.name], default, resolved)})",
             aliases=getattr(config, "ALIASES", {}).get(field.name),
-            metavar=("NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ...") if takes_many else None,
+            metavar=field.name.upper() if is_positional else metavar,
         )
         flag_type = Annotated[types[field.name], argument]
-        if field.name in getattr(config, "POSITIONAL", ()):
+        if is_positional:
             flag_type = tyro.conf.Positional[flag_type]
         group = marks[field.name].group
         flags = grouped[first if group is None else group.value]

@@ -26,6 +26,8 @@ from harness.run.machine import with_threads
 from harness.run.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, read_settings
 from harness.run.signals import may_say_why
 
+OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "group-size"}  # of flags, for TRL users
+
 
 def parse_config(
     config_class: type[ConfigT], argv: Sequence[str] | None, description: str, resolved: dict[str, dict] = RESOLVED
@@ -67,6 +69,9 @@ def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -
         what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # what follows is for readers of the file
         show_description(what_it_is, shutil.get_terminal_size().columns)
     words = [word.partition("=")[0].replace("_", "-") for word in argv]
+    for other, name in OTHER_NAMES.items():
+        if f"--{other}" in words and name.replace("-", "_") in get_type_hints(config_class):
+            raise UserError(f"there is no flag --{other}: use --{name}")
     for name, kind in get_type_hints(config_class).items():  # tyro would drop the first values
         if kind == tuple[str, ...] and words.count(flag(name)) > 1:
             raise UserError(f"{flag(name)} is given {words.count(flag(name))} times: give all of its values after one")

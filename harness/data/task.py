@@ -133,6 +133,11 @@ class Task:
         """What a completion answers, in one spelling, for tasks that define `vote`; None: nothing."""
         return self._call("vote", row, text, kind=str | None, what="a str or None")
 
+    def tally(self, row: dict, text: str) -> dict[str, list[bool]]:
+        """Verdicts on a completion, by name, whose shares over all questions are figures of an evaluation."""
+        known = hasattr(self._module, "tally")
+        return self._call("tally", row, text, kind=dict, what="a dict of lists") if known else {}
+
     def right_answer(self, row: dict) -> object:
         """The answer to a row, for people: what its solution answers, if the task can tell, else its field `answer`."""
         text = self.solution(row)

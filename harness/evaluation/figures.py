@@ -129,7 +129,7 @@ def _estimate(value: float, low: float, high: float, x: np.ndarray) -> dict:
     return {"value": float(value), "low": float(low), "high": float(high), "standard_error": error}
 
 
-def mean_with_interval(values: Sequence[float], answers_per_question: int = 1) -> dict:
+def mean_with_interval(values: Sequence[float], answers_per_question: float = 1) -> dict:
     """The mean of one number between 0 and 1 per question.
 
     Args:
@@ -149,6 +149,24 @@ def mean_with_interval(values: Sequence[float], answers_per_question: int = 1) -
     effective = min(most, max(count, p * (1 - p) / error**2)) if error else alike
     low, high = wilson(p, effective)
     return found | {"low": max(0.0, min(low, p)), "high": min(1.0, max(high, p))}
+
+
+def shares(tallies: list[dict[str, list[bool]]]) -> dict[str, dict]:
+    """Of each name, the share of true verdicts over all questions together, of which each may have several.
+
+    With s_q true ones of n_q verdicts the share is p = sum_q s_q / sum_q n_q, a ratio of sums. Its standard error is
+    that of the mean of x_q = p + (s_q - p n_q) Q / sum_q n_q. For one verdict per question x_q is s_q.
+
+    >>> {name: round(found["value"], 3) for name, found in shares([{"a": [True]}, {"a": [False, False]}]).items()}
+    {'a': 0.333}
+    """
+    found = {}
+    for name in dict.fromkeys(name for tally in tallies for name in tally):
+        verdicts = [tally[name] for tally in tallies if name in tally]
+        right, sizes = (np.array(list(map(count, verdicts))) for count in (sum, len))
+        p, size = float(right.sum() / sizes.sum()), float(sizes.mean())
+        found[name] = mean_with_interval(p + (right - p * sizes) / size, answers_per_question=size) | {"value": p}
+    return found
 
 
 def difference(before: Sequence[float], after: Sequence[float], seed: int) -> dict:

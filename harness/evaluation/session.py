@@ -32,7 +32,7 @@ from harness.data.task import Row, Task, import_named, task_of
 from harness.evaluation.comparison import compare, read_results
 from harness.evaluation.completions import Completions, ask, make_batches
 from harness.evaluation.failures import failures
-from harness.evaluation.figures import Answers, figures, read_answers
+from harness.evaluation.figures import Answers, figures, read_answers, shares
 from harness.logs.metrics import finite
 from harness.run.directory import BEFORE_SETTINGS, lock_directory
 from harness.run.machine import describe_machine
@@ -104,7 +104,9 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
         if values:
             entry |= {"mean": sum(values) / len(values), "right": sum(value == 1 for value in values)}
         questions.append(entry)
-    return {"num_questions": len(questions), "asked": task.data, **figures(answers, seed), "questions": questions}
+    found = figures(answers, seed)
+    found["greedy"]["shares"] = shares(list(map(task.tally, task.eval_rows, answers.greedy_texts)))
+    return {"num_questions": len(questions), "asked": task.data, **found, "questions": questions}
 
 
 # What is asked -------------------------------------------------------------------------------------------------------
@@ -127,7 +129,9 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     rows = _read_renamed(source, config, task, renamed) if renamed else load_rows(source, config, task)
     task.data, task.eval_rows = source, rows[: config.limit]
     task.try_out(task.eval_rows[0])
-    answer_reader(task)(0, task.solution(task.eval_rows[0]) or "")  # so that a `vote` that fails does so now
+    text = task.solution(task.eval_rows[0]) or ""
+    answer_reader(task)(0, text)  # so that a `vote` or `tally` that fails does so now
+    task.tally(task.eval_rows[0], text)
     return task
 
 

@@ -1,4 +1,4 @@
-"""Several benchmarks in one table, as papers print it."""
+"""Benchmarks by name: one, or several in one table, as papers print it."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,8 @@ SUITES: dict[str, tuple[str, dict[str, Benchmark]]] = {
                 (("question", "problem"), ("final_answer", "answer")),
             ),
         },
-    )
+    ),
+    "ifeval": ("instructions", {"ifeval": Benchmark("IFEval", "google/IFEval::train")}),
 }
 
 
@@ -46,21 +47,23 @@ class Part(NamedTuple):
 
 
 def parts(config: ModelConfig, directory: Path) -> list[Part]:
-    """The benchmarks of `--suite`, with data from the directory `--data`, or from the hub."""
+    """The benchmarks of `--suite`, with data from the directory (for one: or file) `--data`, or from the hub."""
     found, benchmarks = [], SUITES[config.suite][1]
+    is_single = len(benchmarks) == 1
     folder = None if config.data is None else local_path(config.data, "--data")
-    if folder is not None and not folder.is_dir():
+    if folder is not None and not (folder.is_dir() or (is_single and folder.is_file())):
         names = ", ".join(f"{name}.jsonl" for name in benchmarks)
         raise UserError(f"--data {config.data}: with --suite this is a directory that holds {names}")
     for name, benchmark in benchmarks.items():
-        source, renamed = benchmark.hub, dict(benchmark.renamed)
+        source, renamed, inside = benchmark.hub, dict(benchmark.renamed), "" if is_single else name
         if folder is not None:
-            source, renamed = str((folder / f"{name}.jsonl").absolute()), {}
-            if not Path(source).is_file():
+            file = folder if folder.is_file() else folder / f"{name}.jsonl"
+            source, renamed = str(file.absolute()), {}
+            if not file.is_file():
                 raise UserError(f"--data {config.data} has no file {name}.jsonl, which --suite {config.suite} needs")
-        compare = None if config.compare is None else str(Path(config.compare).expanduser() / name)
-        own = dataclasses.replace(config, data=source, compare=compare, output=str(directory / name))
-        found.append(Part(benchmark.title, own, directory / name, renamed))
+        compare = None if config.compare is None else str(Path(config.compare).expanduser() / inside)
+        own = dataclasses.replace(config, data=source, compare=compare, output=str(directory / inside))
+        found.append(Part(benchmark.title, own, directory / inside, renamed))
     return found
 
 

@@ -43,6 +43,8 @@ def _rows(greedy: dict, sampled: dict | None) -> Iterator[tuple[str, ...]]:
     """Label, greedy, sampled."""
     sides = (greedy, sampled or greedy)  # without samples the second one is not shown
     yield f"accuracy (mean@{sampled['n']})" if sampled else "accuracy", *(interval(side["accuracy"]) for side in sides)
+    for name, estimate in greedy["shares"].items():
+        yield name, interval(estimate), ""
     for name in ("pass@k", "maj@k"):
         for k, estimate in sides[1].get(name, {}).items():
             if int(k) > (1 if name == "pass@k" else 2):  # pass@1 is mean@n; so are maj@1 and maj@2 if all answer

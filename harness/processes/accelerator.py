@@ -29,7 +29,8 @@ from harness.processes import processes
 
 def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     """Meet the other processes that a launcher has started; the settings with the device of this one."""
-    on_cpu, by_deepspeed = config.device == "cpu", processes.requested_launch().sharding == "deepspeed"
+    asked = processes.requested_launch()
+    on_cpu, by_deepspeed = config.device == "cpu", asked.sharding == "deepspeed"
     if processes.num_restarts():  # Accelerate would look for the addresses of before; it takes who have met
         processes.meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
     # With cpu=True Accelerate would ignore DeepSpeed, and without a backend the other processes
@@ -37,6 +38,8 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     handlers = [InitProcessGroupKwargs(timeout=processes.PATIENCE, backend=backend)]
     with processes.meeting():
         accelerator = Accelerator(cpu=on_cpu and not by_deepspeed, kwargs_handlers=handlers)
+    if asked.on_gpus and accelerator.device.type == "cpu":
+        say(f"GPUs were asked for and none is used: training runs on the CPU, processes: {accelerator.num_processes}")
     dtype = "bfloat16" if accelerator.mixed_precision == "bf16" else config.dtype
     if dtype != config.dtype:
         say(f"Accelerate is told to compute in bf16: --dtype is {dtype}")

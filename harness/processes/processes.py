@@ -117,27 +117,28 @@ class Requested(NamedTuple):
     num_processes: int | None  # on all machines together; None: not said
     sharding: str | None  # "fsdp" or "deepspeed"; None: not asked for
     accumulation: int = 1  # Accelerate's gradient_accumulation_steps
+    on_gpus: bool = False  # whether several GPUs were asked for
 
 
 def requested_launch() -> Requested:
     """What the environment asks for, and the command line of `accelerate launch` with its configuration file."""
     processes = num_launched() if "WORLD_SIZE" in os.environ else 0
-    accumulation = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1))
+    accumulation, on_gpus = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)), False
     sharding = [name for name in SHARDED if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"]
     if (arguments := _arguments_of_accelerate_launch()) is not None:
         from accelerate.commands.config.config_args import default_config_file, load_config_from_file
         from accelerate.commands.launch import launch_command_parser
 
         args = launch_command_parser().parse_args(arguments)
-        asked = args.num_processes or 0
+        asked, on_gpus = args.num_processes or 0, args.multi_gpu
         if args.config_file or (Path(default_config_file).is_file() and not args.cpu):  # as accelerate launch decides
             config = load_config_from_file(args.config_file)
-            asked = asked or config.num_processes
+            asked, on_gpus = asked or config.num_processes, on_gpus or config.distributed_type == "MULTI_GPU"
             if not args.multi_gpu:  # which overrides the type in the file
                 sharding += [name for name, kind in SHARDED.items() if config.distributed_type == kind]
         processes = max(processes, asked)
         accumulation = max(accumulation, args.gradient_accumulation_steps or 1)
-    return Requested(processes or None, sharding[0] if sharding else None, accumulation)
+    return Requested(processes or None, sharding[0] if sharding else None, accumulation, on_gpus)
 
 
 def check_launch(accelerator: "Accelerator") -> None:

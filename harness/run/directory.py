@@ -86,7 +86,9 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
         if isinstance(error, OSError):
             raise UserError(f"--resume {directory}: cannot be written ({error.strerror})") from error
         raise
-    say(f"resuming {directory} " + (f"after step {step}" if step else "from the start: it has no checkpoint"))
+    is_over = step and step == getattr(config, "steps", None)
+    end = ", its last one: it is only evaluated again; a higher --steps trains on" if is_over else ""
+    say(f"resuming {directory} " + (f"after step {step}{end}" if step else "from the start: it has no checkpoint"))
     return RunDirectory(directory, lock, step, tuple(history))
 
 

@@ -37,7 +37,7 @@ def open_index(config: SearchConfig) -> Index:
     elif _is_only_an_index(config):
         path = local_path(config.index, "--index")
         index = SqliteIndex(path, config.search_seconds, build_command(config, path))
-        say(f"search: {index.num_documents:,} documents in the index {shown(path)}")
+        say(f"search: {index.num_documents:,} documents or parts of them in the index {shown(path)}")
     else:
         index = _open_for_corpus(config, config.search_seconds)
     return index
@@ -109,7 +109,8 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
     if not path.exists() or (replace and not is_there()):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.parent / ".search_index.lock"):
+            (lock := path.parent / ".search_index.lock").touch()  # where it cannot be made, FileLock may wait for ever
+            with FileLock(lock):
                 if not is_there():  # else another process has made it in the meantime
                     if path.exists():
                         check(path)  # another file of the user's is not replaced
@@ -125,7 +126,7 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
             f"another --index, or build it anew with {command}"
         )
     how = f" (built in {time.monotonic() - began:.1f} s)" if is_new else ""
-    say(f"search: {index.num_documents:,} documents in {shown(corpus)}, index {shown(path)}{how}")
+    say(f"search: {index.num_documents:,} documents or parts of them in {shown(corpus)}, index {shown(path)}{how}")
     return index
 
 

@@ -14,6 +14,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from common.errors import UserError
 
@@ -31,7 +34,8 @@ class Config:
     task: str  # what is asked and rewarded, as in training: a file of tasks, or the path of your own
     data: str | None = None  # as in training: a JSONL file, or a hub dataset owner/name[:subset[:split]]
     eval_data: str | None = None  # as in training; None: what training would evaluate on, if that is a file of its own
-    at_most: tuple[str, ...] = ()  # NAME=NUMBER, as in training: keep rows whose field NAME is at most NUMBER
+    # as in training: keep rows whose field NAME is at most NUMBER
+    at_most: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=NUMBER ...", help_behavior_hint="")] = ()
     max_question_length: Count | None = None  # as in training: keep questions of at most this many characters
     model: str = "tiny"  # whose tokens and context lengths are measured in: as in training
     chat_template: str | None = None  # as in training: file of a chat template, for models that have none
@@ -43,8 +47,6 @@ class Config:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import tyro
-
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
     config = tyro.cli(
         Config, args=argv, description=__doc__, prog="python -m tasks.audit", config=(tyro.conf.DisallowNone,)
@@ -77,7 +79,9 @@ def print_report(report: dict) -> None:
         filtered = f", {num_rows - num_kept:,} filtered out" if num_rows > num_kept else ""
         say(f"{of}: {source}, {num_rows:,} rows{filtered}")
     if "evaluation" not in report["sources"]:
-        say(f"evaluation: no file of its own; a run holds out {report['held_out'] or 'rows'} of --data")
+        fate = "can hold out none of so few: lower --eval-prompts, or give --eval-data"
+        fate = f"holds out {report['held_out']} of --data" if report["held_out"] else fate
+        say(f"evaluation: no file of its own; a run {fate}")
     for title, is_problem in (("problems", True), ("notes", False)):
         findings = [f for f in report["findings"] if f["rows"] and f["is_problem"] is is_problem]
         say(f"\n{title}" + ("" if findings else ": none"))

@@ -81,6 +81,8 @@ def examine(config: RunConfig, max_new_tokens: int) -> dict:
             if length > room:
                 found["long_prompts"].append((row.place, f"{length} tokens: {row.question}"))
         for kind, (title, is_problem) in FINDINGS.items():
+            # a run with a lower --eval-prompts holds out some of the rows, and trains on their copies
+            is_problem |= kind == "repeated" and eval_source is None and len(rows) <= config.eval_prompts
             num_read = len(rows) if kind != "unusable" else num_rows[of] + len(unusable)
             findings.append(_finding(f"{of}_{kind}", f"{of}: {title}", is_problem, found[kind], num_read))
         texts = [text for text in map(worked_solution, rows) if text is not None]

@@ -66,9 +66,10 @@ def test_a_full_run_loads_answers_and_is_described(runs, export, tmp_path):
     assert printed.getvalue() == decode(policy.tokenizer, answer.completion_ids) + "\n"
 
 
-def test_no_file_names_a_place_of_this_machine(runs, export, tmp_path):
+def test_no_file_names_a_place_of_this_machine(runs, export, tmp_path, capsys):
     """Of an adapter run, whose adapter_config.json holds the absolute path of its base; it is merged."""
     export(runs / "lora")
+    assert "evaluate it with: python evaluate.py --model exports/lora --task arithmetic\n" in capsys.readouterr().out
     written = tmp_path / "exports/lora"
     assert not (written / "adapter_config.json").exists()
     for path in written.iterdir():

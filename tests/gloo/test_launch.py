@@ -43,6 +43,13 @@ def test_what_is_not_what_was_asked_for_is_refused(monkeypatch, asked, got, sent
         check_launch(SimpleNamespace(**usual | got))
 
 
+@pytest.mark.parametrize(("name", "on_gpus"), [("multi_gpu", True), ("multi_node", True), ("single_cpu", False)])
+def test_whether_gpus_were_asked_for_is_read(monkeypatch, name, on_gpus):
+    arguments = ["--config_file", str(ROOT / f"accelerate_configs/{name}.yaml"), SCRIPT]
+    monkeypatch.setattr(processes, "_arguments_of_accelerate_launch", lambda: arguments)
+    assert processes.requested_launch().on_gpus is on_gpus
+
+
 def test_unequal_parts_are_refused(monkeypatch):
     monkeypatch.setattr(processes, "world_size", lambda: 2)
     check_divides("--prompts-per-step", 4, "prompts")

@@ -352,6 +352,7 @@ def test_a_run_has_one_process(tmp_path, train):
     (directory / "config.json").write_text(json.dumps(settings | {"steps": 1}))
     assert "resuming" in train("--resume", str(directory))
     assert [row["step"] for row in metrics_of(directory)] == [0, 1, 1]
+    assert "after step 1, its last one: it is only evaluated again" in train("--resume", str(directory))
 
 
 def test_runs_without_a_name_never_share_a_directory(tmp_path, load_script, monkeypatch):

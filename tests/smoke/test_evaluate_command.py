@@ -137,6 +137,20 @@ def test_a_suite_prints_one_table(evaluate, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "out/amc/failures.txt").is_file()
 
 
+def test_the_suite_of_one_benchmark_has_one_directory_and_its_own_figures(evaluate, tmp_path, capsys):
+    ids = ["punctuation:no_comma", "startend:quotation"]
+    row = json.dumps({"prompt": "Describe bread.", "instruction_id_list": ids, "kwargs": [{}, {}]}) + "\n"
+    (tmp_path / "prompts.jsonl").write_text(row * 2)
+    flags = ("--suite", "ifeval", "--num-samples", "0", "--data")
+    evaluate(*flags, "prompts.jsonl", "--output", "out")
+    found, printed = json_of(tmp_path / "out/results.json")["greedy"], capsys.readouterr().out
+    assert all(name in printed for name in found["shares"])
+    assert found["shares"]["inst_level_strict_acc"]["value"] == found["means"]["reward_followed"]
+    assert found["shares"]["prompt_level_loose_acc"]["value"] == found["means"]["reward_loose"]
+    with pytest.raises(UserError, match=r"--data .* has no file ifeval\.jsonl, which --suite ifeval needs"):
+        evaluate(*flags, ".", "--compare", "out")
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [

@@ -597,6 +597,7 @@ REFUSED = {
     "resume": ("--resume nowhere", "no config.json of a run can be read there"),
     "model": ("--model ./nowhere", "there is no such directory"),
     "data": ("--model tiny --data nowhere.jsonl", "there is no such file"),
+    "another name": ("--learning-rate=1e-4", "there is no flag --learning-rate: use --lr"),
     "device": ("--device cuda:99", "this machine has"),
 }
 

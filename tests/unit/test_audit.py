@@ -134,6 +134,10 @@ def test_the_audit_finds_what_a_run_finds_in_the_rows_that_it_holds_out(audit, w
         assert "a run holds out 32 of --data" in text
         said.add(shared)
     assert len(said) > 1
+    status, report, text = audit("--task", "arithmetic", "--data", data)  # 256 of 230 rows cannot be held out
+    assert status == 1
+    assert "training_repeated" in found(report, is_problem=True)
+    assert "a run can hold out none of so few: lower --eval-prompts" in text
 
 
 def test_answers_of_mathematics_are_examined(audit, write):

@@ -21,9 +21,13 @@ from hypothesis import strategies as st
 
 from tasks import instructions
 from tasks.verdicts.instruction_kinds import KINDS, check, count_sentences, language_of
+from viewer.table import wilson
 
 from harness.data.row_checks import try_solutions
 from harness.data.task import Row, Task
+from harness.evaluation.figures import mean_with_interval, shares
+from harness.evaluation.session import load_questions
+from harness.evaluation.suite import parts
 
 LIMITS = ("punctuation:no_comma", "keywords:forbidden_words")
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +195,53 @@ def test_published_rows_can_be_used():
         impossible += [row["key"]] if repeated and not all(check(*limit, repeated[0]) for limit in limits) else []
     assert impossible == [1627, 3369, 3371, 3718, 374]  # the request to repeat breaks another instruction
     try_solutions(Task(instructions, "instructions"), rows, "instructions")
+
+
+# Figures --------------------------------------------------------------------------------------------------------------
+
+NAMES = ("prompt_level_strict_acc", "inst_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
+
+
+def shares_of(rows: list[dict], texts: list[str]) -> dict[str, dict]:
+    return shares(list(map(Task(instructions, "instructions").tally, rows, texts)))
+
+
+def test_the_four_figures_of_ifeval_are_shares_of_prompts_and_of_instructions():
+    lower, comma = "change_case:english_lowercase", "punctuation:no_comma"
+    answers = [  # which instructions are followed, strict and loose
+        ([lower, comma], "Sure\nbread is warm"),  # 01, 11
+        ([comma], "bread"),  # 1, 1
+        ([lower, comma, "startend:quotation"], '"Bread, Bread"'),  # 001, 001
+        ([comma], "a, b"),  # 0, 0
+    ]
+    rows = [{"prompt": "", "instruction_id_list": ids, "kwargs": [{}] * len(ids)} for ids, _ in answers]
+    found = shares_of(rows, [text for _, text in answers])
+    assert [found[name]["value"] for name in NAMES] == [1 / 4, 3 / 7, 2 / 4, 4 / 7]
+    kinds = {name: share["value"] for name, share in found.items() if name not in NAMES}
+    assert kinds == {"english_lowercase": 0, "no_comma": 2 / 4, "quotation": 1}
+    assert [found[NAMES[0]][bound] for bound in ("low", "high")] == pytest.approx(wilson(1 / 4, 4))
+    errors = [1 - 3 / 7 * 2, 1 - 3 / 7, 1 - 3 / 7 * 3, 0 - 3 / 7]  # of a ratio of sums, clustered by prompt
+    assert found[NAMES[1]]["standard_error"] == pytest.approx((sum(e * e for e in errors) / 3 / 4) ** 0.5 / (7 / 4))
+    none, every = shares_of(rows, [""] * 4), shares_of(rows[1:2] * 4, ["bread"] * 4)
+    assert {share["value"] for share in none.values()} == {0.0}
+    assert every[NAMES[1]] == mean_with_interval([1.0] * 4)
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published prompts are not here")
+def test_the_suite_asks_the_published_prompts(load_script, tmp_path):
+    """Answered by `solution`, or by nothing: 501 of 541 prompts, and the instructions of these."""
+    config_class = load_script("evaluate.py").Config
+    for data in (PUBLISHED, PUBLISHED.parent):
+        (part,) = parts(config_class(suite="ifeval", data=str(data), system_prompt=""), tmp_path / "out")
+        assert (part.config.task, part.config.data) == ("instructions", str(PUBLISHED))
+    rows = load_questions(part.config, part.renamed).eval_rows
+    texts = [instructions.solution(row) or "" for row in rows]
+    found = shares_of(rows, texts)
+    followed = sum(len(row["kwargs"]) for row, text in zip(rows, texts, strict=True) if text)
+    total = sum(len(row["kwargs"]) for row in rows)
+    assert (len(rows), total, sum(map(bool, texts))) == (541, 834, 501)
+    assert [found[name]["value"] for name in NAMES] == [501 / 541, followed / total] * 2
+    assert len(found) == 4 + len(KINDS)
 
 
 # Against the published checker ----------------------------------------------------------------------------------------

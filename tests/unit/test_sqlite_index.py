@@ -301,6 +301,7 @@ def test_documents_that_questions_name_are_looked_for(capsys):
     ({"index": "nowhere"}, "there is no index nowhere: build it with python .*--corpus CORPUS --index nowhere"),
     ({"index": "text", "corpus": DOCS}, "text is not an index of documents"),
     ({"runs_dir": "text", "corpus": DOCS}, "text/search_index/.* cannot be written"),
+    ({"index": "/proc/index", "corpus": DOCS}, "the index /proc/index cannot be written"),
     ({"search_url": "http://a", "corpus": "b"}, "--search-url .* omit it, or --corpus"),
     ({"index": "a", "encoder": "b"}, "--index with --encoder needs --corpus"),
     ({"chunk_words": 20}, "--chunk-overlap 20 .* must be below --chunk-words 20"),
