@@ -43,7 +43,7 @@ def _rows(greedy: dict, sampled: dict | None) -> Iterator[tuple[str, ...]]:
     """Label, greedy, sampled."""
     sides = (greedy, sampled or greedy)  # without samples the second one is not shown
     yield f"accuracy (mean@{sampled['n']})" if sampled else "accuracy", *(interval(side["accuracy"]) for side in sides)
-    for name, estimate in greedy["shares"].items():
+    for name, estimate in greedy.get("shares", {}).items():
         yield name, interval(estimate), ""
     for name in ("pass@k", "maj@k"):
         for k, estimate in sides[1].get(name, {}).items():
