@@ -82,7 +82,7 @@ def check_combinations(config: ModelConfig) -> None:
 
 
 def tell_limits(config: ModelConfig) -> None:
-    """Say what a bundled policy cannot do, where it is asked for something else than it was taught."""
+    """Say what a bundled policy knows, if the flags ask it for anything else."""
     if config.model not in TAUGHT or not hasattr(config, "task"):
         return
     tasks, what = TAUGHT[config.model]
