@@ -5,7 +5,7 @@ from math import comb
 from typing import NamedTuple
 
 from common.chat import decode, encode_prompt
-from common.parallel import gather_rows, part_of
+from common.parallel import gather_rows, part_of, world_size
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -23,9 +23,17 @@ class Answer(NamedTuple):
     description: dict[str, float]
 
 
+class Greedy(NamedTuple):
+    """The greedy answer to one question, of a trajectory."""
+
+    text: str
+    turns: list[tuple[str, str]]  # none if there is only one
+    rewards: dict[str, float]
+
+
 class Evaluation(NamedTuple):
     metrics: dict[str, float]  # by name, see `evaluate`
-    greedy_texts: list[str]  # one per question
+    greedy: list[Greedy]  # one per question
     answers: list[Answer]  # all that were sampled; none where the task has no component `correct`
 
 
@@ -42,6 +50,7 @@ def evaluate(
     generation_batch_size: int = 128,
     converse: Callable[..., list[Trajectory]] | None = None,
     sampler: Callable[..., list[Trajectory]] = sample,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> Evaluation:
     """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
@@ -54,6 +63,7 @@ def evaluate(
         converse: answers in several turns, instead of one, and rewards them: called with all rows, the indices of those
             to ask, the group size, and key and greedy as in `sample`; returns trajectories.
         sampler: who answers, if not `converse`: `sample`, or that of an inference engine.
+        progress: told how many more completions this rank has, whenever it has some.
 
     Returns:
         Among others means over all completions, as `greedy/...` and `sampled/...`: accuracy (of the reward component
@@ -66,10 +76,16 @@ def evaluate(
     settings |= {"system_prompt": system_prompt, "forced": forced, "sampler": sampler}
 
     def ask(group_size: int, greedy: bool) -> list[Trajectory]:
-        key = (seed, EVALUATION)
-        if converse is not None:
-            return gather_rows(converse(rows, list(own), group_size, key=key, greedy=greedy))
-        return gather_rows(ask_once(policy, rows, task, list(own), group_size, key=key, greedy=greedy, **settings))
+        key, completions = (seed, EVALUATION), []
+        count = max(1, generation_batch_size // group_size)  # questions that are asked at the same time
+        for start in range(0, -(-len(rows) // world_size()), count):  # as often on every rank: sampling gathers shards
+            part = list(own[start : start + count])
+            if converse is not None:
+                completions += converse(rows, part, group_size, key=key, greedy=greedy)
+            else:
+                completions += ask_once(policy, rows, task, part, group_size, key=key, greedy=greedy, **settings)
+            progress(len(part) * group_size)
+        return gather_rows(completions)
 
     greedy = ask(1, greedy=True)
     metrics = {f"greedy/{name}": value for name, value in _means(greedy).items()}
@@ -83,7 +99,7 @@ def evaluate(
             num_right = [sum(answer.correct == 1 for answer in group) for group in groups]
             pass_rates = [pass_at_k(num_samples, c, num_samples) for c in num_right]
             metrics[f"sampled/pass@{num_samples}"] = mean(pass_rates)
-    return Evaluation(metrics, [completion.text for completion in greedy], answers)
+    return Evaluation(metrics, [Greedy(x.text, x.turns, x.rewards) for x in greedy], answers)
 
 
 def ask_once(

@@ -10,7 +10,7 @@ import torch
 
 from common.errors import UserError
 
-from harness.base.config import ADAPTER_SETTINGS, ModelConfig, PolicyConfig, shown
+from harness.base.config import ADAPTER_SETTINGS, ROOT, TAUGHT, ModelConfig, PolicyConfig, shown
 from harness.base.flags import read_marks
 from harness.base.terminal import printable, say
 from harness.models.pretrained import read_template
@@ -79,6 +79,21 @@ def check_combinations(config: ModelConfig) -> None:
         _check_training(config)
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
+
+
+def tell_limits(config: ModelConfig) -> None:
+    """Say what a bundled policy knows, if the flags ask it for anything else."""
+    if config.model not in TAUGHT or not hasattr(config, "task"):
+        return
+    tasks, what = TAUGHT[config.model]
+    given = {name: getattr(config, name, None) for name in ("data", "corpus", "index", "search_url")}
+    others = [name for name, value in given.items() if value and not Path(value).is_relative_to(ROOT / "data")]
+    if others or (config.task not in tasks and given["data"] is None):
+        others = " ".join(map(flag, others or ["task"]))
+        say(
+            f"the bundled policy {config.model} (1.8 million parameters) knows only {what}: if {others} asks for "
+            "anything else, expect 0 right answers, also after training; name a pretrained model with --model"
+        )
 
 
 def _check_training(config: PolicyConfig) -> None:

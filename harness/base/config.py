@@ -23,6 +23,12 @@ BUNDLED = {
     "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
 }
 ADAPTER_SETTINGS = "adapter_config.json"
+# What a bundled policy was taught: its tasks, and in words
+TAUGHT = {
+    "tiny": (("arithmetic",), "short sums and products of small numbers"),
+    "tiny_tools": (("arithmetic", "calculator", "qa"), "the bundled calculator questions and documents"),
+    "tiny_countdown": (("countdown",), "Countdown with small numbers"),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Numbers in a range, which --help shows

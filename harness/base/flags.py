@@ -61,35 +61,41 @@ def _metadata(hint: object) -> Iterator[object]:
         yield from _metadata(argument)
 
 
+def group_fields(config: object) -> dict[str, list[dataclasses.Field]]:
+    """The fields of `config` in the groups of `--help`; an experiment's own come first."""
+    marks, first = read_marks(type(config)), getattr(config, "FIRST_GROUP", "algorithm")
+    grouped: dict[str, list] = {first: [], **{group.value: [] for group in Group}}
+    for field in dataclasses.fields(config):
+        group = marks[field.name].group
+        grouped[first if group is None else group.value].append(field)
+    return {name: fields for name, fields in grouped.items() if fields}
+
+
 def make_flags(config: object) -> type:
     """The flags in their groups, a dataclass of dataclasses for tyro, with the values of `config` as the defaults."""
     import tyro
 
     types, marks = get_type_hints(type(config)), read_marks(type(config))
-    first = getattr(config, "FIRST_GROUP", "algorithm")
-    grouped: dict[str, list] = {first: [], **{group.value: [] for group in Group}}
-    for field in dataclasses.fields(config):
-        text, _, resolved = read_comment(type(config), field.name).partition("None: ")
-        default, takes_many = getattr(config, field.name), types[field.name] == tuple[str, ...]
-        is_positional = field.name in getattr(config, "POSITIONAL", ())
-        metavar = ("NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ...") if takes_many else None
-        argument = tyro.conf.arg(
-            help=text.rstrip("; ") or resolved,
-            help_behavior_hint=f"({_hint(marks[field.name], default, resolved)})",
-            aliases=getattr(config, "ALIASES", {}).get(field.name),
-            metavar=field.name.upper() if is_positional else metavar,
-        )
-        flag_type = Annotated[types[field.name], argument]
-        if is_positional:
-            flag_type = tyro.conf.Positional[flag_type]
-        group = marks[field.name].group
-        flags = grouped[first if group is None else group.value]
-        flags.append((field.name, flag_type, dataclasses.field(default=default)))
     groups = []
-    for name, flags in grouped.items():
-        if flags:
-            group = dataclasses.make_dataclass("Group", flags, kw_only=True)
-            groups.append((name.replace(" ", "_"), Annotated[group, tyro.conf.arg(name=name, help="")]))
+    for name, fields in group_fields(config).items():
+        flags = []
+        for field in fields:
+            text, _, resolved = read_comment(type(config), field.name).partition("None: ")
+            default, takes_many = getattr(config, field.name), types[field.name] == tuple[str, ...]
+            is_positional = field.name in getattr(config, "POSITIONAL", ())
+            metavar = ("NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ...") if takes_many else None
+            argument = tyro.conf.arg(
+                help=text.rstrip("; ") or resolved,
+                help_behavior_hint=f"({_hint(marks[field.name], default, resolved)})",
+                aliases=getattr(config, "ALIASES", {}).get(field.name),
+                metavar=field.name.upper() if is_positional else metavar,
+            )
+            flag_type = Annotated[types[field.name], argument]
+            if is_positional:
+                flag_type = tyro.conf.Positional[flag_type]
+            flags.append((field.name, flag_type, dataclasses.field(default=default)))
+        group = dataclasses.make_dataclass("Group", flags, kw_only=True)
+        groups.append((name.replace(" ", "_"), Annotated[group, tyro.conf.arg(name=name, help="")]))
     return dataclasses.make_dataclass("Flags", groups, kw_only=True)
 
 

@@ -56,6 +56,15 @@ def progress_bar(done: int, total: int, is_shown: bool) -> "tqdm":
     )
 
 
+def completions_bar(done: int, total: int, is_shown: bool = True) -> "tqdm":
+    """A line that counts completions; in a log file, which needs few, only of what takes more than a minute."""
+    from tqdm import tqdm
+
+    style = {"leave": False} if sys.stderr.isatty() else {"mininterval": 60.0, "delay": 60.0}  # seconds
+    style |= {"bar_format": "completions: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}]", "dynamic_ncols": True}
+    return tqdm(total=total, initial=done, disable=not is_shown, **style)
+
+
 def _colored(text: str) -> str:
     """The lines of a conversation in colors, on a terminal that is to show them (https://no-color.org)."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
@@ -73,14 +82,18 @@ def visible(text: str) -> str:
     return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
 
 
-def printable(text: str, width: int) -> str:
-    """One line of at most `width` characters.
+def printable(text: str, width: int, end: int = 0) -> str:
+    """One line of at most `width` characters; `end` of them are those at the end of a text that is too long.
 
     >>> printable("red: \\x1b[31m\\n  next line", width=40)
     'red: \\ufffd[31m next line'
+    >>> printable("12+30=42, and 42+9=51. <answer>51</answer>", width=32, end=19)
+    '12+30=42 ... <answer>51</answer>'
     """
-    line = " ".join(text[: 20 * width].split())  # what follows would not be shown
-    return visible(line if len(line) <= width else line[: width - 4].rstrip() + " ...")
+    most = 20 * width  # characters: what is between them would not be shown
+    line = " ".join((text if len(text) <= 2 * most else text[:most] + text[-most:] * (end > 0)).split())
+    tail = f" {line[-end:].lstrip()}" if end else ""
+    return visible(line if len(line) <= width else f"{line[: width - 4 - len(tail)].rstrip()} ...{tail}")
 
 
 def short(value: object) -> str:
@@ -117,7 +130,7 @@ def prepare_output() -> None:
         if stream is None or (name == "stdout" and not is_speaker()):
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):  # in PYTHONIOENCODING=ascii not every question can be encoded
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)  # a pipe shows a line when it is there
     sys.excepthook = lambda *error: say("".join(traceback.format_exception(*error)).rstrip("\n"), sys.stderr)
 
 

@@ -48,6 +48,7 @@ def parse_config(
         defaults = defaults | {"system_prompt": "" if config.kind == "tiny" else task_of(config.task).system_prompt}
     config = resolve(config, defaults)
     checks.check_combinations(config)
+    checks.tell_limits(config)
     if hasattr(config, "engine_url"):
         _check_engine(config)
     handle_as_usual()

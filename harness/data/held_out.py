@@ -4,11 +4,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from common.evaluate import Answer, Evaluation, evaluate
+from common.evaluate import Answer, Evaluation, Greedy, evaluate
+from common.parallel import is_main, part_of
 from common.policy import Policy
 from common.sampling import sample
 
 from harness.base.config import RunConfig
+from harness.base.terminal import completions_bar, say_above_progress
 from harness.data.context import check_context
 from harness.data.task import Task
 
@@ -25,23 +27,31 @@ def evaluate_held_out(
     if not task.fits_context:
         check_context(config, task, policy)
         task.fits_context = True
-    return evaluate(
-        policy,
-        task.eval_rows,
-        task,
-        max_new_tokens=config.max_new_tokens,
-        system_prompt=config.system_prompt,
-        num_samples=num_samples,
-        seed=config.seed,
-        generation_batch_size=config.generation_batch_size,
-        converse=converse,
-        sampler=sampler,
-    )
+    count, each = len(task.eval_rows), 1 + num_samples
+    if num_samples:  # before and after training
+        say_above_progress(f"evaluating: {count} held-out questions, one greedy and {num_samples} sampled answers each")
+    with completions_bar(0, len(part_of(count)) * each, is_shown=is_main()) as bar:
+        return evaluate(
+            policy,
+            task.eval_rows,
+            task,
+            max_new_tokens=config.max_new_tokens,
+            system_prompt=config.system_prompt,
+            num_samples=num_samples,
+            seed=config.seed,
+            # an engine makes its own batches, of whatever it is asked together
+            generation_batch_size=config.generation_batch_size if sampler is sample else count * each,
+            converse=converse,
+            sampler=sampler,
+            progress=bar.update,
+        )
 
 
 def read_before(path: Path) -> Evaluation | None:
     """The evaluation before training as a run has kept it; None if it has not."""
     if not path.exists():
         return None
-    metrics, texts, answers = json.loads(path.read_text(encoding="utf-8"))
-    return Evaluation(metrics, texts, [Answer(*answer) for answer in answers])
+    metrics, greedy, answers = json.loads(path.read_text(encoding="utf-8"))
+    # older runs have kept texts alone
+    greedy = [Greedy(answer, [], {}) if isinstance(answer, str) else Greedy(*answer) for answer in greedy]
+    return Evaluation(metrics, greedy, [Answer(*answer) for answer in answers])

@@ -139,10 +139,15 @@ class Task:
         return self._call("tally", row, text, kind=dict, what="a dict of lists") if known else {}
 
     def right_answer(self, row: dict) -> object:
-        """The answer to a row, for people: what its solution answers, if the task can tell, else its field `answer`."""
+        """The answer to a row, for people: what its solution answers; where the task defines none, its field `answer`.
+
+        What a completion answers is told by `vote`, else by its only `<answer>`; the rest is shown as it is.
+        """
         text = self.solution(row)
-        voted = self.vote(row, text) if text is not None and self.has_vote else None
-        return row.get("answer", text) if voted is None else voted
+        if text is None:
+            return row.get("answer")
+        given = self.vote(row, text) if self.has_vote else import_named("arithmetic").given_answer(text)
+        return text if given is None else given
 
     def total_reward(self, rewards: dict[str, float]) -> float:
         """The weighted sum of a completion's reward components."""

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from tqdm import tqdm
-
 from common.errors import UserError
 from common.policy import Policy
 
@@ -24,7 +22,7 @@ from harness.base.checks import flag
 from harness.base.config import ModelConfig
 from harness.base.files import replace_file
 from harness.base.hub import find_test_split, is_hub_source
-from harness.base.terminal import printable, say
+from harness.base.terminal import completions_bar, printable, say
 from harness.data.context import check_context
 from harness.data.data import filter_rows, load_rows, read_rows
 from harness.data.rows import FieldsError, find_problem
@@ -87,9 +85,7 @@ def _ask_left(config: ModelConfig, task: Task, completions: Completions, load: C
     done = total - sum(map(len, completions.left))
     if done:
         say(f"{done} of {total} completions are there already")
-    style = {"leave": False} if sys.stderr.isatty() else {"mininterval": 60.0, "delay": 60.0}  # seconds, of a log file
-    style |= {"bar_format": "completions: {n_fmt}/{total_fmt} |{bar}| [{elapsed}<{remaining}]", "dynamic_ncols": True}
-    with tqdm(total=total, initial=done, **style) as progress:
+    with completions_bar(done, total) as progress:
         for batch in completions.left:
             completions.add(ask(policy, task, batch, config))
             progress.update(len(batch))

@@ -77,7 +77,7 @@ class Source:
             after = {name.removeprefix("eval/"): value for name, value in last.items()}
         if before is None:
             return {}, after, 0
-        return before.metrics, after, len(before.greedy_texts)
+        return before.metrics, after, len(before.greedy)
 
 
 def find_source(text: str) -> Source:

@@ -120,13 +120,16 @@ def finite(value: object) -> object:
 def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tuple[str, ...] = ()) -> str:
     """The progress line, with the keys `more` of `metrics`.
 
-    >>> progress_line(3, 80, {"reward/total": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5})
+    >>> metrics = {"reward/total": 0.5, "reward/correct": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5}
+    >>> progress_line(3, 80, metrics)
     'step 3/80  reward 0.50  KL 0.012  1,234 tokens/s'
     >>> progress_line(3, 80, {"loss/total": 0.5, "policy/clipped": 0.0123}, more=("policy/clipped",))
     'step 3/80  loss 0.5000  clipped 0.0123'
     """
-    hidden = "loss/total" if "reward/total" in metrics else None  # near 0 whatever is learned (docs/metrics.md)
-    parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key != hidden]
+    hidden = {"loss/total"} if "reward/total" in metrics else set()  # near 0 whatever is learned (docs/metrics.md)
+    if math.isclose(metrics.get("reward/correct", 0), metrics.get("reward/total", math.nan), rel_tol=1e-6):
+        hidden.add("reward/correct")  # nothing else is rewarded
+    parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key not in hidden]
     parts += [f"{key.rpartition('/')[2]} {metrics[key]:.4g}" for key in more if key in metrics]
     return "  ".join([f"step {step}/{num_steps}", *parts])
 

@@ -18,6 +18,7 @@ from harness.logs.metrics import finite, read_lines
 from harness.logs.statistics import RowUpdate, UpdateStatistics
 
 MOST_TURNS = 12  # of a conversation that is printed
+END = 100  # characters at the end of a long text that are printed: the answer is there
 
 
 def write_samples(
@@ -110,13 +111,17 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
     question, number = printable(task.question(task.train_rows[best.prompt_index]), 120), len(group)
     place = f", best of {number}" if number > 1 else ""
     if best.turns:
-        names = {"assistant": POLICY, "tool": TOOL}
-        turns = [f"{names[role]} {printable(text, 240)}" for role, text in best.turns[:MOST_TURNS]]
-        return "\n".join([question, *turns, f"{REWARD} {reward:g}{place}"])
-    lines = [question, f"  -> {printable(best.text, 240)} (reward {reward:g}{place})"]
+        return "\n".join([question, *turn_lines(best.turns), f"{REWARD} {reward:g}{place}"])
+    lines = [question, f"  -> {printable(best.text, 240, END)} (reward {reward:g}{place})"]
     if lowest < reward:
-        lines.append(f"  -> {printable(worst.text, 240)} (reward {lowest:g}, the worst)")
+        lines.append(f"  -> {printable(worst.text, 240, END)} (reward {lowest:g}, the worst)")
     return "\n".join(lines)
+
+
+def turn_lines(turns: list[tuple[str, str]]) -> list[str]:
+    """A line for each turn of a conversation, of the policy and of the tools."""
+    names = {"assistant": POLICY, "tool": TOOL}
+    return [f"{names[role]} {printable(text, 240, END)}" for role, text in turns[:MOST_TURNS]]
 
 
 class TokenTexts:

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from common.evaluate import Answer, Evaluation, mean
+from common.evaluate import Answer, Evaluation, Greedy, mean
 
 from harness.base.terminal import printable, say
 from harness.data.task import Task
+from harness.logs.samples import END, turn_lines
 from harness.run.machine import peak_memory_bytes
 
 SHOWN = {  # of evaluate(): what the closing table shows first, and under which label
@@ -100,19 +101,24 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
         values = [side.metrics.get(name) for side in (before, after)]
         if values != [None, None]:
             words = name.removeprefix("sampled/").replace("accuracy_", "accuracy if ").replace("_", " ")
-            cells = ("-" if value is None else f"{value:.3f}" for value in values)
-            table.add_row(Text(printable(SHOWN.get(name, words), 60)), *cells)
+            cells = ["-" if value is None else f"{value:.3f}" for value in values]
+            if name in SHOWN or "accuracy" in name or cells[0] != cells[1]:  # others that stay say nothing
+                table.add_row(Text(printable(SHOWN.get(name, words), 60)), *cells)
     console.print(table)
     if any(gain.values()):
-        say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()) + "\n")
+        say("the gain in sampled accuracy: " + ", ".join(f"{part} {value:+.3f}" for part, value in gain.items()))
+        say("(choice of style: how often each is used; better if: how often its answers are right; docs/metrics.md)\n")
 
-    table = Table(title="The greedy answer", show_lines=True)
-    for heading in ("question", "right", "before", "after"):
-        table.add_column(heading, overflow="fold")
-    for row, *texts in list(zip(task.eval_rows, before.greedy_texts, after.greedy_texts, strict=True))[:3]:
+    table = Table(title="Greedy answers", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for row, *answers in list(zip(task.eval_rows, before.greedy, after.greedy, strict=True))[:3]:
         right = task.right_answer(row)
-        cells = (task.question(row), "" if right is None else str(right), *texts)
-        table.add_row(*(Text(printable(text, 400)) for text in cells))  # text, not rich's markup
+        table.add_row("question", Text(printable(task.question(row), 400)))  # text, not rich's markup
+        table.add_row("right answer", Text("" if right is None else printable(str(right), 400)))
+        for heading, answer in zip(("before", "after"), answers, strict=True):
+            table.add_row(heading, Text("\n".join(_lines(task, answer))))
+        table.add_section()
     console.print(table)
     say(
         f"run:          {directory}\n"
@@ -120,3 +126,14 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
         f"page:         {directory / 'report.html'}\n"
         f"TensorBoard:  tensorboard --logdir {directory.parent}"
     )
+
+
+def _lines(task: Task, answer: Greedy) -> list[str]:
+    """What an answer has earned, and the answer: a line, or one for each turn."""
+    if "correct" in answer.rewards:
+        verdict = "right" if answer.rewards["correct"] == 1 else "wrong"
+    else:
+        verdict = f"reward {task.total_reward(answer.rewards):g}" if answer.rewards else "reward not kept"
+    if not answer.turns:
+        return [f"{verdict}: {printable(answer.text, 400, END)}"]
+    return [f"{verdict}:", *map(str.strip, turn_lines(answer.turns))]

@@ -1,6 +1,5 @@
 """A run's directory, locked: made for a new run, or brought back to its newest checkpoint, which resumes a run."""
 
-import dataclasses
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from filelock import FileLock, Timeout
 from common.errors import UserError
 
 from harness.base.config import PolicyConfig
+from harness.base.flags import group_fields
 from harness.base.terminal import say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
@@ -54,9 +54,13 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
             raise
     except OSError as error:
         raise UserError(f"--runs-dir: {directory} cannot be written ({error.strerror})") from error
-    flags = {"processes": machine["processes"]} if machine.get("processes", 1) > 1 else {}
-    flags = (flags | dataclasses.asdict(config)).items()
-    say("settings: " + "  ".join(f"{name}={value}" for name, value in flags if value not in (None, "", False, ())))
+    num_processes = machine.get("processes", 1)
+    say(f"settings of {num_processes} processes:" if num_processes > 1 else "settings:")
+    for group, fields in group_fields(config).items():
+        values = [(field.name, getattr(config, field.name), field.default) for field in fields]
+        shown = [f"{name}={value}" for name, value, default in values if value or (default and value != default)]
+        if shown:
+            say(f"  {group:15}" + "  ".join(shown))
     return RunDirectory(directory, lock)
 
 

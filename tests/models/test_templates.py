@@ -366,7 +366,7 @@ def test_evaluation_samples_and_rewards_see_the_same_text(load_script, tmp_path,
     assert all(entry["text"].startswith("<think>") for entry in entries)
     for entry in entries:
         assert arithmetic.reward(entry, entry["text"]) == entry["rewards"]
-    metrics, texts, _ = json.loads((directory / "before.json").read_text(encoding="utf-8"))
-    assert all(text.startswith("<think>") for text in texts)
+    metrics, greedy, _ = json.loads((directory / "before.json").read_text(encoding="utf-8"))
+    assert all(text.startswith("<think>") for text, *_ in greedy)
     assert metrics["greedy/reasoned"] == 1.0  # the bundled policy continues a thought and closes it
     assert metrics["greedy/length"] < 96

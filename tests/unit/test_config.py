@@ -67,6 +67,25 @@ def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
     assert "--task" in others
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("", None),
+        ("--data data/long_sums.jsonl", None),
+        ("--data mine.jsonl", "--data"),
+        ("--task countdown", "--task"),
+        ("--task countdown --model tiny_countdown", None),
+        ("--data mine.jsonl --model ./model", None),
+    ],
+)
+def test_a_bundled_policy_says_what_it_does_not_know(load_script, tmp_path, monkeypatch, capsys, flags, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(TINY_POLICY)
+    parse(load_script, *(word.replace("data/", f"{ROOT}/data/") for word in flags.split()))
+    told = capsys.readouterr().out
+    assert (f"if {named} asks" in told) if named else not told
+
+
 def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
     shutil.copytree(TINY_POLICY, tmp_path / "copy")
     for model in ("tiny", str(TINY_POLICY), str(tmp_path / "copy")):

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import re
 from math import comb
 from statistics import fmean
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.chat import decode, encode_prompt
-from common.evaluate import EVALUATION, Answer, Evaluation, evaluate, pass_at_k
+from common.evaluate import EVALUATION, Answer, Evaluation, Greedy, evaluate, pass_at_k
 from common.sampling import sample
 from common.trajectory import Trajectory
 from tasks import arithmetic
@@ -65,7 +66,7 @@ def policy(make_policy, tokenizer):
 
 def test_all_metrics_are_those_of_the_sampled_completions(policy):
     num_samples, budget = 4, 150
-    metrics, greedy_texts, sampled_answers = evaluate(
+    metrics, greedy, sampled_answers = evaluate(
         policy, ROWS, LENGTH_TASK, max_new_tokens=budget, num_samples=num_samples, seed=3, system_prompt="Think."
     )
     prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row, "Think.")) for row in ROWS]
@@ -75,7 +76,7 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
         )
         texts = [decode(policy.tokenizer, row.completion_ids) for row in trajectories]
         if mode == "greedy":
-            assert greedy_texts == texts
+            assert [answer.text for answer in greedy] == texts
         asked = [ROWS[row.prompt_index] for row in trajectories]
         right = [LENGTH_TASK.reward(row, text)["correct"] for row, text in zip(asked, texts, strict=True)]
         even = [len(text) % 2 == 0 for text in texts]
@@ -137,15 +138,20 @@ def test_conversations_are_asked_for_and_measured_like_answers(policy):
             for _ in range(group_size)
         ]
 
-    settings = {"max_new_tokens": 9, "num_samples": 2, "seed": 3}
-    metrics = evaluate(policy, ROWS[:2], LENGTH_TASK, converse=converse, **settings).metrics
-    assert asked == [([0, 1], 1, (3, EVALUATION), True), ([0, 1], 2, (3, EVALUATION), False)]
+    settings = {"max_new_tokens": 9, "num_samples": 2, "seed": 3, "generation_batch_size": 2}
+    done: list[int] = []
+    found = evaluate(policy, ROWS[:2], LENGTH_TASK, converse=converse, progress=done.append, **settings)
+    key = (3, EVALUATION)
+    assert asked == [([0, 1], 1, key, True), ([0], 2, key, False), ([1], 2, key, False)]
+    assert done == [2, 2, 2]
     for mode in ("greedy", "sampled"):
-        assert [metrics[f"{mode}/{name}"] for name in ("turns", "accuracy", "length")] == [1.5, 0.5, 1]
+        assert [found.metrics[f"{mode}/{name}"] for name in ("turns", "accuracy", "length")] == [1.5, 0.5, 1]
+    assert [(len(answer.turns), answer.rewards["correct"]) for answer in found.greedy] == [(3, 1.0), (1, 0.0)]
 
 
 def test_a_prefix_begins_all_completions_and_is_not_counted(policy):
-    metrics, texts, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10, prefix="<think>")
+    metrics, greedy, _ = evaluate(policy, ROWS[:3], arithmetic, max_new_tokens=10, prefix="<think>")
+    texts = [answer.text for answer in greedy]
     assert all(text.startswith("<think>") for text in texts)
     assert metrics["greedy/length"] <= 10
     forced = policy.tokenizer.encode("<think>", add_special_tokens=False)
@@ -161,10 +167,10 @@ def test_a_prefix_follows_what_the_template_has_opened(policy, make_policy):
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>",
     )
     opening = make_policy(1024, end_of_turn_ids=(2,), pad_id=0, tokenizer=tokenizer)
-    _, texts, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10, prefix="1+1")
-    assert all(text.startswith("<think>1+1") for text in texts)
-    _, texts, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10)
-    assert all(text.startswith("<think>") for text in texts)
+    _, greedy, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10, prefix="1+1")
+    assert all(answer.text.startswith("<think>1+1") for answer in greedy)
+    _, greedy, _ = evaluate(opening, ROWS[:3], arithmetic, max_new_tokens=10)
+    assert all(answer.text.startswith("<think>") for answer in greedy)
 
 
 def test_a_task_without_correct_has_rewards_and_no_accuracy(policy):
@@ -241,7 +247,7 @@ def test_a_run_asks_held_out_questions_with_its_settings():
 def gain(style: str) -> tuple[Evaluation, Evaluation]:
     """An evaluation in which an answer of a style is wrong, and one in which it is right."""
     return tuple(
-        Evaluation({"greedy/accuracy": accuracy}, [""], [Answer(0, correct, {style: 1.0})])
+        Evaluation({"greedy/accuracy": accuracy}, [Greedy("", [], {})], [Answer(0, correct, {style: 1.0})])
         for accuracy, correct in ((0.25, 0.0), (0.75, 1.0))
     )
 
@@ -253,7 +259,7 @@ def test_the_summary_does_not_confuse_before_and_after():
     assert found["gain"] == {"choice of style": 0.0, "better if a": 1.0}
 
 
-def test_a_run_compares_with_its_evaluation_before_training(tmp_path):
+def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
     config = Settings(eval_prompts=1, dtype="float32", threads=1, runs_dir=str(tmp_path), name="mine")
     before, after = gain("reasoned")
     with start_run(config, load_task(config)) as run:
@@ -262,3 +268,6 @@ def test_a_run_compares_with_its_evaluation_before_training(tmp_path):
     summary = json.loads((run.directory / "summary.json").read_text())
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
     assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0}
+    printed = capsys.readouterr().out
+    assert re.search(r"^settings:\n  algorithm +steps=1  max_new_tokens=12\n  policy +model=tiny", printed)
+    assert "lora_rank" not in printed  # off, as by default

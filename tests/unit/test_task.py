@@ -71,6 +71,20 @@ def test_a_good_file_is_a_task(load):
     assert task.question(task.train_rows[3]) == "What is 3+3?"
 
 
+@pytest.mark.parametrize(
+    ("solution", "shown"),
+    [
+        ("", "6"),
+        ("def solution(row): return f'<answer>{row[\"answer\"]}.0</answer>'", "6.0"),
+        ("def solution(row): return 'six'", "six"),
+        ("def solution(row): return 'six'\ndef vote(row, text): return text.upper()", "SIX"),
+        ("def solution(row): return None", "6"),
+    ],
+)
+def test_the_right_answer_is_that_of_the_solution(load, solution, shown):
+    assert (task := load(GOOD + solution)).right_answer(task.train_rows[3]) == shown
+
+
 def test_a_file_can_use_dataclasses_and_is_never_stale(load, tmp_path):
     text = "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int' = 1\n" + GOOD
     assert load(text).weights["short"] == 0.5

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
-from common.evaluate import Evaluation
+from common.evaluate import Evaluation, Greedy
 from common.trajectory import Trajectory
 from tasks import arithmetic
 
@@ -98,12 +98,19 @@ def test_neither_texts_nor_names_can_control_the_terminal(capsys):
     task.train_rows = task.eval_rows = [Row(question=HOSTILE + "?", answer=HOSTILE)]
     trajectory = Trajectory([1], 0, [1], [0.0], text=HOSTILE, rewards={"correct": 0.0, "format": 0.0})
     say(describe_best(task, [trajectory]))
-    evaluation = Evaluation({f"sampled/{HOSTILE}": 0.5, "greedy/accuracy": 0.5}, [HOSTILE], [])
-    show_gain(Path("runs") / HOSTILE.replace("/", ""), task, evaluation, evaluation, {HOSTILE: 0.0})
+    answers = (
+        Greedy(HOSTILE, [], {"correct": 0.5}),
+        Greedy("", [("assistant", HOSTILE), ("tool", HOSTILE)], {"correct": 1}),
+    )
+    metrics = {f"sampled/{HOSTILE}": 0.5, "greedy/accuracy": 0.5}, {f"sampled/{HOSTILE}": 1.0, "greedy/accuracy": 0.5}
+    sides = (Evaluation(values, [answer], []) for values, answer in zip(metrics, answers, strict=True))
+    show_gain(Path("runs") / HOSTILE.replace("/", ""), task, *sides, {HOSTILE: 0.0})
     printed = capsys.readouterr().out
     assert not UNWANTED.search(printed)
     assert printed.count("]0;mine") >= 9
     assert "[red] :smile: [/]" in printed  # no markup either
+    assert re.findall("(before|after) .* (right|wrong):", printed) == [("before", "wrong"), ("after", "right")]
+    assert printed.count(TOOL.strip()) == 1
 
 
 def test_what_transformers_logs_cannot_control_the_terminal(tmp_path, monkeypatch):
