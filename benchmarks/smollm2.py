@@ -1,12 +1,12 @@
-"""What reinforcement learning does to SmolLM2 beside the reward: keep and measure the runs of docs/real_model.md.
+"""What reinforcement learning does to SmolLM2 beside the reward: keep and measure the runs of docs/smollm2.md.
 
     for seed in 0 1 2; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
     bash recipes/instructions_smollm2_135m.sh -- --kl-weight 0.02 --name kl002
-    python benchmarks/real_model.py runs/experiment_accelerate/{seed0,seed1,seed2,kl002}      # 5 minutes on one core
+    python benchmarks/smollm2.py runs/experiment_accelerate/{seed0,seed1,seed2,kl002}      # 5 minutes on one core
 
-Keeps the runs in benchmarks/results/real_model/. To each tenth step, all of whose completions a run has kept, it adds
+Keeps the runs in benchmarks/results/smollm2/. To each tenth step, all of whose completions a run has kept, it adds
 `base_log_prob`: the mean log-probability per token (nats) that the model before training gives to what was written.
-The answers of the first run to OTHER, questions that nothing rewards, go to the entry `real_model` of
+The answers of the first run to OTHER, questions that nothing rewards, go to the entry `smollm2` of
 measurements.json, with the answers of the model before training.
 """
 
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         kept.append(KeptRun(run.directory, run.config, run.summary, rows))
         print(run.directory.name, {step: round(value, 2) for step, value in found.items()})
-    keep_runs(RESULTS / "real_model", kept)
+    keep_runs(RESULTS / "smollm2", kept)
     trained = load_policy(ModelConfig(model=str(config.runs[0] / "final"), device="cpu", dtype="float32"))
     before, after = (answers(policy, config.max_new_tokens) for policy in (base, trained))
     result = describe_machine() | {"run": config.runs[0].name, "max_new_tokens": config.max_new_tokens}
     result["answers"] = [list(row) for row in zip(OTHER, before, after, strict=True)]
-    write_json(RESULTS / "measurements.json", result, entry="real_model")
+    write_json(RESULTS / "measurements.json", result, entry="smollm2")
     for row in result["answers"]:
         print("\n   ".join(row))
 
