@@ -1,17 +1,19 @@
 """What reinforcement learning does to SmolLM2 beside the reward: keep and measure the runs of docs/smollm2.md.
 
     for seed in 0 1 2; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
-    bash recipes/instructions_smollm2_135m.sh -- --kl-weight 0.02 --name kl002
-    python benchmarks/smollm2.py runs/experiment_accelerate/{seed0,seed1,seed2,kl002}      # 5 minutes on one core
+    python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1,2}      # 5 minutes on one core
 
-Keeps the runs in benchmarks/results/smollm2/. To each tenth step, all of whose completions a run has kept, it adds
-`base_log_prob`: the mean log-probability per token (nats) that the model before training gives to what was written.
-The answers of the first run to OTHER, questions that nothing rewards, go to the entry `smollm2` of
-measurements.json, with the answers of the model before training.
+Keeps the runs in benchmarks/results/smollm2/, and writes the entry `smollm2` of measurements.json:
+
+- `held_out`: greedy answers to all 256 held-out prompts, before training and after each run: how many are right, by
+  kind of prompt (`split`) and of instruction;
+- `base_log_prob`: by run and step, the mean log-probability per token (nats) that the model before training gives to
+  what the policy wrote, for each tenth step, of which a run keeps all completions;
+- `answers`: of the first run and of the model before training, to OTHER, questions that nothing rewards.
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,9 @@ from common.experience import collate
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
+from tasks import instructions
 from viewer.groups import read_run
-from viewer.results import KeptRun, keep_runs, write_json
+from viewer.results import keep_runs, write_json
 
 from harness.base.config import ModelConfig
 from harness.models.loading import load_policy
@@ -59,31 +62,45 @@ OTHER = (
 @dataclass(frozen=True, kw_only=True)
 class Config:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # directories
-    max_new_tokens: int = 64  # of an answer to OTHER
+    max_new_tokens: int = 48  # of an answer to a held-out prompt
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     torch.set_num_threads(1)
     runs = [read_run(directory) for directory in config.runs]
-    base = load_policy(ModelConfig(model=runs[0].config["model"], device="cpu", dtype="float32"))
-    kept = []
-    for run in runs:
-        found = base_log_probs(base, run.directory / "samples.jsonl")
-        rows = [
-            row | {"base_log_prob": found[row["step"]]} if "time/step" in row and row["step"] in found else row
-            for row in run.metrics.rows
-        ]
-        kept.append(KeptRun(run.directory, run.config, run.summary, rows))
-        print(run.directory.name, {step: round(value, 2) for step, value in found.items()})
-    keep_runs(RESULTS / "smollm2", kept)
-    trained = load_policy(ModelConfig(model=str(config.runs[0] / "final"), device="cpu", dtype="float32"))
-    before, after = (answers(policy, config.max_new_tokens) for policy in (base, trained))
-    result = describe_machine() | {"run": config.runs[0].name, "max_new_tokens": config.max_new_tokens}
-    result["answers"] = [list(row) for row in zip(OTHER, before, after, strict=True)]
+    keep_runs(RESULTS / "smollm2", runs)
+    base = load(runs[0].config["model"])
+    result = describe_machine()
+    result["base_log_prob"] = {
+        run.directory.name: base_log_probs(base, run.directory / "samples.jsonl") for run in runs
+    }
+    policies = {"before": base} | {run.directory.name: load(str(run.directory / "final")) for run in runs}
+    result["held_out"] = {name: follow(policy, config.max_new_tokens) for name, policy in policies.items()}
+    given = [greedy(policy, OTHER, 64) for policy in (base, policies[runs[0].directory.name])]
+    result["answers"] = [list(row) for row in zip(OTHER, *given, strict=True)]
     write_json(RESULTS / "measurements.json", result, entry="smollm2")
+    for name in ("base_log_prob", "held_out"):
+        print(name, json.dumps(result[name], indent=1))
     for row in result["answers"]:
         print("\n   ".join(row))
+
+
+def load(model: str) -> Policy:
+    return load_policy(ModelConfig(model=model, device="cpu", dtype="float32"))
+
+
+def follow(policy: Policy, max_new_tokens: int) -> dict[str, list[int]]:
+    """Of the held-out prompts how many there are, and how many greedy answers follow all instructions, by kind."""
+    asked, right = Counter(), Counter()
+    data = instructions.EVAL_DATA.with_name("instructions_short_heldout.jsonl")
+    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    texts = greedy(policy, [row["prompt"] for row in rows], max_new_tokens)
+    for row, text in zip(rows, texts, strict=True):
+        for name in (row["split"], f"{row['split']}/{row['kind']}"):
+            asked[name] += 1
+            right[name] += int(instructions.reward(row, text)["correct"])
+    return {name: [asked[name], right[name]] for name in sorted(asked)}
 
 
 def base_log_probs(base: Policy, samples: Path) -> dict[int, float]:
@@ -106,10 +123,9 @@ def base_log_probs(base: Policy, samples: Path) -> dict[int, float]:
     return found
 
 
-def answers(policy: Policy, max_new_tokens: int) -> list[str]:
-    """Greedy answers to OTHER."""
-    prompts = [encode_prompt(policy.tokenizer, [{"role": "user", "content": question}]) for question in OTHER]
-    rows = sample(policy, prompts, 1, max_new_tokens=max_new_tokens, key=(0,), greedy=True)
+def greedy(policy: Policy, questions: Sequence[str], max_new_tokens: int) -> list[str]:
+    prompts = [encode_prompt(policy.tokenizer, [{"role": "user", "content": question}]) for question in questions]
+    rows = sample(policy, prompts, 1, max_new_tokens=max_new_tokens, key=(0,), greedy=True, generation_batch_size=64)
     return [decode(policy.tokenizer, row.completion_ids) for row in rows]
 
 
