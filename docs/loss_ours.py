@@ -1,4 +1,4 @@
-"""What this repository trains with, for the doctor: all checks pass.
+"""This repository's own functions, for the doctor: all checks pass.
 
 python -m doctor docs/loss_ours.py
 python -m doctor experiment_base/train.py     # its loss alone
@@ -31,7 +31,7 @@ def advantages(returns: torch.Tensor) -> torch.Tensor:
 
 
 def log_probs(logits: torch.Tensor, sequences: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The logits are the hidden states, and the head leaves them as they are."""
+    """Logits in place of the hidden states, and a head that leaves them unchanged."""
     head = nn.Identity()
     head.out_features = logits.shape[-1]
     targets = sequences[:, 1:].flatten()
@@ -40,7 +40,7 @@ def log_probs(logits: torch.Tensor, sequences: torch.Tensor, temperature: float)
 
 
 def action_mask(sequences, prompt_lengths, pad_id, lengths, tool_mask) -> torch.Tensor:
-    """Rows as the sampler records them, with a flag for every token, collated."""
+    """Rows recorded as the sampler does, with a flag for every token, then collated."""
     rows = []
     for ids, prompt, length, flags in zip(sequences.tolist(), prompt_lengths, lengths, tool_mask.tolist(), strict=True):
         row = Trajectory(ids[:prompt], int(prompt), [0] * int(prompt), [0.0] * int(prompt))
@@ -53,7 +53,7 @@ def action_mask(sequences, prompt_lengths, pad_id, lengths, tool_mask) -> torch.
                 row.observe([token])
         rows.append(row)
     mask = collate(rows, pad_id).action_mask
-    return nn.functional.pad(mask, (0, sequences.shape[1] - 1 - mask.shape[1]))  # the batch is padded further here
+    return nn.functional.pad(mask, (0, sequences.shape[1] - 1 - mask.shape[1]))  # this batch has more padding
 
 
 def generate_inputs(prompts: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +62,7 @@ def generate_inputs(prompts: list[list[int]], pad_id: int) -> tuple[torch.Tensor
 
 
 def reference_log_probs(model: nn.Module, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """As `token_log_probs` does: without gradient, of a model that `Policy.forward` takes out of training mode."""
+    """As in `token_log_probs`: without gradient, and out of training mode, as `Policy.forward` ensures."""
     model.train(False)
     with torch.no_grad():
         return log_probs(model(sequences, attention_mask).logits, sequences, temperature=1.0)

@@ -2,7 +2,7 @@
 
     python -m doctor docs/loss_trl.py
 
-To examine a trainer of your own, derived from GRPOTrainer, put its name in the place of GRPOTrainer.
+To examine your own subclass of GRPOTrainer, put its name in place of GRPOTrainer.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ LOSS_TYPE = "dapo"  # or "grpo", "dr_grpo", "bnpo", "luspo"
 
 
 class OneProcess:
-    """What the loss asks of accelerate."""
+    """The parts of accelerate that the loss uses."""
 
     num_processes, sync_gradients = 1, True
 
@@ -42,7 +42,7 @@ def policy_loss(
     num_parts: int,
     prompt_length: int,
 ) -> torch.Tensor:
-    """The loss of a micro-batch, of which TRL gets prompt and completion apart."""
+    """The loss of a micro-batch. TRL gets prompt and completion separately."""
     prompt = torch.ones(len(mask), prompt_length, dtype=torch.long)
     mask, tool_mask, log_probs_ref = (x[:, prompt_length:] for x in (mask.long(), tool_mask.long(), log_probs_ref))
     inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask, "completion_mask": mask}
@@ -71,6 +71,6 @@ def policy_loss(
         "_entropy_bonus_enabled": False,
     }
     trainer.args.steps_per_generation = num_parts
-    scores = log_probs[:, prompt_length:], torch.ones(mask.shape), None  # log-probs, entropies, no other loss
+    scores = log_probs[:, prompt_length:], torch.ones(mask.shape), None  # log-probs, entropies, no auxiliary loss
     trainer._get_per_token_logps_and_entropies = lambda *arguments, **options: scores
     return trainer._compute_loss(trainer.model, inputs)

@@ -12,7 +12,7 @@ LOSS_AGG_MODE = "token-mean"  # or "seq-mean-token-mean", "seq-mean-token-sum", 
 
 
 class Config(SimpleNamespace):
-    """What the loss reads of verl's ActorConfig."""
+    """The part of verl's ActorConfig that the loss reads."""
 
     def get(self, name: str, default: object = None) -> object:
         return getattr(self, name, default)
@@ -30,7 +30,7 @@ def policy_loss(
     num_tokens: int,
     prompt_length: int,
 ) -> torch.Tensor:
-    """The loss of a micro-batch, of which verl gets the response only."""
+    """The loss of a micro-batch. verl gets only the response."""
     minibatch = {"dp_size": 1, "batch_num_tokens": num_tokens, "global_batch_size": num_rows, "loss_scale_factor": None}
     ranges = {"clip_ratio": clip_low, "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "clip_ratio_c": 3.0}
     tensors = (old_log_probs, log_probs, advantages * mask, mask.long())
@@ -41,7 +41,7 @@ def policy_loss(
 
 
 def advantages(returns: torch.Tensor) -> torch.Tensor:
-    """Returns (Q, G) as rewards of responses of one token, (Q G, 1), and back."""
+    """Returns (Q, G), reshaped to rewards of one-token responses, (Q G, 1), and back."""
     index = torch.arange(len(returns)).repeat_interleave(returns.shape[1]).numpy()
     rewards = returns.reshape(-1, 1)
     result, _ = compute_grpo_outcome_advantage(rewards, torch.ones_like(rewards), index)

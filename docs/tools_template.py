@@ -1,10 +1,10 @@
-"""Tools of your own: copy this file, change it, and let the policy call them. "Your own tools" in the README of
+"""Your own tools: copy this file, change it, and let the policy call them. "Your own tools" in the README of
 experiment_multiturn_tool_calling explains it.
 
 python experiment_multiturn_tool_calling/train.py --tools my_tools.py
 
-Every function that is defined here is a tool, except those whose names begin with _. It needs a docstring, and a type
-and a line under "Args:" for each parameter: that is all the policy is told. What it returns is what the policy reads.
+Every function defined here is a tool, unless its name begins with _. It needs a docstring, and for each parameter a
+type and a line under "Args:": the policy is told nothing else. The policy reads the return value.
 """
 
 _METRES = {"mm": 0.001, "cm": 0.01, "m": 1.0, "km": 1000.0, "inch": 0.0254, "foot": 0.3048, "mile": 1609.344}
@@ -19,7 +19,7 @@ def convert_length(value: float, unit: str, to: str) -> str:
         unit: its unit: mm, cm, m, km, inch, foot or mile
         to: the unit of the result
     """
-    # the policy wrote these values: check them as you would a stranger's, and never eval them
+    # the policy wrote these values: check them like any untrusted input, and never eval them
     return f"{float(value) * _metres(unit) / _metres(to):.6g}"
 
 
