@@ -56,7 +56,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """What the question asks, up to the order of commuting terms and factors.
+        """The question, up to the order of commuting terms and factors.
 
         >>> a = Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,))))
         >>> b = Question((Term(1, (8, 7)), Term(-1, (18,)), Term(1, (47,))))
