@@ -121,7 +121,7 @@ def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int
 
 
 def _render_observation(tokenizer, contents: list[str], end_of_turn_ids: tuple[int, ...]) -> tuple[str, int]:
-    """A conversation in which tools answer, and the position in it where the turn before the answers has ended."""
+    """A conversation with answers of tools, and the position in it where the turn before the answers has ended."""
     call, written = _call_before_tools(tokenizer, end_of_turn_ids)
     rendered = _render(tokenizer, [_QUESTION, call, *map(_tool_turn, contents)], add_generation_prompt=True)
     return rendered, _end_of_turn(tokenizer, rendered, written, end_of_turn_ids)
@@ -260,7 +260,7 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools:
 def apply_template(
     tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None
 ) -> str:
-    """The conversation as text, in which control tokens that messages spell remain control tokens."""
+    """The conversation as text; control tokens that messages spell remain control tokens."""
     return tokenizer.apply_chat_template(
         messages,
         tools=tools or None,  # templates such as Llama 3's present an empty list as tools

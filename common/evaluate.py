@@ -1,4 +1,4 @@
-"""What a policy can do on held-out questions: greedily, when sampled, and with k attempts."""
+"""Evaluate a policy on held-out questions: greedily, when sampled, and with k attempts."""
 
 from collections.abc import Callable, Sequence
 from math import comb

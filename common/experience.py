@@ -50,7 +50,7 @@ class Experience:
         """Every row once, in shuffled minibatches of complete groups, so that a group's prompt can be encoded once.
 
         The rows of all ranks, in the order of the ranks, are one rollout, and its minibatches are the same for any
-        number of ranks. From each minibatch a rank gets only its own rows, of which there may be none.
+        number of ranks. From each minibatch a rank gets only its own rows, possibly none.
 
         Args:
             minibatch_size: rows per minibatch (the last one may be smaller), of all ranks; None: all rows in one.

@@ -36,7 +36,7 @@ Pair = tuple[str, str]  # gold, answer
 
 
 def has_library() -> bool:
-    """Whether math-verify and what it needs can be found; its processes need a POSIX system."""
+    """Whether math-verify and its dependencies can be found; its processes need a POSIX system."""
     return os.name == "posix" and all(find_spec(name) for name in ("math_verify", "latex2sympy2_extended", "antlr4"))
 
 
