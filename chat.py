@@ -67,7 +67,7 @@ class Config(SearchConfig, ModelConfig):
 
 
 class DirectSearcher(Searcher):
-    """A search tool whose queries are sent one by one, when they are asked."""
+    """A search tool that sends its queries one by one, when they are asked."""
 
     def answer(self, query: str) -> list[Hit] | SearchError:
         self.send([query])
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
             for speaker in speakers:
                 console.print(speaker.explain(line.removeprefix("/why")))
         else:
-            # where one types, Ctrl-C ends the answer only, and the program at the next line
+            # if the user types, Ctrl-C during an answer ends only the answer; at the prompt it ends the program
             with suppress(KeyboardInterrupt) if sys.stdin.isatty() else nullcontext():
                 show_answers(console, speakers, line)
 
@@ -120,7 +120,7 @@ def show_answers(console: Console, speakers: list["Speaker"], question: str) -> 
 
 
 def read_lines(console: Console) -> Iterator[str]:
-    """What the user types, or the lines of a file; without empty ones."""
+    """The lines that the user types, or the lines of a file; without empty lines."""
     is_typed = sys.stdin.isatty()
     while True:
         try:
@@ -145,7 +145,7 @@ class Speaker:
         self.messages: list[dict] = []
 
     def answer(self, question: str) -> Iterator[Text]:
-        """The answer, token by token, and what tools answer in between."""
+        """The answer, token by token, and the tools' answers in between."""
         policy, config = self._policy, self._config
         if config.kind == "tiny":
             self.messages.clear()
@@ -166,7 +166,7 @@ class Speaker:
                 yield Text("".join(f"\n  {visible(answer)}" for answer in answers) + "\n", style="yellow")
                 tokens = encode_observation(policy.tokenizer, answers, policy.end_of_turn_ids)
                 row.observe(tokens, context_length(policy))
-        finally:  # also of an answer that Ctrl-C has cut off
+        finally:  # also for an answer that Ctrl-C has cut off
             self.messages.append({"role": "assistant", "content": decode(policy.tokenizer, row.ids[start:])})
 
     def _turn(self, row: Trajectory, kept: KeptRows) -> Iterator[Text]:

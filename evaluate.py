@@ -113,7 +113,8 @@ def evaluate_one(config: Config, directory: Path, load: Callable[[], Policy]) ->
 
 
 def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) -> None:
-    """One benchmark after the other, each in a directory of its own, and the table of all; a single one has none."""
+    """One benchmark after the other, each in its own directory, and the table of all; a single benchmark has no
+    table."""
     results, benchmarks = {}, parts(config, directory)
     if len(benchmarks) == 1:
         evaluate_one(benchmarks[0].config, directory, load)
@@ -135,7 +136,7 @@ def evaluate_suite(config: Config, directory: Path, load: Callable[[], Policy]) 
 
 @contextmanager
 def told_how_to_go_on(config: Config, directory: Path) -> Iterator[None]:
-    """On Ctrl-C, SIGTERM or where memory runs out within the block, end with a sentence that says what to do."""
+    """If Ctrl-C, SIGTERM or a lack of memory ends the block, end with a sentence that says what to do."""
     output = [] if any(word.partition("=")[0] == "--output" for word in sys.argv) else ["--output", str(directory)]
     try:
         with signals_to(signal.default_int_handler):

@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check(config: Config) -> None:
-    """Refuse what cannot work, before anything is read."""
+    """Refuse settings that cannot work, before anything is read."""
     if not config.run:
         raise UserError("RUN is missing: give the directory of a run, runs/experiment_base/<name> for example")
     check_device(config.device)
@@ -144,7 +144,7 @@ def find_output(config: Config, source: Source) -> Path:
 @contextmanager
 def writing(output: Path) -> Iterator[Path]:
     """A directory beside `output`, which becomes it at the end of the block, and is removed if the block fails."""
-    partial = output.with_name(f"{output.name}.{os.getpid()}.partial")  # of this process alone: it may be removed
+    partial = output.with_name(f"{output.name}.{os.getpid()}.partial")  # only this process uses it: it may be removed
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -156,7 +156,7 @@ def writing(output: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt("interrupted; nothing was exported") from None
-        if output.exists():  # since `find_output` has looked
+        if output.exists():  # created after `find_output` checked
             raise UserError(f"{shown(output)} exists already; nothing was exported") from error
         # What safetensors raises has no errno
         if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
@@ -168,7 +168,7 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     """Write the weights, and compare the answers.
 
     Raises:
-        UserError: weights that were not rounded answer otherwise than the trained policy.
+        UserError: no weight was rounded, but the answers differ from the trained policy's.
     """
     torch.set_num_threads(source.settings.get("threads") or torch.get_num_threads())
     device = resolve(ModelConfig(device=config.device), {}).device

@@ -10,13 +10,13 @@ def group_advantages(returns: torch.Tensor) -> torch.Tensor:
 
         A_qg = R_qg - mean_g R_q
 
-    A return is a completion's total reward, the weighted sum of its components. The mean is the baseline that it is
-    compared with; other methods train a second network, the critic, to predict one. Dr. GRPO (arXiv 2503.20783, section
-    3.2) uses A as it is; GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2) divides it by `group_std`.
+    A return is a completion's total reward, the weighted sum of its components. The mean is the baseline; other methods
+    train a second network, the critic, to predict a baseline. Dr. GRPO (arXiv 2503.20783, section 3.2) uses A as it is;
+    GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2) divides it by `group_std`.
 
     A group with zero reward variance has advantages of exactly 0: float noise in the mean, divided by a tiny standard
-    deviation, would otherwise be trained on. Returns that differ by rounding only, as after adding up weighted rewards,
-    count as equal.
+    deviation, would otherwise be trained on. Returns that differ only by rounding, for example from adding up weighted
+    rewards, count as equal.
 
     Args:
         returns: (Q, G), in units of reward; a row is a group, the G completions of one prompt.
@@ -51,7 +51,7 @@ def group_std(returns: torch.Tensor) -> torch.Tensor:
 def has_reward_variance(returns: torch.Tensor) -> torch.Tensor:
     """Which groups can teach anything: (Q, G) returns in, (Q,) bool out, False where all returns of a group are equal.
 
-    A group with a return that is not finite counts as one, so that its advantages are NaN, and the fault is seen.
+    A group with a return that is not finite also counts, so that its advantages are NaN and the fault is noticed.
 
     >>> has_reward_variance(torch.tensor([[1.0, 0.0], [0.7, 0.7]]))
     tensor([ True, False])

@@ -25,8 +25,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: The expression, for example "17*23" or "(3 + 4)**2 / 7".
     """
-    # All numbers are fractions: an integer result is exact, and another is rounded only once, in the answer. A comma
-    # separates arguments and nothing else: max(1,234) would mean two things if it could also separate thousands.
+    # All numbers are fractions: an integer result is exact, and any other result is rounded only once, in the answer. A
+    # comma only separates arguments: max(1,234) would be ambiguous if a comma could also separate thousands.
     try:
         if not isinstance(expression, str):
             raise ValueError("the expression is not text")
@@ -36,7 +36,7 @@ def calculator(expression: str) -> str:
         return _as_text(_value(_parse(text), text))
     except ZeroDivisionError:
         return "error: division by zero"
-    except TypeError:  # the only one that can be: all values are fractions
+    except TypeError:  # the only possible cause: all values are fractions
         return "error: wrong number of arguments of a function"
     except (RecursionError, MemoryError):
         return "error: the expression is nested too deeply"
@@ -56,7 +56,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _round(number: Fraction, digits: Fraction = Fraction(0)) -> Fraction:
-    """Halves go to the even neighbour, as in Python; here 2.675 is such a half."""
+    """Halves go to the even neighbour, as in Python; here 2.675 is exactly a half."""
     if digits.denominator != 1 or abs(digits) > MAX_DIGITS:
         raise ValueError(f"round takes a whole number of digits, {MAX_DIGITS} at most")
     return round(number, int(digits))
@@ -87,7 +87,7 @@ _FUNCTIONS = {
     "round": _round,
     "sqrt": _sqrt,
 }
-# Python's parser sees only texts of these tokens: no attributes, no strings, no lines, and nothing that it warns of.
+# Python's parser sees only these tokens: no attributes, no strings, no lines, and nothing that it warns about.
 _NUMERAL = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?(?![\w.])"
 _TOKEN = re.compile(rf"{_NUMERAL}|[-+*/%(), ]|(?P<name>[A-Za-z_]\w*)", re.ASCII)
 
@@ -124,7 +124,7 @@ def _value(node: ast.expr, text: str, depth: int = 0) -> Fraction:
             value = _FUNCTIONS[name](*values(*arguments))
         case ast.Tuple():
             raise ValueError("a comma may only separate the arguments of a function")
-        case _:  # what else these tokens can spell: 2(3), abs without an argument, max(*2)
+        case _:  # other things that these tokens can spell: 2(3), abs without an argument, max(*2)
             raise SyntaxError
     if max(abs(value.numerator), value.denominator) >= 10**MAX_DIGITS:
         raise ValueError(f"a number has more than {MAX_DIGITS} digits")
@@ -132,7 +132,7 @@ def _value(node: ast.expr, text: str, depth: int = 0) -> Fraction:
 
 
 def _as_text(number: Fraction) -> str:
-    """An integer in full; else 12 significant digits, and not less than three behind the point."""
+    """An integer in full; else 12 significant digits, and at least three after the point."""
     if number.denominator == 1:
         return str(number.numerator)
     context = Context(prec=max(12, len(str(int(abs(number)))) + 3))

@@ -1,7 +1,7 @@
-"""Messages to ids and back: the chat template is rendered here and nowhere else.
+"""Messages to ids and back: only this file renders the chat template.
 
-Only the template writes control tokens. Where the text of a message spells one, `<|im_end|>` for example, it is encoded
-as the text that it is: otherwise a row of data could end its turn, and answer in the policy's name.
+Only the template writes control tokens. If the text of a message spells one, `<|im_end|>` for example, it is encoded as
+ordinary text: otherwise a row of data could end its turn and answer in the policy's name.
 """
 
 import functools
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from common.errors import UserError
 
-# Some templates write today's date into the prompt, and a run would differ after midnight. Llama 3.2's asks for
-# `date_string` first; others call `strftime_now`, which the macro in front of the template hides.
+# Some templates write today's date into the prompt, so a run would differ after midnight. Llama 3.2's template asks for
+# `date_string` first; others call `strftime_now`, which the macro before the template hides.
 TEMPLATE_DATE = "26 Jul 2024"
 _PINNED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro %}"
 
@@ -22,10 +22,10 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
     """The ids of a conversation, up to the point where the assistant's turn begins.
 
     Args:
-        tools: JSON schemas of the tools that the template is to present, as `common.tools.schemas` makes them.
+        tools: JSON schemas of the tools that the template presents, as `common.tools.schemas` makes them.
 
     Raises:
-        UserError: the chat template refuses the messages; some do so with every system turn.
+        UserError: the chat template refuses the messages; some templates refuse every system turn.
     """
     try:
         return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=True, tools=tools))
@@ -37,11 +37,12 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
 def encode_chat(
     tokenizer, messages: list[dict], end_of_turn_ids: list[int], tools: list[dict] | None = None
 ) -> tuple[list[int], list[int]]:
-    """The ids of a complete conversation, and a mask that is 1 on what the assistant says.
+    """The ids of a complete conversation, and a mask that is 1 on the assistant's tokens.
 
-    The mask covers every assistant turn *including its end-of-turn token*, so that the policy learns to stop, and
-    nothing that the template puts around it; none of a turn with `"weight": 0`, which is read and not learned. Each
-    turn is encoded separately from what precedes it, just as the sampler continues a prompt that is already encoded.
+    The mask covers every assistant turn *including its end-of-turn token*, so that the policy learns to stop, but not
+    the text that the template puts around it. It covers nothing of a turn with `"weight": 0`, which is read and not
+    learned. Each turn is encoded separately from the text before it, just as the sampler continues a prompt that is
+    already encoded.
 
     Returns:
         ids and mask, of equal length.
@@ -94,12 +95,12 @@ def _check_message(message: object, position: int) -> None:
 
 
 def _check_kept(tokenizer, messages: list[dict], rendered: str, start: int) -> None:
-    """From `start` on, what others than the assistant say is rendered: with another content the text is another."""
+    """Check that every message from `start` on, except the assistant's, is rendered: changing it changes the text."""
     for position, message in list(enumerate(messages))[start:]:
         role, content = message["role"], message.get("content")
         if role == "assistant" or not isinstance(content, str):
             continue
-        if len(content) > 20 and content.strip() in rendered:  # hardly by chance, and much faster than to render again
+        if len(content) > 20 and content.strip() in rendered:  # hardly by chance, and much faster than rendering again
             continue
         changed = [*messages[:position], message | {"content": content + "x"}, *messages[position + 1 :]]
         if _render(tokenizer, changed, add_generation_prompt=False) == rendered:
@@ -107,10 +108,10 @@ def _check_kept(tokenizer, messages: list[dict], rendered: str, start: int) -> N
 
 
 def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int]) -> list[int]:
-    """The ids of what tools answer, as they are appended to a row that ends with the policy's end-of-turn token.
+    """The ids of the tools' answers, to be appended to a row that ends with the policy's end-of-turn token.
 
-    They begin with what the template puts behind that token, and end where the assistant's next turn begins. The turns
-    before are not rendered again: a short conversation takes their place, since the row's ids are already known.
+    They begin with the template's text after that token, and end where the assistant's next turn begins. Earlier turns
+    are not rendered again: a short conversation takes their place, since the row's ids are already known.
 
     Raises:
         UserError: the chat template has no turns for tools.
@@ -120,7 +121,7 @@ def encode_observation(tokenizer, contents: list[str], end_of_turn_ids: list[int
 
 
 def _render_observation(tokenizer, contents: list[str], end_of_turn_ids: tuple[int, ...]) -> tuple[str, int]:
-    """A conversation in which tools answer, and where in it that begins which follows the end of the turn before."""
+    """A conversation with answers of tools, and the position in it where the turn before the answers has ended."""
     call, written = _call_before_tools(tokenizer, end_of_turn_ids)
     rendered = _render(tokenizer, [_QUESTION, call, *map(_tool_turn, contents)], add_generation_prompt=True)
     return rendered, _end_of_turn(tokenizer, rendered, written, end_of_turn_ids)
@@ -128,7 +129,7 @@ def _render_observation(tokenizer, contents: list[str], end_of_turn_ids: tuple[i
 
 @functools.lru_cache
 def _call_before_tools(tokenizer, end_of_turn_ids: tuple[int, ...]) -> tuple[dict, str]:
-    """A turn that the template lets tools answer, and a text in it: one that only speaks, or else one with a call."""
+    """A turn that the template lets tools answer, and a text in it: a turn without a call, else a turn with one."""
     speaks = {"role": "assistant", "content": "(an answer)"}
     calls = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     refusal = "it leaves out what a tool answers"
@@ -162,7 +163,7 @@ def _end_of_turn(tokenizer, rendered: str, written: str, end_of_turn_ids: tuple[
 def removes_thoughts(tokenizer) -> bool:
     """Whether the template removes the thought of a turn once a tool has answered it and another turn has followed.
 
-    A row keeps every token that was sampled. It is then another text than the one that the template would render.
+    A row keeps every sampled token, so its text then differs from the text that the template would render.
     """
     for calls in ({}, {"tool_calls": [_CALL]}):  # some templates let tools answer nothing but calls
         turn = {"role": "assistant", "content": "<think>(a thought)</think>(an answer)"} | calls
@@ -177,14 +178,15 @@ def removes_thoughts(tokenizer) -> bool:
 def decode(tokenizer, ids: list[int]) -> str:
     """The text of a turn, for rewards and for people; it is never tokenised again.
 
-    It begins with what the template has written of the answer, such as the `<think>` that DeepSeek-R1's opens.
+    It begins with the part of the answer that the template has written, such as the `<think>` of DeepSeek-R1's
+    template.
     """
     return _opening(tokenizer) + tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @functools.lru_cache
 def _opening(tokenizer) -> str:
-    """What the prompt of a question holds beyond the header of an answer, which earlier answers have as well."""
+    """The text that the template opens a new answer with: the end of the prompt, without the header of all answers."""
     prefix = _given_prefix(tokenizer)
     control_tokens = _control_tokens(tokenizer).pattern  # left out, as in a decoded completion
     answer = "(an answer)"
@@ -202,10 +204,10 @@ def _opening(tokenizer) -> str:
 
 
 def begin_completions(tokenizer, prefix: str) -> None:
-    """Let the chat template write `prefix` behind the header of an answer, as DeepSeek-R1's writes `<think>`.
+    """Let the chat template write `prefix` after the header of an answer, as DeepSeek-R1's writes `<think>`.
 
-    It is then a part of every prompt, and of every text that `decode` gives. The policy is saved with this template, so
-    that it is asked later on as it was trained; another prefix replaces the one that it was saved with, an empty one
+    The prefix is then a part of every prompt, and of every text that `decode` returns. The policy is saved with this
+    template, so that later prompts look as in training; another prefix replaces the saved prefix, an empty prefix
     removes it. A template that writes the prefix by itself stays as it is.
     """
     if tokenizer.chat_template is None:
@@ -229,7 +231,7 @@ _PREFIX_END = " }}{% endif %}{# given, not sampled #}"
 
 
 def _given_prefix(tokenizer) -> str:
-    """What `begin_completions` has added to the template."""
+    """The prefix that `begin_completions` has added to the template."""
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     start = template.rfind(_PREFIX_START)
     if start < 0 or not template.endswith(_PREFIX_END):
@@ -238,7 +240,7 @@ def _given_prefix(tokenizer) -> str:
 
 
 def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None) -> str:
-    """The conversation as text, with a mark in the place of every control token that a message spells.
+    """The conversation as text, with a mark in place of every control token that a message spells.
 
     Raises:
         ValueError: the template refuses the messages.
@@ -258,7 +260,7 @@ def _render(tokenizer, messages: list[dict], add_generation_prompt: bool, tools:
 def apply_template(
     tokenizer, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None = None
 ) -> str:
-    """The conversation as text, in which the control tokens that messages spell are control tokens."""
+    """The conversation as text; control tokens that messages spell remain control tokens."""
     return tokenizer.apply_chat_template(
         messages,
         tools=tools or None,  # templates such as Llama 3's present an empty list as tools
@@ -288,9 +290,9 @@ def _encode(tokenizer, rendered: str, before: str = "") -> list[int]:
 
 
 def _continue(tokenizer, text: str, before: str = "", **settings) -> list[int]:
-    """The ids of `text` inside a conversation: without the space that Llama 2's tokenizer puts before all that it gets.
+    """The ids of `text` inside a conversation: without the space that Llama 2's tokenizer puts before every input.
 
-    With such a tokenizer it is encoded behind what precedes it, or else a letter that it does not merge with.
+    With such a tokenizer, `text` is encoded after the text before it, or after a letter that it does not merge with.
     """
     encode = functools.partial(tokenizer.encode, add_special_tokens=False, **settings)
     if text and _adds_a_prefix(tokenizer):
@@ -308,14 +310,14 @@ def _adds_a_prefix(tokenizer) -> bool:
 
 
 class _ControlTokens(NamedTuple):
-    """The texts of a tokenizer's control tokens (those that are "special", and those with which its template marks
-    turns), and how they are marked in messages.
+    """The texts of a tokenizer's control tokens ("special" tokens, and tokens that its template marks turns with), and
+    how they are marked in messages.
     """
 
-    texts: list[str]  # a mark is the index of one of them between two noncharacters, which have no other use in text
+    texts: list[str]  # a mark is the index of a text between two noncharacters, which have no other use in text
     ids: frozenset[int]
     pattern: re.Pattern  # any of them
-    beginnings: tuple[str, ...]  # of any of them; all but the last letter at most
+    beginnings: tuple[str, ...]  # of any of them; at most all but the last letter
     tag: re.Pattern  # any of them, or of the tags that are one token: a tool has no use for them, and may quote a page
 
     def mark(self, value: object, by_tool: bool = False) -> object:
@@ -346,7 +348,7 @@ def _control_tokens(tokenizer) -> _ControlTokens:
     texts, tag_texts = ([*sorted(some, key=len, reverse=True), "\ufdd0", "\ufdd1"] for some in (names, tags))
     beginnings = tuple({text[:end] for text in texts if not text[0].isalnum() for end in range(1, len(text))})
     ids = frozenset(tokenizer.convert_tokens_to_ids(list(names)))
-    # the longest of those that match is meant
+    # the longest match wins
     pattern, tag = (re.compile("|".join(map(re.escape, some))) for some in (texts, tag_texts))
     return _ControlTokens([*tag_texts, ""], ids, pattern, beginnings, tag)
 
@@ -354,8 +356,8 @@ def _control_tokens(tokenizer) -> _ControlTokens:
 def _turn_markers(tokenizer) -> set[str]:
     """The added tokens that the template writes around any question and answer; DeepSeek-R1's are not "special".
 
-    Not those that messages may spell as tokens: spaces, words, and pairs of tags, such as the <think> with which a
-    template opens an answer and the </think> that it looks for in one. A tag around a question is a marker, though.
+    Tokens that messages may spell are excluded: spaces, words, and pairs of tags, such as the <think> that a template
+    opens an answer with and the </think> that it looks for. A tag around a question is a marker, though.
     """
     answer = {"role": "assistant", "content": "(an answer)"}
     added = {token: entry.content for token, entry in tokenizer.added_tokens_decoder.items()}
@@ -363,7 +365,7 @@ def _turn_markers(tokenizer) -> set[str]:
     def written(messages: list[dict], add_generation_prompt: bool) -> set[str]:
         try:
             text = apply_template(tokenizer, messages, add_generation_prompt)
-        except Exception:  # whatever a template raises: a run hears of it from its own messages
+        except Exception:  # whatever a template raises: a run gets the error for its own messages
             return set()
         return {added[token] for token in tokenizer.encode(text, add_special_tokens=False) if token in added}
 

@@ -1,4 +1,4 @@
-"""What the policy acts upon: tools that it may call turn after turn, and rewards at the end.
+"""The policy's environment: tools that it may call turn after turn, and rewards at the end.
 
 One plain function per turn, `env_step(state, action_text) -> (observation | None, rewards, done)`. A turn that calls no
 tool is the answer, and ends the conversation. Every other case has an outcome too, which the metrics count:
@@ -20,8 +20,8 @@ from common.tools import ToolCall, call_tool, parse_calls
 
 MAX_CALLS = 8  # executed per turn
 OUTCOMES = ("malformed", "unknown", "failed", "unanswered")  # of calls that did not succeed
-# Reward components besides those of the task: the shares of its calls that were well-formed and that were executed
-# without an error (0 without a call), and their number, which a negative weight makes a price.
+# Reward components besides the task's: the shares of a conversation's calls that were well-formed and that were
+# executed without an error (0 without a call), and the number of calls. A negative weight on the number is a price.
 CALL_WEIGHTS = {"well_formed_calls": 0.0, "executed_calls": 0.0, "calls": 0.0}
 
 
@@ -29,26 +29,26 @@ CALL_WEIGHTS = {"well_formed_calls": 0.0, "executed_calls": 0.0, "calls": 0.0}
 class State:
     """One conversation, as its environment sees it."""
 
-    task: object  # its `reward` and `describe` judge what the policy says
+    task: object  # its `reward` and `describe` judge the policy's text
     row: dict  # of the task's data: the question
     tools: dict[str, Callable[..., str]]  # by name
     call_form: str  # how calls are written, see `common.tools.call_form`
-    is_last_turn: bool = False  # to be set if this turn has used up the turns or the tokens
+    is_last_turn: bool = False  # the caller sets it if this turn has used up the turns or the tokens
     is_over: bool = False
     said: list[str] = field(default_factory=list)  # by the policy, turn by turn, without its calls
     outcomes: Counter[str] = field(default_factory=Counter)  # of its calls
 
     @property
     def text(self) -> str:
-        """What the policy has said in all turns."""
+        """The policy's text in all turns."""
         return "\n".join(self.said)
 
     def execute(self, call: ToolCall) -> tuple[str, bool]:
-        """What a tool answers to a call, and whether it did what was asked."""
+        """A tool's answer to a call, and whether the call succeeded."""
         return call_tool(self.tools, call)
 
     def rewards(self) -> dict[str, float]:
-        """The components of the task, and those of the calls."""
+        """The components of the task and of the calls."""
         num_calls, outcomes = self.outcomes.total(), self.outcomes
         return self.task.reward(self.row, self.text) | {
             "well_formed_calls": 1 - outcomes["malformed"] / num_calls if num_calls else 0.0,
@@ -57,7 +57,7 @@ class State:
         }
 
     def describe(self) -> dict[str, float]:
-        """What else to log: nothing of it is rewarded."""
+        """More values to log; none of them is rewarded."""
         called = float(self.outcomes.total() > 0)
         counts = {f"{outcome}_calls": self.outcomes[outcome] for outcome in OUTCOMES}
         return {"called": called, "unaided": 1 - called} | counts | self.task.describe(self.row, self.text)
@@ -67,11 +67,11 @@ def env_step(state: State, action_text: str) -> tuple[list[str] | None, dict[str
     """Take one turn of the policy: execute its calls, or, if there are none, end the conversation and reward it.
 
     Args:
-        action_text: what the policy has sampled in this turn.
+        action_text: the text that the policy has sampled in this turn.
 
     Returns:
-        observation: what the tools answer, one text per call; None at the end.
-        rewards: the components that are earned with this turn; all of them are earned at the end.
+        observation: the tools' answers, one text per call; None at the end.
+        rewards: the components earned in this turn; all of them are earned at the end.
         done: whether the conversation has ended.
     """
     calls, said = parse_calls(action_text, state.call_form)

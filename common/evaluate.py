@@ -1,4 +1,4 @@
-"""What a policy can do on held-out questions: greedily, when sampled, and with k attempts."""
+"""Evaluate a policy on held-out questions: greedily, when sampled, and with k attempts."""
 
 from collections.abc import Callable, Sequence
 from math import comb
@@ -10,8 +10,8 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
-# Distinguishes the random numbers of evaluations from those of training steps. They are the same in every evaluation,
-# so that two policies are compared under the same random numbers.
+# Separates the random numbers of evaluations from the random numbers of training. They are the same in every
+# evaluation, so that two policies are compared under the same random numbers.
 EVALUATION = 2**31
 
 
@@ -27,14 +27,14 @@ class Greedy(NamedTuple):
     """The greedy answer to one question, of a trajectory."""
 
     text: str
-    turns: list[tuple[str, str]]  # none if there is only one
+    turns: list[tuple[str, str]]  # empty if there is only one
     rewards: dict[str, float]
 
 
 class Evaluation(NamedTuple):
     metrics: dict[str, float]  # by name, see `evaluate`
     greedy: list[Greedy]  # one per question
-    answers: list[Answer]  # all that were sampled; none where the task has no component `correct`
+    answers: list[Answer]  # all sampled answers; empty if the task has no component `correct`
 
 
 def evaluate(
@@ -54,21 +54,22 @@ def evaluate(
 ) -> Evaluation:
     """Ask every question greedily, and `num_samples` times by sampling at the policy's temperature.
 
-    The questions are divided over the ranks, and every rank gets the whole evaluation.
+    The questions are divided among the ranks, and every rank gets the whole evaluation.
 
     Args:
-        task: has the functions of a task: `messages`, `reward`, `describe`, and `prepare` if it wants to be told first.
+        task: has the functions of a task: `messages`, `reward`, `describe`, and optionally `prepare`, which is called
+            first.
         num_samples: k of mean@k and pass@k; 0: greedy only.
-        prefix: what every completion is made to begin with, e.g. "<think>".
-        converse: answers in several turns, instead of one, and rewards them: called with all rows, the indices of those
-            to ask, the group size, and key and greedy as in `sample`; returns trajectories.
-        sampler: who answers, if not `converse`: `sample`, or that of an inference engine.
-        progress: told how many more completions this rank has, whenever it has some.
+        prefix: text that every completion is forced to begin with, e.g. "<think>".
+        converse: answers in several turns instead of one, and rewards the answers. It is called with all rows, the
+            indices of the rows to ask, the group size, and key and greedy as in `sample`; it returns trajectories.
+        sampler: answers if there is no `converse`: `sample`, or the `sample` of an inference engine.
+        progress: called with the number of new completions, whenever this rank has some.
 
     Returns:
-        Among others means over all completions, as `greedy/...` and `sampled/...`: accuracy (of the reward component
-        `correct`; for "sampled" it is mean@k), reward_<name> of the other components, and what the task describes, with
-        accuracy_<name> among the completions that it describes as 1; docs/metrics.md lists all of them.
+        Metrics, mostly means over all completions, as `greedy/...` and `sampled/...`: accuracy (of the reward component
+        `correct`; for "sampled" it is mean@k), reward_<name> of the other components, and the task's descriptions, with
+        accuracy_<name> among the completions that are described as 1. docs/metrics.md lists all of them.
     """
     forced = policy.tokenizer.encode(prefix, add_special_tokens=False) if prefix else []
     own = part_of(len(rows))  # the questions that this rank asks
@@ -77,7 +78,7 @@ def evaluate(
 
     def ask(group_size: int, greedy: bool) -> list[Trajectory]:
         key, completions = (seed, EVALUATION), []
-        count = max(1, generation_batch_size // group_size)  # questions that are asked at the same time
+        count = max(1, generation_batch_size // group_size)  # questions asked at the same time
         for start in range(0, -(-len(rows) // world_size()), count):  # as often on every rank: sampling gathers shards
             part = list(own[start : start + count])
             if converse is not None:
@@ -118,8 +119,8 @@ def ask_once(
     """Answers in one turn to the questions of the rows `own`, rewarded and described.
 
     Args:
-        forced: ids that every completion is made to begin with.
-        settings: of `sampler`, whose `rows` are some of the answers.
+        forced: ids that every completion is forced to begin with.
+        settings: for `sampler`; its `rows` selects some of the answers.
     """
     prompts = [encode_prompt(policy.tokenizer, task.messages(rows[index], system_prompt)) for index in own]
     prompts = [prompt + list(forced) for prompt in prompts]

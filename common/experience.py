@@ -1,7 +1,7 @@
 """Trajectories of different lengths become padded tensors; a rollout is divided into minibatches and micro-batches.
 
 Shapes: Q prompts, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens. Entry `[:, t]` of a
-(B, T-1) tensor is about token t+1: the one that the logits at position t predict.
+(B, T-1) tensor is about token t+1, which the logits at position t predict.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from common.keyed import keyed_generator
 from common.parallel import gather, gather_rows, rank
 from common.trajectory import Trajectory
 
-_ABOUT_TOKEN_T = ("sequences", "attention_mask")  # their entry t is about token t, every other one's about token t+1
+_ABOUT_TOKEN_T = ("sequences", "attention_mask")  # entry t is about token t; in all other fields, about token t+1
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Experience:
         return self.sequences.shape[0]
 
     def select(self, rows: torch.Tensor) -> "Experience":
-        """The given rows, in the given order, padded no wider than the longest of them."""
+        """The given rows, in the given order, padded only to the longest of them."""
         width = int(self.attention_mask[rows].sum(dim=1).max()) if len(rows) else 1
 
         def take(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -50,7 +50,7 @@ class Experience:
         """Every row once, in shuffled minibatches of complete groups, so that a group's prompt can be encoded once.
 
         The rows of all ranks, in the order of the ranks, are one rollout, and its minibatches are the same for any
-        number of ranks: each rank gets those of its rows that belong to a minibatch, which may be none.
+        number of ranks. From each minibatch a rank gets only its own rows, possibly none.
 
         Args:
             minibatch_size: rows per minibatch (the last one may be smaller), of all ranks; None: all rows in one.
@@ -58,7 +58,7 @@ class Experience:
             key: fixes the shuffle, e.g. (seed, step, epoch).
 
         Raises:
-            ValueError: the rows, or those of a minibatch, are not complete groups.
+            ValueError: the rows, or the rows of a minibatch, are not complete groups.
         """
         counts = gather(len(self))
         first, num_rows = sum(counts[: rank()]), sum(counts)
@@ -74,10 +74,10 @@ class Experience:
     def split(self, micro_batch_size: int, *, skip_zero_advantages: bool = False) -> Iterator["Experience"]:
         """Micro-batches of at most `micro_batch_size` rows.
 
-        Rows of one prompt are adjacent, so that it need not be encoded twice, and so are prompts whose longest rows
-        have similar lengths, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0, which
-        have no gradient without a KL penalty; if no rank has any other, one row is kept, of which entropy is logged. A
-        rank without rows has one micro-batch, a `filler`, so that every parameter has a gradient.
+        Rows of one prompt are adjacent, so that the prompt is encoded once. Prompts whose longest rows have similar
+        lengths are adjacent too, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0,
+        which have no gradient without a KL penalty. If no rank has any other rows, one row is kept, and its entropy is
+        logged. A rank without rows has one micro-batch, a `filler`, so that every parameter has a gradient.
         """
         experience = self
         if skip_zero_advantages:
@@ -93,7 +93,7 @@ class Experience:
             yield self.filler()
 
     def filler(self) -> "Experience":
-        """A micro-batch of one row of which no token counts: its loss is 0, and so is each parameter's gradient."""
+        """A micro-batch of one row in which no token counts: its loss is 0, and so is each parameter's gradient."""
         row, column = self.sequences.new_zeros(1), self.sampler_log_probs.new_zeros(1, 1)
         return Experience(
             sequences=row.expand(1, 2),
@@ -109,7 +109,7 @@ class Experience:
         )
 
     def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:
-        """Which rows each micro-batch of `split` holds."""
+        """The rows of each micro-batch of `split`."""
         lengths = self.attention_mask.sum(dim=1)
         _, group = self.prompt_index.unique(return_inverse=True)
         longest = torch.zeros_like(group).scatter_reduce(0, group, lengths, "amax")[group]
@@ -120,14 +120,14 @@ class Experience:
 
 
 def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.device = "cpu") -> Experience:
-    """Right-pad trajectories into one `Experience`; the masks are carried over from where the tokens were made.
+    """Right-pad trajectories into one `Experience`; the masks are copied, not derived from ids.
 
     >>> row = Trajectory([5, 6, 7, 2], 2, [0, 0, 1, 1], [0.0, 0.0, -0.7, -0.1])
     >>> collate([row], pad_id=2).action_mask
     tensor([[0, 1, 1]])
 
     Raises:
-        ValueError: there is no trajectory, or one whose lists differ in length.
+        ValueError: there is no trajectory, or the lists of a trajectory differ in length.
     """
     if not trajectories:
         raise ValueError("collate needs at least one trajectory")

@@ -1,8 +1,8 @@
 """Randomness by key instead of by stream.
 
 A stream of random numbers ties every draw to all draws before it: leave a row out, split a batch, resume a run, and
-everything after it changes. Here each draw asks for a generator by *name*, so that what a row gets depends on nothing
-but its own key.
+everything after it changes. Here each draw asks for a generator by *name*, so that a row's random numbers depend only
+on its own key.
 """
 
 import zlib
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def keyed_generator(name: str, *key: int) -> np.random.Generator:
-    """A generator that depends only on `name` (what the numbers are for) and `key`, non-negative integers.
+    """A generator that depends only on `name` (the purpose of the numbers) and `key`, non-negative integers.
 
     >>> keyed_generator("tokens", 0, 7).random() == keyed_generator("tokens", 0, 7).random()
     True

@@ -16,8 +16,8 @@ from common.fast.sharded_weights import gathered_weights
 if TYPE_CHECKING:
     from common.policy import Policy
 
-# At most so many logits exist at the same time: 2**25 of them are 128 MiB in float32. All of them for 64 rows of 512
-# tokens with Llama 3's vocabulary of 128,256 would be 16.8 GB, and log_softmax would hold them twice.
+# The most logits that exist at the same time: 2**25 logits are 128 MiB in float32. All logits of 64 rows of 512 tokens
+# with Llama 3's vocabulary of 128,256 would be 16.8 GB, and log_softmax would hold them twice.
 MAX_LOGITS = 2**25
 
 
@@ -35,7 +35,7 @@ def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: 
 def log_probs_and_entropy(
     hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module, temperature: float, max_logits: int = MAX_LOGITS
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the LM head to the hidden states from which tokens are predicted.
+    """Apply the LM head to the hidden states that predict tokens.
 
         log p(token) = z[token] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,   z = logits / temperature
 

@@ -1,4 +1,4 @@
-"""The parts that a policy's loss is composed of. Each train.py composes its own, with every denominator in sight.
+"""The parts of a policy's loss. Each train.py composes its own loss, with every denominator in sight.
 
 Shapes: B rows, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1. A mask is 1 on action tokens; values
 at other tokens are never read, not even an infinity.
@@ -13,7 +13,7 @@ def probability_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor | Non
     Args:
         log_probs: (B, T-1) of the policy that is trained, in nats, with gradient.
         old_log_probs: (B, T-1) of the policy that sampled. None: it is still the same policy. The ratio is then exactly
-            1, and its gradient is that of the log-probs, which makes the update a policy gradient.
+            1, and its gradient equals the gradient of the log-probs, which makes the update a policy gradient.
 
     >>> log_probs, old_log_probs = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -9.0]])
     >>> probability_ratio(log_probs, old_log_probs, mask=torch.tensor([[1, 0]]))
@@ -28,7 +28,7 @@ def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: f
 
         -min(ratio A, clip(ratio, 1 - clip_eps, 1 + clip_eps) A)
 
-    A token whose probability has moved past the range, in the direction in which its advantage pushes, has no gradient.
+    A token whose probability has moved out of the range, in the direction that its advantage pushes, has no gradient.
 
     Args:
         ratio: (B, T-1).
@@ -57,8 +57,8 @@ def approx_kl_divergence(log_probs: torch.Tensor, log_probs_ref: torch.Tensor, m
                                                                DeepSeekMath, arXiv 2402.03300, equation 4)
 
     It is never negative, and 0 where the two agree. Its mean over tokens drawn from the policy is the KL divergence.
-    Its gradient is not exactly that of the divergence (that of k2 = (log r)^2 / 2 is), but points nearly the same way
-    while the two policies are close.
+    Its gradient is not exactly the gradient of the divergence (k2 = (log r)^2 / 2 has the exact gradient), but points
+    nearly the same way while the two policies are close.
 
     >>> approx_kl_divergence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]), mask=torch.tensor([1, 1]))
     tensor([0.0000, 0.3679])

@@ -1,4 +1,4 @@
-"""Processes that train together. Each is called a rank; a process that was started alone is rank 0 of 1."""
+"""Processes that train together. Each is called a rank; a process that runs alone is rank 0 of 1."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -24,7 +24,7 @@ def world_size() -> int:
 
 
 def part_of(count: int) -> range:
-    """Of `count` things in a row, those of this rank; the parts of all ranks, one after the other, are all of them.
+    """This rank's part of `count` things in a row; the parts of all ranks, one after the other, are the whole.
 
     >>> part_of(5)  # alone
     range(0, 5)
@@ -33,9 +33,10 @@ def part_of(count: int) -> range:
 
 
 def gather(value: T) -> list[T]:
-    """The values that all ranks give, in the order of the ranks; every rank gets them.
+    """The values of all ranks, in the order of the ranks; every rank gets them.
 
-    Sums, means and maxima over ranks are taken from them: in the same order, and so with the same rounding, on each.
+    Sums, means and maxima over ranks are computed from these values, on each rank in the same order, so with the same
+    rounding.
     """
     if world_size() == 1:
         return [value]
@@ -50,20 +51,20 @@ def gather_rows(rows: list[T]) -> list[T]:
 
 
 def in_step(items: Iterable[T], filler: T) -> list[T]:
-    """The items of this rank, followed by `filler` until every rank has the same number of them.
+    """The items of this rank, followed by `filler` until every rank has the same number of items.
 
-    Where each forward or backward pass is also a message to the other ranks, a rank with fewer passes than the others
-    would leave them waiting for good.
+    If each forward or backward pass is also a message to the other ranks, a rank with fewer passes than the others
+    would leave them waiting forever.
     """
     items = list(items)
     return items + [filler] * (max(gather(len(items))) - len(items))
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Scale all gradients down so that their norm is `max_norm`, if it is more: `torch.nn.utils.clip_grad_norm_`.
+    """Scale all gradients down to a norm of `max_norm`, if it is larger, as `torch.nn.utils.clip_grad_norm_` does.
 
-    Of a sharded weight each rank has a part of the gradient. The norm is that of all parts: each rank's own would give
-    it another scale, and so a gradient of another direction.
+    Each rank has only a part of the gradient of a sharded weight. The norm is computed over all parts: if each rank
+    used the norm of its own part, the scales would differ, and the gradient would change its direction.
 
     Returns:
         The norm before: a tensor without dimensions, with the same value on all ranks.

@@ -27,12 +27,12 @@ class Policy(nn.Module):
         model, tokenizer: of Hugging Face; a causal language model.
         end_of_turn_ids: every id that ends an assistant turn; some models have several.
         pad_id: fills the batch; it may equal an end-of-turn id, because no mask is ever made from ids.
-        temperature: of the sampling distribution; log-probabilities are those of logits / temperature.
+        temperature: of the sampling distribution; log-probabilities are computed from logits / temperature.
         compute_dtype: torch.float32, or torch.bfloat16 for autocast. Trained weights are in float32 either way: a step
             of 1e-6 would be rounded away in a bfloat16 weight, and training would silently do nothing.
 
-    `share_prompts` is to be False for sharded weights: complete rows are then run, in one call of the decoder, since
-    each call is a message that all ranks must send, and how many calls share the prompts depends on the data.
+    `share_prompts` must be False for sharded weights. Complete rows are then run, in one call of the decoder: each call
+    is a message that all ranks must send, and with shared prompts the number of calls depends on the data.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Policy(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.share_prompts = True
         self.max_logits = MAX_LOGITS
-        self.compute_device: torch.device | None = None  # if it is not where the weights are: they can be offloaded
+        self.compute_device: torch.device | None = None  # unless it is the device of the weights: they can be offloaded
 
     @property
     def device(self) -> torch.device:
@@ -63,7 +63,7 @@ class Policy(nn.Module):
 
     @property
     def trained(self) -> nn.Module:
-        """What holds the weights that ranks may share among them; for a reference it can be another policy."""
+        """The module that holds the (possibly sharded) weights; for a reference it can be another policy."""
         return self
 
     def autocast(self) -> torch.autocast:
@@ -74,11 +74,11 @@ class Policy(nn.Module):
         """Log-probs and entropy of the tokens of `sequences` where `action_mask` is 1.
 
         Args:
-            sequences: (B, T), right-padded. No attention mask is needed: attention is causal, so that no real token
-                ever sees the padding behind it, whatever the padding's id.
+            sequences: (B, T), right-padded. No attention mask is needed: attention is causal, so no real token ever
+                sees the padding after it, whatever the padding's id.
             action_mask: (B, T-1), 1 where token t+1 counts.
         """
-        # Gradient checkpointing works in training mode only, and sampling with a cache only outside of it.
+        # Gradient checkpointing works only in training mode, and sampling with a cache only outside it.
         self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())
         with self.autocast():
             hidden, positions = self._hidden_states(sequences, action_mask)  # (N, H), (N,)
@@ -89,11 +89,11 @@ class Policy(nn.Module):
         return PolicyOutput(*(zeros.index_put((positions // width, positions % width), x) for x in values))
 
     def next_logits(self, **inputs) -> torch.Tensor:
-        """The logits (rows, V) that predict the token after the last one; `inputs` are those of `self.model`."""
+        """The logits (rows, V) that predict the token after the last one; `inputs` go to `self.model`."""
         return self.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _hidden_states(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where action tokens are predicted: hidden states (N, H), and their positions in the flattened (B, T-1)."""
+        """The hidden states (N, H) that predict action tokens, and their positions in the flattened (B, T-1)."""
         decoder = self.model.get_decoder()
         if self.share_prompts and not self.model.training:  # gradient checkpointing keeps no cache, which sharing needs
             shared = hidden_states_of_shared_prompts(decoder, sequences, action_mask)

@@ -40,21 +40,22 @@ def sample(
     """Sample `group_size` completions of every prompt.
 
     Args:
-        policy: its temperature is that of the sampling.
+        policy: its temperature is the sampling temperature.
         prompts: Q lists of ids, of any lengths.
         group_size: G.
         max_new_tokens: the completion budget; a row that reaches it has finish_reason "length".
-        key: (seed, step). A row's random numbers depend on it, on its prompt's index and on its completion's, only.
+        key: (seed, step). A row's random numbers depend only on it, on the prompt's index and on the completion's
+            index.
         prompt_index: names the prompts, one for each; by default 0..Q-1.
         rows: which of the Q*G rows to sample: a rank's part, which may begin or end within a group. None: all.
-        top_p: draw from the smallest set of tokens with at least this probability. The recorded log-probs remain those
-            of the full distribution.
+        top_p: draw from the smallest set of tokens with at least this probability. The recorded log-probs still refer
+            to the full distribution.
         greedy: take the most probable token instead of drawing one.
         generation_batch_size: completions sampled at the same time, in complete groups if it is that large. It bounds
             the memory of the cache and changes no sample. None: all.
 
     Returns:
-        B trajectories, those of `rows` in their order: that of `prompts`, a group's rows adjacent.
+        B trajectories, one for each of `rows`, in the order of `prompts`, a group's rows adjacent.
 
     Raises:
         ValueError: a prompt is empty, or `prompt_index` does not have one index per prompt.
@@ -67,7 +68,7 @@ def sample(
 
 
 def in_groups(items: list[T], size: int, numbers: range | None = None) -> list[list[T]]:
-    """Items with consecutive numbers, by group of `size` numbers; the first and the last one can be parts of groups.
+    """Items with consecutive numbers, by group of `size` numbers; the first and the last group can be incomplete.
 
     >>> in_groups(list("abcde"), 2, range(3, 8))
     [['a'], ['b', 'c'], ['d', 'e']]
@@ -105,16 +106,17 @@ def continue_rows(
     generation_batch_size: int | None = None,
     kept: KeptRows | None = None,
 ) -> list[list[int]]:
-    """Sample one more turn of every row, behind the ids that it has. Arguments as in `sample`, and:
+    """Sample one more turn of every row, after its present ids. Arguments as in `sample`, and:
 
     Args:
-        rows: B trajectories, which grow in place. Those with the same ids are encoded once.
-        max_new_tokens: the completion budget of *all* turns of a row; what a tool has answered does not count. A row
-            that has reached it is left as it is, with finish_reason "length".
-        key: as for the turns before. A row's n-th token is drawn with its n-th random number, whatever its turn.
+        rows: B trajectories, which grow in place. Rows with the same ids are encoded once.
+        max_new_tokens: the completion budget of *all* turns of a row; the tools' answers do not count. A row that has
+            reached it is left as it is, with finish_reason "length".
+        key: the same as for the earlier turns. A row's n-th token is drawn with its n-th random number, whatever its
+            turn.
         max_length: of all ids of a row: the model's context.
-        kept: where the keys and values of these rows are from turn to turn, so that only what a row has gained is run;
-            a new `KeptRows()` for each rollout. It holds one batch: rows of several batches are run again.
+        kept: holds the keys and values of these rows from turn to turn, so that only a row's new tokens are run; a new
+            `KeptRows()` for each rollout. It holds one batch: rows of several batches are run again.
 
     Returns:
         The ids that were appended to each row.
@@ -137,13 +139,13 @@ def _continue_batches(
     kept: KeptRows | None = None,
 ) -> None:
     policy.eval()  # in training mode gradient checkpointing would switch the cache off
-    exact = torch.float32 if policy.device.type == "mps" else torch.float64  # which Apple's GPUs do not have
-    # Weights that are gathered in inference mode could not be trained any more, so these are gathered before it.
+    exact = torch.float32 if policy.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    # Weights that are gathered in inference mode could no longer be trained, so gather them before it.
     with gathered_weights(policy), torch.inference_mode():
         for batch in batches:
             rows, budgets = [], []
             for row in batch:
-                row.finish_reason = "length"  # until it has ended its turn
+                row.finish_reason = "length"  # until it ends its turn
                 budget = int(min(max_new_tokens - row.num_action_tokens, max_length - len(row.ids)))
                 if budget > 0:
                     rows.append(row)
@@ -151,7 +153,7 @@ def _continue_batches(
             if not rows:
                 continue
             draws = None if greedy else _uniforms(rows, max(budgets), key).to(policy.device, exact)
-            with policy.autocast():  # once around the loop: it keeps the weights that it has cast until it is left
+            with policy.autocast():  # once around the loop: it keeps the cast weights until it is left
                 _complete(policy, rows, budgets, top_p, draws, kept)
 
 
@@ -173,7 +175,7 @@ def _complete(
     sequences, attention_mask = left_pad(list(index_of), policy.pad_id, policy.device)  # (U, P), (U, P)
     known = 0 if kept is None else kept.fill(cache, list(dict(zip(beginnings, rows, strict=True)).values()))
     logits = next_logits(policy, sequences[:, known:], attention_mask, cache)[owner]  # (B, V)
-    cache.batch_select_indices(owner)  # a prompt was run once; its keys and values serve the group
+    cache.batch_select_indices(owner)  # a prompt is run once; its keys and values serve the group
     attention_mask = attention_mask[owner]  # (B, P), one column wider each round
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
     active = torch.arange(len(rows), device=policy.device)  # the rows that are still in the batch
@@ -199,7 +201,7 @@ def _complete(
 
 
 def next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
-    """Feed `ids` (rows, new tokens) behind what the cache holds; the logits of the token that follows: (rows, V)."""
+    """Feed `ids` (rows, new tokens) after the cached tokens; the logits of the token that follows: (rows, V)."""
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # left padding does not count
     return policy.next_logits(
         input_ids=ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache
@@ -211,7 +213,7 @@ def _draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row by inverse CDF, or the most probable one if `uniforms` is None.
 
-    Lay the tokens' probabilities end to end on [0, 1) and take the token whose interval the uniform number falls into.
+    Lay the tokens' probabilities end to end on [0, 1) and take the token whose interval contains the uniform number.
     Returns (rows,) tokens and (rows,) their log-probabilities in nats, under logits / temperature in float32.
 
     >>> logits = torch.tensor([[0.25, 0.5, 0.25]]).log().expand(3, 3)
@@ -235,7 +237,7 @@ def _draw(
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     """Which tokens form the smallest set with at least `top_p` of the probability: (rows, V) bool."""
     sorted_probs, order = probs.sort(dim=-1, descending=True)
-    before = sorted_probs.cumsum(dim=-1) - sorted_probs  # what the more probable tokens hold already
+    before = sorted_probs.cumsum(dim=-1) - sorted_probs  # the probability of all more probable tokens
     return torch.zeros_like(probs, dtype=torch.bool).scatter(-1, order, before < top_p)
 
 

@@ -1,8 +1,8 @@
-"""Search: documents that a policy finds, instead of knowing them.
+"""Search: a policy finds documents, instead of knowing them.
 
-An index answers `search_all(queries, k)` with the documents that fit best; harness/search has several kinds. The
-policy reads their texts, one a line, and never their ids or scores. All queries of a turn are sent to the index
-together, before the environment takes the turn of each conversation.
+An index answers `search_all(queries, k)` with the documents that fit best; harness/search has several kinds. The policy
+reads their texts, one per line, and never their ids or scores. All queries of a turn are sent to the index together,
+before the environment takes the turn of each conversation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from common.environment import CALL_WEIGHTS, MAX_CALLS, State
 from common.tools import ToolCall, parse_calls
 
 NOTHING_FOUND = "nothing found"
-# Reward components besides those of the task: of the calls, and the share of the supporting documents that were found.
+# Reward components besides the task's: for the calls, and the share of the supporting documents that were found.
 SEARCH_WEIGHTS = CALL_WEIGHTS | {"retrieved": 0.0}
 
 
@@ -26,7 +26,7 @@ class Hit(NamedTuple):
 
 
 class SearchError(Exception):
-    """A search that could not be answered. Its message, one line, is what the policy reads."""
+    """A search that could not be answered. The policy reads its message, one line."""
 
 
 class Index(Protocol):
@@ -35,7 +35,7 @@ class Index(Protocol):
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
         """For each query, any text that a policy may write: at most `k` hits, best first; none if nothing fits.
 
-        SearchError in their place: there is no answer, as it took too long, say, or a server failed.
+        SearchError instead of hits: there is no answer, for example because it took too long or a server failed.
         """
 
 
@@ -47,7 +47,7 @@ class Searcher:
         self._answers: dict[str, list[Hit] | SearchError] = {}
 
     def send(self, queries: Iterable[str]) -> None:
-        """Send all queries of a turn to the index together; equal ones once."""
+        """Send all queries of a turn to the index together; equal queries only once."""
         distinct = list(dict.fromkeys(queries))
         answers = self._index.search_all(distinct, self._top_k) if distinct else []
         self._answers = dict(zip(distinct, answers, strict=True))
@@ -68,14 +68,14 @@ class Searcher:
 
 @dataclass
 class SearchState(State):
-    """A conversation that can search, and what it has found."""
+    """A conversation that can search, and the documents that it has found."""
 
     searcher: Searcher = field(kw_only=True)  # its `search` may be among the tools
     found: list[Hit] = field(default_factory=list)
     num_failures: int = 0  # searches that the index could not answer
 
     def queries(self, action_text: str) -> list[str]:
-        """What the index will be asked for in the turn that the policy takes with this text."""
+        """The queries to the index in the turn that the policy takes with this text."""
         calls = [] if self.is_last_turn else parse_calls(action_text, self.call_form)[0][:MAX_CALLS]
         return [query for query in map(self._query, calls) if query is not None]
 
@@ -96,14 +96,14 @@ class SearchState(State):
         return super().describe() | {"failed_searches": self.num_failures}
 
     def _query(self, call: ToolCall) -> str | None:
-        """What a call searches for; None if it calls something else, or with other arguments."""
+        """The query of a call; None if it calls another tool, or has other arguments."""
         is_search = call.error is None and call.name == "search" and self.tools.get("search") == self.searcher.search
         fits = is_search and call.arguments.keys() == {"query"} and isinstance(call.arguments["query"], str)
         return call.arguments["query"] if fits else None
 
 
 def render(hits: list[Hit]) -> str:
-    """What the policy reads: the texts, best first, one a line.
+    """The text that the policy reads: the documents' texts, best first, one per line.
 
     >>> render([Hit("d1", "The ship Fardil was built in 1846.", 7.1), Hit("d2", "Jarce built\\nMabto.", 2.0)])
     'The ship Fardil was built in 1846.\\nJarce built Mabto.'
@@ -112,7 +112,7 @@ def render(hits: list[Hit]) -> str:
 
 
 def share_retrieved(row: dict, hits: list[Hit]) -> float:
-    """The share of a row's supporting documents that are among the hits; a part of one, id#1, is enough.
+    """The share of a row's supporting documents that are among the hits; a part of a document, id#1, is enough.
 
     If the row does not name them: 1 if a hit holds the answer, else 0.
 
@@ -128,7 +128,7 @@ def share_retrieved(row: dict, hits: list[Hit]) -> float:
 
 
 def supporting(row: dict) -> list[str]:
-    """The ids of the documents that a row names as supporting; a single one needs no list."""
+    """The ids of the documents that a row names as supporting; a single id needs no list."""
     named = row.get("supporting")
     named = [named] if isinstance(named, str | int) else named
     return list(map(str, named)) if isinstance(named, list) else []

@@ -1,7 +1,7 @@
 """Tools: Python functions that the policy calls by writing JSON.
 
-A tool's docstring and types are what the policy is told of it. Its answer is a text; one that begins with "error:" is a
-failure, which the policy reads like any other answer. Nothing that a policy writes raises an exception here.
+The policy is told a tool's docstring and types. The tool's answer is a text; if it begins with "error:", the call has
+failed, and the policy reads it like any other answer. Nothing that a policy writes raises an exception here.
 
 >>> from common.calculator_tool import calculator
 >>> text = 'So <tool_call>{"name": "calculator", "arguments": {"expression": "17*23"}}</tool_call>'
@@ -30,7 +30,7 @@ MAX_DIGITS = 1000  # of a whole number; Python converts 4,300 at most
 
 
 class ToolCall(NamedTuple):
-    """What the policy asks for; `error` says in one line why a call is malformed, which then has no name."""
+    """A call that the policy writes. If it is malformed, `error` says why in one line, and the call has no name."""
 
     name: str
     arguments: dict
@@ -44,12 +44,12 @@ _SEPARATOR = re.compile(r"\s*(?:[;\n]\s*|\Z)")
 
 
 def parse_calls(text: str, form: str) -> tuple[list[ToolCall], str]:
-    """The calls in what the assistant says, and the text without them. A call inside `<think>` is a thought.
+    """The calls in the assistant's text, and the text without them. A call inside `<think>` is a thought.
 
-    "hermes": each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call, and one that is never closed a
-    malformed call. "llama3": the whole text is `{"name": ..., "parameters": {...}}`, or several, separated by ";" or
-    new lines; if it only begins like one it is a malformed call, and else none. Both forms take either key. The time is
-    linear in the length of the text, whatever it is.
+    "hermes": each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call; a block that is never closed is
+    a malformed call. "llama3": the whole text is `{"name": ..., "parameters": {...}}`, or several of these, separated
+    by ";" or new lines; a text that only begins like a call is a malformed call, any other text is no call. Both forms
+    take either key. The time is linear in the length of the text, whatever it contains.
     """
     if form == "hermes":
         blocks = [block for block in _BLOCK.finditer(text) if block[1] is not None]
@@ -128,10 +128,10 @@ _JSON_TYPES = {kind: (kind,) for kind in (int, str, bool, list, dict, type(None)
 
 
 def call_tool(tools: dict[str, Callable], call: ToolCall) -> tuple[str, bool]:
-    """What the tool answers, and whether it did what was asked: an answer that begins with "error:" is a failure.
+    """The tool's answer, and whether the call succeeded: an answer that begins with "error:" is a failure.
 
-    A malformed call, an unknown tool, arguments that do not fit and an exception of the tool are such answers; only
-    `KeyboardInterrupt` and `UserError` pass. Lists and objects become JSON; a long answer is cut to `MAX_RESULT`
+    A malformed call, an unknown tool, arguments that do not fit and an exception of the tool give such answers; only
+    `KeyboardInterrupt` and `UserError` are raised. Lists and objects become JSON; a long answer is cut to `MAX_RESULT`
     characters.
     """
     text = _answer(tools, call).encode("utf-8", "replace").decode("utf-8")  # a tokenizer refuses half a character
@@ -163,7 +163,7 @@ def _answer(tools: dict[str, Callable], call: ToolCall) -> str:
 
 
 def _fits(value: object, hint: object) -> bool:
-    """Whether a value from JSON is of the type of a parameter; true and 1 are not the same here."""
+    """Whether a value from JSON has the type of a parameter; true and 1 are not the same here."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
     if get_origin(hint) is Literal:
@@ -198,7 +198,7 @@ def call_form(tokenizer) -> str:
     """The form in which a tokenizer's chat template writes calls, and the policy should: "hermes" or "llama3".
 
     Raises:
-        UserError: the template refuses calls, leaves them out, or writes them in another form.
+        UserError: the template refuses calls, omits them, or writes them in another form.
     """
     expected = ToolCall("calculator", {"expression": "17*23"})
     function = {"name": expected.name, "arguments": expected.arguments}  # and an id of the nine letters that some want

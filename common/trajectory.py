@@ -1,7 +1,7 @@
-"""What happened to one row: which tokens were fed, which were sampled, and what they earned.
+"""The record of one row: which tokens were fed, which were sampled, and the rewards.
 
-*The completion* is what the policy has sampled, in one turn or several. What tools answer in between is in the row, but
-it belongs to no completion: no length, budget, reward, loss or denominator counts it.
+*The completion* is the tokens that the policy has sampled, in one turn or several. The tools' answers in between are in
+the row but belong to no completion: no length, budget, reward, loss or denominator counts them.
 """
 
 import math
@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Trajectory:
-    """One completion of one prompt, as ragged lists. The ids that were sampled are the ids that are trained on.
+    """One completion of one prompt, as ragged lists. Training uses exactly the ids that were sampled.
 
     `action_mask` and `sampler_log_probs` have one entry for every id and are written where the token is made: 1 and its
-    log-probability on exactly the tokens that the policy sampled, including its end-of-turn token; 0 on the prompt, and
-    on what a tool answers and the template puts around it.
+    log-probability on exactly the tokens that the policy sampled, including its end-of-turn token; 0 on the prompt, on
+    tools' answers, and on the template's text around them.
 
     >>> row = Trajectory([5, 6, 7, 2], 2, action_mask=[0, 0, 1, 1], sampler_log_probs=[0.0, 0.0, -0.7, -0.1])
     >>> row.observe([3, 9])
@@ -32,7 +32,7 @@ class Trajectory:
     text: str = ""  # the completion as text, for rewards and for people
     turns: list[tuple[str, str]] = field(default_factory=list)  # (role, text) after the prompt, if there are several
     rewards: dict[str, float] = field(default_factory=dict)  # by component, unweighted
-    # What else is measured, and only logged: a float of 0 or 1 says whether something is so, an int counts
+    # More measurements, which are only logged: a float of 0 or 1 answers a yes-or-no question, an int counts
     description: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -49,13 +49,13 @@ class Trajectory:
         return sum(role == "assistant" for role, _ in self.turns)
 
     def act(self, ids: list[int], log_probs: list[float]) -> None:
-        """Append what the policy has sampled: masks are made nowhere else."""
+        """Append tokens that the policy has sampled: masks are made nowhere else."""
         self.ids += ids
         self.action_mask += [1] * len(ids)
         self.sampler_log_probs += log_probs
 
     def observe(self, ids: list[int], max_length: float = math.inf) -> None:
-        """Append what was not sampled: the answers of tools, as the template renders them; as much as fits."""
+        """Append tokens that were not sampled: the tools' answers, as the template renders them; as much as fits."""
         ids = ids[: int(max(0, min(len(ids), max_length - len(self.ids))))]
         self.ids += ids
         self.action_mask += [0] * len(ids)

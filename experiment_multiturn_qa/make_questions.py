@@ -105,13 +105,13 @@ def listed(counts: Counter[str]) -> str:
 
 
 def read_output(path: Path, parts: set[str]) -> list[dict]:
-    """The questions that an earlier command has left; a line that a kill has cut short is removed.
+    """The questions that an earlier command has written; a line that a kill has cut short is removed.
 
     Raises:
         UserError: the file holds anything else, or cannot be written.
     """
     try:
-        with path.open("a+b") as file:  # before anything is paid for
+        with path.open("a+b") as file:  # before any request costs money
             file.seek(0)
             content = file.read()
             complete, new_line, cut = content.rpartition(b"\n")
@@ -137,7 +137,7 @@ def make(
     """Ask about the parts, in rounds, until there are enough questions: rows are written, and added to `rows`.
 
     Returns:
-        the kinds of the new questions, and why others were left out.
+        the kinds of the new questions, and the reasons why others were left out.
     """
     from tqdm import tqdm
 
@@ -170,7 +170,7 @@ def make(
 
 
 def outcomes(config: Config, documents: list[Document], units: list[Unit]) -> Iterator[tuple[Document, Draft | str]]:
-    """A question about each unit, or why there is none, in their order."""
+    """A question about each unit, or the reason why there is none, in the order of the units."""
     if config.base_url is None:
         drafts_of = functools.cache(Templates(documents, config.chunk_overlap).drafts)
         for document, times in units:
@@ -187,7 +187,7 @@ def outcomes(config: Config, documents: list[Document], units: list[Unit]) -> It
 
 
 async def ask_all(config: Config, units: list[Unit]) -> list[Draft | str]:
-    """What the server replies about some parts, which it is asked about at the same time.
+    """The server's replies about some parts; the requests are sent at the same time.
 
     Raises:
         UserError: it has answered none of these requests.
@@ -208,7 +208,7 @@ async def ask_all(config: Config, units: list[Unit]) -> list[Draft | str]:
 
 
 async def _ask(client: httpx2.AsyncClient, config: Config, document: Document, times: int) -> tuple[str | None, str]:
-    """A reply, or None and why; what may pass is tried again: a busy server, its errors, a slow answer."""
+    """A reply, or None and the reason; temporary problems are retried: a busy server, its errors, a slow answer."""
     prompt = PROMPT.format(text=document.text, words=MAX_ANSWER_WORDS)
     body = {
         "model": config.served_model,
@@ -225,7 +225,7 @@ async def _ask(client: httpx2.AsyncClient, config: Config, document: Document, t
             if response.status_code == 200:
                 return response.json()["choices"][0]["message"]["content"] or "", ""
             problem, status = f"status {response.status_code}: {response.text}", response.status_code
-            if status < 500 and status not in (408, 409, 425, 429):  # it will not pass
+            if status < 500 and status not in (408, 409, 425, 429):  # retrying will not help
                 return None, printable(problem, 150) + (f"; is {KEY} set, and right?" if status in (401, 403) else "")
         except (httpx2.ConnectError, httpx2.UnsupportedProtocol, httpx2.InvalidURL) as error:
             return None, str(error)
@@ -239,9 +239,9 @@ async def _ask(client: httpx2.AsyncClient, config: Config, document: Document, t
 
 
 def read_reply(reply: str) -> Draft | str:
-    """The question and the answer in the last object of a model's reply that has both, or why it has none.
+    """The question and the answer in the last object of a model's reply that has both, or the reason why there is none.
 
-    What else a model writes is ignored: instructions in the part can spoil its own questions and nothing else.
+    All other text of the reply is ignored: instructions in a part can only spoil the questions about that part.
 
     >>> read_reply('<think>{"question"</think> Sure! {"question": "Who built Fardil?", "answer": "Jarce"} Bye.')
     Draft(question='Who built Fardil?', answer='Jarce', kind='written')
@@ -250,7 +250,7 @@ def read_reply(reply: str) -> Draft | str:
     found, end = None, 0
     for match in re.finditer(r"\{", reply):
         with suppress(ValueError, RecursionError):
-            if match.start() >= end:  # else within an object that has been read
+            if match.start() >= end:  # else inside an object that has been read
                 value, end = json.JSONDecoder().raw_decode(reply, match.start())
                 found = value if "question" in value and "answer" in value else found
     if found is None:

@@ -1,14 +1,14 @@
-"""Questions from templates: what is asked about documents when no model writes the questions.
+"""Questions from templates, for use when no model writes the questions about documents.
 
-Four kinds, each of which has one short answer that stands in the document part:
+Four kinds, each with one short answer that occurs in the document part:
 
 - acronym:  What does "FSF" stand for?
 - term:     What is defined as follows: "the copyright owner that is granting the License"?
 - default:  What is the default of `highWaterMark`?
 - cloze:    Complete the sentence: Covered Software is provided under this License on an ____ basis.
 
-What would have several right answers is left out (a sentence that occurs in several parts, a term that is defined
-twice), and so is what reads badly: fragments, code, tables, and sentences that begin with "This", for example.
+Questions with several right answers are left out (a sentence that occurs in several parts, a term that is defined
+twice). So are questions that read badly: fragments, code, tables, and sentences that begin with "This", for example.
 """
 
 import re
@@ -22,9 +22,9 @@ from harness.search.documents import Document
 
 MAX_ANSWER_WORDS, MAX_ANSWER = 6, 80  # words, characters
 MIN_QUESTION, MAX_QUESTION = 10, 400  # characters
-KINDS = ("acronym", "term", "default", "cloze")  # the first ones are rarer, and read better
+KINDS = ("acronym", "term", "default", "cloze")  # the first kinds are rarer, and read better
 BLANK = "____"
-MAX_SHARE = 0.01  # of all parts, that may contain a word which is asked for; five parts always may
+MAX_SHARE = 0.01  # the largest share of parts that may contain an asked-for word; five parts always may
 MEANS = r"(?:shall mean|means|mean|refers to|refer to|is defined as|are defined as)"
 QUOTED_TERM = re.compile(rf"[\"“]([^\"“”]{{2,50}})[\"”] {MEANS} (.+)$")
 NAMED_TERM = re.compile(r"(?:The )?((?:`[^`]{2,40}`)|(?:[A-Z][\w.+-]+(?: [A-Z][\w.+-]*){0,3})) (?:is|are) (an? .+)$")
@@ -38,7 +38,7 @@ NUMBER = re.compile(r"(?<![\w.§#-])(?:v?\d+(?:[.,:]\d+)+|\d{2,})(?![\w-]|\.\d)"
 CODE = re.compile(r"`([^`\s]{2,40})`")
 NAME = re.compile(r"(?<=[a-z,;] )[A-Z][A-Za-z]+(?: (?:of |for |the )?[A-Z][A-Za-z]+){1,4}(?![\w-])")
 WORD = re.compile(r"(?<![\w`/.'\u2019-])[a-z]{5,18}(?<!ly)(?![\w`/'\u2019(-]|\.\w)")
-# too plain to be asked for, however few documents there are
+# too plain to ask for, however few documents there are
 PLAIN = re.compile(
     "about|above|after|again|against|along|already|also|although|always|among|another|because|becomes?|been|before|being|"
     "below|between|beyond|cannot|could|does|doing|done|during|either|else|enough|even|every|first|given|hence|hereby|"
@@ -50,7 +50,7 @@ PLAIN = re.compile(
 MARKDOWN_PART = re.compile(r"\.md#\d+$", re.IGNORECASE)
 HEADINGS = re.compile(r"((?:[^\n]{0,190} > )?[^\n]{1,200}?(?:: `[^`\n]*`)?): ")  # a heading may be "Class: `Buffer`"
 MIN_WORDS, MAX_WORDS = 8, 32  # of a sentence
-PASSAGE = 5  # words behind a blank, or at the end of a sentence before it, that no other sentence may have
+PASSAGE = 5  # words after a blank, or before it at the end of a sentence, that no other sentence may have
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|cf|vs|Mr|Mrs|Dr|Prof|St|No|Inc|Ltd|Co|Corp|Fig|Sec|approx|[A-Z]))\.$")
 POINTS_BACK = re.compile(
     r"(?:It|Its|This|These|They|Their|Such|That|Those|He|She|His|Her|Here|There|Then|Thus|So|Also|And|But|Or|However|"
@@ -65,7 +65,7 @@ NO_PROSE = re.compile(
 
 
 class Draft(NamedTuple):
-    """A question that somebody has proposed about a document part; `kind` is how it was made."""
+    """A proposed question about a document part; `kind` is how it was made."""
 
     question: str
     answer: str
@@ -73,7 +73,7 @@ class Draft(NamedTuple):
 
 
 def normalise(text: str) -> str:
-    """As the literature compares answers (SQuAD): without case, punctuation and articles.
+    """A text as the literature compares answers (SQuAD): without case, punctuation and articles.
 
     >>> normalise("The  “Licensor”, v2.0")
     'licensor v20'
@@ -83,7 +83,7 @@ def normalise(text: str) -> str:
 
 
 def contains(text: str, words: str) -> bool:
-    """Whether `words` stand in a text, as words of their own; spaces and line breaks are the same.
+    """Whether `words` occur in a text, as whole words; spaces and line breaks are the same.
 
     >>> contains("The ship\\nFardil was built", "ship Fardil"), contains("The shipyard", "ship")
     (True, False)
@@ -93,7 +93,7 @@ def contains(text: str, words: str) -> bool:
 
 
 def find_fault(draft: Draft, text: str) -> str | None:
-    """Why a question about a document part with this text is of no use; None if it is.
+    """The reason why a question about a document part with this text is useless; None if it is useful.
 
     >>> find_fault(Draft("Where was the Fardil built?", "Tinhur", "written"), "Fardil was built in Tinhur.")
     >>> find_fault(Draft("Who built the Fardil?", "Jarce", "written"), "Fardil was built in Tinhur.")
@@ -111,16 +111,17 @@ def find_fault(draft: Draft, text: str) -> str | None:
 
 
 class Templates:
-    """Makes questions of documents, all parts in the order of the corpus; `overlap`: words shared with the one before.
+    """Makes questions from documents, all parts in the order of the corpus; `overlap`: words shared with the part
+    before.
 
-    What is unique or rare is so in all documents, so they are read twice.
+    Whether a text is unique or rare depends on all documents, so they are read twice.
     """
 
     def __init__(self, documents: list[Document], overlap: int):
         self._num_parts, self._parts_with = len(documents), Counter()  # the latter by word
         self._continued = {part.id for before, part in pairwise(documents) if continues(part, before, overlap)}
         self._sentences: Counter[str] = Counter()
-        self._repeated: set[int] = set()  # checksums of what stands in several places around a word
+        self._repeated: set[int] = set()  # checksums of passages that occur in several places
         passages: set[int] = set()
         for document in documents:
             self._parts_with.update(set(re.findall(r"[^\W\d_]+", document.text)))
@@ -134,7 +135,7 @@ class Templates:
         self._asked = Counter(normalise(draft.question) for draft in drafts)
 
     def drafts(self, document: Document) -> list[Draft]:
-        """The questions about a part that have one answer, the best first, and each sentence is asked about once."""
+        """The questions about a part that have one answer, the best first; each sentence is asked about once."""
         drafts = [
             draft
             for draft in self._proposals(document)
@@ -179,11 +180,11 @@ class Templates:
             yield Draft(f'What is {verb} as follows: "{meaning.replace(chr(34), chr(39))}"?', term, "term")
 
     def _is_name(self, words: str) -> bool:
-        """Whether none of the words occurs in small letters: a sentence begins with a capital anyway."""
+        """Whether none of the words occurs in lower case: every sentence begins with a capital."""
         return not any(self._parts_with[word.lower()] for word in re.findall(r"[^\W\d_]+", words))
 
     def _cloze(self, sentence: str) -> Iterator[Draft]:
-        """Of what can be asked for best, the least plain: a rare word, and rather a noun than what may be a verb."""
+        """Ask for a word of the best pattern that matches: a rare word, and a noun rather than a possible verb."""
         for pattern in (NUMBER, CODE, NAME, WORD):
             choices = []
             for match in pattern.finditer(sentence):
@@ -213,7 +214,7 @@ class Templates:
 
 
 def headings_and_body(document: Document) -> tuple[str, str]:
-    """What `read_corpus` has put in front of a part of a Markdown file, "Guide > Install", and the part without it.
+    """The headings that `read_corpus` puts before a part of a Markdown file, "Guide > Install", and the bare part.
 
     >>> headings_and_body(Document("guide.md#3", "Guide > Install: Type `pip install`."))
     ('Guide > Install', 'Type `pip install`.')
@@ -223,7 +224,7 @@ def headings_and_body(document: Document) -> tuple[str, str]:
 
 
 def continues(document: Document, before: Document, overlap: int) -> bool:
-    """Whether a part begins where another one of its section goes on, mostly within a sentence."""
+    """Whether a part continues the part before it in the same section, mostly within a sentence."""
     if document.id.rpartition("#")[0] != before.id.rpartition("#")[0] or "#" not in document.id:
         return False
     shared = before.text.split()[-overlap:] if overlap else []
@@ -231,7 +232,7 @@ def continues(document: Document, before: Document, overlap: int) -> bool:
 
 
 def blocks_of(text: str) -> Iterator[str]:
-    """The paragraphs and the list items of plain text or Markdown, each in one line; no code, tables or headings."""
+    """The paragraphs and list items of plain text or Markdown, each in one line; no code, tables or headings."""
     fence, block, was_title = None, [], False
     width = max(map(len, text.splitlines()), default=0)
     for line in [*text.splitlines(), ""]:
@@ -253,7 +254,7 @@ def sentences_of(text: str, is_beginning: bool) -> list[str]:
     """The complete sentences of a part that read like prose.
 
     Args:
-        is_beginning: the part begins where its document does, and not perhaps within a sentence.
+        is_beginning: the part begins where its document begins, so not within a sentence.
     """
     found = []
     for number, block in enumerate(blocks_of(text)):

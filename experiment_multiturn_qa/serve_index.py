@@ -72,16 +72,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     async def quietly(scope, receive, send) -> None:
         try:
             await app(scope, receive, send)
-        except asyncio.CancelledError:  # the end has come before the rest of the request
+        except asyncio.CancelledError:  # the server ended before the rest of the request came
             return
 
-    # after Ctrl-C or SIGTERM, requests that are being answered get two seconds
+    # after Ctrl-C or SIGTERM, running requests get two seconds
     settings = uvicorn.Config(quietly, log_level="warning", timeout_graceful_shutdown=2)
     uvicorn.Server(settings).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at which clients may knock already."""
+    """A socket that already accepts connections."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -92,7 +92,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_app(index: Index, top_k: int):
-    """The application: it gives `top_k` hits to a request that does not say how many."""
+    """The application: it returns `top_k` hits if a request does not say how many."""
     from fastapi import FastAPI, Response
 
     app = FastAPI(title="search", openapi_url=None)

@@ -1,16 +1,17 @@
-"""How the tiny policy is taught to search, imperfectly: three lessons about Countdown, every line of them correct.
+"""How the tiny policy learns to search, imperfectly: three lessons about Countdown, in which every line is correct.
 
-1. *trying*: asked to try, it writes one try at random, with its value, and compares that with the target:
+1. *trying*: asked to try, it writes one try at random, with its value, and compares the value with the target:
    `(7*5)+2=35+2=37<55`.
 2. *searching*: asked to make the target, it tries until a value is the target, and answers with that try:
-   `<think>(7+5)*2=12*2=24<37 (7*5)+2=35+2=37=37</think><answer>(7*5)+2</answer>`. What it tries is drawn at random, but
+   `<think>(7+5)*2=12*2=24<37 (7*5)+2=35+2=37=37</think><answer>(7*5)+2</answer>`. The tries are drawn at random, but
    never the same value twice. This teaches nothing about where to look.
 3. *guided searching*: the same, but values near the target tend to come first. No network of this size can compute all
-   values beforehand; it learns to guess a little which ones are near, and the rest is left to reinforcement learning.
+   values beforehand. It learns to guess, not very well, which values are near; reinforcement learning has to do the
+   rest.
 
-After MAX_TRIES a search is cut off, and its end is not learned: nothing teaches the policy to give up, or to claim what
-it has not found. Verdicts and answers are few of a row's tokens and decide what it is worth, so they are weighted
-(EMPHASIS). All problems come from the pool "warm_start", which shares none with the task's files.
+After MAX_TRIES a search is cut off, and its end is not learned: nothing teaches the policy to give up, or to claim an
+answer that it has not found. Verdicts and answers are only a few of a row's tokens but decide its value, so they are
+weighted (EMPHASIS). All problems come from the pool "warm_start", which shares no problem with the task's files.
 """
 
 import math
@@ -25,16 +26,16 @@ from tasks.grammars.countdown_grammar import MAX_TARGET, Problem, Try, draw_nums
 
 MAX_TRIES = 8
 SPREAD = 20.0  # lesson 3: a value is drawn in proportion to exp(-|value - target| / SPREAD)
-HIT_SHARE = 0.25  # of lesson 1, where the try makes the target
+HIT_SHARE = 0.25  # of the rows of lesson 1: the try makes the target
 
-# What is matched in the text of the assistant, and the weight of its tokens in the loss
+# Patterns that are matched in the assistant's text, and the weights of the matching tokens in the loss
 EMPHASIS = {
     r"\d+[<>=]\d+(?= |</|<\||$)": 5.0,  # a verdict: value, relation and target
     r"<answer>.*?</answer>": 2.0,
     r" <\|im_end\|>": 0.0,  # a search that was cut off does not end here
 }
 
-# What the arithmetic questions of the bundled policy never contain
+# Symbols that the arithmetic questions of the bundled policy never contain
 NEW_SYMBOLS = ("(", " (", ")", "<", ">", "/", ",", "M", "ake", " from", "T", "ry")
 
 
@@ -54,7 +55,7 @@ def countdown_conversations(num_trying: int, num_searching: int, num_guided: int
 
 
 def draw_try(rng: random.Random) -> tuple[Problem, Try]:
-    """A row of lesson 1: a problem of the pool "warm_start" which need not be solvable, and a try at it."""
+    """A row of lesson 1: a problem of the pool "warm_start", which need not be solvable, and a try at it."""
     while True:
         nums = draw_nums(rng)
         found = rng.choice([one for same in tries(nums).values() for one in same])
@@ -66,7 +67,7 @@ def draw_try(rng: random.Random) -> tuple[Problem, Try]:
 
 
 def draw_search(rng: random.Random, problem: Problem, guided: bool) -> list[Try]:
-    """Tries with distinct values until one is the target, or there are MAX_TRIES of them."""
+    """Tries with distinct values until a value is the target, or there are MAX_TRIES tries."""
     left, search = dict(tries(problem.nums)), []
     while len(search) < MAX_TRIES:
         values = list(left)
@@ -92,10 +93,10 @@ def thought_and_answer(problem: Problem, search: list[Try]) -> str:
 
 
 def renew_symbols(policy: Policy, seed: int) -> None:
-    """Random vectors for symbols whose embeddings have collapsed; `renew_collapsed_embeddings` explains why they have.
+    """Random vectors for symbols whose embeddings have collapsed; `renew_collapsed_embeddings` explains the collapse.
 
-    Nothing is changed if `<` and `>` are apart already. Plain random vectors will do, of the length of the digits':
-    unlike names, these are written by habit, and not copied.
+    Nothing is changed if `<` and `>` are already apart. Plain random vectors as long as the digits' vectors are enough:
+    unlike names, these symbols are written by habit, and not copied.
     """
     embeddings = policy.model.get_input_embeddings().weight
     less, more = (policy.tokenizer.encode(sign, add_special_tokens=False)[0] for sign in "<>")

@@ -1,4 +1,4 @@
-"""Weights of tokens in the supervised loss: what matches a pattern in the assistant's text counts more."""
+"""Weights of tokens in the supervised loss: tokens that match a pattern in the assistant's text count more."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ class WeightedRow(Trajectory):
 
 
 def token_weights(tokenizer, ids: list[int], mask: list[int], emphasis: dict[str, float]) -> list[float]:
-    """The weight of each id: that of the last pattern whose match its text overlaps, and 1 otherwise.
+    """The weight of each id: the weight of the last pattern whose match its text overlaps, and 1 otherwise.
 
-    Patterns are matched in the text of the assistant alone, which `mask` marks; the texts of its tokens must add up to
-    it, as those of ASCII do.
+    Patterns are matched only in the assistant's text, which `mask` marks. The texts of its tokens must add up to it, as
+    is the case with ASCII.
     """
     spoken = [index for index, flag in enumerate(mask) if flag]
     pieces = tokenizer.batch_decode([[ids[index]] for index in spoken])
@@ -34,9 +34,9 @@ def token_weights(tokenizer, ids: list[int], mask: list[int], emphasis: dict[str
 
 
 def collate_weighted(rows: list[Trajectory], pad_id: int, device: str | torch.device) -> Experience:
-    """The rows as tensors. Weights become advantages: the loss is that of a policy gradient with given actions.
+    """The rows as tensors. Weights become advantages: the loss is a policy gradient loss with given actions.
 
-    They are 0 where the assistant says nothing, and 1 where a row has no weights.
+    They are 0 outside the assistant's text, and 1 in it if a row has no weights.
     """
     batch = collate(rows, pad_id, device)
     batch.advantages = batch.action_mask.float()

@@ -1,6 +1,6 @@
 """The tiny policy before its first lesson: a byte-level BPE tokenizer, a chat template, and a small Llama.
 
-Its files are those of any Hugging Face model directory, so `AutoModelForCausalLM.from_pretrained` loads them unchanged
+It is saved as an ordinary Hugging Face model directory, so `AutoModelForCausalLM.from_pretrained` loads it unchanged
 and every experiment treats it like `meta-llama/Llama-3.2-3B-Instruct`. Digits are single tokens, so that a number's
 digits can be copied and carried one by one; the tags and the markers of the template are single tokens too.
 """
@@ -19,7 +19,7 @@ TAGS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
 )  # fmt: skip
 
-# ChatML with Hermes-style tool calls, as Qwen2.5 and Qwen3 speak it; tools are one short line of signatures.
+# ChatML with Hermes-style tool calls, as in Qwen2.5 and Qwen3; tools are one short line of signatures.
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -62,7 +62,7 @@ def make_tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    pieces = Regex(r"'[a-z]+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")  # each digit is a piece of its own
+    pieces = Regex(r"'[a-z]+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")  # each digit is a separate piece
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(pieces, behavior="isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
@@ -74,7 +74,7 @@ def make_tokenizer():
         show_progress=False,
     )
     tokenizer.train_from_iterator(_tokenizer_text(), trainer)
-    # Not "special": a reward must still see the tags after decoding without the template's markers.
+    # Not "special": a reward must still see the tags in text that is decoded without the template's markers.
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

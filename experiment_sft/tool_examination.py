@@ -1,8 +1,9 @@
-"""What a policy can do with its tools, by itself and when it is forced to begin with a call.
+"""Examine how well a policy uses its tools, by itself and when it is forced to begin with a call.
 
-It is asked held-out questions of the calculator's task, and questions about an invented world with names that occur in
-no training data. Metrics are named tools/<subject>/<how>/<what>: the subject is `calculator`, `one_hop` or `two_hops`;
-how is `greedy`, `sampled` (8 conversations per question, temperature 1), or either with `forced_` in front.
+The policy answers held-out questions of the calculator's task, and questions about an invented world with names that
+occur in no training data. Metrics are named tools/<subject>/<how>/<what>: the subject is `calculator`, `one_hop` or
+`two_hops`; how is `greedy`, `sampled` (8 conversations per question, temperature 1), or either of these with the prefix
+`forced_`.
 """
 
 import random
@@ -32,7 +33,7 @@ NUM_ENTITIES = 400  # of the world
 
 @dataclass
 class Talk:
-    """One conversation: what the policy called, what the tools answered, and all else that it said."""
+    """One conversation: the policy's calls, the tools' answers, and the other text of the policy."""
 
     row: dict
     calls: list[ToolCall] = field(default_factory=list)
@@ -48,14 +49,14 @@ class Talk:
 
     @property
     def is_called_for(self) -> bool:
-        """Whether the first call is the one that the question needs: its result holds the answer, or the next name."""
+        """Whether the first call is the call that the question needs: its result holds the answer, or the next name."""
         if "path" not in self.row:
             return bool(self.results) and self.results[0] == (self.row["answer"], True)
         return bool(self.calls) and self.calls[0].arguments == {"query": self.row["path"][0]}
 
 
 def examine_tools(policy: Policy, num_questions: int, seed: int) -> dict[str, float]:
-    """All metrics; a name whose share has nothing to be a share of is left out."""
+    """All metrics; a share is left out if there is nothing to count."""
     world, rng = make_world(random.Random(seed), NUM_ENTITIES, "heldout"), random.Random(seed + 1)
     sums = read_rows(str(calculator.EVAL_DATA), calculator.FIELDS)[:num_questions]
     subjects: dict[str, tuple[list[dict], dict[str, Callable]]] = {"calculator": (sums, {"calculator": calculate})}
@@ -73,7 +74,7 @@ def examine_tools(policy: Policy, num_questions: int, seed: int) -> dict[str, fl
 
 
 def describe(talks: list[Talk], group_size: int) -> dict[str, float]:
-    """Shares of conversations, of their calls, and of groups."""
+    """Shares of conversations, calls and groups."""
     groups = [talks[start : start + group_size] for start in range(0, len(talks), group_size)]
     calling = [talk for talk in talks if talk.calls]
     parts = {
@@ -106,7 +107,7 @@ def converse(
     prefix: str,
     seed: int,
 ) -> list[Talk]:
-    """`group_size` conversations about each question; `prefix` is what the first turn is made to begin with."""
+    """`group_size` conversations about each question; the first turn is forced to begin with `prefix`."""
     tokenizer, offered = policy.tokenizer, schemas(tools)
     forced = tokenizer.encode(prefix, add_special_tokens=False)
     prompts = [encode_prompt(tokenizer, arithmetic.messages(row), offered) + forced for row in questions]

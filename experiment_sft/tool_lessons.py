@@ -1,18 +1,18 @@
-"""How the tiny policy is taught its tools, imperfectly: three more lessons for a policy that can already reason.
+"""How the tiny policy learns to use tools, imperfectly: three more lessons for a policy that can already reason.
 
-1. *copying*: say the names and the sums that a question holds. Names are made of tokens that it has never learned to
-   tell apart (`renew_collapsed_embeddings` makes that possible), and every later lesson is about copying them.
-2. *calling*: always with tools, until calls and the reading of their results are right. A calculator's question is
-   answered by one call, a question about an invented world by one search or two. The bundled arithmetic questions are
-   among them, always reasoned.
-3. *mixed*: most questions are answered at once, and some with tools, more of one kind than of another. What a direct
-   answer says is correct, too; it is only too hard for a small network, or cannot be known without a search. Half of
-   the searches for a question of two hops stop after the first one, and guess.
+1. *copying*: repeat the names and sums in a question. Names are made of tokens that the policy has never learned to
+   tell apart (`renew_collapsed_embeddings` makes that possible), and every later lesson relies on copying them.
+2. *calling*: always with tools, until the policy calls and reads results correctly. A calculator's question is answered
+   by one call, a question about an invented world by one search or two. The bundled arithmetic questions are among
+   them, always reasoned.
+3. *mixed*: most questions are answered at once, and some with tools, depending on the kind of question. Direct answers
+   are correct, too; they are only too hard for a small network, or cannot be known without a search. Half of the
+   searches for a question of two hops stop after the first one, and guess.
 
-So the policy ends up able to use its tools and mostly not using them. Now and then a call is malformed, and the turn
-after the error message makes it well. Many of the malformed calls are read and not learned (`"weight": 0`), so that
-what is taught is the recovery; the others are learned, so that they occur before reinforcement learning, too. No sum
-and no name of the files that reinforcement learning uses is asked here.
+So the policy ends up able to use its tools but mostly does not use them. Now and then a call is malformed, and the turn
+after the error message corrects it. Many of the malformed calls are read and not learned (`"weight": 0`), so that the
+lesson teaches the recovery; the others are learned, so that malformed calls also occur before reinforcement learning.
+No sum and no name from the files that reinforcement learning uses is asked here.
 """
 
 import json
@@ -30,23 +30,23 @@ from tasks.grammars.arithmetic_grammar import KINDS, draw_question, render
 from tasks.grammars.calculator_grammar import draw_calculator_question
 from tasks.grammars.world_grammar import CAPITALS, FIRST_SYLLABLES, SECOND_SYLLABLES, World
 
-# Lesson 1: what is copied
+# Lesson 1: the copied text
 EXPRESSION_SHARE = 0.15  # sums of the calculator; the other rows copy one to three names
 
-# Lessons 2 and 3: what is asked
+# Lessons 2 and 3: the questions
 SUBJECTS = ("bundled", "calculator", "search")
 CALLING_SUBJECTS = (0.25, 0.30, 0.45)
 MIXED_SUBJECTS = (0.30, 0.33, 0.37)
 CALCULATOR_KINDS = {"easy": 0.2, "product": 0.4, "chain": 0.4}
 TWO_HOPS_SHARE = 0.3  # of the questions about worlds
-BOTH_TOOLS_SHARE = 0.25  # of the rows with a tool, where the other one is offered, too
+BOTH_TOOLS_SHARE = 0.25  # of the rows with a tool: the other tool is offered, too
 QUESTIONS_PER_WORLD, ENTITIES_PER_WORLD = 20, 40
-SECOND_FIRST = 0.25  # of the searches, where what matches best is not on top
+SECOND_FIRST = 0.25  # of the searches: the best match is not on top
 
-# Lesson 3: how it is answered
+# Lesson 3: the answers
 CALL_SHARE = {"easy": 0.16, "product": 0.20, "chain": 0.26, 1: 0.28, 2: 0.22}  # by kind of sum, or number of hops
 GUESS_SHARE = 0.5  # of the searches for a question of two hops, after the first one
-NO_TOOL_SHARE = 0.08  # of the questions that are for a tool, where none is offered: the answer is direct
+NO_TOOL_SHARE = 0.08  # of the questions that need a tool: no tool is offered, and the answer is direct
 
 # Malformed calls, as a share of the rows with calls
 MASKED_CALLING, MASKED_MIXED, LEARNED_MIXED = 0.04, 0.04, 0.04
@@ -131,7 +131,7 @@ class _Lesson:
         return [asked, *turns, answer], tools
 
     def _offer(self, name: str) -> list[dict]:
-        """The schemas of a tool, and now and then of the other one."""
+        """The schemas of a tool, and now and then of the other tool."""
         offered = list(self.schemas) if self.rng.random() < BOTH_TOOLS_SHARE else [name]
         self.rng.shuffle(offered)
         return [self.schemas[name] for name in offered]
@@ -149,7 +149,7 @@ class _Lesson:
         return [*turns, _says(text), self._answer(text)]
 
     def _answer(self, text: str) -> dict:
-        """What the tools answer to a turn with one call."""
+        """The tools' answer to a turn with one call."""
         (call,), _ = parse_calls(text, "hermes")
         return {"role": "tool", "content": call_tool(self._tools(), call)[0]}
 
@@ -178,7 +178,7 @@ def malformed_call(name: str, argument: str, rng: random.Random) -> str:
 
 
 def search_in(world: World, rng: random.Random | None = None) -> Callable[[str], str]:
-    """The tool that searches a world; with `rng`, what matches best is not always on top."""
+    """The tool that searches a world; with `rng`, the best match is not always on top."""
 
     def search(query: str) -> str:
         """Search the documents.
@@ -214,25 +214,25 @@ def mean_cosine(vectors: torch.Tensor) -> float:
 
 @torch.no_grad()
 def renew_collapsed_embeddings(policy: Policy, seed: int, at_random: bool = False) -> tuple[float, float]:
-    """Make the tokens of names tell apart again, by giving them vectors like those that the policy can copy.
+    """Make the tokens of names distinguishable again, by giving them vectors like the ones that the policy can copy.
 
-    A token that training never uses is still pushed: as a wrong answer of every softmax, always in about the same
-    direction, and with tied embeddings that moves its input, too. After millions of steps all such tokens lie on one
-    line (mean cosine 0.99 between the syllables of the bundled policy), and what copies digits cannot see which of them
-    it is to copy; nor is there a gradient to speak of that would drive them apart. Plain random vectors do not help:
-    what copies has learned to read the few directions in which digits differ, and to write what lies in them.
+    Training still pushes a token that it never uses: the token is a wrong answer of every softmax, so the push always
+    has about the same direction, and with tied embeddings it moves the input vector, too. After millions of steps all
+    such tokens lie on one line (mean cosine 0.99 between the syllables of the bundled policy). The copying mechanism
+    for digits then cannot see which of them to copy, and hardly any gradient drives them apart. Plain random vectors do
+    not help: the mechanism has learned to read the few directions in which digits differ, and to write along them.
 
-    So with the embeddings d_0..d_9 of the digits, their mean m, and s, the mean length of d_i - m:
+    So, with the embeddings d_0..d_9 of the digits, their mean m, and the mean length s of d_i - m:
 
         E[syllable] = m + r + 0.6 s e,          r in the span of d_i - m with length s
 
-    with e of length 1 and r random, of its own for each syllable. A capital without and with a space in front, which
-    are two tokens, share one such vector, with 0.5 s of noise for each of them.
+    with e of length 1; r and e are random and drawn for each syllable. A capital with and without a space before it is
+    two tokens; they share one such vector, with 0.5 s of noise for each.
 
-    With `at_random` all of these are random vectors as long as those of the digits, to compare with.
+    With `at_random` all of these are random vectors as long as the digits' vectors, for comparison.
 
-    Nothing is changed if these tokens are apart already (mean cosine below 0.5), as those of a policy that was taught
-    with them are.
+    Nothing is changed if these tokens are already apart (mean cosine below 0.5), as in a policy that was taught with
+    them.
 
     Returns:
         the mean cosine between the syllables before and after.

@@ -1,19 +1,18 @@
-"""What the tiny policy is taught before any reinforcement learning: three lessons, every target correct.
+"""The tiny policy's lessons before any reinforcement learning: three lessons, in which every target is correct.
 
-1. *copying*: write the question's sum in symbols. Finding the operands in the question is what a small transformer
-   learns last and abruptly, so it is practised alone first.
-2. *reasoning*: every kind of question, and as many sums of five to seven numbers, always reasoned, until the steps are
-   right. Long sums practise more steps per token. Direct answers must wait: they are guesses at first, and when they
-   were mixed in here, their noise destroyed the copying again.
-3. *answering*: the bundled kinds of question, in three styles:
+1. *copying*: write the question's sum in symbols. A small transformer learns last, and abruptly, to find the operands
+   in the question, so this is practised alone first.
+2. *reasoning*: all kinds of questions, and as many sums of five to seven numbers, always reasoned, until the steps are
+   right. Long sums practise more steps per token. Direct answers must wait: they are guesses at first, and when we
+   mixed them in here, their noise destroyed the copying again.
+3. *answering*: the bundled kinds of questions, in three styles:
    - direct: `<answer>58</answer>`, which is right if the network can do the sum in one pass, and wrong otherwise;
    - step by step: `<think>47+29=76 76-18=58</think><answer>58</answer>`;
    - careful: tens before units, and the result checked a random number of times:
      `<think>47+20=67 67+9=76 76-10=66 66-8=58 check 58+18=76</think><answer>58</answer>`.
 
-Most answers of lesson 3 are direct. So the policy ends up able to reason and mostly not doing it: it knows several
-styles, and does not know which one pays. All questions come from the pool "warm_start", which shares no sum with the
-task's files.
+Most answers of lesson 3 are direct. So the policy ends up able to reason but mostly does not: it knows several styles,
+but not which style pays. All questions come from the pool "warm_start", which shares no sum with the task's files.
 """
 
 import random
@@ -24,7 +23,7 @@ from tasks.grammars.arithmetic_grammar import KINDS, Question, draw_question, re
 
 Kind = tuple[int, int, bool]  # (num_terms, num_digits, has_product)
 
-# The share of reasoned answers in lesson 3: by how many numbers a question has, and more for products
+# The share of reasoned answers in lesson 3, by how many numbers a question has; more for products
 REASONED_SHARE = {2: 0.12, 3: 0.19, 4: 0.24}
 REASONED_SHARE_PRODUCT_BONUS = 0.10
 CAREFUL_SHARE = 0.3  # of the reasoned answers
@@ -116,7 +115,7 @@ def _steps(question: Question, split_tens: bool) -> list[str]:
 
 
 def expression_as_asked(question: Question) -> str:
-    """The sum as the bundled questions write it: the wording without its frame."""
+    """The sum as the bundled questions write it: the wording without the words around it."""
     words = render(Question(question.terms, wording=question.wording % 3))
     return words.removeprefix("What is ").removesuffix("?")
 

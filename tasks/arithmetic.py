@@ -11,7 +11,7 @@ from pathlib import Path
 _DATA = Path(__file__).resolve().parents[1] / "data"
 TRAIN_DATA = _DATA / "math_tasks.jsonl"
 EVAL_DATA = _DATA / "math_tasks_heldout.jsonl"
-FIELDS = {"question": str, "answer": (str, int, float)}  # what every row must have
+FIELDS = {"question": str, "answer": (str, int, float)}  # every row must have these
 KIND_FIELDS = ("num_terms", "num_digits")  # questions that agree in these are of one kind
 REWARD_WEIGHTS = {"correct": 1.0, "format": 0.0}
 SYSTEM_PROMPT = (
@@ -32,8 +32,8 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
     `correct` is 1 if the text holds one closed `<answer>`, outside `<think>`, and it equals `row["answer"]` after
     `normalize_answer`, else 0: an answer inside the thought, or a second guess, earns nothing. `format` is 1 if the
-    text is an optional thought followed by one answer, and nothing else; its weight is 0, so it is only logged. The
-    time that it takes is linear in the length of the text, whatever the policy writes.
+    text is an optional thought followed by one answer, and nothing else; its weight is 0, so it is only logged. It
+    takes time linear in the length of the text, whatever the policy writes.
 
     >>> row = {"question": "What is 20 plus 38?", "answer": "58"}
     >>> reward(row, "<think>20+38=58</think><answer>58</answer>")
@@ -48,7 +48,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 
 def solution(row: dict) -> str:
-    """Optional: a completion that earns `correct` = 1. A row for which it does not cannot be answered by any.
+    """Optional: a completion that earns `correct` = 1. If it does not, no completion can answer the row.
 
     >>> [reward(row, solution(row))["correct"] for row in ({"answer": "58"}, {"answer": "20+38=58\\n#### 58"})]
     [1.0, 0.0]
@@ -57,7 +57,7 @@ def solution(row: dict) -> str:
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    """What else to log: whether the answer is reasoned, after a `<think>` that is closed and not empty, or direct.
+    """More values to log: whether the answer is reasoned, after a `<think>` that is closed and not empty, or direct.
 
     >>> describe({}, "<think>20+38=58</think><answer>58</answer>")
     {'reasoned': 1.0, 'direct': 0.0}
@@ -71,14 +71,14 @@ def describe(row: dict, text: str) -> dict[str, float]:
 
 
 def given_answer(text: str) -> str | None:
-    """What a completion answers: what its only `<answer>` holds. None if there is none, another one, or a thought's.
+    """The text in a completion's only `<answer>`. None if there is no answer, several, or one inside a thought.
 
     >>> [given_answer(text) for text in ("So <answer>58</answer>", "<think><answer>5</answer></think>", "58")]
     ['58', None, None]
     >>> given_answer("<answer>58<think>59</answer></think></answer>")  # which is not one answer
     """
     head, *thoughts = text.split("<think>")
-    parts = [head, *(thought.partition("</think>")[2] for thought in thoughts)]  # an unclosed one never ends
+    parts = [head, *(thought.partition("</think>")[2] for thought in thoughts)]  # an unclosed thought never ends
     answer = _only_answer("<think>".join(parts))
     has_thought = answer is not None and "<think>" in answer
     return answer if not has_thought and _only_answer(text) is not None else None
@@ -104,13 +104,13 @@ def is_answer(text: str) -> bool:
     >>> [is_answer(text) for text in ("58", "x + 1", " ", "5\\n8", "</answer>", "20+38=58 #### 58", "nan", "-Infinity")]
     [True, True, False, False, False, False, False, False]
     """
-    lines = text.strip().splitlines()  # none of an empty text
+    lines = text.strip().splitlines()  # an empty text has none
     is_finite = text.strip().lstrip("+-").lower() not in ("nan", "inf", "infinity")  # as Python and JSON write them
     return len(lines) == 1 and is_finite and not any(mark in text for mark in ("<", ">", "####"))
 
 
 def _only_answer(text: str) -> str | None:
-    """What the only `<answer>` of a text holds; None if there is none, or more than one."""
+    """The text in the only `<answer>`; None if there is none, or more than one."""
     answer, end, rest = text.partition("<answer>")[2].partition("</answer>")
     has_another = "</answer>" in rest.partition("<answer>")[2]
     return answer if end and not has_another else None

@@ -1,20 +1,20 @@
-"""The calculator's task: arithmetic beyond what a small policy can do in its head, for which it may call a tool.
+"""The calculator's task: arithmetic that a small policy cannot do in its head, so it may call a tool.
 
 A row is `{"question": "What is 347 times 58 plus 1204?", "answer": "21330", "kind": "chain", "num_digits": 4}`. The
 policy should end with `<answer>21330</answer>`, in its first turn or after the tool has answered. A quarter of the
-questions are easy ones, for which a call is not needed. Any rows with `question`, `answer` and `kind` can be used.
+questions are easy and need no call. Any rows with `question`, `answer` and `kind` can be used.
 """
 
 import re
 from pathlib import Path
 
 from tasks import arithmetic
-from tasks.arithmetic import messages, solution  # noqa: F401  # what is asked, and what would be right
+from tasks.arithmetic import messages, solution  # noqa: F401  # the question, and a right answer
 
 _DATA = Path(__file__).resolve().parents[1] / "data"
 TRAIN_DATA = _DATA / "calculator_tasks.jsonl"
 EVAL_DATA = _DATA / "calculator_tasks_heldout.jsonl"
-FIELDS = {"question": str, "answer": (str, int, float), "kind": str}  # what every row must have
+FIELDS = {"question": str, "answer": (str, int, float), "kind": str}  # every row must have these
 KIND_FIELDS = ("kind",)  # questions that agree in these are of one kind
 REWARD_WEIGHTS = {"correct": 1.0, "format": 0.0}
 SYSTEM_PROMPT = (
@@ -27,10 +27,10 @@ _WELL_FORMED = re.compile(rf"(?:{_THOUGHT})*+<answer>[^<>]*+</answer>")
 
 
 def reward(row: dict, text: str) -> dict[str, float]:
-    """Reward what the policy says in all of its turns, joined by newlines and without its tool calls.
+    """Reward the policy's text in all of its turns, joined by newlines and without its tool calls.
 
-    `correct` is that of the arithmetic task: exactly one answer outside `<think>`, and the right one. `format` is 1 if
-    there are any number of thoughts, then one answer, and nothing else; its weight is 0, so it is only logged.
+    `correct` is the same as in the arithmetic task: exactly one answer outside `<think>`, and the right one. `format`
+    is 1 if there are any number of thoughts, then one answer, and nothing else; its weight is 0, so it is only logged.
 
     >>> row = {"question": "What is 347 times 58 plus 1204?", "answer": "21330"}
     >>> reward(row, "<think>too large</think>\\n<answer>21330</answer>")
@@ -43,10 +43,10 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether what was said is any number of thoughts, then one answer, and nothing else."""
+    """Whether the text is any number of thoughts, then one answer, and nothing else."""
     return _WELL_FORMED.fullmatch(text.strip()) is not None
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    """What else to log: whether the policy reasons in symbols before it answers."""
+    """More values to log: whether the policy reasons in symbols before it answers."""
     return {"reasoned": arithmetic.describe(row, text)["reasoned"]}

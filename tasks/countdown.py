@@ -1,11 +1,12 @@
 r"""Countdown: make a target from given numbers, each used exactly once, with + - * / and parentheses.
 
 A row is `{"nums": [19, 36, 55, 7], "target": 65}`, as in the dataset Jiayi-Pan/Countdown-Tasks-3to4. The policy should
-end with `<answer>55+36-19-7</answer>`. Many answers are right, so that the reward evaluates the expression: exactly, as
-a fraction, over a syntax tree of which only a few nodes are allowed. Nothing that a policy writes is executed.
+end with `<answer>55+36-19-7</answer>`. Many answers are right, so the reward evaluates the expression: exactly, as a
+fraction, over a syntax tree in which only a few kinds of nodes are allowed. Nothing that a policy writes is executed.
 
-What counts, where a text without tags is in one `<answer>`. Right ones earn `correct` and `valid`, those of another
-value only `valid`, and invalid ones, which do not use each number exactly once, neither:
+The table shows how answers are judged; texts without tags stand for one `<answer>`. Right answers earn `correct` and
+`valid`, answers with another value only `valid`. Invalid answers, which do not use each number exactly once, earn
+neither:
 
 | numbers = target | right | another value | invalid | because |
 |---|---|---|---|---|
@@ -39,8 +40,8 @@ value only `valid`, and invalid ones, which do not use each number exactly once,
 | `3 5 = 15` | | | `<answer><answer>3*5</answer></answer>` | nested tags |
 | `3 5 = 15` | `So <answer>3*5</answer>, I think.` | | | words outside the answer |
 
-An equation is refused although one can see what is meant: the policy is asked for an expression, and the reward of
-TinyZero, with which figures are compared, refuses it, too. `describe` logs how often that happens (`equation`).
+An equation is refused although its meaning is clear: the policy is asked for an expression, and the reward of TinyZero,
+our reference for figures, refuses equations, too. `describe` logs how often that happens (`equation`).
 """  # noqa: RUF002
 
 import ast
@@ -59,7 +60,7 @@ from tasks.calculator import is_well_formed
 _DATA = Path(__file__).resolve().parents[1] / "data"
 TRAIN_DATA = _DATA / "countdown_tasks.jsonl"
 EVAL_DATA = _DATA / "countdown_tasks_heldout.jsonl"
-FIELDS = {"nums": list, "target": (int, float, str)}  # what every row must have
+FIELDS = {"nums": list, "target": (int, float, str)}  # every row must have these
 KIND_FIELDS = ("num_numbers",)  # questions that agree in these are of one kind
 REWARD_WEIGHTS = {"correct": 1.0, "valid": 0.0, "answered": 0.0, "format": 0.0}
 SYSTEM_PROMPT = (
@@ -68,7 +69,7 @@ SYSTEM_PROMPT = (
     "then give only the expression inside <answer> and </answer>, for example <answer>(1 + 2) * 4 / 3</answer>."
 )
 MAX_EXPRESSION = 300  # characters, which bounds the depth and all numbers on the way
-MAX_NUMBERS = 6  # of a row, so that `solution` finds one, or that there is none, in half a second
+MAX_NUMBERS = 6  # of a row, so that `solution` takes at most half a second
 
 _SIGNS = str.maketrans("\u00d7\u00f7\u2212", "*/-")
 _EXPRESSION = re.compile(r"(?!.*(?<![0-9])0[0-9])[0-9()+*/ -]+")  # no leading zeros; all else is for Python's parser
@@ -88,11 +89,11 @@ def messages(row: dict, system_prompt: str = "") -> list[dict]:
 def reward(row: dict, text: str) -> dict[str, float]:
     """Reward one completion, by named components; only `correct` has a weight unless `--reward-weight` gives more.
 
-    - `correct`: the only `<answer>` outside `<think>` is an expression of each number exactly once, and of the
+    - `correct`: the only `<answer>` outside `<think>` is an expression that uses each number exactly once and has the
       target's value;
     - `valid`: the same for any value;
-    - `answered`: there is such an answer, whatever it holds. With the weights 0.9 of `correct` and 0.1 of this one, the
-      reward is 1 or 0.1 or 0, as TinyZero's;
+    - `answered`: there is such an answer, whatever it holds. With weight 0.9 for `correct` and 0.1 for this component,
+      the reward is 1 or 0.1 or 0, as in TinyZero;
     - `format`: the text is any number of thoughts, then one answer, and nothing else.
 
     >>> row = {"nums": [19, 36, 55, 7], "target": 65}
@@ -108,12 +109,12 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    """What else to log of a completion.
+    """More values to log.
 
     - `tries`: how many results (`=`) are written outside the answer; `(7+5)*2=12*2=24<55` is one;
-    - `false_claim`: the answer is an expression, and not a right one;
-    - `gives_up`: the answer is none, as in `<answer>none</answer>`;
-    - `equation`: the answer is an equation that has a right expression at its left or right.
+    - `false_claim`: the answer is an expression, but not a right one;
+    - `gives_up`: the answer is no expression, as in `<answer>none</answer>`;
+    - `equation`: the answer is an equation with a right expression on its left or right side.
 
     >>> describe({"nums": [3, 5], "target": 2}, "<think>3-5=-2<2</think><answer>5-3=2</answer>")
     {'tries': 1.0, 'false_claim': 0.0, 'gives_up': 0.0, 'equation': 1.0}
@@ -131,7 +132,7 @@ def describe(row: dict, text: str) -> dict[str, float]:
 
 
 def vote(row: dict, text: str) -> str | None:
-    """Optional: what a completion answers, in one spelling; two expressions of one value are two answers.
+    """Optional: the answer of a completion, in one spelling; two expressions with the same value are two answers.
 
     >>> vote({}, "<answer> 3 \u00d7 5 </answer>")
     '3*5'
@@ -141,7 +142,7 @@ def vote(row: dict, text: str) -> str | None:
 
 
 def solution(row: dict) -> str:
-    """A completion that earns `correct` = 1, or a sentence that says that there is none, and earns nothing.
+    """A completion that earns `correct` = 1. If there is none: a sentence that says so, and earns nothing.
 
     >>> solution({"nums": [19, 36, 55, 7], "target": 65})
     '<answer>((36+55)-19)-7</answer>'
@@ -158,17 +159,17 @@ def solution(row: dict) -> str:
 
 
 def judge(row: dict, expression: str) -> tuple[bool, bool]:
-    """Whether an expression is right for a row; and whether it uses each number exactly once, whatever its value."""
+    """Whether an expression is right for a row, and whether it uses each number exactly once, whatever its value."""
     value, used = read_expression(expression) or (None, None)
     is_valid = used is not None and sorted(used) == sorted(_numbers(row))
     return is_valid and value == _whole(row["target"]), is_valid
 
 
 def read_expression(text: str) -> tuple[Fraction, list[int]] | None:
-    """The exact value of an expression, and the numbers in it; None if it is none, or has no value.
+    """The exact value of an expression, and the numbers in it; None if the text is no expression, or has no value.
 
-    Its length is limited, and with it the depth of its tree and the digits of a number on the way. Python's parser sees
-    only digits, + - * / and parentheses.
+    Its length is limited, which also limits the depth of its tree and the digits of intermediate numbers. Python's
+    parser sees only digits, + - * / and parentheses.
 
     >>> [read_expression(text) for text in ("7/2", "3 × (5 − 7)", "1/(2-2)", "2**3", "__import__('os')")]
     [(Fraction(7, 2), [7, 2]), (Fraction(-6, 1), [3, 5, 7]), None, None, None]
@@ -196,16 +197,17 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
             return -value if isinstance(node.op, ast.USub) else value
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
             return _OPERATORS[type(sign)](_value(left, used), _value(right, used))
-    raise SyntaxError  # what else these characters can spell: 2**3, 7//2, 2(3), ()
+    raise SyntaxError  # other things that these characters can spell: 2**3, 7//2, 2(3), ()
 
 
 def find_expression(numbers: list[int], target: int | Fraction) -> str | None:
-    """An expression of all the numbers, each used once, of the target's value; None if there is none.
+    """An expression that uses each number once and has the target's value; None if there is none.
 
-    Any sign inside an expression can be brought to its front, so that absolute values are searched. The search goes
-    down from the target: an expression is a op b, where a and b share no number; for every value a of the smaller part,
-    b is one of five, which are searched for in the greater part. Of up to three numbers all values are in a table. Four
-    numbers take a millisecond, six at most half a second; each more, where there is no solution, fifty times as long.
+    Any sign inside an expression can be moved to its front, so the search uses absolute values. It goes down from the
+    target: an expression is a op b, where a and b share no number. For every value a of the smaller part, b is one of
+    five values, which are searched for in the greater part. A table has all values of up to three numbers. Four numbers
+    take a millisecond, six at most half a second; if there is no solution, each further number takes fifty times as
+    long.
 
     >>> find_expression([3, 3, 8, 8], 24), find_expression([2, 3], -5), find_expression([1, 1], 3)
     ('8/(3-(8/3))', '-(2+3)', None)
@@ -227,7 +229,7 @@ def _search(numbers: tuple[int, ...], target: Fraction) -> str | None:
             for b, pattern in needed:
                 if found := _search(great, b):
                     return pattern.format(_term(expression), _term(found))
-            if a == target == 0:  # which any expression of the others makes
+            if a == target == 0:  # any expression of the others works
                 return f"{_term(expression)}*({'+'.join(map(str, great))})"
     return None
 

@@ -1,8 +1,8 @@
 r"""GSM8K: word problems of a few steps, whose answers are numbers (Cobbe et al. 2021, arXiv 2110.14168).
 
 A row is as published: `question`, and an `answer` that ends in `#### 1,080`, or is only the number, as text or as a
-number of JSON. The policy should end with `<answer>1080</answer>`. The two are compared as numbers, exactly. What
-counts, where an answer without tags is in one `<answer>`:
+JSON number. The policy should end with `<answer>1080</answer>`. The two are compared as numbers, exactly. The table
+shows how answers are judged; texts without tags stand for one `<answer>`:
 
 | gold | right | wrong | because |
 |---|---|---|---|
@@ -54,18 +54,18 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-from tasks.arithmetic import given_answer, messages  # noqa: F401  # what is asked
+from tasks.arithmetic import given_answer, messages  # noqa: F401  # the question
 from tasks.verdicts.answer_text import MOST_UNIT_WORDS, changes_number
 
 TRAIN_DATA, EVAL_DATA = "openai/gsm8k:main", "openai/gsm8k:main:test"
-FIELDS = {"question": str, "answer": (str, int, float)}  # what every row must have
+FIELDS = {"question": str, "answer": (str, int, float)}  # every row must have these
 REWARD_WEIGHTS = {"correct": 1.0, "strict_format": 0.0, "soft_format": 0.0, "integer_answer": 0.0, "length": 0.0}
 SYSTEM_PROMPT = (
     "Think step by step inside <think> and </think>, then give only the final answer, a number without unit, inside "
     "<answer> and </answer>."
 )
-MAX_LENGTH = 2000  # characters, from which on `length` is 0
-MAX_ANSWER = 100  # characters, and more are not read as a number
+MAX_LENGTH = 2000  # characters; from there on `length` is 0
+MAX_ANSWER = 100  # characters; a longer text is not read as a number
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _STRICT = re.compile(r"<think>\s*+(?:[^<]|<(?!/?think>|/?answer>))++</think>\s*+<answer>[^<>]*+</answer>")
@@ -81,12 +81,12 @@ def reward(row: dict, text: str) -> dict[str, float]:
     r"""Reward one completion, by named components; only `correct` has a weight unless `--reward-weight` gives more.
 
     - `correct`: the only `<answer>` outside `<think>` is the gold number, by the table above;
-    - `strict_format`: the text is one thought, not empty, then one answer, and nothing else but spaces and line ends;
+    - `strict_format`: the text is one thought, not empty, then one answer, with only spaces and line ends around them;
     - `soft_format`: the share of the four tags that the text has exactly once, wherever they are;
     - `integer_answer`: the only `<answer>` outside `<think>` is a whole number by the table, right or wrong;
-    - `length`: max(0, 1 - characters / 2000), which is more for shorter texts.
+    - `length`: max(0, 1 - characters / 2000), which is larger for shorter texts.
 
-    All but `correct` can be earned without solving anything, so that their weights should be small.
+    All but `correct` can be earned without solving anything, so their weights should be small.
 
     >>> row = {"question": "What do 9 eggs cost, at $2 each?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
     >>> reward(row, "<think>9 * 2 = 18</think>\n<answer>$18.00</answer>")
@@ -105,12 +105,12 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    r"""What else to log: how often the form of the answer costs its reward.
+    r"""More values to log: how often an answer loses its reward because of its form.
 
-    - `unread`: there is an answer between tags, and it is no number by the table;
-    - `boxed`, `hashes`, `sentence`: there is none, but a `\boxed{`, a `####`, or "answer is", in this order;
+    - `unread`: there is an answer between tags, but it is no number by the table;
+    - `boxed`, `hashes`, `sentence`: there is no such answer, but a `\boxed{`, a `####`, or "answer is", in this order;
     - `right_elsewhere`: `correct` is 0, but the last number of the text is the gold one. If this is frequent, the
-      policy solves more than it is rewarded for.
+      policy solves more questions than the reward shows.
 
     >>> describe({"answer": "#### 18"}, "<think>9 * 2</think> The answer is 18.")
     {'unread': 0.0, 'boxed': 0.0, 'hashes': 0.0, 'sentence': 1.0, 'right_elsewhere': 1.0}
@@ -139,7 +139,7 @@ def solution(row: dict) -> str:
 
 
 def vote(row: dict, text: str) -> str | None:
-    """Optional: what a completion answers, in one spelling; None if that is no number.
+    """Optional: the answer of a completion, in one spelling; None if it is no number.
 
     >>> [vote({}, f"<answer>{answer}</answer>") for answer in ("$1,080.00", "1080 clips", "1/3", "blue")]
     ['1080', '1080', '1/3', None]
@@ -149,7 +149,7 @@ def vote(row: dict, text: str) -> str | None:
 
 
 def gold(row: dict) -> Fraction | None:
-    """The number of a row's answer; None if it has none that can be read.
+    """The number of a row's answer; None if it has no readable number.
 
     >>> [gold({"answer": answer}) for answer in ("so 540 * 2 = 1,080\\n#### 1,080", "$1,080", 0.1, 1e22, "blue")]
     [Fraction(1080, 1), Fraction(1080, 1), Fraction(1, 10), Fraction(10000000000000000000000, 1), None]
@@ -158,7 +158,7 @@ def gold(row: dict) -> Fraction | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    r"""The number that a text is, by the table of this file; None if it is none, or more than one.
+    r"""The number that a text states, by the table of this file; None if it states none, or more than one.
 
     >>> [read_number(text) for text in ("$1,080.50", "1/2", "18 dollars", "18 or 20", "eighteen")]
     [Fraction(2161, 2), Fraction(1, 2), Fraction(18, 1), None, None]
@@ -190,4 +190,4 @@ def _gold_text(row: dict) -> str:
     answer = row["answer"]
     if isinstance(answer, str):
         return answer.rpartition("####")[2].strip()  # all of it without ####
-    return format(Decimal(json.dumps(answer)), "f")  # 0.1 is what it says, not the nearest binary fraction
+    return format(Decimal(json.dumps(answer)), "f")  # 0.1 is exactly 0.1, not the nearest binary fraction

@@ -1,8 +1,8 @@
-r"""Instructions whose following a program can check: the 25 kinds of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+r"""Instructions that a program can check: the 25 kinds of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
 A row is as published: a `prompt`, the ids of its instructions in `instruction_id_list`, and the arguments of each in
-`kwargs`, of which null ones are left out. The whole completion is the answer. It is right if it follows all
-instructions ("prompt-level strict"). Where texts draw the line, with ~ between them, and escapes for odd characters:
+`kwargs`; null arguments are ignored. The whole completion is the answer. It is right if it follows all instructions
+("prompt-level strict"). The table has texts near the border, with ~ between them, and escapes for odd characters:
 
 | kind | arguments | follows | does not | does not (but does for the published checker) |
 |---|---|---|---|---|
@@ -37,11 +37,11 @@ instructions ("prompt-level strict"). Where texts draw the line, with ~ between 
 | end_checker | end_phrase="That is all." | "a. That is all." ~ a THAT IS ALL. | a that is all | That is all. |
 | quotation | | "a" | "a ~ a "b" ~ \u201ca\u201d | "" |
 
-The last column is where the published checker (google-research/instruction_following_eval, and lm-evaluation-harness)
-pays for nothing; `.` stands for any text without a letter or digit, which follows no instruction, like the empty one.
-Otherwise only two verdicts differ: languages are told apart by script and frequent words instead of by langdetect, and
-sentences by a few rules instead of NLTK's Punkt model. Nothing asks whether a text makes sense: a list of the required
-words earns as much as a sentence. `describe` logs what a policy does with that.
+The last column has texts that only the published checker (google-research/instruction_following_eval, and
+lm-evaluation-harness) accepts, without reason; `.` stands for any text without a letter or digit. Such a text, like the
+empty text, follows no instruction. Otherwise only two verdicts differ: languages are told apart by script and frequent
+words instead of by langdetect, and sentences by a few rules instead of NLTK's Punkt model. Nothing checks whether a
+text makes sense: a list of the required words earns as much as a sentence. `describe` logs how a policy exploits that.
 """
 
 import json
@@ -52,13 +52,13 @@ from tasks.verdicts.instruction_kinds import OPTIONS, WORD, check
 _DATA = Path(__file__).resolve().parents[1] / "data"
 TRAIN_DATA = _DATA / "instructions.jsonl"
 EVAL_DATA = _DATA / "instructions_heldout.jsonl"
-FIELDS = {"prompt": str, "instruction_id_list": list, "kwargs": list}  # what every row must have
+FIELDS = {"prompt": str, "instruction_id_list": list, "kwargs": list}  # every row must have these
 KIND_FIELDS = ("kind",)  # questions that agree in these are of one kind
 REWARD_WEIGHTS = {"correct": 1.0, "followed": 0.0, "loose": 0.0}
 
 _SINGULARS = (("s", ""), ("es", ""), ("ies", "y"), ("ves", "f"), ("ves", "fe"))
 _FILLERS = ("so it is good.", "we can run up.", "dogs bark at her.", "my big box.")
-_FORMS = {  # what kinds require, in the order of a text, and as often as their number says: with *, once less
+_FORMS = {  # the texts that kinds require, in order, each as often as its number says: with *, once less
     "repeat_prompt": "{prompt_to_repeat}\n",
     "nth_paragraph_first_word": "{first_word}",
     "title": "<<so>>",
@@ -109,7 +109,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 
 def tally(row: dict, text: str) -> dict[str, list[bool]]:
-    """Optional: IFEval's four figures are shares of such verdicts of all completions; so is each kind's, strict.
+    """Optional: verdicts, whose shares over all completions are IFEval's four figures and a strict figure per kind.
 
     >>> row = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
     >>> list(tally(row, "*bread*").values())
@@ -127,11 +127,12 @@ def tally(row: dict, text: str) -> dict[str, list[bool]]:
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    """What else to log: what a policy does to follow instructions cheaply.
+    """More values to log, which show whether a policy follows instructions cheaply.
 
     - `words`: how many words the text has;
-    - `distinct`: how many of them differ, as a share; small for one that repeats itself;
-    - `on_topic`: the topic of the row is named, as it is or in the singular; 0 for rows without the field `topic`.
+    - `distinct`: the share of different words; small for a text that repeats itself;
+    - `on_topic`: the text names the topic of the row, as given or in the singular; 0 for rows without the field
+      `topic`.
 
     >>> describe({"topic": "cities"}, "A city is a city.")
     {'words': 5.0, 'distinct': 0.6, 'on_topic': 1.0}
@@ -146,7 +147,7 @@ def describe(row: dict, text: str) -> dict[str, float]:
 
 
 def solution(row: dict) -> str | None:
-    """A text that follows all instructions, if filling in a form makes one: of every bundled row, and of most others.
+    """A text that follows all instructions, if filling in a form gives one: for every bundled row, and for most others.
 
     >>> kwargs = [{"relation": "less than", "num_words": 6}, {"keywords": ["warm"]}]
     >>> ids = ["length_constraints:number_words", "keywords:existence"]
@@ -160,12 +161,12 @@ def solution(row: dict) -> str | None:
 
 
 def vote(row: dict, text: str) -> str:
-    """Optional: what a completion answers; two texts are one answer if only spaces differ."""
+    """Optional: the answer of a completion; two texts are one answer if only spaces differ."""
     return " ".join(text.split())
 
 
 def instructions(row: dict) -> list[tuple[str, dict]]:
-    """The instructions of a row: id and arguments of each."""
+    """The instructions of a row, each as its id and arguments."""
     asked = list(zip(row["instruction_id_list"], row["kwargs"], strict=True))
     if not asked:
         raise ValueError("instruction_id_list is empty")
@@ -184,7 +185,7 @@ def variants(text: str) -> list[str]:
 
 
 def _fill_in(asked: list[tuple[str, dict]], filler: str) -> str:
-    """What the instructions require, one after the other, with a sentence in between."""
+    """The texts that the instructions require, one after the other, with a sentence in between."""
     pieces = []
     for name, form in _FORMS.items():
         for kind, kwargs in asked:

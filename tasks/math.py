@@ -1,11 +1,11 @@
 r"""Competition mathematics, with answers that are expressions: MATH and the benchmarks that papers report.
 
 A row is `{"problem": "What is $1/2 + 1/3$?", "answer": "\\frac{5}{6}"}`. `answer` is text, a number, or a list of
-spellings, any of which counts (Minerva and OlympiadBench have lists). Without `answer`, the gold answer is what the
-last `\boxed{}` of `solution` holds, as in the MATH dataset. The policy should end with `\boxed{\frac{5}{6}}`, or with
+spellings, any of which counts (Minerva and OlympiadBench have lists). Without `answer`, the gold answer is the content
+of the last `\boxed{}` of `solution`, as in the MATH dataset. The policy should end with `\boxed{\frac{5}{6}}`, or with
 `<answer>\frac{5}{6}</answer>`.
 
-What a completion answers:
+The answer of a completion:
 
 | in the completion | its answer |
 |---|---|
@@ -15,16 +15,17 @@ What a completion answers:
 | only in the thought, or a thought that does not end | none |
 | `</think>` without `<think>` | a thought that the prompt has begun: what follows it counts |
 
-When an answer equals the gold answer, decided by the first of these that can tell:
+An answer equals the gold answer by the first of these rules that can decide:
 
 1. They are equal as text in one spelling (`verdicts/answer_text.py`): no spacing, sizes, dollar signs or final full
    stop; `\frac12`, `\dfrac{1}{2}` alike; `\text{(C)}`, `(C)` and `C` alike; words in capital or small letters; without
    bold, colour, underlining, and "The answer is", `=` or `\approx` in front of it.
 2. Both are exact numbers: integers, decimals, fractions, mixed numbers, `8.7 \times 10^{8}` and `8.7e8`, with thousands
    commas, a currency sign, a unit, degrees, a percent sign or a name (`x = 5`). They are compared exactly. Words that
-   change the number are no unit: it is multiplied by a thousand, million or dozen, and any others make it no number.
-3. math-verify says so (`verdicts/expressions.py`), within a limit of time. Without it, the answer is wrong. It is
-   not asked where an answer holds dots, or words that are no unit: it would leave them out.
+   change the number are no unit: a thousand, million or dozen multiplies it, and with any other such word it is no
+   number.
+3. math-verify says so (`verdicts/expressions.py`), within a limit of time. Without it, the answer is wrong. It is not
+   asked if an answer contains dots, or words that are no unit: it would leave them out.
 
 | gold answer | right | wrong |
 |---|---|---|
@@ -54,7 +55,7 @@ When an answer equals the gold answer, decided by the first of these that can te
 | `x^2` | `x \cdot x` | `x^2+C`: a constant is a symbol |
 | `2k+2` | `2(k+1)` | `2n+2` |
 
-math-verify does not tell capital from small letters; where a gold answer has a letter in both, it is not asked.
+math-verify ignores case; it is not asked if a gold answer contains a letter in both cases.
 """
 
 import re
@@ -63,12 +64,12 @@ from tasks import arithmetic
 from tasks.verdicts.answer_text import normalize
 from tasks.verdicts.judge import NOTE, Judge, has_library
 
-FIELDS = {"problem": str}  # what every row must have, besides `answer` or `solution`
+FIELDS = {"problem": str}  # every row must have this, besides `answer` or `solution`
 KIND_FIELDS = ("level",)  # of MATH; other files have none
 REWARD_WEIGHTS = {"correct": 1.0, "format": 0.0, "boxed": 0.0}
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 
-_JUDGE = Judge()  # keeps the verdicts; its processes begin when one is needed, or with `note`
+_JUDGE = Judge()  # keeps the verdicts; its processes start when a verdict is needed, or with `note`
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\\boxed\s++([^\s${}]++)")
 
@@ -94,7 +95,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
     r"""Reward one completion, by named components.
 
     `correct` is 1 if the answer equals a gold answer. At weight 0: `format` is 1 if all thoughts are closed and one
-    answer, by one `<answer>` or one `\boxed{}`, is given outside of them; `boxed` is 1 if a `\boxed{}` is.
+    answer, in one `<answer>` or one `\boxed{}`, is outside them; `boxed` is 1 if a `\boxed{}` is outside them.
 
     >>> row = {"problem": "What is $1 - 1/4$?", "answer": "\\frac{3}{4}"}
     >>> reward(row, r"That is $\boxed{0.75}$.")
@@ -113,7 +114,7 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    """What else to log: whether there is an answer, and whether it could not be judged in time, and counts as wrong."""
+    """More values to log: whether there is an answer, and whether it counts as wrong because judging took too long."""
     answer = given_answer(text)
     is_undecided = answer is not None and _JUDGE.verdict(golds(row), answer) is None
     return {"answered": float(answer is not None), "undecided": float(is_undecided)}
@@ -129,7 +130,7 @@ def solution(row: dict) -> str:
 
 
 def vote(row: dict, text: str) -> str | None:
-    r"""Optional: what a completion answers, in one spelling; `0.5` and `\frac12` remain two, unlike in `reward`.
+    r"""Optional: the answer of a completion, in one spelling; `0.5` and `\frac12` remain two, unlike in `reward`.
 
     >>> vote({}, r"\boxed{\left( 3, \dfrac\pi 2 \right)}")
     '(3,\\frac\\pi2)'
@@ -139,13 +140,13 @@ def vote(row: dict, text: str) -> str | None:
 
 
 def note() -> str | None:
-    """Optional: what the user is told once, if math-verify is not there. The processes begin here, to be ready soon."""
+    """Optional: a message to the user, if math-verify is not installed. The processes start here, to be ready soon."""
     _JUDGE.start()
     return None if has_library() else NOTE
 
 
 def golds(row: dict) -> list[str]:
-    r"""The gold answers of a row, any of which is right; none if there is none that is text or a number.
+    r"""The gold answers of a row, any of which is right; empty if no answer is text or a number.
 
     >>> golds({"answer": 142.0}), golds({"answer": ["0.01\n", "$\\frac{1}{100}$"]}), golds({"answer": " "})
     (['142'], ['0.01', '$\\frac{1}{100}$'], [])
@@ -159,7 +160,7 @@ def golds(row: dict) -> list[str]:
 
 
 def given_answer(text: str) -> str | None:
-    r"""What a completion answers, by the rules above; None: nothing.
+    r"""The answer of a completion, by the rules above; None if it has none.
 
     >>> [given_answer(text) for text in (r"\boxed{1} or \boxed{\frac{1}{2}}", "<answer>3", "<think><answer>5</answer>")]
     ['\\frac{1}{2}', None, None]
@@ -170,22 +171,22 @@ def given_answer(text: str) -> str | None:
         return None
     boxed = boxes(tagged[0] if tagged else outside)
     answer = boxed[-1].strip() if boxed else tagged[0].strip() if tagged else None
-    return None if answer is not None and "<think>" in answer else answer  # a thought in it: not one answer
+    return None if answer is not None and "<think>" in answer else answer  # it contains a thought: not one answer
 
 
 def outside_thought(text: str) -> str:
-    """A completion with `<think>` in the place of each thought; an unclosed one never ends."""
+    """A completion with `<think>` in place of each thought; an unclosed thought never ends."""
     head, *thoughts = text.split("<think>")
     return "<think>".join([head.rpartition("</think>")[2], *(thought.partition("</think>")[2] for thought in thoughts)])
 
 
 def boxes(text: str) -> list[str]:
-    r"""What the `\boxed{}` of a text hold, in the order in which they begin. The time is linear in the text's length.
+    r"""The contents of all `\boxed{}` in a text, in the order of their beginnings, in time linear in the text's length.
 
     >>> boxes(r"\boxed{\left\{1\right.} \boxed{a \boxed{b}} \boxed{c"), boxes(r"$\boxed 5$")
     (['\\left\\{1\\right.', 'a \\boxed{b}', 'b'], ['5'])
     """
-    open_braces: list[int | None] = []  # where what they hold begins, of boxes
+    open_braces: list[int | None] = []  # for boxes, where the content begins
     found: list[tuple[int, int]] = []
     for brace in _BRACE.finditer(text):
         if brace[0] == "}":

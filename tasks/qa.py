@@ -1,10 +1,10 @@
-"""Questions about documents, which the policy has to find by searching.
+"""Questions about documents that the policy has to find by searching.
 
 A row is `{"question": "When was the ship Fardil built?", "answer": "1846", "supporting": ["Fardil"], ...}`: the policy
 should end with `<answer>1846</answer>`. `answer` may be a list of spellings, any of which counts; `supporting` names
-the documents that tell the answer, if that is known. The bundled rows also say how many documents have to be read, one
-after the other (`difficulty`: "one hop" or "two hops"), and whether training asks about them (`documents`: "seen" or
-"new"). Any rows with `question` and `answer` can be used.
+the documents that contain the answer, if they are known. The bundled rows also say how many documents the policy has to
+read, one after the other (`difficulty`: "one hop" or "two hops"), and whether training asks about them (`documents`:
+"seen" or "new"). Any rows with `question` and `answer` can be used.
 """
 
 import re
@@ -13,13 +13,13 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
-from tasks.arithmetic import given_answer, is_answer, messages  # noqa: F401  # what is asked
+from tasks.arithmetic import given_answer, is_answer, messages  # noqa: F401  # the question
 from tasks.calculator import is_well_formed
 
 _DATA = Path(__file__).resolve().parents[1] / "data"
 TRAIN_DATA = _DATA / "qa_tasks.jsonl"
 EVAL_DATA = _DATA / "qa_tasks_heldout.jsonl"
-FIELDS = {"question": str, "answer": (str, int, float, list)}  # what every row must have
+FIELDS = {"question": str, "answer": (str, int, float, list)}  # every row must have these
 KIND_FIELDS = ("difficulty", "documents")  # questions that agree in these are of one kind
 REWARD_WEIGHTS = {"correct": 1.0, "f1": 0.0, "format": 0.0}
 SYSTEM_PROMPT = (
@@ -32,11 +32,11 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def reward(row: dict, text: str) -> dict[str, float]:
-    """Reward what the policy says in all of its turns, joined by newlines and without its tool calls.
+    """Reward the policy's text in all of its turns, joined by newlines and without its tool calls.
 
     `correct` is the exact match and `f1` the F1 of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1): the
-    given answer against the spelling of the row that it fits best. The given answer is what the only `<answer>` outside
-    `<think>` holds; without one, both are 0. `format` is 1 if there are any number of thoughts, then one answer, and
+    given answer against the best-fitting spelling of the row. The given answer is the text in the only `<answer>`
+    outside `<think>`; without it, both are 0. `format` is 1 if there are any number of thoughts, then one answer, and
     nothing else.
 
     >>> row = {"question": "Who built the ship?", "answer": ["Jarce of Waplem", "Jarce"]}
@@ -60,7 +60,7 @@ def solution(row: dict) -> str:
 
 
 def describe(row: dict, text: str) -> dict[str, float]:
-    """What else to log: which kind of question it is, so that there is an accuracy for each; all 0 if it is unknown."""
+    """More values to log: the kind of question, which gives an accuracy for each kind; all 0 if it is unknown."""
     kind = (row.get("difficulty"), row.get("documents"))
     kinds = {"one_hop": ("one hop", "seen"), "two_hops": ("two hops", "seen")}
     kinds |= {"new_one_hop": ("one hop", "new"), "new_two_hops": ("two hops", "new")}
@@ -68,13 +68,13 @@ def describe(row: dict, text: str) -> dict[str, float]:
 
 
 def answers(row: dict) -> list[str]:
-    """The spellings of the right answer; what is neither text nor a number is none."""
+    """The spellings of the right answer; values that are neither text nor a number are ignored."""
     given = row["answer"] if isinstance(row["answer"], list) else [row["answer"]]
     return [str(answer) for answer in given if isinstance(answer, str | int | float) and not isinstance(answer, bool)]
 
 
 def exact_match(answer: str, wanted: str) -> bool:
-    """SQuAD's exact match; of a number also its sign and decimal point, which that leaves out.
+    """SQuAD's exact match, but for numbers also the sign and decimal point count, which SQuAD ignores.
 
     >>> [exact_match(answer, "15") for answer in ("15.", "the 15", "-15", "1.5")]
     [True, True, False, False]
@@ -91,7 +91,7 @@ def _value(number: str) -> Fraction:
 def f1(answer: str, wanted: str) -> float:
     """The harmonic mean of precision and recall of the answer's words, as a bag.
 
-        F1 = 2 n / (words of the answer + words wanted),    n: the words that both have
+        F1 = 2 n / (words of the answer + words wanted),    n: the words in common
 
     >>> f1("the town of Waplem", "Waplem"), f1("-15", "15")  # town, of, Waplem; Waplem
     (0.5, 0.0)
@@ -106,7 +106,7 @@ def f1(answer: str, wanted: str) -> float:
 def normalize(text: str) -> str:
     """SQuAD's normalisation: lower case, without ASCII punctuation and articles, single spaces.
 
-    What consists of nothing else is compared as it is.
+    A text that would become empty is only brought to lower case, with single spaces.
 
     >>> normalize(" The U.S.  Navy's"), normalize("1,846."), normalize("a/the"), normalize("The")
     ('us navys', '1846', 'athe', 'the')

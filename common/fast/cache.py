@@ -2,13 +2,13 @@
 
 transformers' DynamicCache copies all keys and values for every token that is appended, and again whenever rows are
 dropped. Here tokens are written into memory that is already allocated, and the last rows move into the positions of
-those that have ended.
+rows that have ended.
 """
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-GROW_BY = 32  # tokens that are written before larger tensors are allocated, with room for as many more
+GROW_BY = 32  # when memory is full, larger tensors are allocated, with room for this many more tokens
 
 
 class RowCache(Cache):

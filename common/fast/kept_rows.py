@@ -1,7 +1,7 @@
-"""Keys and values of rows from turn to turn: a row's next turn runs only the tokens that it has gained.
+"""Keys and values of rows, kept from turn to turn: a row's next turn runs only its new tokens.
 
-What is kept belongs to the weights that it was computed with, hence to one rollout. What it saves is measured in
-experiment_multiturn_tool_calling/README.md.
+Kept values belong to the weights that computed them, hence to one rollout. experiment_multiturn_tool_calling/README.md
+has measurements of the time saved.
 
 Shapes: U rows of at most T tokens; keys and values are (heads, tokens, head size) per row and layer.
 """
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class KeptRows:
-    """What the cache held of some rows when their turns ended."""
+    """The cached keys and values of some rows when their turns ended."""
 
     def __init__(self):
-        # By the row's identity. The row is kept as well, so that no other one can get its identity.
+        # By the row's identity. The row is kept as well, so that no other row can get its identity.
         self._kept: dict[int, tuple[Trajectory, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(self, rows: "list[Trajectory]", cache: "RowCache", ended: torch.Tensor, mask: torch.Tensor) -> None:
-        """Keep `rows`, which are those of the cache where `ended` is true, without what `mask` tells to be padding."""
+        """Keep `rows`, the rows of the cache where `ended` is true, without the padding, where `mask` is 0."""
         indices, lengths = ended.nonzero()[:, 0].tolist(), mask[ended].sum(dim=1).tolist()
         for row, index, length in zip(rows, indices, lengths, strict=True):
             states = [[x[index, :, -length:].clone() for x in (layer.keys, layer.values)] for layer in cache.layers]
@@ -34,14 +34,14 @@ class KeptRows:
 
     def fill(self, cache: "RowCache", rows: "list[Trajectory]") -> int:
         """Move the beginnings of `rows` into an empty cache, as if their ids had been left-padded to T and run up to
-        one position. Whatever else is kept is forgotten, so that there is never more than one batch of it.
+        one position. All other kept rows are forgotten, so that at most one batch is ever kept.
 
-        That position is the same in all rows, and the row that has gained the most tokens decides where it is. The
-        others will run some of their known tokens again, instead of padding: so no row has a gap, which would put its
-        tokens further apart than a sliding window takes them to be.
+        That position is the same in all rows, and the row with the most new tokens decides where it is. The other rows
+        run some of their known tokens again, instead of padding. So no row has a gap, which would put its tokens
+        further apart than a sliding window assumes.
 
         Returns:
-            The position: how many of the T tokens the cache then holds. 0 if nothing is known of one of the rows.
+            The position: how many of the T tokens the cache then holds. 0 if one of the rows has not been kept.
         """
         kept, self._kept = self._kept, {}
         if not rows or any(id(row) not in kept for row in rows):

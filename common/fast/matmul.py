@@ -2,7 +2,7 @@
 
 On a CPU, PyTorch multiplies float32 matrices with MKL, which uses the widest vector instructions (AVX-512) on Intel
 CPUs only. oneDNN, which PyTorch also contains, uses them on all CPUs and is equally exact. benchmarks/README.md shows
-what this saves on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
+the time saved on an AMD EPYC. Nothing changes on other machines, in bfloat16 or on a GPU.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-MIN_ROWS = 48  # with fewer rows MKL is as fast
+MIN_ROWS = 48  # with fewer rows MKL is just as fast
 
 
 def use_fast_products(model: nn.Module) -> None:
@@ -75,7 +75,7 @@ def _multiply_padded(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _pad(x: torch.Tensor) -> torch.Tensor:
-    """Append zero rows, up to one of a few sizes: oneDNN compiles and keeps a kernel for every shape that it sees.
+    """Append zero rows, up to one of a few sizes, because oneDNN compiles and keeps a kernel for every shape.
 
     >>> [len(_pad(torch.ones(rows, 1))) for rows in (64, 65, 257, 500, 1000, 1025)]
     [64, 80, 320, 512, 1024, 1152]

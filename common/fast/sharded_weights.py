@@ -1,8 +1,8 @@
-"""Weights of which each rank holds a shard, whole again for a while: to sample with them, or to save them.
+"""Gather sharded weights on every rank for a while, to sample with them or to save them.
 
-Gathering them at every decode step would be a message to all ranks per token and layer, and a rank whose completions
-have ended would leave the others waiting. So they are gathered once before a rollout; that takes the memory of the
-whole model on each rank.
+Gathering the weights at every decode step would take a message to all ranks per token and layer, and a rank whose
+completions have ended would leave the others waiting. So they are gathered once before a rollout, which takes the
+memory of the whole model on each rank.
 """
 
 from collections import OrderedDict
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 import torch
 from torch import distributed, nn
 
-GATHERED = "gathered_weights"  # marks DeepSpeed's weights while they are
+GATHERED = "gathered_weights"  # marks DeepSpeed's weights while they are gathered
 
 
 @contextmanager
 def gathered_weights(policy: nn.Module) -> Iterator[None]:
-    """Inside, every rank holds all weights of a policy of which it otherwise holds a shard.
+    """Inside this context, every rank holds all weights of a policy, instead of a shard.
 
-    No forward pass inside is a message to the other ranks, so each may make as many as it likes. To be entered and left
-    by all ranks together. Does nothing where weights are not sharded or are gathered already. The shards are those of
-    FSDP2 (torch's `fully_shard`), or of DeepSpeed's ZeRO-3.
+    Forward passes inside need no messages between ranks, so each rank can make any number of them. All ranks must enter
+    and leave together. It does nothing if the weights are not sharded or are already gathered. It supports shards of
+    FSDP2 (torch's `fully_shard`) and of DeepSpeed's ZeRO-3.
     """
     partitioned = [weight for weight in policy.parameters() if hasattr(weight, "ds_id")]  # by ZeRO-3
     with _gathered_by_deepspeed(policy, partitioned) if partitioned else _gathered_by_fsdp(policy):
@@ -36,7 +36,7 @@ def _gathered_by_fsdp(policy: nn.Module) -> Iterator[None]:
     from torch.distributed.fsdp import FSDPModule  # takes half a second, which one process need not wait for
 
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    states = [module._get_fsdp_state() for module in modules]  # torch has no public way to what is asked of them here
+    states = [module._get_fsdp_state() for module in modules]  # torch has no public API for this
     groups = [group for state in states for group in state._fsdp_param_groups]
     if all(group.is_unsharded and group.post_forward_mesh_info is None for group in groups):
         yield  # nothing is sharded, or this context is inside another one
@@ -79,9 +79,9 @@ def _gathered_by_deepspeed(policy: nn.Module, weights: list[nn.Parameter]) -> It
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The weights of a model that is sharded over the ranks, whole, by name; None if every rank has all of it.
+    """The whole weights, by name, of a model that is sharded over the ranks; None if every rank has the whole model.
 
-    All ranks call it together. What the model uses twice, as tied embeddings, is one tensor here too.
+    All ranks call it together. A weight that the model uses twice, such as tied embeddings, is one tensor here too.
     """
     from torch.distributed.tensor import DTensor  # takes half a second, which --help and a mistake need not wait for
 

@@ -1,9 +1,9 @@
 """Rows that begin with the same prompt: the prompt is encoded once, and every completion continues from there.
 
 The G completions of a group begin with the same prompt. Attention is causal, so the prompt's keys and values do not
-depend on what follows: they are computed once and repeated for the rows of the group. Only the completions are then run
-against them, in batches of similar length. Values and gradients equal those of complete rows up to rounding, and each
-prompt and each completion token is processed once.
+depend on the completion: they are computed once and repeated for the rows of the group. Only the completions are then
+run against them, in batches of similar length. Values and gradients equal those of complete rows up to rounding, and
+each prompt and each completion token is processed once.
 
 Shapes: B rows, T tokens, U different prompts of at most P tokens, C completion tokens of a batch, N action tokens.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-# How many completion tokens, including padding, are run at once. More would no longer fit a CPU's caches (batches of 16
-# rows were measured twice as fast as batches of 64). A GPU needs many; its number was not measured.
+# How many completion tokens, including padding, are run at once. More would no longer fit a CPU's caches (we measured
+# batches of 16 rows to be twice as fast as batches of 64). A GPU needs many; we have not measured how many.
 TOKENS_AT_ONCE = {"cpu": 512, "cuda": 16_384}
 
 
@@ -35,7 +35,7 @@ def hidden_states(
 
     Returns:
         (N, H) hidden states, and (N,) the position of each in the flattened (B, T-1). None if there are fewer than two
-        rows per prompt on average: running complete rows is then as fast.
+        rows per prompt on average: running complete rows is then just as fast.
     """
     rows = _split_rows(sequences, action_mask)
     prompts = list(dict.fromkeys(row.prompt for row in rows.values()))
@@ -95,7 +95,7 @@ def _encode(decoder: nn.Module, prompts: list[tuple[int, ...]], device: torch.de
 def _continue(
     decoder: nn.Module, cache, prompt_mask: torch.Tensor, owner: torch.Tensor, ids: list[list[int]]
 ) -> torch.Tensor:
-    """Run each row's ids after the prompt that it belongs to: hidden states (b, C, H)."""
+    """Run each row's ids after its prompt: hidden states (b, C, H)."""
     from transformers import DynamicCache
 
     prompt_mask = prompt_mask[owner]

@@ -1,1 +1,1 @@
-"""What is wrong with a data set, before anyone trains on it; a program, see `__main__.py`."""
+"""A program that finds problems in a data set before anyone trains on it, see `__main__.py`."""

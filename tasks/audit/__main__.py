@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     if settings.kind not in RESOLVED:
         raise UserError(f"--model {config.model} has no tokenizer of its own")
 
-    from tasks.audit.examine_rows import examine  # what takes seconds to import
+    from tasks.audit.examine_rows import examine  # takes seconds to import
 
     report = examine(settings, config.max_new_tokens or RESOLVED[settings.kind]["max_new_tokens"])
     if config.json is not None:

@@ -1,4 +1,4 @@
-"""The audit itself: files are read as training would, and all faulty rows are found, not only the first."""
+"""The audit itself: it reads files as training would, and finds all faulty rows, not only the first."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from harness.data.rows import FieldsError
 from harness.data.task import Row, Task, import_task, suggest_task
 from harness.models.pretrained import read_config, set_template, tokenizer_of
 
-FINDINGS = {  # of a file: what people read, and whether it is a problem
+FINDINGS = {  # of a file: the title shown, and whether it is a problem
     "unusable": ("rows that cannot be used", True),
     "empty_golds": ("empty gold answers", True),
     "refused_golds": ("gold answers that are not accepted as their own", True),
@@ -41,22 +41,22 @@ SHARED_FINDINGS = {
     "normalised": ("the same but for case, spaces and punctuation", True),
     "13_words": ("other ones with 13 words in a row in common", False),
 }
-RUN = 13  # words in a row that two questions hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
-MOST_WITH_A_RUN = 10  # training questions; a run that more of them have is an instruction
-MOST_BOXES = 3  # of a question, that are tried as its answer
-EXAMPLES = 10  # rows of a finding whose text is in the report; of all others only the place
+RUN = 13  # words in a row that two questions hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)
+MOST_WITH_A_RUN = 10  # training questions; a run that occurs in more of them is an instruction
+MOST_BOXES = 3  # of a question that are tried as its answer
+EXAMPLES = 10  # rows of a finding whose text is in the report; for all others only the place
 CHUNK = 1000  # rows that a task judges at once
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\w]|[.,]\d)")
 _ANNOTATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")  # of a calculation in GSM8K's worked solutions
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)")
-# Signs that no question needs: of direction, and what a wrong decoding leaves behind
+# Characters that no question needs: direction marks, and traces of a wrong decoding
 _NO_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\ufffd")
-Found = Iterator[tuple[str, Row, str]]  # a finding's name, the row, and what is worth showing of it
+Found = Iterator[tuple[str, Row, str]]  # a finding's name, the row, and the text to show
 
 
 def examine(config: RunConfig, max_new_tokens: int) -> dict:
-    """Audit the data of a task: a report of what JSON can hold."""
+    """Audit the data of a task; the report can be written as JSON."""
     task = import_task(config)
     prompt = config.system_prompt
     if prompt is None:
@@ -110,7 +110,7 @@ def examine(config: RunConfig, max_new_tokens: int) -> dict:
 
 
 def _finding(name: str, title: str, is_problem: bool, found: list[tuple[str, str]], num_examined: int) -> dict:
-    """One kind of thing that can be wrong, and the rows with it."""
+    """One kind of problem, and the rows that have it."""
     return {
         "name": name,
         "what": title,
@@ -123,7 +123,7 @@ def _finding(name: str, title: str, is_problem: bool, found: list[tuple[str, str
 
 
 def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dict]:
-    """How long some texts are; a percentile is the smallest length that this share of the texts does not exceed."""
+    """The lengths of some texts; a percentile is the smallest length that this share of the texts does not exceed."""
     ordered = sorted(tokens)
     shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
     return tokens and [
@@ -134,7 +134,7 @@ def _lengths(name: str, title: str, tokens: list[int], limit: float) -> list[dic
 
 
 def _read(task: Task, config: RunConfig, source: str) -> tuple[list[Row], list[tuple[str, str]]]:
-    """The rows that can be read and asked, and the places and problems of those that cannot."""
+    """The rows that can be read and asked, and the places and problems of the other rows."""
     usable, unusable, first = [], [], None
     for row in scan_rows(source, task.fields):
         try:
@@ -158,7 +158,7 @@ def _problem(error: UserError, row: Row) -> str:
 
 
 def _gold_faults(task: Task, rows: list[Row]) -> Found:
-    """Rows without a gold answer, and rows whose solution is not rewarded as right, or is not one answer."""
+    """Rows without a gold answer, and rows with a solution that is not rewarded as right, or is not one answer."""
     for start in range(0, len(rows), CHUNK):
         solutions = [(row, _solution(task, row)) for row in rows[start : start + CHUNK]]
         _prepare(task, [(row, found) for row, found in solutions if isinstance(found, str)])
@@ -183,7 +183,7 @@ def _prepare(task: Task, cases: list[tuple[Row, str]]) -> None:
 
 
 def _solution(task: Task, row: Row) -> str | UserError | None:
-    """The solution of a row, or what is wrong with it; None: the task has none."""
+    """The solution of a row, or the problem with it; None: the task has no solutions."""
     try:
         return task.solution(row)
     except UserError as error:
@@ -191,9 +191,9 @@ def _solution(task: Task, row: Row) -> str | UserError | None:
 
 
 def _repeated(task: Task, rows: list[Row]) -> Found:
-    """Questions that were asked before, with the same gold answer or another one; runs of words of an earlier one.
+    """Questions that repeat an earlier one, with the same or another gold answer, or share a run of words with one.
 
-    Two gold answers are the same if the reward accepts one for the other's row.
+    Two gold answers are the same if the reward accepts one of them for the row of the other.
     """
     first: dict[str, Row] = {}
     for row in rows:
@@ -215,7 +215,7 @@ def _repeated(task: Task, rows: list[Row]) -> Found:
 
 
 def _shared_findings(train_rows: list[Row], eval_rows: list[Row], of_one_file: bool) -> list[dict]:
-    """Evaluation questions that training asks as well; of one file, the runs of words are among its other findings."""
+    """Evaluation questions that training asks as well; without runs of words if both are from one file."""
     exactly, nearly = shared_questions(train_rows, eval_rows)
     shared = {id(row) for row, _ in (*exactly, *nearly)}
     others = [row for row in eval_rows if id(row) not in shared]
@@ -235,9 +235,9 @@ def _shared_findings(train_rows: list[Row], eval_rows: list[Row], of_one_file: b
 
 
 def _share_a_run(rows: list[Row], earlier: list[Row] | None = None) -> Iterator[tuple[Row, Row, str]]:
-    """Rows with a run of `RUN` words that an earlier one has, of the same rows or of others; that one, and the run."""
+    """Rows that share a run of `RUN` words with an earlier row (of `earlier`, if given), that row, and the run."""
     wanted = {run for row in rows for run in _runs(row.question)}
-    having: dict[str, list[int]] = defaultdict(list)  # by a run, the first rows that have it
+    having: dict[str, list[int]] = defaultdict(list)  # by run, the first rows that have it
     others = rows if earlier is None else earlier
     for index, row in enumerate(others):
         for run in wanted.intersection(_runs(row.question)):
@@ -258,7 +258,7 @@ def _runs(question: str) -> list[str]:
 def _suspicious(task: Task, rows: list[Row]) -> Found:
     r"""Characters that are not text, answers that could be copied from the question, wrong calculations.
 
-    A `\boxed{}` of a question that the reward accepts is the solution of an earlier part, for example.
+    For example, if the reward accepts a `\boxed{}` in a question, it is the solution of an earlier part.
     """
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
@@ -295,7 +295,7 @@ def _is_no_text(letter: str) -> bool:
 
 
 def given(solution: str) -> str:
-    r"""The answer that a solution gives: in `<answer>`, or in `\boxed{}`, or the whole text.
+    r"""The answer in a solution: in `<answer>`, or in `\boxed{}`, or the whole text.
 
     >>> given("<think>1+1=2</think><answer> 2 </answer>"), given("So \\boxed{\\frac{1}{2}}"), given("2")
     ('2', '\\frac{1}{2}', '2')
@@ -306,7 +306,7 @@ def given(solution: str) -> str:
 
 
 def latex_fault(gold: str) -> str | None:
-    r"""What keeps a gold answer from being one answer in LaTeX or plain text.
+    r"""Why a gold answer is not one answer in LaTeX or plain text; None if it is.
 
     >>> [latex_fault(gold) for gold in ("\\frac{1}{2}", "[0, 1)", "\\frac{1}{2", "$x", "['9.6']", "18", "\\$5")]
     [None, None, 'braces do not match', 'an odd number of $', 'a list written as text', None, None]
@@ -320,7 +320,7 @@ def latex_fault(gold: str) -> str | None:
 
 
 def holds(question: str, gold: str) -> bool:
-    """Whether a text holds an answer as a whole number or a whole word.
+    """Whether a text contains an answer as a whole number or a whole word.
 
     >>> holds("Of 1,080 eggs 3.5 break.", "1080"), holds("Of 1,080 eggs", "80"), holds("5.0 or 6?", "5")
     (True, False, True)
@@ -344,7 +344,7 @@ def is_wrong(left: str, right: str) -> bool:
 
 
 def _value(text: str) -> Fraction | None:
-    """The exact value of an expression that may hold decimals, thousands commas, percent and currency signs."""
+    """The exact value of an expression that may contain decimals, thousands commas, percent and currency signs."""
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))|[$ ]", "", text)
     text = re.sub(r"([\d.]+)%", r"(\1/100)", text)
     text = _DECIMAL.sub(lambda found: f"({int(found[1] + found[2])}/1{'0' * len(found[2])})", text)
@@ -353,7 +353,7 @@ def _value(text: str) -> Fraction | None:
 
 
 def worked_solution(row: Row) -> str | None:
-    """How a row is solved: MATH's `solution`, or what GSM8K's `answer` says before its `####`; None if it has none.
+    """The worked solution of a row: MATH's `solution`, or the text of GSM8K's `answer` before its `####`; None if none.
 
     >>> worked_solution({"answer": "48/2=<<48/2=24>>24 clips\\n#### 24"}), worked_solution({"answer": "24"})
     ('48/2=24 clips\\n#### 24', None)
@@ -361,5 +361,5 @@ def worked_solution(row: Row) -> str | None:
     answer, solution = row.get("answer"), row.get("solution")
     if isinstance(solution, str) and solution.strip():
         return solution
-    # without what GSM8K notes for a calculator, which nobody is asked to write
+    # without GSM8K's calculator annotations, which nobody is asked to write
     return re.sub(r"<<[^<>]*>>", "", answer) if isinstance(answer, str) and "\n####" in answer else None

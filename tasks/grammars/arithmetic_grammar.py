@@ -1,6 +1,6 @@
 """The grammar of the bundled arithmetic questions. It is used to make data; reinforcement learning does not read it.
 
-`data/make_math_tasks.py` draws the questions of the task from it, and `experiment_sft` those of the warm start.
+`data/make_math_tasks.py` draws the questions of the task from it, and `experiment_sft` the questions of the warm start.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """What the question asks, up to the order of commuting terms and factors.
+        """The question, up to the order of commuting terms and factors.
 
         >>> a = Question((Term(1, (47,)), Term(1, (7, 8)), Term(-1, (18,))))
         >>> b = Question((Term(1, (8, 7)), Term(-1, (18,)), Term(1, (47,))))

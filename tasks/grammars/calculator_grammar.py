@@ -1,7 +1,7 @@
-"""The grammar of the calculator's questions: sums that the tiny policy cannot do in its head, and some that it can.
+"""The grammar of the calculator's questions: sums that the tiny policy cannot do in its head, and some easy sums.
 
-`data/make_calculator_tasks.py` draws the questions of the task from it, and `experiment_sft` those of its lessons.
-Terms, wordings and pools are those of the bundled arithmetic questions; only the numbers are larger.
+`data/make_calculator_tasks.py` draws the questions of the task from it, and `experiment_sft` the questions of its
+lessons. Terms, wordings and pools are the same as for the bundled arithmetic questions; only the numbers are larger.
 """
 
 import random
@@ -15,7 +15,7 @@ KINDS: dict[str, float] = {"easy": 0.25, "product": 0.35, "chain": 0.40}  # weig
 # easy: bundled sums of two and three numbers, which a direct answer gets right now and then
 EASY_KINDS = {(2, 1, False): 0.04, (2, 2, False): 0.36, (3, 1, False): 0.15, (3, 2, False): 0.45}
 
-# The digits of the factors of each term, one shape a row: "product" has one term, "chain" several
+# The digits of the factors of each term, one shape per row: "product" has one term, "chain" several
 PRODUCT_SHAPES: list[list[tuple[int, ...]]] = [[(3, 2)], [(3, 3)], [(4, 2)], [(4, 3)], [(4, 4)]]
 CHAIN_SHAPES: list[list[tuple[int, ...]]] = [
     [(3, 2), (4,)], [(4,), (3, 2)], [(3, 3), (3,)], [(4, 2), (4,)],  # the first one is 347*58+1204, for example

@@ -1,9 +1,9 @@
-"""The grammar of Countdown's problems, and of tries at them. It makes data; reinforcement learning does not read it.
+"""The grammar of Countdown's problems, and of tries at them. It makes data; reinforcement learning does not use it.
 
-`data/make_countdown_tasks.py` draws the problems of the task from it, and `experiment_sft` those of its lessons.
+`data/make_countdown_tasks.py` draws the problems of the task from it, and `experiment_sft` the problems of its lessons.
 
 A try combines three numbers in two steps. In a sum or a product the larger number comes first; no step is negative or
-leaves the integers, and none divides by 1 or subtracts a number from itself.
+leaves the integers, divides by 1, or subtracts a number from itself.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """What the problem asks, up to the order of the numbers.
+        """The problem, up to the order of the numbers.
 
         >>> Problem((8, 3, 1), 24).key
         '1 3 8 = 24'
@@ -71,14 +71,14 @@ def _tries(nums: tuple[int, ...]) -> dict[int, list[Try]]:
             pair = f"({high}{first_sign}{low})"
             for sign, value in _results(max(inner, other), min(inner, other)):
                 expression, step = f"{pair}{sign}{other}", f"{inner}{sign}{other}"
-                if sign in "-/" and other > inner:  # sums and products begin with what is in parentheses
+                if sign in "-/" and other > inner:  # sums and products begin with the parentheses
                     expression, step = f"{other}{sign}{pair}", f"{other}{sign}{inner}"
                 found.setdefault(value, {}).setdefault(expression, Try(expression, step, value))
     return {value: list(found[value].values()) for value in sorted(found)}
 
 
 def _results(high: int, low: int) -> list[tuple[str, int]]:
-    """What two numbers can make in one step."""
+    """The results of two numbers in one step."""
     results = [("+", high + low), ("-", high - low), ("*", high * low)]
     if low > 1 and high % low == 0:
         results.append(("/", high // low))

@@ -1,6 +1,6 @@
-"""The grammar of prompts with instructions. It makes data; reinforcement learning does not read it.
+"""The grammar of prompts with instructions. It makes data; reinforcement learning does not use it.
 
-Every fifth of the 200 topics is held out, and some kinds of instructions are: training asks for neither.
+Every fifth of the 200 topics is held out, and so are some kinds of instructions: training uses neither.
 """
 
 import random
@@ -33,7 +33,7 @@ CHOICES = {
 }
 OPENINGS = ("Write about", "Tell me about", "Write a short text about", "Describe", "Say something about")
 
-# A kind, its arguments (< at most, > at least), how "Write about bread" goes on, and sentences that ask the same.
+# A kind, its arguments (< at most, > at least), how "Write about bread" continues, and sentences with the same meaning.
 TRAINED = """\
 number_words | num_words<6-20 | with at most {} words | Use at most {} words. | Write no more than {} words.
 number_words | num_words>8-20 | with at least {} words | Use at least {} words. | Write {} words or more.
@@ -59,14 +59,14 @@ number_highlighted_sections | num_highlights=2-3 | with {} parts in stars, like 
 Put stars around {} parts, like *this*.
 """.splitlines()
 _IDS = {kind.partition(":")[2]: kind for kind in KINDS}
-_APART = (  # of each group a prompt has at most one
+_APART = (  # a prompt has at most one kind of each group
     {"number_bullet_lists", "number_sentences", "end_checker", "postscript"},
     {"english_lowercase", "end_checker", "postscript"},
 )
 
 
 def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str, is_short: bool = False) -> dict:
-    """A row with one to three kinds of instructions. A short one begins with a smallest and a largest number of words.
+    """A row with one to three kinds of instructions. A short row starts with limits on the number of words.
 
     >>> row = draw_row(random.Random(3), ["bread"], TRAINED, "train")
     >>> row["prompt"]
@@ -98,7 +98,7 @@ def draw_row(rng: random.Random, topics: list[str], rules: list[str], split: str
 
 
 def draw_limits(rng: random.Random) -> list[tuple[str, dict, str, str]]:
-    """A smallest and a largest number of words, as two instructions that one clause or sentence asks for.
+    """A smallest and a largest number of words: two instructions in one clause or sentence.
 
     >>> draw_limits(random.Random(0))[0][2:]
     ('in 7 to 13 words', 'Use 7 to 13 words.')
@@ -117,7 +117,7 @@ def draw_limits(rng: random.Random) -> list[tuple[str, dict, str, str]]:
 
 
 def draw_instruction(rng: random.Random, rule: str) -> tuple[dict, str, str]:
-    """Of a line of rules: drawn arguments, and the instruction as the end of a sentence and as a sentence.
+    """An instruction drawn from a rule: its arguments, and its text as the end of a sentence and as a sentence.
 
     >>> draw_instruction(random.Random(0), TRAINED[0])
     ({'num_words': 20, 'relation': 'less than'}, 'with at most 19 words', 'Write no more than 19 words.')

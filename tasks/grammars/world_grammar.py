@@ -1,20 +1,20 @@
-"""Invented worlds to search: people, towns, ships, games and books that nobody can know without reading about them.
+"""Invented worlds to search: people, towns, ships, games and books that a policy only knows by reading about them.
 
 Every entity has a name, a document of at most 32 tokens of the tiny policy, and three facts: *where* (a town), *when*
-(a year) and *who* (a person). Towns and people are entities of the same world: a fact leads on to another document.
+(a year) and *who* (a person). Towns and people are entities of the same world, so a fact leads to another document.
 
     Jarce was born in Waplem in 1734. The father of Jarce was Mabto.
     The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.
 
-A question asks for one fact of an entity that it names (one hop), or of one that a fact of the named entity leads to:
+A question asks for one fact about an entity that it names (one hop), or about the entity that such a fact leads to:
 
     When was the ship Fardil built?                             one hop: Fardil
     Where was the one who built the ship Fardil born?           two hops: Fardil, then Jarce
 
-Names are a capital and two syllables, chosen so that the tiny policy's tokenizer makes three tokens of each, of which
-only the first one changes when there is a space in front. A hash assigns each of the 12,250 names to one of three
-pools, so that the names of the warm start never occur in the worlds of reinforcement learning, and those of its
-held-out documents in neither.
+Names are a capital and two syllables, chosen so that the tiny policy's tokenizer makes three tokens of each name; a
+space before the name changes only the first token. A hash assigns each of the 12,250 names to one of three pools. So
+the names of the warm start never occur in the worlds of reinforcement learning, and the names of held-out documents
+occur in neither.
 
     world = make_world(random.Random(0), num_entities=2000, only_pool="train")
     texts = [document(entity) for entity in world.values()]
@@ -27,7 +27,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
-CAPITALS = tuple("ACFJMNOSTW")  # those that are one token with a space in front, too
+CAPITALS = tuple("ACFJMNOSTW")  # capitals that are one token, also with a space before them
 _SYLLABLES = (
     "ab ad ain ak ap ar ard ast ed ef ell em en er id il im in ist iv ond op or ul um",
     "ab ain ak al ap ar ard as ast at ce ci co cor he ho hur id il im in ir is ist it iv la le lem lt ol om on ond or "
@@ -36,13 +36,13 @@ _SYLLABLES = (
 FIRST_SYLLABLES, SECOND_SYLLABLES = (tuple(text.split()) for text in _SYLLABLES)
 YEARS = range(1100, 2000)
 ASKS = ("where", "when", "who")
-LEADS_TO = ("where", "who")  # facts that are entities themselves, a town and a person
+LEADS_TO = ("where", "who")  # facts that are themselves entities, a town and a person
 NOTHING_FOUND = "nothing found"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How entities of a kind are written and asked about; "{}" is the name, or a phrase with it."""
+    """How documents and questions describe entities of a kind; "{}" is the name, or a phrase with it."""
 
     share: float  # of the entities of a world
     document: str  # with {name}, {where}, {when} and {who}
@@ -106,7 +106,7 @@ World = dict[str, Entity]  # by name; the town and the person of every fact are 
 
 @dataclass(frozen=True)
 class WorldQuestion:
-    """A question, its answer, and the names of the entities whose documents tell it, in the order of the search."""
+    """A question, its answer, and the names of the entities to search for, in the order of the search."""
 
     text: str
     answer: str
@@ -115,7 +115,7 @@ class WorldQuestion:
 
 
 def pool(name: str) -> str:
-    """Which of three disjoint sets a name belongs to: "heldout", "train" or "warm_start". A hash of it decides."""
+    """Which of three disjoint sets a name belongs to: "heldout", "train" or "warm_start", by a hash of the name."""
     bucket = hashlib.sha256(name.encode()).digest()[0]
     return "heldout" if bucket < 38 else "train" if bucket < 102 else "warm_start"
 
@@ -154,7 +154,7 @@ def make_world(rng: random.Random, num_entities: int, only_pool: str) -> World:
 
 
 def document(entity: Entity) -> str:
-    """What there is to read about an entity. Its name occurs twice, that of any other entity at most once.
+    """The document about an entity. Its own name occurs twice, the name of any other entity at most once.
 
     >>> document(Entity("Fardil", "ship", "Tinhur", "1846", "Jarce"))
     'The ship Fardil was built in Tinhur in 1846. Jarce built Fardil.'
@@ -183,7 +183,7 @@ def ask(world: World, entity: Entity, asks: str, leads: str | None = None) -> Wo
 
 
 def draw_question(rng: random.Random, world: World, num_hops: int) -> WorldQuestion:
-    """A question of one or two hops about a random entity; every kind, fact and way on is as likely as any other."""
+    """A question of one or two hops about a random entity; all kinds, facts and second hops are equally likely."""
     kind = rng.choice(list(KINDS))
     members = [entity for entity in world.values() if entity.kind == kind]
     entity, asks = rng.choice(members or list(world.values())), rng.choice(ASKS)
@@ -191,9 +191,9 @@ def draw_question(rng: random.Random, world: World, num_hops: int) -> WorldQuest
 
 
 def find(world: World, query: str, k: int = 2) -> list[str]:
-    """A search: at most `k` documents that hold words of the query, those with most of them first.
+    """A search: at most `k` documents that contain words of the query, ordered by how many they contain.
 
-    Documents that hold equally many come in the order of the world, which is random.
+    Documents that contain equally many come in the order of the world, which is random.
     """
     words, texts = set(query.split()), map(document, world.values())
     scored = [(sum(word.strip(".") in words for word in text.split()), text) for text in texts]
@@ -201,7 +201,7 @@ def find(world: World, query: str, k: int = 2) -> list[str]:
 
 
 def render_results(texts: list[str]) -> str:
-    """The texts that a search has found, as the tool answers: one a line.
+    """The tool's answer to a search: the texts, one per line.
 
     >>> render_results([])
     'nothing found'

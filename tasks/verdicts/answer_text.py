@@ -1,6 +1,6 @@
-r"""What can be said of two answers without a library: equal as text in one spelling, or equal as exact numbers.
+r"""Compare two answers without a library: as text in one spelling, or as exact numbers.
 
-Words behind a number are a unit, which is left out, unless they change the number. Then they are a factor that is known
+Words after a number are a unit, which is left out, unless they change the number. Such words are either a known factor
 (`2\text{ million}`), or the answer is not read as a number at all.
 """
 
@@ -16,7 +16,7 @@ LARGEST_EXPONENT = 400  # of 10, in scientific notation
 MOST_UNIT_WORDS = 4
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|\d+|\s+|.", re.DOTALL)
-_UNICODE = {  # by code point: some of them look like others
+_UNICODE = {  # by code point, because some look alike
     0x2212: "-", 0x2013: "-", 0xD7: r"\times ", 0xB7: r"\cdot ", 0xF7: "/", 0x3C0: r"\pi ", 0xB0: r"^\circ ",
     0x221E: r"\infty ", 0x2264: r"\le ", 0x2265: r"\ge ", 0x2260: r"\ne ", 0x222A: r"\cup ", 0x2229: r"\cap ",
     0x2208: r"\in ", 0xB1: r"\pm ", 0x221A: r"\sqrt ", 0xB2: "^2", 0xB3: "^3", 0xFF05: "%", 0xFF0C: ",",
@@ -31,14 +31,14 @@ _SAME = {
     r"\geq": r"\ge", r"\geqslant": r"\ge", r"\neq": r"\ne", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%",
     r"\degree": r"^\circ", r"\operatorname": r"\text", r"\boxed": "", r"\fbox": "",
 } | {rf"\{name}": r"\text" for name in TEXTS}  # fmt: skip
-_BRACED = (  # what LaTeX reads alike with and without braces
+_BRACED = (  # LaTeX reads these alike with and without braces
     (re.compile(r"\\frac([0-9A-Za-z])(?=[0-9A-Za-z{\\])"), r"\\frac{\1}"),
     (re.compile(r"(\\frac\{[^{}]*+\})([0-9A-Za-z])"), r"\1{\2}"),
     (re.compile(r"\\sqrt([0-9A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"([_^])\{([0-9A-Za-z]|\\circ)\}"), r"\1\2"),
 )
 _TEXT = re.compile(r"\\text\{([^{}]*+)\}")
-_PRESENTED = re.compile(  # the whole answer in bold, coloured, underlined; "The answer is", = or \approx in front of it
+_PRESENTED = re.compile(  # the whole answer in bold, coloured, underlined; "The answer is", = or \approx before it
     rf"\*\*((?:(?!\*\*).)++)\*\*|\\(?:underline|boldsymbol|(?:text)?color\s*\{{[^{{}}]*+\}}|{'|'.join(TEXTS)})\s*\{{(.++)"
     r"(?<=\})|(?:(?:so |the |final )*+answer(?: is\b|:)|=|\\approx(?![a-zA-Z])|\u2248)(.++)",
     re.DOTALL | re.IGNORECASE,
@@ -54,8 +54,8 @@ _UNIT = re.compile(
     r"(?:\\text\{[^{}]*+\}(?:\^-?\d|\^\{-?\d\})?"
     rf"|(?<=\d) (?:(?:{'|'.join(_FACTORS)}|{_UNITS}) ?)+(?:\^[23])?)$"
 )
-_LETTERS_OF_UNITS = set("mgshlLNJWVAKCF")  # i and x, for example, are none
-# Words that say another number: numerals, multiples, fractions, constants, operations, comparisons, alternatives
+_LETTERS_OF_UNITS = set("mgshlLNJWVAKCF")  # i and x, for example, are not units
+# Words that change a number: numerals, multiples, fractions, constants, operations, comparisons, alternatives
 _NUMERALS = (
     "zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty "
     "ninety dozen doz score hundred thousand grand lakh lac crore k mil mn mio bn tn gross pi i e"
@@ -81,10 +81,10 @@ class Number:
 
 
 def changes_number(text: str) -> bool:
-    """Whether what stands behind a number makes another one of it, so that it is no unit.
+    """Whether the text after a number changes the number, so that it is no unit.
 
-    It does if it holds a numeral, a fraction or multiple, an operation, a comparison, or an alternative. Words in other
-    letters than Latin ones count as such, because no list here can tell them from units.
+    It does if it contains a numeral, a fraction or multiple, an operation, a comparison, or an alternative. Words in
+    non-Latin letters count as such, because the lists here cannot tell them from units.
 
     >>> [text for text in ("miles per hour", "km/h", "éclairs", "more eggs", "fifth graders") if changes_number(text)]
     []
@@ -116,7 +116,7 @@ def normalize(text: str) -> str:
 
 
 def clean(text: str, keeps_words: bool = False) -> str:
-    """The same, but with `\\text` and, after a number, the space before a word or another number.
+    """The same, but it keeps `\\text` and, after a number, the space before a word or another number.
 
     Args:
         keeps_words: keep the spaces between words, too.
@@ -145,7 +145,7 @@ def clean(text: str, keeps_words: bool = False) -> str:
 
 
 def bare(text: str) -> str:
-    r"""An answer without what only presents it.
+    r"""An answer without its presentation.
 
     >>> [bare(text) for text in ("**33**", r"\textcolor{blue}{5}", "= 932", "The answer is 5", r"\underline{\text{5}}")]
     ['33', '5', '932', '5', '5']
@@ -175,7 +175,7 @@ def _without_outer_braces(text: str) -> str:
 
 
 def as_number(text: str) -> Number | None:
-    r"""The exact number that an answer writes, if it is nothing else; currency signs and units are left out.
+    r"""The exact number that an answer states, if it states nothing else; currency signs and units are left out.
 
     >>> [str(as_number(text).value) for text in (r"\$32,\!348", r"1\frac{4}{5}", r"8.7 \times 10^{2}", "-.50", "x=3/6")]
     ['32348', '9/5', '870', '-1/2', '1/2']
@@ -199,7 +199,7 @@ def as_number(text: str) -> Number | None:
 
 
 def without_units(text: str) -> tuple[str, int]:
-    r"""A cleaned answer without the units behind it, and the factor that words like million behind it are.
+    r"""A cleaned answer without the units after it, and the factor of words after it such as million.
 
     >>> [without_units(x) for x in (r"3\text{ million dollars}", r"\pi\text{ cm}^2", r"3\text{ dozen or 4}")]
     [('3', 1000000), ('\\pi', 1), ('3\\text{ dozen or 4}', 1)]
@@ -216,7 +216,7 @@ def without_units(text: str) -> tuple[str, int]:
 
 
 def is_unit(words: str) -> bool:
-    """Whether words are a unit, and leave the number in front of them as it is.
+    """Whether words are a unit, and do not change the number before them.
 
     >>> [is_unit(words) for words in ("square feet", "m", "i", "or more", "million")]
     [True, True, False, False, False]
@@ -260,10 +260,10 @@ _FRACTION = re.compile(
 
 
 def same_number(gold: Number, answer: Number) -> bool | None:
-    """Whether two numbers are equal; None if they are values of different names, which say what they are.
+    """Whether two numbers are equal; None if they are values of different names (x = 5, y = 5).
 
-    They are compared exactly. Where one is a decimal, six decimals are enough, if they are five digits of the number.
-    A percent sign is a factor of 1/100, or a unit that the other leaves out.
+    They are compared exactly. If one is a decimal, six decimals are enough, as long as they are five digits of the
+    number. A percent sign is a factor of 1/100, or a unit that the other number leaves out.
 
     >>> pairs = (("1/2", "0.5"), ("72", "72%"), ("0.72", "72%"), ("1/3", "0.33"))
     >>> [same_number(as_number(gold), as_number(answer)) for gold, answer in pairs]

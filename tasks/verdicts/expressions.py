@@ -1,7 +1,8 @@
-"""What math-verify says of two expressions. `judge.py` has this file run in processes of their own.
+"""The verdict of math-verify on two expressions. `judge.py` runs this file in separate processes.
 
-It imports nothing of this project. The library's own time limits are off: they count whole seconds of a clock that also
-runs while other programs do. Here processor time counts, so that a verdict does not depend on how busy the machine is.
+It imports nothing from this project. The library's own time limits are off: they count whole seconds of wall-clock
+time, which also passes while other programs run. Here processor time counts, so a verdict does not depend on how busy
+the machine is.
 """
 
 import functools
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable
 
 SECONDS = 1.0  # of processor time, for one verdict
-WARM_UP = (  # the parser reads what is like something that it has read several times as fast
+WARM_UP = (  # the parser is several times as fast on texts that are like texts that it has already read
     "(1,2)", r"\left(x+1\right)^{2}-\frac{\pi}{3}", r"\frac{1}{2}+\sqrt{3}x", r"\left(\frac{1}{2}, -\sqrt{3}\right)",
     "1,-2,3", r"\frac{x^{2}+1}{2(x-1)}", r"3 \cdot 2^{n-1}", "x=2y+3", r"f(x)=\frac{x}{2}", r"x \in [1,2]",
     r"a_{1} e^{-2t}\cos(\omega t)", r"\log_{2} x", r"\begin{pmatrix} 1 & x \\ 2 & 3 \end{pmatrix}", r"45^\circ",
@@ -19,11 +20,11 @@ WARM_UP = (  # the parser reads what is like something that it has read several 
 
 
 class OutOfTimeError(BaseException):
-    """Not an Exception, all of which the library catches."""
+    """Not an `Exception`, because the library catches those."""
 
 
 def warm_up() -> None:
-    """Import the library, and let it read what most answers are like."""
+    """Import the library, and let it read typical answers."""
     for text in WARM_UP:
         _compare(text, f"{text}+1")
 
@@ -36,19 +37,19 @@ def equal(gold: str, answer: str) -> bool | None:
     try:
         try:
             signal.signal(signal.SIGPROF, _interrupt)
-            signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS / 5)  # again, if it was caught
+            signal.setitimer(signal.ITIMER_PROF, SECONDS, SECONDS / 5)  # repeats, if it was caught
             signal.setitimer(signal.ITIMER_VIRTUAL, 2 * SECONDS)
             return _compare(gold, answer)
         finally:
             _stop_timers()
     except (OutOfTimeError, MemoryError):
-        _stop_timers()  # it may have come while they were being stopped
+        _stop_timers()  # the signal may come while they are being stopped
         from sympy.core.cache import clear_cache
 
         clear_cache()  # a computation that was cut off may have left half a result
         _library()[0].cache_clear()
         return None
-    except Exception:  # of the library, on texts of any kind
+    except Exception:  # the library's, on texts of any kind
         return False
 
 
@@ -69,14 +70,14 @@ def _compare(gold: str, answer: str) -> bool:
 
 @functools.cache
 def _library() -> tuple[Callable, Callable]:
-    """What reads an expression, and what compares two. What is read is kept: reading takes longer than comparing."""
+    """The functions that read an expression and compare two. Readings are cached, as reading takes longer."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     import math_verify
     from latex2sympy2_extended import NormalizationConfig
 
     config = math_verify.LatexExtractionConfig(
-        try_extract_without_anchor=False,  # only what is in the box, and not a number that is found within it
+        try_extract_without_anchor=False,  # only the content of the box, not a number found within it
         boxed_match_priority=0,
         # no units are left out here, where `2c` and `2d` would be `2`
         normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all"),

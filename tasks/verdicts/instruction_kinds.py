@@ -1,12 +1,12 @@
 """The 25 kinds of instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911), and whether a text follows one.
 
-`KINDS` has a short function for each kind; the table at the beginning of tasks/instructions.py shows where they draw
-the line. Three rules hold for all of them:
+`KINDS` has a short function for each kind; the table at the beginning of tasks/instructions.py has examples. Three
+rules hold for all of them:
 
 - a text without any letter or digit follows nothing;
-- what an instruction requires is counted in the text as written, and what it limits or forbids in `plain(text)`,
-  without invisible characters and with look-alike letters replaced by Latin ones;
-- words to find are plain text, in any case, also inside longer words, except for forbidden words.
+- required things are counted in the text as written, limited or forbidden things in `plain(text)`, without invisible
+  characters and with look-alike letters replaced by Latin letters;
+- words are searched for as plain text, in any case, also inside longer words, except for forbidden words.
 """
 # ruff: noqa: RUF001
 
@@ -34,7 +34,7 @@ _STARTERS += " however then what why how who where to as for with on at by is ar
 _CONTRACTION = re.compile(r"(?i)(?<=\w)(n't|'(?:s|m|d|ll|re|ve))(?!\w)")
 _TOKEN = re.compile(r"[^\s\"“”(),!?:;\[\]{}<>*`]+")
 
-# A script, a language, and where several languages share the script, frequent words and, after |, letters of each.
+# A script, a language, and, if several languages share the script, frequent words and, after |, letters of each.
 _LANGUAGES = """\
 LATIN en the of and to is in it that for with was are this as on not you we they have a i my so do be by
 LATIN de der die das und ist nicht ein eine zu den mit ich sie es auf für von im dem wir | äöüß
@@ -83,10 +83,10 @@ def plain(text: str) -> str:
 
 
 def count_sentences(text: str) -> int:
-    """The number of sentences: a `.`, `!` or `?`, with what closes after it, ends one if a space follows.
+    """The number of sentences: a `.`, `!` or `?`, with closing marks after it, ends a sentence if a space follows.
 
-    A line end is only a space, so that a list without full stops is one sentence. The published checker asks NLTK's
-    Punkt model; here there is a short list of abbreviations instead.
+    A line end is only a space, so a list without full stops is one sentence. The published checker uses NLTK's Punkt
+    model; here there is a short list of abbreviations instead.
 
     >>> [count_sentences(text) for text in ("Dr. Lee naps. So do I", "3.5 loaves...", 'He said "No!" and left.')]
     [2, 1, 2]
@@ -110,8 +110,8 @@ def _ends_sentence(word: str, sign: str, following: str) -> bool:
 def language_of(text: str) -> str | None:
     """The language of a text, by the script of most letters and by frequent words; None if it has no letters.
 
-    The published checker asks langdetect, which often takes a few words for another language, and not the same one each
-    time. Here the first language of a script is the default, English for Latin letters.
+    The published checker uses langdetect, which often mistakes a few words for another language, and not the same
+    language each time. Here the first language of a script is the default, English for Latin letters.
 
     >>> [language_of(text) for text in ("warm bread", "Das Brot ist warm.", "Хлеб и масло", "123")]
     ['en', 'de', 'ru', None]
@@ -146,14 +146,14 @@ def _occurs(part: str, text: str, limit: int, relation: str = "at least") -> boo
 
 
 def _has_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Divided by ***; only a divider at the beginning or end may have nothing beside it."""
+    """Paragraphs are divided by ***; only a divider at the beginning or end may have nothing beside it."""
     first, *others = re.split(r"\s?\*\*\*\s?", text)
     paragraphs = [part for part in (first, *others[-1:]) if part.strip()] + others[:-1]
     return len(paragraphs) == num_paragraphs and all(map(_says, paragraphs))
 
 
 def _has_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Divided by empty lines; the word ends where a space or . , ? ! ' " does."""
+    """Paragraphs are divided by empty lines; the word ends at a space or one of . , ? ! ' "."""
     paragraphs = text.split("\n\n")
     if sum(map(bool, map(str.strip, paragraphs))) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
@@ -167,7 +167,7 @@ def _avoids(text: str, forbidden_words: list[str]) -> bool:
 
 
 def _has_capital_words(text: str, capital_frequency: int, capital_relation: str = "at least") -> bool:
-    """A contraction is two words, as for NLTK: of I'M both are capital, and of I'm the first."""
+    """A contraction is two words, as in NLTK: in I'M both are capital, in I'm only the first."""
     words = _TOKEN.findall(_CONTRACTION.sub(r" \1", text.replace("--", " ")))
     return _keeps(sum(map(str.isupper, words)), capital_frequency, capital_relation)
 
@@ -183,14 +183,14 @@ def _has_highlights(text: str, num_highlights: int) -> bool:
 
 
 def _has_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """Different numbers behind the word, and something behind each number."""
+    """Different numbers after the word, and text after each number."""
     parts = re.split(rf"{re.escape(section_spliter.strip())}\s?(\d+)", text)
     numbers = {number for number, body in zip(parts[1::2], parts[2::2], strict=True) if _says(body)}
     return len(numbers) >= num_sections
 
 
 def _is_json(text: str) -> bool:
-    """An object or a list, not empty, in a code fence or without."""
+    """An object or a list, not empty, with or without a code fence."""
     text = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE)
     try:
         found = json.loads(text)
@@ -200,7 +200,7 @@ def _is_json(text: str) -> bool:
 
 
 def _has_postscript(text: str, postscript_marker: str) -> bool:
-    """The marker, in any case and with or without spaces, and words behind it."""
+    """The marker, in any case and with or without spaces, and words after it."""
     marker = r"\.\s?".join(map(re.escape, postscript_marker.strip().split(".")))
     match = re.search(marker, text, re.IGNORECASE)
     return match is not None and _says(text[match.end() :])
@@ -212,13 +212,13 @@ def _has_two_responses(text: str) -> bool:
 
 
 def _repeats(text: str, prompt_to_repeat: str) -> bool:
-    """Begins with the request, in any case, and answers it behind it."""
+    """Begins with the request, in any case, and answers it after that."""
     text, request = text.strip().lower(), prompt_to_repeat.strip().lower()
     return text.startswith(request) and _says(text[len(request) :])
 
 
 def _ends_with(text: str, end_phrase: str) -> bool:
-    """The phrase, in any case; it is not all of the text."""
+    """Ends with the phrase, in any case, but the phrase is not the whole text."""
     text, phrase = text.strip().strip('"').lower(), end_phrase.strip().lower()
     return text.endswith(phrase) and _says(text.removesuffix(phrase))
 

@@ -1,4 +1,4 @@
-"""The verdicts on answers, kept: those of text and numbers, and the others from math-verify where it is installed."""
+"""Verdicts on answers, cached: from text and exact numbers, and from math-verify if it is installed."""
 
 import os
 import re
@@ -15,9 +15,9 @@ from harness.tools.tool_processes import NoAnswerError, Workers, in_threads
 MOST_KEPT = 100_000  # verdicts
 MOST_WORKERS = 4
 MEMORY = 2 << 30  # bytes of address space of a worker
-HUNG_SECONDS = 30.0  # of the clock, without a verdict; a worker limits its own processor time to far less
-LONGEST = 300  # characters that the library is given
-MOST_WORDS = 2  # of an answer to a gold without words; parsing prose as a product of letters takes long, and is wrong
+HUNG_SECONDS = 30.0  # wall-clock time without a verdict; a worker limits its own processor time to far less
+LONGEST = 300  # characters that the library gets
+MOST_WORDS = 2  # of an answer if the gold has none; parsing prose as a product of letters takes long, and is wrong
 COMPARE = Path(__file__).with_name("expressions.py")
 NOTE = (
     "math-verify is not installed, so that answers are compared as text and as numbers only: sqrt(8) is not 2 sqrt(2). "
@@ -26,7 +26,7 @@ NOTE = (
 
 _COMMAND = re.compile(r"\\(?:mathrm|operatorname)\{[^{}]*+\}|\\[A-Za-z]+|\\.")
 _WORD = re.compile(r"[A-Za-z]{3,}")
-_TOWER = re.compile(r"\^\{*\d+\^\{*\d+\^|\^\{*\d{2,}\^\{*\d|\^\{*\d{6,}|\d{4,}!|!!")  # too large to be computed
+_TOWER = re.compile(r"\^\{*\d+\^\{*\d+\^|\^\{*\d{2,}\^\{*\d|\^\{*\d{6,}|\d{4,}!|!!")  # too large to compute
 _TEXT = rf"\\(?:{'|'.join(answers.TEXTS)})\s*\{{"
 _AND = re.compile(rf",?\s*+{_TEXT}\s*+(?:and|or)\s*+\}}")
 _LETTER = re.compile(rf"{_TEXT}\s*+([A-Za-z])\s*+\}}")
@@ -36,12 +36,12 @@ Pair = tuple[str, str]  # gold, answer
 
 
 def has_library() -> bool:
-    """Whether math-verify and what it needs can be found; its processes need a POSIX system."""
+    """Whether math-verify and its dependencies can be found; its processes need a POSIX system."""
     return os.name == "posix" and all(find_spec(name) for name in ("math_verify", "latex2sympy2_extended", "antlr4"))
 
 
 def quick_verdict(gold: str, answer: str) -> bool | None:
-    r"""Whether an answer is right, as far as text and exact numbers tell; None: the library has to be asked.
+    r"""Whether an answer is right, as far as text and exact numbers tell; None: ask the library.
 
     >>> quick_verdict(r"\frac12", r"\dfrac{1}{2}"), quick_verdict("0.5", r"\frac12"), quick_verdict("0.5", "0.51")
     (True, True, False)
@@ -59,9 +59,9 @@ def quick_verdict(gold: str, answer: str) -> bool | None:
 
 
 def expression(text: str) -> str | None:
-    r"""What the library reads of an answer: without units, and with commas for `\text{ or }`.
+    r"""The text of an answer for the library: without units, and with commas for `\text{ or }`.
 
-    None if it holds another text, or dots: the library would leave them out, although they change the answer.
+    None if it contains other text, or dots: the library would leave them out, although they change the answer.
 
     >>> [expression(x) for x in (r"$\pi\text{ cm}$", r"1\text{ or }2", r"3\mathrm{i}", r"3\text{ to 4}", r"3\ldots")]
     ['\\pi', '1,2', '3 i ', None, None]
@@ -75,7 +75,7 @@ def expression(text: str) -> str | None:
 
 
 def _can_be_told(gold: str | None, answer: str | None) -> bool:
-    """Whether the library tells two expressions apart: it sees no case, and takes prose for a product of letters."""
+    """Whether the library can tell two expressions apart: it ignores case, and reads prose as a product of letters."""
     if gold is None or answer is None:
         return False
     wanted, given = _COMMAND.sub(" ", gold), _COMMAND.sub(" ", answer)
@@ -86,7 +86,7 @@ def _can_be_told(gold: str | None, answer: str | None) -> bool:
 
 
 def is_too_large(answer: str) -> bool:
-    """Whether an answer holds a number that would take longer than a verdict may.
+    """Whether an answer contains a number that would take longer to compute than a verdict may.
 
     >>> [is_too_large(text) for text in ("9^9^9^9", "10^{10^{10}}", "2^{1009}", "x^{2^n}")]
     [True, True, False, False]
@@ -102,7 +102,7 @@ def num_workers() -> int:
 
 
 class Judge:
-    """Decides whether answers equal gold answers, and keeps the verdicts. Safe to be used by several threads."""
+    """Decides whether answers equal gold answers, and keeps the verdicts. Several threads can use it safely."""
 
     def __init__(self):
         self._uses_library = has_library()
@@ -126,7 +126,7 @@ class Judge:
     def prepare(self, cases: Iterable[tuple[list[str], str]]) -> None:
         """Decide all cases, each of gold answers and an answer, together.
 
-        Each has a time of its own, so that none is lost by others that are slow.
+        Each case has its own time limit, so slow cases do not affect the others.
         """
         asked = dict.fromkeys(pair for golds, answer in cases for pair in self._open_pairs(golds, answer))
         self._ask(list(asked))
@@ -138,7 +138,7 @@ class Judge:
         return True if True in verdicts else None if None in verdicts else False
 
     def _open_pairs(self, golds: list[str], answer: str) -> list[Pair]:
-        """The pairs that the library has to be asked about; none if one of the golds is known to be equal."""
+        """The pairs that only the library can decide; empty if one of the golds is known to be equal."""
         pairs = [(gold, answer) for gold in golds]
         for pair in pairs:
             if pair not in self._kept:
@@ -159,7 +159,7 @@ class Judge:
                     self._keep(pair, verdict)
 
     def _ask_once(self, pair: Pair) -> bool | None:
-        """What the library says; a worker that somebody has killed is replaced, and the next one is asked."""
+        """The library's verdict; if somebody has killed the worker, it is replaced, and the new worker is asked."""
         arguments = {"gold": expression(pair[0]), "answer": expression(pair[1])}
         for _ in range(2):
             try:
