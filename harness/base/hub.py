@@ -12,7 +12,7 @@ from harness.base.config import is_hub_id
 from harness.base.terminal import say, short
 
 TIMEOUT = 10  # seconds
-FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # the name of a hub dataset never ends like this
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # never end a hub name
 
 
 def must_be_cached(what: str, name: str) -> bool:

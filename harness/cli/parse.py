@@ -96,7 +96,7 @@ def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """Let one of several processes print what is wrong with a command line, which is the same for all."""
+    """Let only one of several processes print the faults of a command line, which are the same for all."""
     if num_launched() == 1:
         yield
         return
@@ -111,7 +111,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
-    """The settings of the run that `--resume` names, which are the defaults of the command line; few may differ."""
+    """The settings of the run that `--resume` names become the defaults of the command line; few may differ."""
     stored = read_settings(Path(config.resume).expanduser())
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     if unknown := stored.keys() - {*names, *NOT_FLAGS}:
@@ -125,7 +125,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     if config.threads == "auto":
         config = dataclasses.replace(config, threads=before.threads)
     if engines := [name for name in ENGINE_PLACES if getattr(config, name, None) != getattr(before, name, None)]:
-        # an engine that the command line names replaces the one that the run had
+        # an engine on the command line replaces the run's old one
         config = dataclasses.replace(config, **{name: None for name in ENGINE_PLACES if name not in engines})
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
@@ -139,7 +139,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
-    """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
+    """Make the paths in the settings absolute, so that a run can be resumed from any directory."""
     marks = read_marks(type(config))
     named = {name: getattr(config, name) for name in marks if marks[name].path and marks[name].path.is_input}
     if config.model not in BUNDLED:

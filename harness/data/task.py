@@ -63,7 +63,7 @@ class Task:
         self.fits_context = False  # whether all rows are known to fit
         self._has_warned = False  # about a number that is not finite
         self._described: set[str] | None = None  # the names that `describe` returned the first time
-        self._running: tuple[float, str, Row] | None = None  # since when which function has been running, of which row
+        self._running: tuple[float, str, Row] | None = None  # start, name and row of the running function
         self._watcher: threading.Thread | None = None
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ class Task:
         return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
 
     def _read_weights(self, given: tuple[str, ...], more_weights: dict[str, float]) -> dict[str, float]:
-        """The weights of all reward components: the task's own, those of the experiment, and as `given`."""
+        """The weights of all reward components: the task's, then the experiment's, then those `given` by the user."""
         own = getattr(self._module, "REWARD_WEIGHTS", None)
         if not isinstance(own, dict) or not own or not all(map(is_finite, own.values())):
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {short(own)}")

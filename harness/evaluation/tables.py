@@ -47,7 +47,7 @@ def _rows(greedy: dict, sampled: dict | None) -> Iterator[tuple[str, ...]]:
         yield name, interval(estimate), ""
     for name in ("pass@k", "maj@k"):
         for k, estimate in sides[1].get(name, {}).items():
-            if int(k) > (1 if name == "pass@k" else 2):  # pass@1 is mean@n; so are maj@1 and maj@2 if every sample answers
+            if int(k) > (1 if name == "pass@k" else 2):  # pass@1 is mean@n; so are maj@1 and maj@2 if all answer
                 yield name.replace("k", k), "", interval(estimate)
     for name in greedy["means"]:
         label = name.removeprefix("reward_").replace("_", " ")
