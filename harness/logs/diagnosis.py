@@ -52,7 +52,7 @@ class Diagnosis:
         return of(values) if len(values) == count else math.nan
 
     def _find(self) -> dict[str, str]:
-        """Sentences, by what they find in the words of docs/metrics.md."""
+        """The sentences, keyed by their findings as docs/metrics.md names them."""
         config, found = self._config, {}
         if self._mean("loss/skipped", 1) > 0:
             found["a gradient is not finite"] = (

@@ -221,6 +221,6 @@ def _continue(policy: Policy, rows: list[list[int]], prompts: list[list[int]]) -
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of logits (N, V): the norm of the difference in units of that of `expected`, whose means do not matter."""
+    """The distance of logits (N, V), relative to the norm of `expected`; the means of both do not matter."""
     found, expected = (logits.float() - logits.float().mean(dim=-1, keepdim=True) for logits in (found, expected))
     return ((found - expected).norm() / expected.norm().clamp(min=1e-6)).item()

@@ -122,7 +122,7 @@ def read_template(source: str) -> str:
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:
     """The counts for summary.json; shared weights count once, and a 4-bit weight as the weights that it packs."""
-    if any(hasattr(weight, "ds_numel") for weight in model.parameters()):  # sharded by DeepSpeed: numel is of the shard
+    if any(hasattr(weight, "ds_numel") for weight in model.parameters()):  # sharded by DeepSpeed: numel is the shard's
         sizes = [(weight.ds_numel, weight.requires_grad) for weight in model.parameters()]
         return {"parameters": sum(n for n, _ in sizes), "trained_parameters": sum(n for n, trained in sizes if trained)}
     return {"parameters": model.num_parameters(), "trained_parameters": model.num_parameters(only_trainable=True)}

@@ -1,4 +1,4 @@
-"""The processes that a launcher has started: they meet, share devices, and are as many as Accelerate was asked for."""
+"""A launcher's processes: they connect, share devices, and must be as many as the user asked Accelerate for."""
 
 import dataclasses
 import os
@@ -131,7 +131,7 @@ def requested_launch() -> Requested:
 
         args = launch_command_parser().parse_args(arguments)
         asked, on_gpus = args.num_processes or 0, args.multi_gpu
-        if args.config_file or (Path(default_config_file).is_file() and not args.cpu):  # as accelerate launch decides
+        if args.config_file or (Path(default_config_file).is_file() and not args.cpu):  # as accelerate launch does
             config = load_config_from_file(args.config_file)
             asked, on_gpus = asked or config.num_processes, on_gpus or config.distributed_type == "MULTI_GPU"
             if not args.multi_gpu:  # it overrides the type in the file
@@ -142,7 +142,7 @@ def requested_launch() -> Requested:
 
 
 def check_launch(accelerator: "Accelerator") -> None:
-    """Refuse a launch that is not what was asked for, or that the training does not support; on every rank alike."""
+    """Refuse a launch that differs from the request or that training does not support; alike on every rank."""
     asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if accelerator.mixed_precision not in ("no", "bf16"):

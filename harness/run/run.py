@@ -115,7 +115,7 @@ class Run:
         return self._clock.costs(num_tokens)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop."""
+        """Write one step's metrics, show the progress, report what looks wrong, and check if training must stop."""
         on_main(lambda: self._metrics.write(step, metrics))
         self.newest |= metrics
         if self._bar is not None:

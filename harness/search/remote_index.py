@@ -92,7 +92,7 @@ class RemoteIndex:
             failure = error
         except TimeoutError:
             failure = SearchError(f"the search server gave no answer within {self._seconds:g} s")
-        except Exception as error:  # whatever a peer can do to a connection; the libraries have no common class for it
+        except Exception as error:  # a connection can fail in any way; the libraries have no common class for it
             what = "cannot be reached" if isinstance(error, httpx2.ConnectError) else "ended the connection"
             failure = SearchError(f"the search server {what}")
             failure.__cause__ = error
@@ -149,7 +149,7 @@ _ITEMS = TypeAdapter(list[_Item])
 def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | SearchError]:
     """The hits for each query in a server's answer, at most `k`, or an error in their place.
 
-    SearchError: nothing in it can be used.
+    SearchError: nothing in the answer can be used.
     """
     try:
         content = json.loads(body)
