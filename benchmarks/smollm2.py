@@ -1,13 +1,13 @@
-"""What reinforcement learning does to SmolLM2 beside the reward: keep and measure the runs of docs/smollm2.md.
+"""The side effects of reinforcement learning on SmolLM2: keep and measure the runs of docs/smollm2.md.
 
     for seed in 0 1 2; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
     bash recipes/instructions_smollm2_135m.sh -- --kl-weight 0.02 --name kl002
     python benchmarks/smollm2.py runs/experiment_accelerate/{seed0,seed1,seed2,kl002}      # 5 minutes on one core
 
-Keeps the runs in benchmarks/results/smollm2/. To each tenth step, all of whose completions a run has kept, it adds
-`base_log_prob`: the mean log-probability per token (nats) that the model before training gives to what was written.
-The answers of the first run to OTHER, questions that nothing rewards, go to the entry `smollm2` of
-measurements.json, with the answers of the model before training.
+Keeps the runs in benchmarks/results/smollm2/. To every tenth step whose completions a run has kept completely, it adds
+`base_log_prob`: the mean log-probability per token (nats) of the sampled text under the model before training. The
+first run's answers to OTHER, questions without a reward, go to the entry `smollm2` of measurements.json, with the
+answers of the model before training.
 """
 
 import json
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def base_log_probs(base: Policy, samples: Path) -> dict[int, float]:
-    """By step, of those that samples.jsonl has completely: the mean over all sampled tokens of log p under `base`."""
+    """For each step that samples.jsonl has completely: the mean over all sampled tokens of log p under `base`."""
     rows = defaultdict(list)
     for line in samples.read_text(encoding="utf-8").splitlines():
         sampled = json.loads(line)
@@ -107,7 +107,7 @@ def base_log_probs(base: Policy, samples: Path) -> dict[int, float]:
 
 
 def answers(policy: Policy, max_new_tokens: int) -> list[str]:
-    """Greedy answers to OTHER."""
+    """Greedy answers to the questions in OTHER."""
     prompts = [encode_prompt(policy.tokenizer, [{"role": "user", "content": question}]) for question in OTHER]
     rows = sample(policy, prompts, 1, max_new_tokens=max_new_tokens, key=(0,), greedy=True)
     return [decode(policy.tokenizer, row.completion_ids) for row in rows]

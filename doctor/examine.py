@@ -10,7 +10,7 @@ from doctor.objective import check_objective
 from doctor.user_file import UserFile
 from doctor.weights import check_weights
 
-# After these traps, the terms of tokens cannot be told from their weights; the traps in OTHERS do not matter for that
+# After the traps in FIRST, the terms of tokens cannot be told from their weights; HARMLESS traps do not affect them
 FIRST = {"zero_gradient", "off_by_one", "sign", "tokens_left_out", "end_of_turn_masked", "advantages_rescaled"}
 HARMLESS = {"micro_batch_mean", "padded_width", "empty_row", "declared"}
 

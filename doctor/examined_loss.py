@@ -27,7 +27,7 @@ OTHER_NAMES = {
     "num_parts": "gradient_accumulation_steps current_gradient_accumulation_steps",
 }
 ALIASES = {alias: name for name, aliases in OTHER_NAMES.items() for alias in aliases.split()}
-OLD = "old|sampler|sampling|rollout|vllm|behavior|behaviour"  # one policy in the doctor's batches: it sampled
+OLD = "old|sampler|sampling|rollout|vllm|behavior|behaviour"  # all one policy in the doctor's batches: the sampler
 LOG_PROBS = re.compile(
     rf"((?P<before>{OLD}|ref|reference|new|cur|current|policy|pi)_)?((per_)?token_)?log_?p(rob)?s?(_(?P<after>old|ref|new))?"
 )

@@ -156,7 +156,7 @@ class TinyModel(nn.Module):
 
 
 def check_reference_log_probs(file: UserFile) -> Iterator[Finding]:
-    """The user's `reference_log_probs(model, sequences, attention_mask)`, twice, of a model in training mode."""
+    """The user's `reference_log_probs(model, sequences, attention_mask)`, twice, with a model in training mode."""
     model = TinyModel()
     sequences = torch.tensor([[1, 5, 6, 7, 2], [1, 8, 2, 0, 0]])
     values = {"model": model, "sequences": sequences, "attention_mask": (sequences > 0).long()}
@@ -240,7 +240,7 @@ def _mask(file: UserFile, rows: tuple, pad: int) -> tuple[torch.Tensor, ...]:
 
 
 def _same(check: str, expected: torch.Tensor, got: torch.Tensor, trap: str, ok: str) -> Finding:
-    """Two masks that should be equal; the numbers are how many entries are 1, or how many agree if as many are."""
+    """Two masks that should be equal; the numbers count the 1s or, if these counts agree, the equal entries."""
     numbers = int(expected.sum()), int(got.sum())
     if numbers[0] == numbers[1]:
         numbers = expected.numel(), int((expected == got).sum())

@@ -16,8 +16,7 @@ from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, agree, compar
 
 INFINITY = float("inf")
 RATIOS = 0.305 + 0.01 * torch.arange(370)  # up to 4, none of them on the edge of a clip range
-# The derivative of an estimate of KL(policy || reference) by the token's log-prob, as a function of d = log p_ref - log
-# p
+# The derivative of an estimate of KL(policy || reference) by the token's log-prob, with d = log p_ref - log p
 KL_SLOPES = {
     "k3": lambda d: 1 - d.exp(),
     "k2": lambda d: -d,
@@ -235,7 +234,7 @@ def _whole_loss(loss: Loss, shape: Shape) -> Finding:
 
 
 def _slow_gradient(loss: Loss, batch: Batch, weights: torch.Tensor, shape: Shape, with_ratio: int) -> torch.Tensor:
-    """The gradient of the loss by every log-prob of the mask, one at a time: (B, W); `with_ratio` is of WITH_RATIO."""
+    """The gradient of the loss by every log-prob in the mask, one by one: (B, W); `with_ratio` is of WITH_RATIO."""
     expected, (low, high) = torch.zeros_like(weights), shape.range
     for at in map(tuple, batch.mask.nonzero().tolist()):
         ratio = (batch.log_probs - batch.old_log_probs)[at].exp() if "old_log_probs" in loss.knows else 1.0

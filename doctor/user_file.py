@@ -64,7 +64,7 @@ class UserFile:
             raise UnusableError(f"{what} raised {self._describe(error)}") from error
 
     def call_by_name(self, name: str, values: dict[str, Any], num_in_order: int) -> Any:
-        """Call a function other than `policy_loss`, whatever it calls the first `num_in_order` of the values."""
+        """Call a function other than `policy_loss`, whatever names it uses for the first `num_in_order` values."""
         parameters = parameters_of(getattr(self.module, name))
         rest = list(parameters)[num_in_order:]
         unknown = [each for each in rest if each not in values and parameters[each].default is inspect.Parameter.empty]

@@ -114,7 +114,7 @@ def write_quantised(source: Source, directory: Path, bits: str, device: str) -> 
 
 
 def write_generation_config(directory: Path) -> None:
-    """Greedy, and ended by what ended a turn in training. The base's own can hold penalties that change the answers."""
+    """Decode greedily, with training's end-of-turn ids. The base's config can hold penalties that change answers."""
     from transformers import GenerationConfig
 
     tokenizer = read_tokenizer(str(directory), local_files_only=True)

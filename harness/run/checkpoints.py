@@ -2,8 +2,8 @@
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      optimizer.pt       readable by `torch.load(weights_only=True)`
-                     checkpoint.json    the step, the number of processes, the size of every other file, and that of the
-                                        run's logs, to which a resumed run truncates them
+                     checkpoint.json    the step, the number of processes, the size of every other file, and the lengths
+                                        of the run's logs, to which a resumed run truncates them
 
 Random number generators have no state to save: randomness is keyed by step (keyed.py).
 """

@@ -27,10 +27,10 @@ from harness.search.documents import UNSPACED, Document
 APPLICATION = 0x524C5458  # in the file's header; other tables or another way to cut words need another number
 MAX_QUERY = 100_000  # characters of a query that are read; the rest is ignored
 MAX_TERMS = 64  # distinct terms of a query that are searched for, the first ones
-# Documents that a query may touch, summed over its terms: the search uses the rarest terms until the budget is spent.
+# Documents that a query may touch, summed over its terms: the search uses the rarest terms until this is spent.
 BUDGET = 20_000
 CHECKSUM = slice(60, 64)  # in the header: the field user_version, which SQLite reserves for applications
-COMMON = BUDGET // MAX_TERMS  # the number of documents is stored for terms in more than so many; all others may be used
+COMMON = BUDGET // MAX_TERMS  # only terms in more documents than this have a stored count; all others may be used
 # Letters, digits and marks make words, without accents and capitals; `fold` has put spaces between Han characters.
 _SCHEMA = f"""
     PRAGMA journal_mode = OFF;

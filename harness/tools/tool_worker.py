@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from types import ModuleType
 
-LONGEST = 4000  # characters of an answer; few policies read more
+LONGEST = 4000  # characters of an answer; a policy hardly reads more
 FIRST_FREE = 3  # the number of the first file that is not stdin, stdout or stderr
 
 
