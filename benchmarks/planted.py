@@ -1,4 +1,4 @@
-"""The traps of docs/traps.md, each as a context in which an experiment has the mistake: benchmarks/traps.py trains so.
+"""The traps of docs/traps.md, each as a context that plants the mistake in an experiment, for benchmarks/traps.py.
 
 A context plants a mistake at run time by replacing functions that a train.py calls, and removes it at its end: the
 library itself has no switch for being wrong. tests/unit/test_docs.py shows that each mistake changes a number, and
@@ -123,7 +123,7 @@ def std_wrong_axis(train: ModuleType) -> AbstractContextManager:
 
 
 def reference_dropout(train: ModuleType) -> AbstractContextManager:
-    """The reference drops what its layers add to the residual stream, as GPT-2 does in training mode."""
+    """The reference applies dropout to the layers' outputs to the residual stream, as GPT-2 does in training mode."""
 
     def drop(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(output, DROPOUT, training=True)

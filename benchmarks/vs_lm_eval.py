@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_model(config: Config, work: Path) -> tuple[Path, dict]:
-    """The questions, the fresh model and the trained one in `work`; its directory, and what the training reported."""
+    """Write the questions, the fresh model and the trained one into `work`; returns the latter and its report."""
     run = work / "experiment_sft" / "memory"
     if not (run / "summary.json").exists():
         work.mkdir(parents=True, exist_ok=True)

@@ -172,7 +172,7 @@ def compare_accuracy(config: Config) -> dict:
             print(f"{trainer}, seed {seed}: {run['evaluations'][-1]}", flush=True)
     sooner = []
     for trl, ours in zip(curves["trl"], curves["ours"], strict=True):
-        target = statistics.mean(point["accuracy"] for point in trl[-3:])  # a single evaluation is noisy
+        target = statistics.mean(point["accuracy"] for point in trl[-3:])  # one evaluation is noisy
         reached = next((point["cpu"] for point in ours if point["accuracy"] >= target), None)
         sooner.append({"target": target, "trl_cpu": trl[-1]["cpu"], "ours_cpu": reached})
     return {"seeds": config.seeds, "curves": curves, "sooner": sooner} | describe()
@@ -352,7 +352,7 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     train.Run.checkpoint = end_step
     train.Run.log_before = lambda run, evaluation: clock._begin_step()
     flags = {
-        "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled one
+        "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
         "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR[job.policy],
         "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",

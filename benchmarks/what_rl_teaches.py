@@ -153,8 +153,7 @@ def divide(before: list[Result], after: list[Result], terms: range) -> dict[str,
         choice first:   sum_s (w'_s - w_s) a_s,   then within: sum_s w'_s (a'_s - a_s)
         choice last:    sum_s (w'_s - w_s) a'_s
 
-    w is the share and a the accuracy of a style; a prime means after. Two orders, because neither is the only right
-    one.
+    w is the share and a the accuracy of a style; a prime means after. Both orders, because neither is more right.
     """
     parts: dict[str, list[np.ndarray]] = {"gain": [], "choice, first": [], "choice, last": []}
     for number in terms:
@@ -292,7 +291,7 @@ def answers(groups: dict[str, Group]) -> str:
 
 
 def found_and_lost(groups: dict[str, Group]) -> str:
-    """How many questions have a success among the 256 samples: of those with one before training, and of the others."""
+    """How many questions have a success among 256 samples: of those with one before training, and of the others."""
     rows = []
     for label, group in groups.items():
         cells = [label]
