@@ -134,7 +134,7 @@ def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatc
     assert (experience.sampler_log_probs - log_probs).abs().max() > 1e-3  # for trained and then rounded weights
 
 
-# The ends of runs ----------------------------------------------------------------------------------------------------
+# The ends of runs -----------------------------------------------------------------------------------------------------
 
 
 def test_the_comparison_with_the_engine_equals_a_slow_loop(policy, train):

@@ -159,7 +159,7 @@ def test_a_server_that_does_not_become_healthy(command, start, tmp_path):
 
 
 def test_a_server_that_ends_before_it_is_ready(start, tmp_path):
-    """The sentence has the last line with an error, without colors; what an earlier server wrote is kept, not read."""
+    """The sentence has the last line with an error, without colors; an earlier server's output is kept, not read."""
     log = tmp_path / "log"
     log.write_text("OldError: of an earlier run\n", encoding="utf-8")
     text = "print('\\x1b[31mValueError: 7 is odd ' + 9999 * 'x'); print('good bye'); raise SystemExit(3)"

@@ -108,7 +108,7 @@ def test_a_prompt_without_room_is_refused_unsent(engine, policy):
         engine.sample(policy, [[5, 6], [5] * (room + 1)], 1, **SETTINGS)
 
 
-# Which weights -------------------------------------------------------------------------------------------------------
+# Which weights --------------------------------------------------------------------------------------------------------
 
 
 def step(policy: Policy) -> None:

@@ -182,7 +182,7 @@ def test_a_busy_cache_is_waited_for(server, engine, policy, monkeypatch):
     assert server.calls[COMPLETIONS] == len(PROMPTS)
 
 
-# Servers that do not respond
+# Servers that do not respond -----------------------------------------------------------------------------------------
 
 
 def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(server, engine, policy, monkeypatch):

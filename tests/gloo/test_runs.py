@@ -180,7 +180,7 @@ def test_three_ranks_split_groups(alone):
 
 
 def test_one_rank_pushes_weights_for_all(together, alone):
-    """Before training and after each of two steps. DistributedDataParallel writes all weights once: one push more."""
+    """Before training and after each of two steps. DistributedDataParallel writes all weights once: one more push."""
     assert alone(ENGINE, SAMPLED)[1] == 3
     assert together(2)[1] == 4 + 2  # the run with a fault has no update
 

@@ -161,7 +161,7 @@ def work(rank: int) -> dict:
     parts = gather({name: part / norm_of_shard for name, part in by_shard.items()})
     results["clipped by shard"] = {name: torch.cat([part[name] for part in parts]) for name in by_shard}
     for name, policy in (("plain", plain), ("sharded", sharded)):
-        extra = torch.nn.Parameter(torch.ones(3))  # a weight that every rank has whole, in one list with sharded ones
+        extra = torch.nn.Parameter(torch.ones(3))  # whole on every rank, in one list with sharded ones
         extra.grad = torch.tensor([3.0, 0.0, 4.0])
         results[name]["norm with a whole weight"] = clip_grad_norm_([extra, *policy.parameters()], 1e9)
         results[name]["norm"] = clip_grad_norm_(policy.parameters(), 1.0)
