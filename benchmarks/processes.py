@@ -3,8 +3,8 @@
     python benchmarks/processes.py
 
 Draws the figures equality.png, scaling.png and broken*.png of experiment_accelerate and experiment_accelerate_ddp, and
-prints the tables of their READMEs, from the entry processes of benchmarks/results/measurements.json and the runs in the
-results/ of the two experiments. The measurement itself is finished: benchmarks/README.md says where it is.
+prints the tables of their READMEs. The data are the entry processes of benchmarks/results/measurements.json and the
+runs in the results/ of the two experiments. The measurement itself is finished, see benchmarks/README.md.
 """
 
 from pathlib import Path

@@ -188,7 +188,7 @@ def measure(config: Config, work: Path, model: Path) -> dict:
         },
         "texts_equal_in_all_runs": {program: num_equal(program, runs.values()) for program in ("lm_eval", "evaluate")},
         "cpu_seconds": {size: cpu_seconds(run) for size, run in runs.items()},
-        # from evaluate.py; "different" lists lm-eval's where they differ
+        # from evaluate.py; "different" lists lm-eval's if they differ
         "completions": {size: run["evaluate"]["answers"] for size, run in runs.items()},
         "completions_with_repetition_penalty": penalised["evaluate"]["answers"],
     }
@@ -238,7 +238,7 @@ def compare(runs: dict[str, dict], prompts: list[list[int]]) -> dict:
 
 
 def num_equal(program: str, runs: Iterable[dict[str, dict]]) -> int:
-    """The number of questions for which a program writes the same text in all runs, whatever the batch size."""
+    """How many questions get the same text from a program in all runs, whatever the batch size."""
     texts = [[answer["text"] for answer in run[program]["answers"]] for run in runs]
     return sum(len(set(of_question)) == 1 for of_question in zip(*texts, strict=True))
 
@@ -252,8 +252,8 @@ def cpu_seconds(run: dict[str, dict]) -> dict:
 def our_prompts(model: Path, rows: list[dict]) -> tuple[list[list[int]], dict[str, list[float]]]:
     """The ids of the prompts, and the log-likelihood of the right answer after each.
 
-    `with_newline` counts one more token: the line end with which the template ends the prompt. lm-eval moves spaces
-    from the end of a prompt to the scored text.
+    `with_newline` counts one more token: the line end that closes the prompt in the template. lm-eval moves spaces from
+    the end of a prompt to the scored text.
     """
     import torch
 

@@ -56,7 +56,7 @@ class Job:
     max_new_tokens: int = 96
     seed: int = 0
     steps: int = 12
-    seconds: float | None = None  # CPU seconds after which to stop, instead of steps
+    seconds: float | None = None  # CPU seconds until it stops, instead of steps
     eval_every: int = 0  # steps; 0: never
 
 

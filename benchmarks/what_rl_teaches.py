@@ -347,7 +347,7 @@ def draw(results: Results) -> None:
 
 
 def is_control(label: str) -> bool:
-    """Whether a control policy had no RL; it gets a broken line."""
+    """Whether the label names a control policy, which had no RL; it gets a broken line."""
     return label in ("made to think", "lesson 2 again")
 
 

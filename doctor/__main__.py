@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """One line per check, by function; a trap shows the two numbers, and where it is explained."""
+    """One line per check, by function; a trap shows the two numbers, and the section that explains it."""
     console.print(Text(str(report.path), style="bold"))
     longest = max((len(finding.check) for finding in report.findings), default=0)
     for function, findings in report.functions.items():

@@ -1,4 +1,4 @@
-"""Small batches from fixed seeds, with the situations in which losses go wrong.
+"""Small batches from fixed seeds, with the situations that make losses go wrong.
 
 Shapes: B rows, W = T-1 columns; entry `[:, t]` is about token t+1. Every row is a prompt, the policy's tokens (in some
 rows two turns with tool output in between) and padding. All columns have values, as in training, where a model also
@@ -61,7 +61,7 @@ class Batch:
 
 
 def make_batch(rows: tuple[tuple[int, int, int], ...] = ROWS, seed: int = 0, extra_padding: int = 2) -> Batch:
-    """A batch in which old and reference log-probs differ from the policy's, with advantages of both signs."""
+    """A batch with old and reference log-probs that differ from the policy's, and advantages of both signs."""
     width = PROMPT_COLUMNS + max(map(sum, rows)) + extra_padding
     kinds = torch.full((len(rows), width), PADDING)
     for row, (first, tool, second) in zip(kinds, rows, strict=True):

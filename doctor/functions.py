@@ -253,7 +253,7 @@ def _none(check: str, mask: torch.Tensor, what: str) -> Finding:
 
 
 def check_generate_inputs(file: UserFile) -> Iterator[Finding]:
-    """Prompts of different lengths, two of which contain the id of padding."""
+    """Prompts of different lengths; two of them contain the id of padding."""
     prompts = [[5, PAD, 6, 7], [8, 6], [PAD, 5, 11]]
     result = file.call_by_name("generate_inputs", {"prompts": [[*prompt] for prompt in prompts], "pad_id": PAD}, 2)
     shape = (len(prompts), max(map(len, prompts)))

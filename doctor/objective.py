@@ -102,7 +102,7 @@ def _other_surrogate(curves: torch.Tensor, is_told_range: bool) -> str:
 
 
 def _compare_with_ppo(curves: torch.Tensor, clip_range: tuple[float, float] | None, shape: Shape) -> Finding:
-    """Where the curves differ from PPO's; if the function does not receive the range, it ends where they become 0."""
+    """Compare the curves with PPO's; if the function does not receive the range, it ends when they become 0."""
     ratios, flat = RATIOS, curves.abs() < 1e-4
     above, below = ratios[flat[0] & (ratios > 1)].tolist(), ratios[flat[1] & (ratios < 1)].tolist()
     inferred = 1 - (below[-1] + 0.005) if below else INFINITY, above[0] - 0.005 - 1 if above else INFINITY

@@ -1,8 +1,8 @@
 """Forks the programs that tests start from a process that has already imported torch and transformers.
 
 A program that a test starts spends most of its time importing: 2 of 2.3 seconds for a refused flag. So tests replace
-`subprocess.Popen`: `python FILE`, `python -m MODULE`, `python -c TEXT` and `torchrun` ask a server for a fork, which
-then has the arguments, environment, working directory and standard streams of the request, and runs the program as
+`subprocess.Popen`: `python FILE`, `python -m MODULE`, `python -c TEXT` and `torchrun` ask a server for a fork. The fork
+has the arguments, environment, working directory and standard streams of the request, and runs the program as
 `__main__`. Like any other program, it has its own process id, signals and exit status. Programs that it starts, such as
 the processes of torchrun, are forked too. The server imports third-party packages only; each program imports `common`
 and all other code of this project.

@@ -82,7 +82,7 @@ def check_combinations(config: ModelConfig) -> None:
 
 
 def tell_limits(config: ModelConfig) -> None:
-    """Say what a bundled policy was trained on, if the flags ask it for anything else."""
+    """Describe the training of a bundled policy, if the flags ask for anything else."""
     if config.model not in TAUGHT or not hasattr(config, "task"):
         return
     tasks, what = TAUGHT[config.model]
@@ -138,7 +138,7 @@ def check_model(config: ModelConfig) -> None:
                 f"it was moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
             )
     elif not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
-        # what a run saved, if this is a run's directory: the newest checkpoint last
+        # the policies that a run saved, if this is its directory: the newest checkpoint last
         steps = sorted(path.glob("checkpoints/step_*"), key=lambda step: (len(step.name), step.name))
         saved = [*(step for step in steps if step.suffix != ".partial"), *path.glob("final")]
         raise UserError(

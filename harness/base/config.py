@@ -23,7 +23,7 @@ BUNDLED = {
     "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
 }
 ADAPTER_SETTINGS = "adapter_config.json"
-# What a bundled policy was taught: its tasks, and a description
+# The training of a bundled policy: its tasks, and a description
 TAUGHT = {
     "tiny": (("arithmetic",), "short sums and products of small numbers"),
     "tiny_tools": (("arithmetic", "calculator", "qa"), "the bundled calculator questions and documents"),
@@ -72,8 +72,7 @@ OfEngine = Annotated[T, Group.ENGINE]
 OfEvaluation = Annotated[T, Group.EVALUATION]
 OfRun = Annotated[T, Group.RUN]
 
-# The defaults of flags that were left at None, by the kind of policy. A test compares the --help texts with these
-# figures.
+# The defaults of flags left at None, by the kind of policy. A test compares the --help texts with these figures.
 RESOLVED = {
     "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128},
     "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},

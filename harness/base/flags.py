@@ -16,7 +16,7 @@ WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # by 
 
 @dataclasses.dataclass
 class Marks:
-    """What a field's type says about its flag; the field may belong to the class itself or to a base class."""
+    """The information about a flag in its field's type; the field may belong to the class itself or to a base class."""
 
     group: Group | None = None
     path: IsPath | None = None

@@ -29,7 +29,7 @@ RESAMPLES = 10_000  # of the bootstrap
 
 
 class Answer(NamedTuple):
-    """What is kept of a completion in memory: everything but its text."""
+    """A completion as it is kept in memory: everything but its text."""
 
     correct: float
     given: str | None  # its answer, in one spelling; None: no answer
@@ -119,7 +119,7 @@ def means(answers: Sequence[Answer]) -> dict:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean; None if there are no numbers, or if one is not finite: JSON cannot express that mean."""
+    """The mean; None if there are no numbers, or if any number is not finite: JSON cannot express that mean."""
     return sum(values) / len(values) if values and None not in values else None
 
 

@@ -47,8 +47,7 @@ class Part(NamedTuple):
 
 
 def parts(config: ModelConfig, directory: Path) -> list[Part]:
-    """The benchmarks of `--suite`; their data are in the directory (for one benchmark: or file) `--data`, or on the
-    hub."""
+    """The benchmarks of `--suite`; the data are in the directory (or file, for one) `--data`, or on the hub."""
     found, benchmarks = [], SUITES[config.suite][1]
     is_single = len(benchmarks) == 1
     folder = None if config.data is None else local_path(config.data, "--data")

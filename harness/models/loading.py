@@ -107,7 +107,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
 
 
 def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
-    """Add the adapter that `--model` names; it is merged if a new one is to be trained."""
+    """Add the adapter that `--model` names; it is merged if the run trains a new one."""
     model = load_adapter(model, config.adapter_path)
     given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
     if isinstance(config, PolicyConfig) and config.lora_rank:

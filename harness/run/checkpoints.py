@@ -3,7 +3,7 @@
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
                      optimizer.pt       readable by `torch.load(weights_only=True)`
                      checkpoint.json    the step, the number of processes, the size of every other file, and the lengths
-                                        of the run's logs, to which a resumed run truncates them
+                                        of the run's logs; a resumed run truncates its logs to them
 
 Random number generators have no state to save: randomness is keyed by step (keyed.py).
 """

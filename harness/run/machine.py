@@ -66,7 +66,7 @@ def usable_cores() -> int:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """The run's peak memory: of the GPU on CUDA, else of the process; 0 where it is unknown."""
+    """The run's peak memory: of the GPU on CUDA, else of the process; 0 if it is unknown."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
     # Linux reports it here; getrusage would start at the peak of the parent process

@@ -5,8 +5,8 @@
 
 `null` in place of a query's list is an extension of experiment_multiturn_qa/serve_index.py: that query has failed.
 Other servers omit ids (then the title is used), scores (then a hit is the document itself), or `contents` (then title
-and text are used), and return more than k hits. Any failure of the server becomes a `SearchError` for the affected
-queries, within the time limit.
+and text are used). They may also return more than k hits. Any failure of the server becomes a `SearchError` for the
+affected queries, within the time limit.
 """
 
 import asyncio
@@ -127,7 +127,7 @@ class _Document(BaseModel, coerce_numbers_to_str=True):
 
 
 class _Item(_Document):
-    """A document, which may be in a field of its own."""
+    """A document, which may be in a separate field."""
 
     document: _Document | None = None
     score: FiniteFloat | None = None

@@ -114,7 +114,7 @@ def test_the_loss_multiplies_advantages_by_the_weights(policy, train):
 
 
 def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatch, tmp_path):
-    """Also with a second epoch, for which experiment_base uses the recorded log-probs of its sampler."""
+    """Also with a second epoch, when experiment_base uses the recorded log-probs of its sampler."""
     caught, real = [], train.update
 
     def update(config, accelerator, policy, optimizer, experience, step):

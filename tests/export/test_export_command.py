@@ -1,6 +1,6 @@
 """export.py: its output loads, answers and describes itself; a failed or interrupted export leaves nothing.
 
---push, to a stand-in for the hub: what arrives, byte by byte, and what is refused. The model card holds hostile
+--push, to a stand-in for the hub: the uploads, byte by byte, and the refusals. The model card holds hostile
 names and texts, but no paths of this machine.
 """
 
@@ -286,7 +286,7 @@ HOSTILE = "x`\n---\nlicense: mit\n```\n# Big <script>alert(1)</script> | [a](b) 
 
 @pytest.fixture
 def card(tmp_path):
-    """A card in which every text is hostile."""
+    """A card that has only hostile texts."""
     settings = {"experiment": HOSTILE, "task": f"/home/ada/{HOSTILE}", "model": f"/home/ada/{HOSTILE}", "command": []}
     settings |= {"commit": HOSTILE, "versions": {HOSTILE: HOSTILE}, "machine": HOSTILE, "completion_prefix": HOSTILE}
     settings |= {"system_prompt": HOSTILE, "seed": HOSTILE, "about": HOSTILE}

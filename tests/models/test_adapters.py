@@ -1,4 +1,4 @@
-"""Adapters, quantised weights and gradient checkpointing: log-probs and gradients equal those of plain models."""
+"""Adapters, quantised weights and gradient checkpointing: log-probs and gradients equal a plain model's."""
 
 import copy
 import json
@@ -224,7 +224,7 @@ def test_gradient_checkpointing_changes_no_sample(widths):
     rows = {}
     for checkpointing in (False, True):
         policy = load(gradient_checkpointing=checkpointing)
-        gradients(policy)  # enters training mode, in which checkpointing would switch off the cache
+        gradients(policy)  # enters training mode, where checkpointing would switch off the cache
         widths.clear()
         rows[checkpointing] = sample(policy, PROMPTS, 3, max_new_tokens=8, key=(0,))
         assert set(widths[4:]) == {1}  # after the prompts one token at a time

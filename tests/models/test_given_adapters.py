@@ -124,7 +124,7 @@ def test_a_merged_base_is_the_first_policy_bit_for_bit(first, second):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_given_adapter_resumes_to_the_same_run(train, first, second, way):
-    """Metrics, samples and weights equal those of an uninterrupted run bit for bit, so the reference does, too."""
+    """Metrics, samples and weights equal an uninterrupted run's bit for bit, so the reference does, too."""
     name = f"{way}, resumed"
     directory = train(name, "--model", str(first / "final"), "--steps", "1", *WAYS[way])
     for path in ("final", "base", "summary.json"):  # as if it had been killed after the checkpoint

@@ -1,9 +1,10 @@
 """Every flag of a sibling does something: its own flags here, inherited ones the same as in experiment_base.
 
-Each sibling can equal experiment_base bit for bit: Dr. GRPO with `--critic-type grpo`, the two for many processes in
-one process, the two with several turns without tools, and the one with an inference engine without importance weights,
-if the engine is the policy itself. So a flag that does not reach the sibling makes the two differ. test_flags.py shows
-the effect of each inherited flag. Without `--critic-type grpo`, Dr. GRPO omits two divisions.
+Each sibling can equal experiment_base bit for bit. Dr. GRPO needs `--critic-type grpo`, the two for many processes run
+in one process, and the two with several turns run without tools. The one with an inference engine runs without
+importance weights, with the policy itself as its engine. So a flag that does not reach the sibling makes the two
+differ. test_flags.py shows the effect of each inherited flag. Without `--critic-type grpo`, Dr. GRPO omits two
+divisions.
 """
 
 import dataclasses

