@@ -1,4 +1,4 @@
-"""Checks of the other functions than `policy_loss`: advantages, log-probs, masks, and the inputs of `generate`."""
+"""Checks of functions other than `policy_loss`: advantages, log-probs, masks, and the inputs of `generate`."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
