@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real vLLM server on a CPU: the tests of harness/engines/vllm.py, and twelve steps of training on each of two models.
 #
-#     ENGINE_PYTHON=engine-env/bin/python benchmarks/engine.sh   # of an environment that has vLLM
+#     ENGINE_PYTHON=engine-env/bin/python benchmarks/engine.sh   # an environment with vLLM
 #
 # The first model is the bundled policy, on a server that was started before; the second a freshly initialised Qwen2,
 # whose head is tied to its embeddings, on a server that the run starts itself. Such a policy earns nothing on a
@@ -38,7 +38,7 @@ stop_server() {
     fi
 }
 
-# Run a command, and put into the report what it prints, without progress bars and the paths of this machine.
+# Run a command, and copy its output to the report, without progress bars and the paths of this machine.
 run() {
     local status=0
     "$@" >"$work/output" 2>&1 &  # not in the foreground, where the traps would wait for it
@@ -57,7 +57,7 @@ say() {
     printf '%s\n' "$@" | tee -a "$report"
 }
 
-# On the bundled policy; sets `url`.
+# Serve the bundled policy; sets `url`.
 start_server() {
     local port flags
     port=$("$python" -c 'from harness.engines.server import free_port; print(free_port())')
@@ -131,7 +131,7 @@ def reward(row, text):
 PYTHON
 }
 
-# A row per step of the run in directory $1. Gaps are absolute differences of log-probs, engine's and trainer's.
+# One row per step of the run in directory $1. Gaps are absolute differences between log-probs of engine and trainer.
 table() {
     "$python" - "$1/metrics.jsonl" <<'PYTHON'
 import json, sys

@@ -1,15 +1,16 @@
-"""How noisy the gradient of one rollout is under each baseline: what a group of completions is good for.
+"""How noisy the gradient of one rollout is under each baseline: the benefit of a group of completions.
 
     python benchmarks/gradient_noise.py                              # the bundled policy; 4 minutes on one core
     python benchmarks/gradient_noise.py --model runs/experiment_reinforce/<name>/final --entry gradient_noise_after
 
-A rollout is 128 completions: one of each of 128 questions, or eight of each of 16. Its gradient is that of the mean
-over completions of the sum over tokens of -A log p, with A = R - baseline. Over `--rollouts` rollouts of a seed,
+A rollout is 128 completions: one for each of 128 questions, or eight for each of 16. Its gradient is the gradient of
+the mean over completions of the sum over tokens of -A log p, with A = R - baseline. Over `--rollouts` rollouts of a
+seed,
 
     noise = sum of the variances of the gradient's entries / squared norm of its mean
 
-which is how many rollouts would have to be averaged to have as much signal as noise. The squared norm is corrected for
-the noise that is left in the mean. Writes an entry of benchmarks/results/measurements.json.
+which is how many rollouts one would have to average for as much signal as noise. The squared norm is corrected for the
+noise that remains in the mean. Writes an entry of benchmarks/results/measurements.json.
 """
 
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Noise:
-    """Sums over rollouts, from which mean and variance of the gradient follow."""
+    """Sums over rollouts, which give the mean and variance of the gradient."""
 
     def __init__(self) -> None:
         self.count, self.total, self.squares = 0, 0.0, 0.0
@@ -78,7 +79,7 @@ class Noise:
 
 def measure(policy: Policy, rows: list[dict], seed: int, num_rollouts: int) -> dict[str, float]:
     """The noise of every baseline."""
-    returns, _ = rollout(policy, rows, seed, 10**6, 1)  # the running mean of a training run would be near its mean
+    returns, _ = rollout(policy, rows, seed, 10**6, 1)  # a training run's running mean would be close to its mean
     average = returns.mean().item()
     noise = {name: Noise() for name in ("no baseline", "running mean", "mean of the group")}
     for number in range(1, num_rollouts + 1):

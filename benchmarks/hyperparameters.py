@@ -1,10 +1,10 @@
-"""What each hyperparameter does: experiment_base trained with one of them changed at a time, three seeds each.
+"""The effect of each hyperparameter: experiment_base trained with one of them changed at a time, three seeds each.
 
     python benchmarks/hyperparameters.py --jobs 2            # all runs; the page says how long they took
     python benchmarks/hyperparameters.py --only top-p lr     # only the runs that change one of these flags
     python benchmarks/hyperparameters.py --draw-only         # the figure and the table again, from the committed data
 
-Runs that are in the directory of runs already are not repeated, and results of runs that are not there are kept. Writes
+Runs that already exist are not repeated, and results of missing runs are kept. Writes
 benchmarks/results/hyperparameters/ (metrics.csv and runs.json) and docs/hyperparameters.png, and prints the table of
 docs/hyperparameters.md.
 """
@@ -38,7 +38,7 @@ PANELS: list[tuple[str, str, tuple, dict]] = [
     ("group size", "group-size", (2, 4, 8, 16), {}),
     ("learning rate", "lr", (1.25e-5, 2.5e-5, 5e-5, 1e-4, 2e-4), {}),
     ("KL weight", "kl-weight", (0.0, 0.02, 0.5), {}),
-    # with one update per rollout nothing is clipped, so this panel makes four
+    # one update per rollout never clips, so this panel makes four
     ("clip range, with four epochs", "clip-eps", (0.05, 0.2, 10.0), {"epochs-per-step": 4}),
     ("epochs per rollout", "epochs-per-step", (1, 2, 4), {}),
     ("temperature", "temperature", (0.6, 1.0, 1.3), {}),
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def all_settings() -> list[dict]:
-    """The differences from the defaults of each setting; every setting once."""
+    """The differences of each setting from the defaults; every setting once."""
     settings = [also | {flag: value} for _, flag, values, also in PANELS for value in values]
     changed = [{flag: value for flag, value in each.items() if value != DEFAULTS[flag]} for each in settings]
     return [each for index, each in enumerate(changed) if each not in changed[:index]]
@@ -95,7 +95,7 @@ def name_of(settings: dict) -> str:
 
 
 def train(config: Config, settings: dict, seed: int) -> None:
-    """One run, in a process of its own with one thread."""
+    """One run, in a separate process with one thread."""
     name = f"{name_of(settings)},seed={seed}"
     if (Path(config.runs_dir) / EXPERIMENT / name / "summary.json").exists():
         return
@@ -114,7 +114,7 @@ def train(config: Config, settings: dict, seed: int) -> None:
 
 
 def write_results(config: Config) -> None:
-    """Collect from the runs what the figure and the table need; the results of others stay as they are."""
+    """Collect the values for the figure and the table from the runs; other results are kept."""
     runs = []
     for settings in all_settings():
         for seed in config.seeds:
@@ -144,12 +144,12 @@ def read_results() -> tuple[Curves, list[dict]]:
 
 
 def panels_of(curves: Curves) -> list[tuple[str, str, tuple, dict]]:
-    """The panels for which there are results of every value."""
+    """The panels with results for every value."""
     return [panel for panel in PANELS if all(name_of(panel[3] | {panel[1]: value}) in curves for value in panel[2])]
 
 
 def smooth(curve: list[dict[str, float]]) -> list[float]:
-    """The sampled accuracy of each step, averaged with those of the steps before it."""
+    """The sampled accuracy as a running mean over the last steps."""
     return rolling_means([entry["reward/correct"] for entry in curve], WINDOW)
 
 
@@ -157,7 +157,7 @@ def draw(curves: Curves) -> None:
     """One panel per hyperparameter: sampled accuracy over steps, mean and range of the seeds."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed
+    matplotlib.use("Agg")  # works without a display
     import matplotlib.pyplot as plt
 
     num_columns = 3
@@ -184,7 +184,7 @@ def draw(curves: Curves) -> None:
         axes.set_ylabel("sampled accuracy, training questions", fontsize=9)
     for axes in places.flat[len(panels) :]:
         axes.set_axis_off()
-    for axes in places.flat[len(panels) - num_columns : len(panels)]:  # the lowest of each column
+    for axes in places.flat[len(panels) - num_columns : len(panels)]:  # the lowest panel of each column
         axes.set_xlabel("step")
         axes.tick_params(labelbottom=True)
     figure.tight_layout()

@@ -1,11 +1,11 @@
-"""What `--estimate` says of known models, of the recipes, and of runs whose memory was measured.
+"""The estimates of `--estimate` for known models, for the recipes, and for runs with measured memory.
 
     python benchmarks/model_memory.py             # the table of docs/real_models.md; one minute, without any weights
-    python benchmarks/model_memory.py --recipes   # what each file of recipes/ needs
-    python benchmarks/model_memory.py --compare   # the estimates for the runs whose peaks were measured
+    python benchmarks/model_memory.py --recipes   # the needs of each file in recipes/
+    python benchmarks/model_memory.py --compare   # the estimates for the runs with measured peaks
 
-The measured runs are those of a freshly initialised model of the shape of Qwen2.5-0.5B in float32, on a CPU; the peak
-is that of the process's memory, as the system counts it.
+The measured runs train a freshly initialised model of the shape of Qwen2.5-0.5B in float32, on a CPU; the peak is the
+memory of the process, as the system counts it.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from harness.run.machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "measurements.json"
-SHAPES = {  # as their config.json on the hub gives them
+SHAPES = {  # from their config.json on the hub
     "Qwen/Qwen2.5-0.5B-Instruct": {
         "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
         "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
@@ -58,7 +58,7 @@ for name, hidden, inner, layers, heads, kv_heads in (
         "num_key_value_heads": kv_heads, "tie_word_embeddings": hidden < 3584,
     }  # fmt: skip
 IN_THE_TABLE = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct")
-SETTINGS = {  # of the commands in docs/real_models.md
+SETTINGS = {  # from the commands in docs/real_models.md
     "full": (),
     "full, no KL, 64 rows": ("--kl-weight", "0", "--generation-batch-size", "64"),
     "LoRA": LORA,
@@ -131,7 +131,7 @@ def print_estimates() -> None:
 
 
 def print_recipes() -> None:
-    """The peak of every recipe on one GPU, in bfloat16; its flags are those that it gives to Python."""
+    """The peak of every recipe on one GPU, in bfloat16, with the flags that the recipe gives to Python."""
     recorder = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
     estimates = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -154,7 +154,7 @@ def print_recipes() -> None:
 
 
 def compare() -> None:
-    """The estimates for the runs that were measured."""
+    """The estimates for the measured runs."""
     estimated = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, run in read_json(RESULTS, "model_memory")["measured_float32_cpu_0.5B"].items():
@@ -173,7 +173,7 @@ def _with_layers(number: int) -> dict:
 
 
 def _store(name: str, values: dict) -> None:
-    """Replace one part of the results, with the versions, the machine and the commit that it is from."""
+    """Replace one part of the results, together with its versions, machine and commit."""
     parts = {name: values, f"{name}/from": describe_machine()}
     write_json(RESULTS, read_json(RESULTS, "model_memory") | parts, entry="model_memory")
 

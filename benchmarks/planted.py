@@ -1,8 +1,8 @@
-"""The traps of docs/traps.md, each as a context in which an experiment has the mistake: benchmarks/traps.py trains so.
+"""The traps of docs/traps.md, each as a context that plants the mistake in an experiment, for benchmarks/traps.py.
 
-A mistake is planted at run time, by putting other functions in the place of those that a train.py calls, and is gone
-when its context is left: the library itself has no switch for being wrong. tests/unit/test_docs.py shows that each
-changes a number, and leaves nothing behind.
+A context plants a mistake at run time by replacing functions that a train.py calls, and removes it at its end: the
+library itself has no switch for being wrong. tests/unit/test_docs.py shows that each mistake changes a number, and
+leaves nothing behind.
 
 Shapes as in the experiments: B rows, T tokens, Q prompts, G completions per prompt.
 """
@@ -25,7 +25,7 @@ from common.policy import Policy
 
 from harness.models.loading import load_policy, make_reference
 
-Plant = Callable[[ModuleType], AbstractContextManager]  # of the train.py that is to have the mistake
+Plant = Callable[[ModuleType], AbstractContextManager]  # takes the train.py that gets the mistake
 DROPOUT = 0.1  # as in the configs of GPT-2, and often for LoRA
 
 
@@ -36,23 +36,23 @@ class Setting:
     label: str
     experiment: str = "experiment_base"
     flags: tuple[str, ...] = ()
-    plant: Plant = nullcontext  # what the correct runs need that the experiment does not have
+    plant: Plant = nullcontext  # additions that the correct runs need and the experiment lacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trap:
     title: str
     plant: Plant
-    test: str  # of this repository: it fails if the library has the mistake
+    test: str  # in this repository: it fails if the library has the mistake
     setting: str = "default"  # of SETTINGS
-    in_evaluation: bool = False  # the mistake is in sampling: the run's own evaluations have it too
+    in_evaluation: bool = False  # the mistake affects sampling, and therefore the run's evaluations, too
 
 
-replaced = patch.multiple  # the attributes of a module or a class have other values within the context
+replaced = patch.multiple  # replaces attributes of a module or a class within the context
 
 
 def with_mask(change: Callable[[Experience, list], torch.Tensor]) -> Plant:
-    """The action mask (B, T-1) is what `change(experience, trajectories)` returns."""
+    """Make `change(experience, trajectories)` return the action mask (B, T-1)."""
 
     def plant(train: ModuleType) -> AbstractContextManager:
         def collate_wrongly(trajectories: list, pad_id: int, device: torch.device | str = "cpu") -> Experience:
@@ -96,7 +96,7 @@ def mask_from_pad(train: ModuleType) -> Iterator[None]:
 
 
 def no_temperature(train: ModuleType) -> AbstractContextManager:
-    """Tokens are drawn at the temperature; their log-probs are those of the logits as they are."""
+    """Tokens are drawn at the temperature, but log-probs come from the unscaled logits."""
     score = common.policy.log_probs_and_entropy
 
     def score_without(hidden, targets, head, temperature, max_logits):
@@ -123,7 +123,7 @@ def std_wrong_axis(train: ModuleType) -> AbstractContextManager:
 
 
 def reference_dropout(train: ModuleType) -> AbstractContextManager:
-    """The reference drops what its layers add to the residual stream, as GPT-2 does in training mode."""
+    """The reference applies dropout to the layers' outputs to the residual stream, as GPT-2 does in training mode."""
 
     def drop(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(output, DROPOUT, training=True)
@@ -139,7 +139,7 @@ def reference_dropout(train: ModuleType) -> AbstractContextManager:
 
 
 def kl_over_padding(train: ModuleType) -> AbstractContextManager:
-    """The KL penalty is averaged over all entries of the padded (b, T-1), prompt and padding among them."""
+    """The KL penalty is averaged over all entries of the padded (b, T-1), including prompt and padding."""
 
     right = train.policy_loss
 
@@ -172,13 +172,13 @@ def per_token(train: ModuleType, *, by_micro_batch: bool = False) -> Iterator[No
 
 
 def behind_the_prompt(experience: Experience, trajectories: list) -> torch.Tensor:
-    """Everything behind the prompt is trained, what tools have written among it."""
+    """Everything after the prompt is trained, including tool output."""
     position = torch.arange(experience.action_mask.shape[1], device=experience.sequences.device)
     return experience.attention_mask[:, 1:] * (position >= experience.prompt_lengths[:, None] - 1)
 
 
 def right_padding(train: ModuleType) -> AbstractContextManager:
-    """Prompts of one batch are padded at their ends, so that shorter ones continue from padding."""
+    """Prompts of one batch are padded on the right, so that shorter ones continue from padding."""
     left_pad = common.sampling.left_pad
 
     def right_pad(prompts, pad_id, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,7 +273,7 @@ TRAPS = {
 
 @contextmanager
 def planted(name: str, train: ModuleType) -> Iterator[None]:
-    """The mistake of TRAPS, or what the correct runs of SETTINGS need, is in `train` within the context."""
+    """Plant the mistake in TRAPS, or the additions for the correct runs of SETTINGS, in `train` within the context."""
     trap = TRAPS.get(name)
     with ExitStack() as stack:
         stack.enter_context(SETTINGS[trap.setting if trap else name].plant(train))

@@ -1,10 +1,10 @@
-"""What several processes gain, whether they are the same training as one, and what breaks it: figures and tables.
+"""What several processes gain, whether they train exactly like one, and what breaks it: figures and tables.
 
     python benchmarks/processes.py
 
 Draws the figures equality.png, scaling.png and broken*.png of experiment_accelerate and experiment_accelerate_ddp, and
-prints the tables of their READMEs, from the entry processes of benchmarks/results/measurements.json and the runs in the
-results/ of the two experiments. The measurement itself is finished: benchmarks/README.md says where it is.
+prints the tables of their READMEs. The data are the entry processes of benchmarks/results/measurements.json and the
+runs in the results/ of the two experiments. The measurement itself is finished, see benchmarks/README.md.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ BROKEN = (  # experiment, figure, and the runs by label: the beginning of their 
 
 
 def main() -> None:
-    matplotlib.use("Agg")  # no display is needed
+    matplotlib.use("Agg")  # works without a display
     data = read_json(ROOT / "benchmarks" / "results" / "measurements.json", "processes")
     equality, scaling, broken = (data[part]["measured"] for part in ("equality", "scaling", "broken"))
     for experiment in EQUAL:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def draw_equality(runs: dict[str, list[dict]], experiment: str) -> None:
-    """Differences to experiment_base in one process, by step."""
+    """Differences from experiment_base in one process, by step."""
     import matplotlib.pyplot as plt
 
     figure, places = plt.subplots(1, 3, figsize=(11, 3.6))
@@ -85,14 +85,14 @@ def draw_equality(runs: dict[str, list[dict]], experiment: str) -> None:
 def draw_scaling(measured: dict[str, dict]) -> None:
     """One row per policy: seconds of a step with its parts, tokens per second, memory of a process.
 
-    Bars are the fastest repetition, since other work on the machine only adds to a time; dots are the medians.
+    Bars show the fastest repetition, because other work on the machine can only lengthen it; dots show the medians.
     """
     import matplotlib.pyplot as plt
 
     figure, places = plt.subplots(len(measured), 3, figsize=(11, 5.5), width_ratios=(2, 1, 1), squeeze=False)
     parts = {"sampling": "C2", "reference": "C4", "update": "C0", "waiting": "C1"}
     for (policy, found), row in zip(measured.items(), places, strict=True):
-        names = list(found["runs"])[::-1]  # the first at the top
+        names = list(found["runs"])[::-1]  # the first one at the top
         limit = 1.5 * max(min(run["seconds"] for run in runs) for runs in found["runs"].values())
         row[0].set_xlim(0, limit)
         for place, name in enumerate(names):
@@ -132,7 +132,7 @@ def draw_scaling(measured: dict[str, dict]) -> None:
 
 
 def print_equality(runs: dict[str, list[dict]]) -> None:
-    """The largest differences over the steps before the first other token, and the step of that."""
+    """The largest differences over the steps before the first different token, and the number of that step."""
     some = next(iter(runs.values()))
     print("\ndraws nearest to a boundary:", sorted((row["nearest_boundary"], row["step"]) for row in some)[:3])
     print("\n| | first other token | gradient norm | entropy | parameters between ranks |\n|---|---|---|---|---|")
@@ -145,7 +145,7 @@ def print_equality(runs: dict[str, list[dict]]) -> None:
 
 
 def print_scaling(policy: str, found: dict) -> None:
-    """Medians over the repetitions, with the lowest and the highest."""
+    """Medians over the repetitions, with minimum and maximum."""
     reduce = found["all_reduce_seconds"]
     print(f"\n{policy}, {found['parameters']:,} parameters; {found['flags']}; all-reduce of the gradients alone: "
           f"{median(reduce):.4f} s ({min(reduce):.4f} to {max(reduce):.4f})")  # fmt: skip

@@ -1,9 +1,9 @@
-"""Run an experiment with several seeds, keep what its figures need, and draw its curve with the band of the seeds.
+"""Run an experiment with several seeds, keep the data for its figures, and draw its curve with the range of the seeds.
 
     python benchmarks/seeds.py experiment_base                # seeds 0 to 4; two to three minutes each on one core
 
-Runs that exist already are not repeated. Keeps them in <experiment>/results/ (metrics.csv and runs.json), and draws
-<experiment>/curve.png, which also shows the runs of the experiment's parent.
+Existing runs are not repeated. The script keeps the runs in <experiment>/results/ (metrics.csv and runs.json), and
+draws <experiment>/curve.png, which also shows the runs of the experiment's parent.
 """
 
 import ast
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def draw(experiment: str, panels: Sequence[str], also: dict[str, str]) -> None:
-    """Draw the curve of the experiment: its runs, those of its parent on the same task, and others of its own.
+    """Draw the curve of the experiment: its runs, its parent's runs on the same task, and other runs of the experiment.
 
     Args:
-        also: labels of other runs, by the beginning of their names.
+        also: labels of the other runs, by the beginning of their names.
     """
     places = {
         experiment: (experiment, "seed"),

@@ -1,12 +1,11 @@
-"""What each trap of docs/traps.md does to training: an experiment with the mistake planted, beside correct runs.
+"""The effect of each trap of docs/traps.md on training: an experiment with the planted mistake, next to correct runs.
 
     python benchmarks/traps.py --jobs 2                      # all runs, three seeds; the page says how long they took
-    python benchmarks/traps.py --only off_by_one             # only this trap, and the correct runs beside it
+    python benchmarks/traps.py --only off_by_one             # only this trap, and its correct runs
     python benchmarks/traps.py --draw-only                   # the figure and the table again, from the committed data
 
-Runs that are in the directory of runs already are not repeated, and results of runs that are not there are kept. Writes
-benchmarks/results/traps/ (metrics.csv and runs.json) and docs/traps.png, and prints the table of docs/traps.md. The
-mistakes are in planted.py.
+Runs that already exist are not repeated, and results of missing runs are kept. Writes benchmarks/results/traps/
+(metrics.csv and runs.json) and docs/traps.png, and prints the table of docs/traps.md. The mistakes are in planted.py.
 """
 
 import importlib.util
@@ -36,7 +35,7 @@ COLUMNS = (
     "loss/kl", "loss/grad_norm", "policy/entropy", "policy/sampling_log_prob_difference", "group/zero_reward_variance",
 )  # fmt: skip
 WINDOW = 5  # steps over which every curve is averaged
-LAST = 10  # steps of which the table gives the mean
+LAST = 10  # last steps, averaged for the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def setting_of(name: str) -> Setting:
-    """Of a trap, or of the correct runs of a setting."""
+    """The setting of a trap or of the correct runs with this name."""
     return SETTINGS[TRAPS[name].setting if name in TRAPS else name]
 
 
@@ -80,7 +79,7 @@ def place_of(config: Config, name: str, seed: int) -> Path:
 
 
 def find_run(config: Config, name: str, seed: int) -> Run | None:
-    """A run that has ended: a correct one without other flags can be that of the experiment's own results."""
+    """A finished run; a correct one without other flags can come from the experiment's own results."""
     place, setting = place_of(config, name, seed), setting_of(name)
     if (place / "summary.json").exists():
         return read_run(place)
@@ -89,7 +88,7 @@ def find_run(config: Config, name: str, seed: int) -> Run | None:
 
 
 def train(config: Config, name: str, seed: int) -> None:
-    """One run, in a process of its own with one thread."""
+    """One run, in a separate process with one thread."""
     if (place_of(config, name, seed) / "summary.json").exists():
         return
     command = [sys.executable, __file__, "--here", name, "--seeds", str(seed)]
@@ -110,13 +109,13 @@ def train_here(config: Config, name: str, seed: int) -> None:
     module = sys.modules["train"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     flags = [*FLAGS, *setting.flags, "--steps", str(config.steps), "--seed", str(seed)]
-    torch.manual_seed(seed)  # of the dropout of one of them; the experiments draw nothing from it
+    torch.manual_seed(seed)  # for dropout in one of them; the experiments do not use it
     with planted(name, module):
         run_main(lambda: module.main([*flags, "--runs-dir", config.runs_dir, "--name", f"{name}-{seed}"]))
 
 
 def write_results(config: Config) -> None:
-    """Collect from the runs what the figure and the table need; the results of others stay as they are."""
+    """Collect the values for the figure and the table from the runs; other results are kept."""
     runs = []
     for name in (*SETTINGS, *TRAPS):
         for seed in config.seeds:
@@ -139,7 +138,7 @@ def curve_of(run: Run, steps: int) -> Curve:
 
 
 def describe_run(run: Run, config: Config, name: str, seed: int) -> tuple[dict, dict]:
-    """Flags, commit and machine; and duration, and what the run has said about itself."""
+    """Flags, commit and machine; then duration and the run's messages about itself."""
     setting = setting_of(name)
     if isinstance(run, KeptRun):
         source = {"copied_from": run.directory.relative_to(ROOT).as_posix()}
@@ -157,7 +156,7 @@ def describe_run(run: Run, config: Config, name: str, seed: int) -> tuple[dict, 
 
 
 def evaluate_correctly(place: Path) -> dict[str, float]:
-    """Accuracy of the trained policy of experiment_base with the correct sampler, on the questions of the run."""
+    """The accuracy of a trained policy of experiment_base with the correct sampler, on the run's questions."""
     from common.evaluate import evaluate
     from tasks import arithmetic as task
 
@@ -176,7 +175,7 @@ Curves = dict[str, dict[int, Curve]]  # by trap or setting, and by seed
 
 
 def read_results() -> tuple[Curves, dict[str, dict]]:
-    """The curves, and the runs by name and seed; what is not there yet is left out."""
+    """The curves, and the runs by name and seed, as far as they exist."""
     runs = read_runs(RESULTS)
     curves: Curves = {}
     for each, run in runs.items():
@@ -186,7 +185,7 @@ def read_results() -> tuple[Curves, dict[str, dict]]:
 
 
 def check_planted(curves: Curves) -> None:
-    """Every run with a mistake differs from the correct run of its seed."""
+    """Check that every run with a mistake differs from the correct run with the same seed."""
     for name in TRAPS.keys() & curves.keys():
         for seed, curve in curves[name].items():
             if curve == curves[TRAPS[name].setting].get(seed):
@@ -194,7 +193,7 @@ def check_planted(curves: Curves) -> None:
 
 
 def smooth(curve: Curve) -> list[float]:
-    """The sampled accuracy of each step, averaged with those of the steps before it."""
+    """The sampled accuracy as a running mean over the last steps."""
     values = [entry["reward/correct"] for entry in curve.values() if "reward/correct" in entry]
     return [mean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
 
@@ -203,7 +202,7 @@ def draw(curves: Curves, runs: dict[str, dict]) -> None:
     """One panel per trap: sampled accuracy over steps, mean and range of the seeds, and accuracy on other questions."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed
+    matplotlib.use("Agg")  # works without a display
     import matplotlib.pyplot as plt
 
     traps = [name for name in TRAPS if name in curves]
@@ -237,13 +236,13 @@ def draw(curves: Curves, runs: dict[str, dict]) -> None:
 
 
 def last_ones(curves: Curves, name: str, key: str, count: int, seeds: Iterable[int]) -> list[float]:
-    """For each of these seeds, the mean of the last `count` values."""
+    """The mean of the last `count` values, for each of these seeds."""
     series = [[entry[key] for entry in curves[name][seed].values() if key in entry] for seed in seeds]
     return [mean(values[-count:]) for values in series]
 
 
 def table(curves: Curves, runs: dict[str, dict]) -> str:
-    """The first table of docs/traps.md: each trap beside the correct runs of the same seeds."""
+    """The first table of docs/traps.md: each trap next to the correct runs with the same seeds."""
     lines = [
         "| trap | sampled accuracy: correct | with the mistake | held out, greedy | KL | the run says | test |",
         "|---|---|---|---|---|---|---|",

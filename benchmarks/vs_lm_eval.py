@@ -1,18 +1,18 @@
 """evaluate.py against lm-evaluation-harness: the same model, the same prompts, the same questions of GSM8K.
 
-    python -m venv lm_eval && lm_eval/bin/pip install -e '.[lm-eval]'      # an environment of its own
+    python -m venv lm_eval && lm_eval/bin/pip install -e '.[lm-eval]'      # a separate environment
     OMP_NUM_THREADS=1 python benchmarks/vs_lm_eval.py --data test.jsonl --lm-eval lm_eval/bin/python
 
 `--data` is GSM8K's test file as published. The model is a freshly initialised Qwen2 of 0.9 million parameters that
-experiment_sft has taught the answers to half of these very questions. So its accuracy says nothing about mathematics:
-it is a model that is right and wrong often enough to compare two programs. The answers are written in several ways
-(`$1,080`, or some steps first), those to the other questions are guesses, and the longest do not fit into the budget.
+experiment_sft has trained on the answers to half of these very questions. So its accuracy says nothing about
+mathematics: the model is right and wrong often enough to compare two programs. The answers are written in several ways
+(`$1,080`, or some steps first), the answers to the other questions are guesses, and the longest ones exceed the budget.
 
-Both programs then answer all questions greedily, in float32, one at a time and 16 at a time, each in a process of its
-own, taking turns. Compared for every question: ids of the prompt, text of the completion, verdict; and the
-log-likelihood of the right answer. Then once more with a generation_config.json like that of Qwen2.5's
-instruction-tuned models, whose repetition penalty lm-eval applies.
-lm_eval_tasks/gsm8k_tags.yaml is lm-eval's side; on its command line, from a directory with questions.jsonl:
+Both programs then answer all questions greedily, in float32, one at a time and 16 at a time, each in a separate
+process, taking turns. The script compares for every question: ids of the prompt, text of the completion, verdict; and
+the log-likelihood of the right answer. A second comparison uses a generation_config.json like the ones of Qwen2.5's
+instruction-tuned models, whose repetition penalty lm-eval applies. lm_eval_tasks/gsm8k_tags.yaml is lm-eval's side; on
+its command line, from a directory with questions.jsonl:
 
     lm_eval --model hf --model_args pretrained=MODEL,dtype=float32 --tasks gsm8k_tags --apply_chat_template \\
         --include_path benchmarks/lm_eval_tasks --batch_size 16 --device cpu --log_samples --output_path OUT
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "vs_lm_eval.json"
 TASKS = ROOT / "benchmarks" / "lm_eval_tasks"
 MAX_NEW_TOKENS = 24  # as in gsm8k_tags.yaml; few, so that some completions are cut off
-# what Qwen2.5's instruction-tuned models have in their generation_config.json, beside ids
+# the generation_config.json of Qwen2.5's instruction-tuned models, without the ids
 DEFAULTS = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_model(config: Config, work: Path) -> tuple[Path, dict]:
-    """The questions, the fresh model and the trained one in `work`; its directory, and what the training reported."""
+    """Write the questions, the fresh model and the trained one into `work`; returns the latter and its report."""
     run = work / "experiment_sft" / "memory"
     if not (run / "summary.json").exists():
         work.mkdir(parents=True, exist_ok=True)
@@ -102,14 +102,14 @@ def read_questions(config: Config) -> list[dict]:
 
 
 def make_fresh_model(texts: list[str], place: Path) -> None:
-    """A Qwen2 of 0.9 million parameters with a tokenizer that is trained on `texts`; the same every time."""
+    """A Qwen2 of 0.9 million parameters with a tokenizer trained on `texts`; always the same."""
     import torch
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     markers, tags = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<answer>", "</answer>"]
     bpe = Tokenizer(models.BPE())
-    pieces = Regex(r"'[a-z]+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")  # each digit is a piece of its own
+    pieces = Regex(r"'[a-z]+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")  # each digit is a separate piece
     splits = [pre_tokenizers.Split(pieces, behavior="isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     bpe.pre_tokenizer = pre_tokenizers.Sequence(splits)
     bpe.decoder = decoders.ByteLevel()
@@ -164,7 +164,7 @@ def make_lessons(rows: list[dict]) -> list[dict]:
 
 
 def measure(config: Config, work: Path, model: Path) -> dict:
-    """All evaluations, taking turns, and what the two programs agree in."""
+    """All evaluations, taking turns, and the agreement of the two programs."""
     rows = read_questions(config)
     runs = {size: run_both(config, work, model, size) for size in config.batch_sizes}
     with_defaults = work / "with_defaults"
@@ -178,7 +178,7 @@ def measure(config: Config, work: Path, model: Path) -> dict:
         "num_questions": len(rows),
         "batch_sizes": {size: compare(run, prompts) for size, run in runs.items()},
         "with_repetition_penalty": {"generation_config": DEFAULTS} | compare(penalised, prompts),
-        "other_filters_of_lm_eval": {  # what the same completions score there
+        "other_filters_of_lm_eval": {  # the scores that these filters give to the same completions
             name: statistics.mean(values)
             for name, values in runs[config.batch_sizes[-1]]["lm_eval"]["other_filters"].items()
         },
@@ -188,7 +188,7 @@ def measure(config: Config, work: Path, model: Path) -> dict:
         },
         "texts_equal_in_all_runs": {program: num_equal(program, runs.values()) for program in ("lm_eval", "evaluate")},
         "cpu_seconds": {size: cpu_seconds(run) for size, run in runs.items()},
-        # of evaluate.py; "different" has those of lm-eval that are not the same
+        # from evaluate.py; "different" lists lm-eval's if they differ
         "completions": {size: run["evaluate"]["answers"] for size, run in runs.items()},
         "completions_with_repetition_penalty": penalised["evaluate"]["answers"],
     }
@@ -197,7 +197,7 @@ def measure(config: Config, work: Path, model: Path) -> dict:
 
 
 def run_both(config: Config, work: Path, model: Path, batch_size: int) -> dict[str, dict]:
-    """One evaluation with each of the two programs, each in a process of its own."""
+    """One evaluation with each of the two programs, each in a separate process."""
     runs = {}
     for program, python in (("lm_eval", os.path.abspath(config.lm_eval)), ("evaluate", sys.executable)):
         with tempfile.TemporaryDirectory() as output:
@@ -215,14 +215,14 @@ def run_both(config: Config, work: Path, model: Path, batch_size: int) -> dict[s
 
 
 def environment(work: Path, has_root: bool = True) -> dict[str, str]:
-    """Of a process: offline, one thread. lm-eval's must not find this repository: it imports a package `evaluate`."""
+    """For a process: offline, one thread. lm-eval must not find this repository: it imports a package `evaluate`."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(work / "hub")}
     return inherited | offline | {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(ROOT)} if has_root else {})
 
 
 def compare(runs: dict[str, dict], prompts: list[list[int]]) -> dict:
-    """Accuracy of both programs, and for how many questions they have the same prompt, text and verdict."""
+    """The accuracy of both programs, and the number of questions with the same prompt, text and verdict."""
     theirs, ours = runs["lm_eval"], runs["evaluate"]
     pairs = list(enumerate(zip(theirs["answers"], ours["answers"], strict=True)))
     differences = [(index, pair) for index, pair in pairs if pair[0] != pair[1]]
@@ -238,22 +238,22 @@ def compare(runs: dict[str, dict], prompts: list[list[int]]) -> dict:
 
 
 def num_equal(program: str, runs: Iterable[dict[str, dict]]) -> int:
-    """For how many questions the texts of a program are the same in all runs, whatever the batch size."""
+    """How many questions get the same text from a program in all runs, whatever the batch size."""
     texts = [[answer["text"] for answer in run[program]["answers"]] for run in runs]
     return sum(len(set(of_question)) == 1 for of_question in zip(*texts, strict=True))
 
 
 def cpu_seconds(run: dict[str, dict]) -> dict:
-    """For the answers, and for the complete process."""
+    """For the answers, and for the whole process."""
     seconds = {part: {name: run[name][part] for name in ("lm_eval", "evaluate")} for part in ("cpu", "cpu_of_process")}
     return {part: values | {"ratio": values["lm_eval"] / values["evaluate"]} for part, values in seconds.items()}
 
 
 def our_prompts(model: Path, rows: list[dict]) -> tuple[list[list[int]], dict[str, list[float]]]:
-    """The ids of the prompts, and the log-likelihood of the right answer behind each.
+    """The ids of the prompts, and the log-likelihood of the right answer after each.
 
-    `with_newline` counts one more token: the line end with which the template ends the prompt. lm-eval moves spaces at
-    the end of a prompt into what it scores.
+    `with_newline` counts one more token: the line end that closes the prompt in the template. lm-eval moves spaces from
+    the end of a prompt to the scored text.
     """
     import torch
 
@@ -304,7 +304,7 @@ def work_on(job: dict) -> None:
 
 
 def run_lm_eval(job: dict) -> dict:
-    """What `lm_eval --model hf --apply_chat_template` does with both tasks, by the function that it calls."""
+    """Do what `lm_eval --model hf --apply_chat_template` does with both tasks, through the same function."""
     from importlib.metadata import version
 
     import lm_eval
@@ -349,7 +349,7 @@ def run_lm_eval(job: dict) -> dict:
 
 
 def run_evaluate(job: dict) -> dict:
-    """`python evaluate.py`, with a clock around the function that asks a batch of questions."""
+    """`python evaluate.py`, with a timer around the function that asks a batch of questions."""
     from importlib.util import module_from_spec, spec_from_file_location
 
     from harness.evaluation import session
@@ -377,7 +377,7 @@ def run_evaluate(job: dict) -> dict:
 
 
 def timed(function: Callable, seconds: list[float]) -> Callable:
-    """The same function; the CPU seconds of every call are appended to a list."""
+    """Wrap the function so that each call appends its CPU seconds to a list."""
 
     @wraps(function)
     def call(*arguments, **settings):

@@ -1,4 +1,4 @@
-"""experiment_base against TRL's GRPOTrainer on the same work, side by side, in processes of their own.
+"""experiment_base against TRL's GRPOTrainer on the same work, side by side, in separate processes.
 
     pip install -e '.[bench]'
     python benchmarks/vs_trl.py                   # 2 hours on two idle cores; --help shows how to run parts of it
@@ -6,17 +6,17 @@
 Both train the bundled policy on the bundled task: the same checkpoint, the same questions in the same order, groups of
 8, completion budget, AdamW with the same settings, one update per step, float32. Only the random numbers of sampling
 differ. A second policy of the same size, freshly initialised, reads and writes single characters, so its completions
-end at random, after about 22 of at most 48 tokens. It is rewarded if ten divides the number of characters. About four
+end at random, after about 22 of at most 48 tokens. It gets a reward if ten divides the number of characters. About four
 groups in ten then have zero reward variance, as with a policy that has learned something. Its learning rate is nearly
 0, because otherwise it would learn to be brief.
 
-Runs of the two are interleaved and repeated, and medians are compared: of CPU seconds with one thread, which other jobs
-on the machine affect little, and of wall-clock seconds with two threads.
+Runs of the two are interleaved and repeated. The medians are compared: CPU seconds with one thread, which other jobs on
+the machine hardly affect, and wall-clock seconds with two threads.
 
 Then both are trained with several seeds, and evaluated on the held-out questions from time to time, with the clock
-stopped: how long does each take to reach the accuracy that TRL has after 300 CPU seconds?
+stopped: how long does each take to reach TRL's accuracy after 300 CPU seconds?
 
-Writes benchmarks/results/vs_trl.json and vs_trl.png; results of parts that are not run again are kept.
+Writes benchmarks/results/vs_trl.json and vs_trl.png; results of parts that are not repeated are kept.
 """
 
 import json
@@ -45,7 +45,7 @@ LR = {"tiny": 5e-5, "characters": 1e-9}
 
 @dataclass(frozen=True)
 class Job:
-    """What one process has to do, and with which trainer."""
+    """The work of one process, and its trainer."""
 
     trainer: str  # ours or trl
     policy: str = "tiny"  # or characters
@@ -56,7 +56,7 @@ class Job:
     max_new_tokens: int = 96
     seed: int = 0
     steps: int = 12
-    seconds: float | None = None  # CPU seconds after which to stop, instead of steps
+    seconds: float | None = None  # CPU seconds until it stops, instead of steps
     eval_every: int = 0  # steps; 0: never
 
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def describe() -> dict:
-    """Machine and versions with which a part was measured."""
+    """The machine and versions for the measurement of one part."""
     from importlib.metadata import version
 
     from harness.run.machine import describe_machine
@@ -172,7 +172,7 @@ def compare_accuracy(config: Config) -> dict:
             print(f"{trainer}, seed {seed}: {run['evaluations'][-1]}", flush=True)
     sooner = []
     for trl, ours in zip(curves["trl"], curves["ours"], strict=True):
-        target = statistics.mean(point["accuracy"] for point in trl[-3:])  # a single evaluation is noisy
+        target = statistics.mean(point["accuracy"] for point in trl[-3:])  # one evaluation is noisy
         reached = next((point["cpu"] for point in ours if point["accuracy"] >= target), None)
         sooner.append({"target": target, "trl_cpu": trl[-1]["cpu"], "ours_cpu": reached})
     return {"seeds": config.seeds, "curves": curves, "sooner": sooner} | describe()
@@ -181,7 +181,7 @@ def compare_accuracy(config: Config) -> dict:
 def draw(accuracy: dict) -> None:
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed
+    matplotlib.use("Agg")  # works without a display
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
@@ -203,7 +203,7 @@ def draw(accuracy: dict) -> None:
 
 
 def start(job: Job) -> dict:
-    """Run a job in a process of its own, and return its measurements."""
+    """Run a job in a separate process, and return its measurements."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, "--job", json.dumps(asdict(job))]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -246,7 +246,7 @@ class Clock:
         self._begin_step()
 
     def timed(self, part: str, function: Callable) -> Callable:
-        """The same function; its time is added to a part of the step."""
+        """Wrap the function so that its time is added to a part of the step."""
 
         @wraps(function)
         def call(*arguments, **settings):
@@ -338,7 +338,7 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
         log(run, step, metrics)
 
     def end_step(run, step, policy, optimizer):
-        """Replaces the checkpoint, which is the last part of a step."""
+        """Replaces the checkpoint, the last part of a step."""
         clock.end_step(round(lengths[-1] * job.prompts * job.group_size), lambda: examine(policies[0], job.seed))
 
     def load_and_keep(*arguments):
@@ -352,7 +352,7 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     train.Run.checkpoint = end_step
     train.Run.log_before = lambda run, evaluation: clock._begin_step()
     flags = {
-        "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled one
+        "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
         "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR[job.policy],
         "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",

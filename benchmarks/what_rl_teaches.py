@@ -1,4 +1,4 @@
-"""The figure and the tables of docs/what_rl_teaches.md, from what has been measured (see benchmarks/README.md).
+"""The figure and the tables of docs/what_rl_teaches.md, from the measurements (see benchmarks/README.md).
 
     python benchmarks/what_rl_teaches.py
 
@@ -22,7 +22,7 @@ KS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SHOWN = (1, 4, 16, 64, 256)  # in tables
 NUM_RESAMPLES = 4000
 
-Result = dict  # of one policy: counts per question by name, and "about"
+Result = dict  # for one policy: counts per question by name, and "about"
 Results = dict[str, dict[str, list[Result]]]  # by case, and by name without its seed
 
 
@@ -30,7 +30,7 @@ def read_results() -> Results:
     results: Results = {}
     for policy, result in sorted(json.loads(COUNTS.read_text("utf-8")).items()):
         case, _, name = policy.partition("/")
-        if name:  # not what forgotten.py or countdown_search.py has measured
+        if name:  # skip the results of forgotten.py and countdown_search.py
             results.setdefault(case, {}).setdefault(name.rstrip("0123456789").rstrip("-"), []).append(result)
     return results
 
@@ -44,7 +44,7 @@ class Group:
         self.mask = np.isin(numbers, terms) if terms is not None else np.ones(len(numbers), dtype=bool)
 
     def counts(self, name: str) -> np.ndarray:
-        """(seeds, questions); 0 where nothing was counted. "sound": right answers whose thought has no mistake."""
+        """(seeds, questions); 0 where nothing was counted. "sound": right answers with a correct thought."""
         if name == "sound":
             return self.counts("right") - self.counts("right/with mistake")
         return np.array([result.get(name, [0] * len(self.mask)) for result in self.results])[:, self.mask]
@@ -54,7 +54,7 @@ class Group:
         return sum(self.counts(name).sum(axis=1) for name in names)
 
     def passes(self, k: int, name: str = "right") -> np.ndarray:
-        """(seeds, questions): pass@k of each question, of what `name` counts as a success."""
+        """(seeds, questions): pass@k of each question, if `name` counts the successes."""
         n = self.results[0]["about"]["samples"]
         of_count = np.array([pass_at_k(n, c, k) for c in range(n + 1)])
         return of_count[self.counts(name)]
@@ -65,7 +65,7 @@ class Group:
 
 
 def cell(values: np.ndarray, digits: int = 3) -> str:
-    """Of one policy its value, of several seeds the mean and the range.
+    """The value of one policy, or the mean and the range of several seeds.
 
     >>> cell(np.array([0.5])), cell(np.array([0.5, 0.7]))
     ('0.500', '0.600 (0.500 to 0.700)')
@@ -75,7 +75,7 @@ def cell(values: np.ndarray, digits: int = 3) -> str:
 
 
 def difference(before: np.ndarray, after: np.ndarray) -> str:
-    """Of means over questions, (seeds, questions) each, with a 95 % interval from drawing the questions again."""
+    """The difference of means over questions, (seeds, questions) each; a 95 % interval from redrawing the questions."""
     values = after.mean(axis=0) - before.mean(axis=0)
     drawn = np.random.default_rng(0).integers(len(values), size=(NUM_RESAMPLES, len(values)))
     low, high = np.quantile(values[drawn].mean(axis=1), (0.025, 0.975))
@@ -88,7 +88,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def pass_table(groups: dict[str, Group], pairs: list[tuple[str, str]], success: str = "right") -> str:
-    """Greedy accuracy and pass@k of every group, and the differences of pairs of them: the second minus the first."""
+    """Greedy accuracy and pass@k of every group, and the differences of pairs: the second minus the first."""
     pairs = [pair for pair in pairs if set(pair) <= groups.keys()]
     rows = {"greedy accuracy": lambda group: group.counts("greedy/right")} if success == "right" else {}
     for k in SHOWN:
@@ -113,7 +113,7 @@ def by_length(groups: dict[str, Group]) -> str:
 
 
 def changes(groups: dict[str, Group]) -> str:
-    """What the sampled completions of sums are like; shares are of all completions, unless said."""
+    """Properties of the sampled completions of sums; shares are of all completions, unless stated otherwise."""
 
     def share(*names: str):
         return lambda group: group.total(*names) / group.samples
@@ -148,12 +148,12 @@ STYLES = ("step by step", "careful", "mixed", "neither", "direct")
 
 
 def divide(before: list[Result], after: list[Result], terms: range) -> dict[str, np.ndarray]:
-    """The gain in sampled accuracy as choice of style and accuracy within styles, per number of terms, then averaged.
+    """Divide the gain in sampled accuracy into choice of style and accuracy within styles, averaged over term counts.
 
         choice first:   sum_s (w'_s - w_s) a_s,   then within: sum_s w'_s (a'_s - a_s)
         choice last:    sum_s (w'_s - w_s) a'_s
 
-    w is the share and a the accuracy of a style; a prime means after. Two orders, because neither is the right one.
+    w is the share and a the accuracy of a style; a prime means after. Both orders, because neither is more right.
     """
     parts: dict[str, list[np.ndarray]] = {"gain": [], "choice, first": [], "choice, last": []}
     for number in terms:
@@ -177,7 +177,7 @@ def divided(results: Results, labels: list[str], terms: range) -> str:
     return markdown(["of sampled accuracy", *found], rows)
 
 
-MIDDLE, LONG = range(5, 8), range(8, 11)  # numbers in a sum: what the warm start held, and what it did not
+MIDDLE, LONG = range(5, 8), range(8, 11)  # numbers in a sum: lengths in the warm start, and new ones
 THEN = "lesson 2 again, then RL on 5 to 10"
 LABELS = {
     "before": ("long_sums", "before"),
@@ -191,7 +191,7 @@ UP_TO_10 = tuple(LABELS)
 
 
 def sums(results: Results, labels: Iterable[str], terms: range | None) -> dict[str, Group]:
-    """What has been measured on longer sums, by label."""
+    """The measurements on longer sums, by label."""
     found = {label: results.get(LABELS[label][0], {}).get(LABELS[label][1]) for label in labels}
     return {label: Group(each, terms) for label, each in found.items() if each}
 
@@ -202,20 +202,20 @@ def bundled(results: Results) -> dict[str, Group]:
 
 
 def searches(results: Results) -> dict[str, Group]:
-    """The policies of Countdown, asked with the budget of the training."""
+    """The Countdown policies, with the budget of the training."""
     found = results["countdown_56"]
     return {label: Group(found[name]) for label, name in (("before", "before"), ("after RL", "after")) if name in found}
 
 
 def tries(groups: dict[str, Group]) -> str:
-    """The rows about the completions of Countdown; their last cell, the difference, is empty."""
+    """The table rows about the completions of Countdown; their last cell, the difference, is empty."""
     names = {"tries": "tries", "false claims": "false_claim", "giving up": "gives_up", "cut off": "cut_off"}
     rows = [[shown, *(cell(x.total(name) / x.samples) for x in groups.values()), ""] for shown, name in names.items()]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def tries_of_searches() -> str:
-    """What countdown_search.py has counted with room for seven tries: before RL, and over the seeds."""
+    """The counts of countdown_search.py with room for seven tries: before RL, and over the seeds."""
     found = read_json(COUNTS, "search")["policies"]
     after = [policy for name, policy in sorted(found.items()) if name.startswith("seed")]
     rows = {
@@ -272,7 +272,7 @@ def forgotten() -> str:
 
 
 def answers(groups: dict[str, Group]) -> str:
-    """The rows about the style of answers to bundled questions; their last cell, the difference, is empty."""
+    """The table rows about the style of answers to bundled questions; their last cell, the difference, is empty."""
     reasoned = [f"style/{style}" for style in STYLES if style != "direct"]
 
     def accuracy(group: Group, names: list[str]) -> str:
@@ -291,7 +291,7 @@ def answers(groups: dict[str, Group]) -> str:
 
 
 def found_and_lost(groups: dict[str, Group]) -> str:
-    """How many questions have a success among the 256 samples: of those with one before training, and of the others."""
+    """How many questions have a success among 256 samples: of those with one before training, and of the others."""
     rows = []
     for label, group in groups.items():
         cells = [label]
@@ -305,7 +305,7 @@ def found_and_lost(groups: dict[str, Group]) -> str:
 
 
 def number(values: np.ndarray) -> str:
-    """Of whole numbers the mean, and the range if there are several."""
+    """The mean of whole numbers, and the range if there are several."""
     return str(values[0]) if len(values) == 1 else f"{values.mean():.1f} ({values.min()} to {values.max()})"
 
 
@@ -317,10 +317,10 @@ COLORS = {
 
 
 def draw(results: Results) -> None:
-    """One panel per case: pass@k over k, a line for the mean of the seeds and a band from the lowest to the highest."""
+    """One panel per case: pass@k over k, with a line for the mean of the seeds and a band for their range."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed
+    matplotlib.use("Agg")  # works without a display
     import matplotlib.pyplot as plt
 
     long = sums(results, UP_TO_10, LONG)
@@ -347,7 +347,7 @@ def draw(results: Results) -> None:
 
 
 def is_control(label: str) -> bool:
-    """Whether a policy had no RL, other than the one that it is about: it gets a broken line."""
+    """Whether the label names a control policy, which had no RL; it gets a broken line."""
     return label in ("made to think", "lesson 2 again")
 
 
@@ -368,7 +368,7 @@ def draw_panel(axes, groups: dict[str, Group], success: str) -> None:
 
 
 def draw_lengths(axes, groups: dict[str, Group]) -> None:
-    """The share of right thoughts by how many numbers a sum has."""
+    """The share of right thoughts by the number of terms in a sum."""
     lengths = range(5, 11)
     for label, group in groups.items():
         parts = [Group(group.results, range(length, length + 1)) for length in lengths]

@@ -1,1 +1,1 @@
-"""The loss doctor: numeric tests for the loss function, masks and advantages of anybody's own trainer."""
+"""The loss doctor: numeric tests for the loss function, masks and advantages of any trainer."""

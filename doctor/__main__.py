@@ -3,8 +3,8 @@
     python -m doctor my_loss.py                 # docs/loss_template.py shows what the file may define
     python -m doctor experiment_base/train.py
 
-The file is run, as `python my_loss.py` would: give it only code that you trust. Exit status: 0 without a trap, 1 with
-one, 2 if the file or one of its functions cannot be examined.
+The file is executed, as `python my_loss.py` would do: use it only with code that you trust. Exit status: 0 without a
+trap, 1 with one, 2 if the file or one of its functions cannot be examined.
 """
 
 import os
@@ -29,8 +29,8 @@ class Config:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # not every encoding has every character
+    """Returns the exit status."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # some encodings lack some characters
     config = tyro.cli(Config, args=arguments, description=__doc__, prog="python -m doctor")
     try:
         report = examine_apart(config.file)
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # nobody reads any more, as after `| head`
+    except BrokenPipeError:  # the reader is gone, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     for error in report.errors:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """A line per check, by function; a trap has the two numbers, and where it is explained."""
+    """One line per check, by function; a trap shows the two numbers, and the section that explains it."""
     console.print(Text(str(report.path), style="bold"))
     longest = max((len(finding.check) for finding in report.findings), default=0)
     for function, findings in report.functions.items():
@@ -79,7 +79,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _hanging(head: str, lines: list[str], width: int) -> str:
-    """Lines wrapped beside a head."""
+    """Wrap lines next to a label."""
     space = max(width - len(head), 20)
     wrapped = [part for line in lines for part in textwrap.wrap(line, space, break_on_hyphens=False)]
     return head + ("\n" + " " * len(head)).join(wrapped)

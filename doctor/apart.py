@@ -1,4 +1,4 @@
-"""Examine a file in a process of its own: the file may end it, or never return."""
+"""Examine a file in a separate process, because the file may end it or never return."""
 
 import multiprocessing
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from doctor.findings import Report
 
-LOADING_LIMIT = 120.0  # seconds that running the file may take, with what it imports
-CALL_LIMIT = 30.0  # seconds that one call of a function may take
+LOADING_LIMIT = 120.0  # seconds for running the file, including its imports
+CALL_LIMIT = 30.0  # seconds for one call of a function
 
 
 def examine_apart(path: Path) -> Report:
-    """What `examine` says of the file."""
+    """The report of `examine` on the file."""
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     child = context.Process(target=_examine_and_tell, args=(path, writer))
@@ -39,8 +39,8 @@ def examine_apart(path: Path) -> Report:
 
 
 def _examine_and_tell(path: Path, writer: Connection) -> None:
-    """Send what is being called, with what was found so far, before each call; at the end, nothing and all of it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the file prints is left out
+    """Send the next call with the findings so far before each call; at the end, nothing with all findings."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # suppress what the file prints
     from doctor.examine import examine  # only here: torch takes seconds
 
     writer.send(("", examine(path, lambda running, report: writer.send((running, report)))))

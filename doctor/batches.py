@@ -1,8 +1,8 @@
-"""Small batches that contain the situations in which losses go wrong, from fixed seeds.
+"""Small batches from fixed seeds, with the situations that make losses go wrong.
 
-Shapes: B rows, W = T-1 columns; entry `[:, t]` is about token t+1. Every row is a prompt, what the policy sampled (in
-two turns with tool output in between, in some rows) and padding. All columns have values, as in training, where a model
-scores the tokens of prompt, tool and padding too.
+Shapes: B rows, W = T-1 columns; entry `[:, t]` is about token t+1. Every row is a prompt, the policy's tokens (in some
+rows two turns with tool output in between) and padding. All columns have values, as in training, where a model also
+scores the tokens of prompt, tool and padding.
 """
 
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ import torch
 PROMPT, ACTION, TOOL, PADDING = range(4)
 PROMPT_COLUMNS = 3
 MAX_NEW_TOKENS = 40
-# (first turn, tool output, second turn) of each row: one token only, several lengths, holes in the mask
+# (first turn, tool output, second turn) of each row: a single token, several lengths, holes in the mask
 ROWS = ((5, 0, 0), (3, 2, 3), (1, 0, 0), (9, 0, 0), (4, 3, 2), (2, 0, 0))
 OTHER_ROWS = ((2, 1, 2), (7, 0, 0), (3, 0, 0), (1, 0, 0))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of which a loss is taken. What belongs to the whole minibatch stays as it is in a micro-batch of it."""
+    """The rows of a loss. A micro-batch keeps the values that belong to the whole minibatch."""
 
     kinds: torch.Tensor  # (B, W) PROMPT, ACTION, TOOL or PADDING
     log_probs: torch.Tensor  # (B, W) float32
@@ -27,11 +27,11 @@ class Batch:
     log_probs_ref: torch.Tensor  # (B, W)
     advantages: torch.Tensor  # (B,)
     num_rows: int  # of the minibatch
-    num_tokens: int  # of the minibatch: those that the policy sampled
+    num_tokens: int  # of the minibatch: the policy's tokens
     num_parts: int = 1  # micro-batches of the minibatch
-    clip_eps: float = 0.2  # of functions that take one range
+    clip_eps: float = 0.2  # for functions with one range
     clip_low: float = 0.2
-    clip_high: float = 0.28  # another one, so that a mix-up shows
+    clip_high: float = 0.28  # a different value, so that a mix-up shows
     kl_weight: float = 0.3
     max_new_tokens: int = MAX_NEW_TOKENS
     prompt_length: int = PROMPT_COLUMNS
@@ -42,7 +42,7 @@ class Batch:
         return self.kinds == ACTION
 
     def on_policy(self) -> "Batch":
-        """The same with one policy for all: every ratio is 1 and every KL 0."""
+        """The same batch with one policy in all roles: every ratio is 1 and every KL 0."""
         return replace(self, old_log_probs=self.log_probs.clone(), log_probs_ref=self.log_probs.clone())
 
     def rows(self, rows: slice, num_parts: int) -> "Batch":
@@ -51,7 +51,7 @@ class Batch:
         return replace(self, num_parts=num_parts, **{name: getattr(self, name)[rows] for name in names})
 
     def padded(self, columns: int) -> "Batch":
-        """The same rows with more padding, which has log-probs of its own."""
+        """The same rows with more padding, which has its own log-probs."""
         generator = torch.Generator().manual_seed(columns)
         shape = (len(self.kinds), columns)
         kinds = torch.cat([self.kinds, torch.full(shape, PADDING)], dim=1)

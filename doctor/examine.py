@@ -10,15 +10,15 @@ from doctor.objective import check_objective
 from doctor.user_file import UserFile
 from doctor.weights import check_weights
 
-# Traps after which the terms of tokens cannot be told from their weights, and those that do not matter for that
+# After the traps in FIRST, the terms of tokens cannot be told from their weights; HARMLESS traps do not affect them
 FIRST = {"zero_gradient", "off_by_one", "sign", "tokens_left_out", "end_of_turn_masked", "advantages_rescaled"}
 HARMLESS = {"micro_batch_mean", "padded_width", "empty_row", "declared"}
 
 
 def examine(path: Path, announce: Callable[[str, Report], None] = lambda what, report: None) -> Report:
-    """Run the file's functions through all checks that concern them.
+    """Run all applicable checks on the file's functions.
 
-    `announce` is told of every call of the user's code before it is made, and of what was found so far.
+    `announce` is called before every call of the user's code, with the findings so far.
     """
     report = Report(path)
     try:

@@ -1,4 +1,4 @@
-"""The user's `policy_loss` as a function of a batch: what it is given, and what it does to every token."""
+"""The user's `policy_loss` as a function of a batch: its arguments, and its effect on every token."""
 
 import inspect
 import math
@@ -27,7 +27,7 @@ OTHER_NAMES = {
     "num_parts": "gradient_accumulation_steps current_gradient_accumulation_steps",
 }
 ALIASES = {alias: name for name, aliases in OTHER_NAMES.items() for alias in aliases.split()}
-OLD = "old|sampler|sampling|rollout|vllm|behavior|behaviour"  # one policy in the doctor's batches: it sampled
+OLD = "old|sampler|sampling|rollout|vllm|behavior|behaviour"  # all one policy in the doctor's batches: the sampler
 LOG_PROBS = re.compile(
     rf"((?P<before>{OLD}|ref|reference|new|cur|current|policy|pi)_)?((per_)?token_)?log_?p(rob)?s?(_(?P<after>old|ref|new))?"
 )
@@ -36,7 +36,7 @@ MASK_DTYPES = (torch.float32, torch.bool, torch.long)
 
 
 def meaning(name: str) -> str:
-    """The tensor or setting that a parameter of this name is given, else the name itself.
+    """The tensor or setting that a parameter of this name gets, else the name itself.
 
     >>> meaning("old_per_token_logps"), meaning("logprobs_ref"), meaning("new_logp"), meaning("x")
     ('old_log_probs', 'log_probs_ref', 'log_probs', 'x')
@@ -51,7 +51,7 @@ def meaning(name: str) -> str:
 
 
 class Loss:
-    """Calls the user's `policy_loss`. `check` is the name of the check that does so, for errors."""
+    """Calls the user's `policy_loss`. `check` is the name of the current check, for errors."""
 
     def __init__(self, file: UserFile):
         function = file.module.policy_loss
@@ -70,15 +70,15 @@ class Loss:
             raise UnusableError("policy_loss has no parameters with names; docs/loss_template.py shows them")
         self.settings = {meaning(name): value for name, value in file.settings.items()}  # by our names
         self.meanings = {name: meaning(name) for name in self.parameters} | self._in_order()
-        self.knows = {*self.meanings.values()}  # the tensors and settings that it is given
-        self.changed: set[str] = set()  # inputs that a call has written to
+        self.knows = {*self.meanings.values()}  # the tensors and settings that it receives
+        self.changed: set[str] = set()  # inputs that a call has modified
         self.leaks = False  # whether tokens outside the mask are known to have a gradient
-        self.terms: torch.Tensor | None = None  # those of the last call; None: the function returns none
+        self.terms: torch.Tensor | None = None  # the terms of the last call; None: the function returns none
         self._find_types(forms, dtypes)
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """How far below and above 1 the ratio may go, if the function is told."""
+        """How far below and above 1 the ratio may go, if the function receives the range."""
         names = ("clip_low", "clip_high")
         names = ("clip_eps",) * 2 if "clip_eps" in self.knows and not self.knows & {*names} else names
         low, high = (self.settings.get(name, getattr(Batch, name)) for name in names)
@@ -88,7 +88,7 @@ class Loss:
         """The loss, and its gradient (B, W) by the log-probs."""
         leaf = batch.log_probs.clone().requires_grad_()
         what = f"policy_loss (in the check {self.check})" if self.check else "policy_loss"
-        values = self._values(batch, leaf * 1)  # as in training no leaf, so that it can be changed
+        values = self._values(batch, leaf * 1)  # not a leaf, as in training, so that it can be modified
         before = {name: x.detach().clone() for name, x in values.items() if isinstance(x, torch.Tensor)}
         arguments = {name: values[each] for name, each in self.meanings.items() if each in values}
         result = self.file.call(what, self.function, **(arguments | self.file.settings))
@@ -103,7 +103,7 @@ class Loss:
         if value.numel() != 1:
             raise UnusableError(f"{what} returned a tensor of shape {tuple(value.shape)}, not one number")
         gradient = None
-        if value.requires_grad:  # not under torch.no_grad, or if everything is detached
+        if value.requires_grad:  # false under torch.no_grad, or if everything is detached
             (gradient,) = self.file.call(what, torch.autograd.grad, value.sum(), leaf, allow_unused=True)
         gradient, value = torch.zeros_like(leaf) if gradient is None else gradient, float(value.detach())
         if not may_be_nan and not (math.isfinite(value) and gradient.isfinite().all()):
@@ -111,10 +111,10 @@ class Loss:
         return value, gradient
 
     def weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """How much each token counts: minus the gradient by its log-prob, per unit of its row's advantage.
+        """The weight of each token: minus the gradient by its log-prob, per unit of its row's advantage.
 
-        Measured at a ratio of 1 and a KL of 0, with advantages of both signs, so that what does not depend on them
-        drops out; that is the second result. (B, W) each.
+        Measured at a ratio of 1 and a KL of 0, with advantages of both signs, so that everything independent of the
+        advantages drops out; that remainder is the second result. (B, W) each.
         """
         batch = batch.on_policy()
         _, plus = self(batch)
@@ -122,7 +122,7 @@ class Loss:
         return -(plus - minus) / (2 * batch.advantages[:, None]), (plus + minus) / 2
 
     def _values(self, batch: Batch, log_probs: torch.Tensor) -> dict[str, Any]:
-        """What a parameter can be given, by name; tensors are the function's own."""
+        """The possible arguments, by name; the tensors are fresh copies."""
         mask, advantages = batch.mask.to(self.mask_dtype), batch.advantages.clone()
         if self.form != "rows":
             advantages = advantages[:, None].repeat(1, mask.shape[1] if self.form == "tokens" else 1)
@@ -130,13 +130,13 @@ class Loss:
         values |= {"log_probs": log_probs, "advantages": advantages, "mask": mask}
         values["old_log_probs"] = None if batch.old_log_probs is None else batch.old_log_probs.clone()
         values["log_probs_ref"] = batch.log_probs_ref.clone()
-        if "tool_mask" in self.parameters:  # as in TRL, the mask has tool output, and this one is 0 there
+        if "tool_mask" in self.parameters:  # as in TRL, the mask includes tool output, and this one is 0 there
             is_tool = batch.kinds == TOOL
             values |= {"mask": mask + is_tool.to(mask.dtype), "tool_mask": (~is_tool).to(mask.dtype)}
         return values
 
     def _in_order(self) -> dict[str, str]:
-        """The tensors by the first five parameters, if these have names of the user's own, in our order."""
+        """Map the first five parameters to our tensors in order, if the user has other names for them."""
         known = {*TENSORS, *SETTINGS, *self.file.settings, "tool_mask"}
         required = [name for name, each in self.parameters.items() if each.default is each.empty]
         unknown = [name for name in required if meaning(name) not in known]
@@ -154,11 +154,11 @@ class Loss:
         raise UnusableError(f"policy_loss has a parameter {unknown[0]}{why}")
 
     def _find_types(self, forms: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-        """Find the types that the function works with, and that it does not depend on chance.
+        """Find the types that the function accepts, and check that it is deterministic.
 
-        Masks: `x[mask]` and `~mask` want booleans and are silently wrong on integers; `1 - mask` cannot take booleans.
-        The first type that does not raise is right in all three cases. Advantages: those of a wrong shape raise, or are
-        silently broadcast, so that the advantage of one row changes the gradient of another.
+        Masks: `x[mask]` and `~mask` expect booleans and are silently wrong on integers; `1 - mask` does not accept
+        booleans. The first type that does not raise is right in all three cases. Advantages of a wrong shape raise, or
+        are silently broadcast, so that the advantage of one row changes the gradient of another.
         """
         batch = make_batch()
         changed = replace(batch, advantages=batch.advantages * torch.tensor([2.0] + [1.0] * (len(batch.kinds) - 1)))
@@ -177,7 +177,7 @@ class Loss:
                 break
         if not working:
             raise errors[0]
-        # a loss that mixes rows whatever it is given gets the usual form
+        # a loss that mixes rows with every form gets the usual form
         _, self.form, self.mask_dtype = min(working, key=lambda each: each[0])
         (first, before), (second, after) = self(batch), self(batch)
         if first != second or not torch.equal(before, after):

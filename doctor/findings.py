@@ -1,4 +1,4 @@
-"""What the doctor says: one finding per check, with the two numbers that differ, and the report of them all."""
+"""The doctor's results: one finding per check, with the two numbers that differ, and the report with all findings."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ CHECKS = {
     "generate_inputs": "right_padding_generation prompt_attention",
     "reference_log_probs": "reference_dropout reference_gradient",
 }
-# The traps that have a section of docs/traps.md, which is named like them
+# The traps with a section of the same name in docs/traps.md
 GALLERY = (
     "end_of_turn_masked mask_from_pad no_temperature equal_rewards_noise micro_batch_mean tool_output_in_loss "
     "reference_dropout kl_over_padding std_wrong_axis prompt_trained off_by_one right_padding_generation"
@@ -33,9 +33,9 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: `expected` is what the slow loop gives, `got` what the user's function gave."""
+    """The result of one check: `expected` comes from the slow loop, `got` from the user's function."""
 
-    check: str  # its name, for a trap of the gallery that of its section
+    check: str  # its name; for a trap of the gallery, the name of its section
     status: str
     sentence: str
     expected: float | None = None
@@ -48,13 +48,13 @@ class Finding:
 
 @dataclass
 class Report:
-    """What the doctor found in a file."""
+    """All findings about a file."""
 
     path: Path
-    functions: dict[str, list[Finding]] = field(default_factory=dict)  # those that the file defines
+    functions: dict[str, list[Finding]] = field(default_factory=dict)  # the functions that the file defines
     missing: list[str] = field(default_factory=list)  # functions that the file does not define
-    unfinished: list[str] = field(default_factory=list)  # functions that are not examined to the end
-    errors: list[str] = field(default_factory=list)  # why something could not be examined, a sentence each
+    unfinished: list[str] = field(default_factory=list)  # functions with an incomplete examination
+    errors: list[str] = field(default_factory=list)  # one sentence for everything that could not be examined
 
     @property
     def findings(self) -> list[Finding]:
@@ -69,7 +69,7 @@ class Report:
         return sum(finding.status == status for finding in self.findings)
 
     def left_out(self, function: str) -> list[str]:
-        """The checks of a function that is missing or failed for which there is no finding."""
+        """The checks without a finding, for a function that is missing or failed."""
         found = {finding.check for finding in self.functions.get(function, ())}
         return [check for check in CHECKS[function].split() if check not in found]
 
@@ -81,7 +81,7 @@ def compare(check: str, expected: Any, got: Any, trap: str, ok: str, tolerance: 
 
 
 def farthest(expected: Any, got: Any) -> tuple[float, float]:
-    """The two numbers where two tensors differ most; two numbers as they are."""
+    """Two numbers unchanged; from two tensors, the entries that differ most."""
     if isinstance(got, (int, float)):
         return expected, got
     at = (expected - got).abs().argmax()
@@ -89,12 +89,12 @@ def farthest(expected: Any, got: Any) -> tuple[float, float]:
 
 
 def either(check: str, is_ok: bool, trap: str, ok: str, expected: Any = None, got: Any = None) -> Finding:
-    """The finding of a check with these two sentences."""
+    """The finding of a check with one of these two sentences."""
     return Finding(check, OK if is_ok else TRAP, ok if is_ok else trap, expected, got)
 
 
 def agree(expected: float, got: float, tolerance: float = 1e-4) -> bool:
-    """Whether two numbers are equal but for rounding in float32.
+    """Whether two numbers are equal up to float32 rounding.
 
     >>> agree(100.0, 100.001), agree(1.0, 1.01), agree(0.0, float("nan"))
     (True, False, False)
@@ -103,7 +103,7 @@ def agree(expected: float, got: float, tolerance: float = 1e-4) -> bool:
 
 
 def number(value: float) -> str:
-    """A number as the doctor writes it.
+    """A number in the doctor's format.
 
     >>> number(0.0370370), number(29.0), number(0.0)
     ('0.03704', '29', '0')

@@ -1,4 +1,4 @@
-"""Checks of the functions beside `policy_loss`: advantages, log-probs, masks, and what is handed to `generate`."""
+"""Checks of functions other than `policy_loss`: advantages, log-probs, masks, and the inputs of `generate`."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,10 +10,10 @@ from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, UnusableError
 from doctor.user_file import UserFile, parameters_of
 from doctor.weights import shifted
 
-SMALL = 0.01  # beside advantages of about 1; a standard deviation plus 1e-4 leaves 0.001
+SMALL = 0.01  # compared with advantages of about 1; a standard deviation plus 1e-4 leaves 0.001
 RETURNS = torch.tensor([[1.0, 0.0, 0.0, 0.5], [0.1, 1.0, 0.7, 1.0], [2.0, 5.0, 3.0, 4.0]])  # Q = 3 groups, G = 4
-OTHER_RETURNS = torch.cat([RETURNS[:2], torch.tensor([[20.0, -50.0, 3.0, 7.0]])])  # of the last group
-DIVISORS = {  # of returns minus their group's mean. Dr. GRPO: arXiv 2503.20783; RLOO: arXiv 2402.14740
+OTHER_RETURNS = torch.cat([RETURNS[:2], torch.tensor([[20.0, -50.0, 3.0, 7.0]])])  # the last group is different
+DIVISORS = {  # for returns minus their group's mean. Dr. GRPO: arXiv 2503.20783; RLOO: arXiv 2402.14740
     "GRPO's: divided by the group's standard deviation, with G - 1 (as torch.std has it)": RETURNS.double().std(dim=1),
     "GRPO's: divided by the group's standard deviation, with G (as numpy.std has it), which makes them 15 % larger "
     "than G - 1 does when G = 4": RETURNS.double().std(dim=1, correction=0),
@@ -52,7 +52,7 @@ def check_advantages(file: UserFile) -> Iterator[Finding]:
 
 
 def _advantages(file: UserFile, returns: torch.Tensor) -> torch.Tensor:
-    """The user's advantages of returns (Q, G), as float64."""
+    """The user's advantages for returns (Q, G), as float64."""
     result = file.tensor("advantages", {"returns": returns.clone()}, 1, tuple(returns.shape))
     if not result.isfinite().all():
         raise UnusableError("advantages returned a number that is not finite")
@@ -60,9 +60,9 @@ def _advantages(file: UserFile, returns: torch.Tensor) -> torch.Tensor:
 
 
 def _equal_rewards(file: UserFile) -> Finding:
-    """Groups of equal returns, whose mean in float32 is another number, and of returns equal but for rounding."""
+    """Groups of equal returns whose float32 mean differs from them, and of returns that differ only by rounding."""
     cases = {f"Equal returns of {number(value)}": [value] * 12 for value in (0.7, 0.1, 1.01, 0.9)}
-    rounded = float(3 * torch.tensor(0.3))  # 0.9 but for rounding, as a weighted sum of rewards may give it
+    rounded = float(3 * torch.tensor(0.3))  # 0.9 up to rounding, as from a weighted sum of rewards
     cases["Returns of 0.9, equal but for rounding in float32,"] = [rounded] + [0.9] * 11
     worst = 0.0
     for name, group in cases.items():
@@ -114,7 +114,7 @@ def check_log_probs(file: UserFile) -> Iterator[Finding]:
     ok = "The gradient by the logits is that of a softmax."
     yield compare("gradient_of_log_probs", expected, got, trap, ok, 1e-3)
     generator.manual_seed(1)
-    logits = (3 * torch.randn(1, 4, 4096, generator=generator)).bfloat16()  # of a larger vocabulary
+    logits = (3 * torch.randn(1, 4, 4096, generator=generator)).bfloat16()  # for a larger vocabulary
     sequences = torch.randint(4096, (1, 4), generator=generator)
     expected, got = _slow_log_probs(logits, sequences, 1.0), log_probs(logits, sequences, 1.0).float()
     trap = "Logits in bfloat16 are not computed with in float32: log-probs are wrong in the third digit."
@@ -126,9 +126,9 @@ def check_log_probs(file: UserFile) -> Iterator[Finding]:
 
 
 def _slow_log_probs(logits: torch.Tensor, sequences: torch.Tensor, temperature: float, but: str = "") -> torch.Tensor:
-    """Log-probs of each token but the first under the logits before it, one at a time: (B, T-1).
+    """Log-probs of each token except the first under the logits before it, one at a time: (B, T-1).
 
-    With `but` wrongly under the logits at its own place: of all tokens but the first, or but the last.
+    With `but`, wrongly under the logits at the token's own place: for all tokens except the first, or except the last.
     """
     scores = torch.zeros(len(sequences), sequences.shape[1] - 1)
     for row, place in torch.ones_like(scores).nonzero().tolist():
@@ -142,7 +142,7 @@ def _equal(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 class TinyModel(nn.Module):
-    """A causal model with dropout, called as those of transformers are."""
+    """A causal model with dropout, with the call signature of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ class TinyModel(nn.Module):
 
 
 def check_reference_log_probs(file: UserFile) -> Iterator[Finding]:
-    """The user's `reference_log_probs(model, sequences, attention_mask)`, twice, of a model in training mode."""
+    """The user's `reference_log_probs(model, sequences, attention_mask)`, twice, with a model in training mode."""
     model = TinyModel()
     sequences = torch.tensor([[1, 5, 6, 7, 2], [1, 8, 2, 0, 0]])
     values = {"model": model, "sequences": sequences, "attention_mask": (sequences > 0).long()}
@@ -172,12 +172,12 @@ def check_reference_log_probs(file: UserFile) -> Iterator[Finding]:
         yield Finding("reference_gradient", NOTE, sentence)
 
 
-PAD, END, TOOL = 0, 2, 9  # ids; what a tool wrote is TOOL
-# (prompt, what was sampled and what tools wrote, whether each of these was sampled), without padding
+PAD, END, TOOL = 0, 2, 9  # ids; TOOL is tool output
+# (prompt, tokens of policy and tools, which of these the policy sampled), without padding
 ROWS = (
-    ([5, END, 6], [7, 8, END], [1, 1, 1]),  # the prompt ends a turn too, as chat templates do
+    ([5, END, 6], [7, 8, END], [1, 1, 1]),  # the prompt also ends with a turn, as in chat templates
     ([5, 6], [7, 8, 11, 12, 13], [1] * 5),  # cut off by the budget
-    ([5, END, 6, 11], [END], [1]),  # answers nothing
+    ([5, END, 6, 11], [END], [1]),  # an empty answer
 )
 TOOL_ROWS = (
     ([5, 6], [7, END, TOOL, TOOL, 8, END], [1, 1, 0, 0, 1, 1]),
@@ -186,7 +186,7 @@ TOOL_ROWS = (
 
 
 def check_action_mask(file: UserFile) -> Iterator[Finding]:
-    """All checks of the user's `action_mask`, with a pad id of its own and with one that ends turns too."""
+    """All checks of the user's `action_mask`, with a separate pad id and with one that also ends turns."""
     mask, expected, prompts, lengths = _mask(file, ROWS, PAD)
     shared, *_ = _mask(file, ROWS, END)
     shorter = (lengths < lengths.max())[:, 0]  # the end of the longest row can be cut off
@@ -223,7 +223,7 @@ def check_action_mask(file: UserFile) -> Iterator[Finding]:
 
 
 def _mask(file: UserFile, rows: tuple, pad: int) -> tuple[torch.Tensor, ...]:
-    """The user's mask of rows, what it should be: (B, T-1) bool each; the lengths of prompts and of rows, (B, 1)."""
+    """The user's mask of rows and the right one, (B, T-1) bool each; the lengths of prompts and of rows, (B, 1)."""
     prompts = torch.tensor([len(prompt) for prompt, _, _ in rows])
     lengths = torch.tensor([len(prompt) + len(rest) for prompt, rest, _ in rows])
     shape = (len(rows), int(lengths.max()) + 2)
@@ -240,7 +240,7 @@ def _mask(file: UserFile, rows: tuple, pad: int) -> tuple[torch.Tensor, ...]:
 
 
 def _same(check: str, expected: torch.Tensor, got: torch.Tensor, trap: str, ok: str) -> Finding:
-    """Two masks that should be equal; the numbers are how many entries are 1, or how many agree if as many are."""
+    """Two masks that should be equal; the numbers count the 1s or, if these counts agree, the equal entries."""
     numbers = int(expected.sum()), int(got.sum())
     if numbers[0] == numbers[1]:
         numbers = expected.numel(), int((expected == got).sum())
@@ -253,7 +253,7 @@ def _none(check: str, mask: torch.Tensor, what: str) -> Finding:
 
 
 def check_generate_inputs(file: UserFile) -> Iterator[Finding]:
-    """Prompts of different lengths, two of which have tokens with the id of padding."""
+    """Prompts of different lengths; two of them contain the id of padding."""
     prompts = [[5, PAD, 6, 7], [8, 6], [PAD, 5, 11]]
     result = file.call_by_name("generate_inputs", {"prompts": [[*prompt] for prompt in prompts], "pad_id": PAD}, 2)
     shape = (len(prompts), max(map(len, prompts)))

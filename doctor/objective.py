@@ -1,7 +1,7 @@
-"""Checks of `policy_loss`: ratio, clip and KL penalty, each by itself and all together.
+"""Checks of `policy_loss`: ratio, clip and KL penalty, each separately and all together.
 
-The slow formulas are those of the papers. PPO's clipped surrogate: arXiv 1707.06347, equation 7. The estimates k1, k2
-and k3 of a KL divergence: Schulman 2020, "Approximating KL divergence".
+The slow formulas come from the papers. PPO's clipped surrogate: arXiv 1707.06347, equation 7. The estimates k1, k2 and
+k3 of a KL divergence: Schulman 2020, "Approximating KL divergence".
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from doctor.findings import NOT_EXAMINED, NOTE, OK, TRAP, Finding, agree, compar
 
 INFINITY = float("inf")
 RATIOS = 0.305 + 0.01 * torch.arange(370)  # up to 4, none of them on the edge of a clip range
-# The derivative by the token's log-prob of an estimate of KL(policy || reference), by d = log p_ref - log p
+# The derivative of an estimate of KL(policy || reference) by the token's log-prob, with d = log p_ref - log p
 KL_SLOPES = {
     "k3": lambda d: 1 - d.exp(),
     "k2": lambda d: -d,
@@ -24,13 +24,13 @@ KL_SLOPES = {
     "k3 with policy and reference exchanged": lambda d: (-d).exp() - 1,
     "the absolute difference": lambda d: -d.sign(),
 }
-# What can become of the gradient of k2 where the ratio is not 1; k3 times the ratio has that of k2 times the ratio
+# Variants of the gradient of k2 if the ratio is not 1; k3 times the ratio has the gradient of k2 times the ratio
 WITH_RATIO = ("", " The KL penalty is multiplied by the ratio.", " The KL penalty is a part of the advantages.")
 
 
 @dataclass
 class Shape:
-    """What is known of the surrogate and of the KL penalty, for the check of the whole loss."""
+    """The surrogate and the KL penalty as far as they are known, for the check of the whole loss."""
 
     range: tuple[float, float] | None = None  # how far below and above 1 the ratio may go
     kl: str = ""  # a key of KL_SLOPES
@@ -38,7 +38,7 @@ class Shape:
 
 
 def check_objective(loss: Loss, broken: set[str]) -> Iterator[Finding]:
-    """All checks of what the terms of tokens are; `broken`: checks of the tokens' weights that found a trap."""
+    """All checks of the terms of tokens; `broken`: checks of the tokens' weights that found a trap."""
     shape = Shape()
     known = set(broken)
     for finding in chain(_clip(loss, shape), _kl(loss, shape)):
@@ -54,14 +54,14 @@ def check_objective(loss: Loss, broken: set[str]) -> Iterator[Finding]:
 
 
 def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
-    """The gradient of tokens by their ratio, for both signs of the advantage, beside PPO's."""
+    """Compare the gradient of tokens, as a function of their ratio, with PPO's for both signs of the advantage."""
     loss.check = "clip"
     if "old_log_probs" not in loss.knows:
         yield Finding("clip", NOT_EXAMINED, "The function gets no old log-probs: it has no ratio to clip.")
         return
     batch = make_batch().on_policy()
     old = batch.old_log_probs.clone()
-    old[0, PROMPT_COLUMNS] -= 0.05  # the next token keeps its ratio, unless that is the row's
+    old[0, PROMPT_COLUMNS] -= 0.05  # the next token keeps its ratio, unless there is one ratio per row
     before, after = (float(loss(each)[1][0, PROMPT_COLUMNS + 1]) for each in (batch, replace(batch, old_log_probs=old)))
     if not agree(before, after):
         yield Finding("clip", NOT_EXAMINED, "The ratio is that of a sequence (as in GSPO), not of a token.")
@@ -78,7 +78,7 @@ def _curves(loss: Loss) -> torch.Tensor:
     weights, flat = loss.weights(batch)
     log_ratios = torch.zeros_like(batch.log_probs)
     log_ratios[batch.mask] = RATIOS.log().repeat(2)
-    # the ratio moves with the old log-probs, so that the KL to the reference stays 0
+    # the ratio changes through the old log-probs, so that the KL to the reference stays 0
     _, gradient = loss(replace(batch, old_log_probs=batch.log_probs - log_ratios))
     relative = -(gradient - flat) / (weights * batch.advantages[:, None])
     return relative[batch.mask].view(2, -1)
@@ -89,7 +89,7 @@ def _are_equal(curves: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _other_surrogate(curves: torch.Tensor, is_told_range: bool) -> str:
-    """A sentence on a surrogate that is not PPO's, but known; "" if it is none."""
+    """A sentence on a known surrogate other than PPO's; "" if it is unknown."""
     if _are_equal(curves, torch.ones(1)).all():
         return "The gradient does not depend on the ratio: a policy gradient, right for one update per rollout only."
     if not is_told_range and _are_equal(curves, RATIOS).all():
@@ -102,7 +102,7 @@ def _other_surrogate(curves: torch.Tensor, is_told_range: bool) -> str:
 
 
 def _compare_with_ppo(curves: torch.Tensor, clip_range: tuple[float, float] | None, shape: Shape) -> Finding:
-    """Where the curves differ from PPO's; a range of which the function is not told is where they become 0."""
+    """Compare the curves with PPO's; if the function does not receive the range, it ends when they become 0."""
     ratios, flat = RATIOS, curves.abs() < 1e-4
     above, below = ratios[flat[0] & (ratios > 1)].tolist(), ratios[flat[1] & (ratios < 1)].tolist()
     inferred = 1 - (below[-1] + 0.005) if below else INFINITY, above[0] - 0.005 - 1 if above else INFINITY
@@ -131,7 +131,7 @@ def _compare_with_ppo(curves: torch.Tensor, clip_range: tuple[float, float] | No
 
 
 def _kl(loss: Loss, shape: Shape) -> Iterator[Finding]:
-    """The gradient of the KL penalty, and what it is averaged over."""
+    """The gradient of the KL penalty, and its denominator."""
     loss.check = "kl_gradient"
     if "log_probs_ref" not in loss.knows:
         sentence = "The function gets no log-probs of a reference: it has no KL penalty."
@@ -144,7 +144,7 @@ def _kl(loss: Loss, shape: Shape) -> Iterator[Finding]:
     d = (batch.log_probs_ref - batch.log_probs)[batch.mask]
     if float(gradient.abs().max()) >= 1e-9:
         yield _kl_over_padding(loss, batch, value, gradient, weights)
-        measured = gradient[batch.mask] / weights[batch.mask]  # of one token, in units of its weight
+        measured = gradient[batch.mask] / weights[batch.mask]  # per token, in units of its weight
         told = loss.settings.get("kl_weight", batch.kl_weight) if "kl_weight" in loss.knows else None
         yield _kl_gradient(d, measured, batch.mask.nonzero()[:, 0], told, shape)
     elif "kl_weight" in loss.knows:
@@ -156,12 +156,12 @@ def _kl(loss: Loss, shape: Shape) -> Iterator[Finding]:
 
 
 def _kl_over_padding(loss: Loss, batch: Batch, value: float, gradient: torch.Tensor, weights: torch.Tensor) -> Finding:
-    """The KL part of the loss before and after more padding is added, and its gradient outside the mask."""
+    """Compare the KL part of the loss before and after adding padding, and check its gradient outside the mask."""
     loss.check = "kl_over_padding"
     wider = batch.padded(6)
     after, _ = loss(wider)
     surrogate, _ = loss.weights(replace(wider, advantages=make_batch().advantages))
-    # where the whole loss depends on the width, that is the finding of another check
+    # if the whole loss depends on the width, another check reports it
     factor = float(surrogate[-1, PROMPT_COLUMNS] / weights[-1, PROMPT_COLUMNS])
     outside = float(gradient[batch.kinds != ACTION].abs().max())
     trap = "The KL penalty is averaged over padding too: 6 more columns of it change the penalty of the same tokens."
@@ -173,7 +173,7 @@ def _kl_over_padding(loss: Loss, batch: Batch, value: float, gradient: torch.Ten
 def _kl_gradient(
     d: torch.Tensor, measured: torch.Tensor, row_of: torch.Tensor, told: float | None, shape: Shape
 ) -> Finding:
-    """Which estimate of the KL divergence the penalty is, by its gradient at all tokens of the mask; `told`: weight."""
+    """Which estimate of the KL divergence the penalty uses, judged by its gradient in the mask; `told`: weight."""
     tolerance = 2e-3 * float(measured.abs().max())
     for name, slope in KL_SLOPES.items():
         slopes = slope(d)
@@ -181,7 +181,7 @@ def _kl_gradient(
         if float((measured - scale * slopes).abs().max()) < tolerance:
             shape.kl, shape.kl_weight = name, scale
             return _known_kl(name, scale, d, measured, told)
-        # its weights can be others than the surrogate's: one factor for each row
+        # its weights can differ from the surrogate's: one factor for each row
         rows = torch.nn.functional.one_hot(row_of).float()  # (tokens, B)
         factors = (measured * slopes) @ rows / (slopes**2 @ rows)
         if name != "k1" and float((measured - factors[row_of] * slopes).abs().max()) < tolerance:
@@ -196,7 +196,7 @@ def _kl_gradient(
 
 
 def _known_kl(name: str, scale: float, d: torch.Tensor, measured: torch.Tensor, told: float | None) -> Finding:
-    """The finding on a penalty that is `scale` times a known estimate."""
+    """The finding about a penalty that is `scale` times a known estimate."""
     slopes, weight = KL_SLOPES[name](d), scale if told is None else told
     at = int(slopes.abs().argmax())
     expected, got = abs(weight) * float(slopes[at]), float(measured[at])
@@ -220,7 +220,7 @@ def _known_kl(name: str, scale: float, d: torch.Tensor, measured: torch.Tensor, 
 
 
 def _whole_loss(loss: Loss, shape: Shape) -> Finding:
-    """The gradient of every token with old policy, reference and advantages all different, beside a slow loop's."""
+    """Compare the gradient of every token with a slow loop, with different old policy, reference and advantages."""
     loss.check = "whole_loss"
     batch = make_batch(seed=4)
     weights, _ = loss.weights(batch)
@@ -234,7 +234,7 @@ def _whole_loss(loss: Loss, shape: Shape) -> Finding:
 
 
 def _slow_gradient(loss: Loss, batch: Batch, weights: torch.Tensor, shape: Shape, with_ratio: int) -> torch.Tensor:
-    """The gradient of the loss by every log-prob of the mask, one at a time: (B, W); `with_ratio` is of WITH_RATIO."""
+    """The gradient of the loss by every log-prob in the mask, one by one: (B, W); `with_ratio` is of WITH_RATIO."""
     expected, (low, high) = torch.zeros_like(weights), shape.range
     for at in map(tuple, batch.mask.nonzero().tolist()):
         ratio = (batch.log_probs - batch.old_log_probs)[at].exp() if "old_log_probs" in loss.knows else 1.0
@@ -247,7 +247,7 @@ def _slow_gradient(loss: Loss, batch: Batch, weights: torch.Tensor, shape: Shape
 
 
 def _ignored_values(loss: Loss) -> Finding:
-    """What is outside the mask, far from anything that a model gives."""
+    """Extreme values outside the mask, which no model returns."""
     loss.check = "ignored_values"
     batch = make_batch()
     expected, _ = loss(batch)

@@ -1,4 +1,4 @@
-"""The policy_loss of an experiment_*/train.py as a function of tensors: what a file's adapter does, for our own."""
+"""Makes the policy_loss of an experiment_*/train.py a function of tensors, as the adapter in a user's file does."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""The user's file as a module, and calls of its functions: their errors become one sentence."""
+"""The user's file as a module; calls of its functions turn errors into one sentence."""
 
 import inspect
 import re
@@ -14,13 +14,13 @@ import torch
 
 from doctor.findings import CHECKS, UnusableError
 
-LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # what LOSS may be
+LOSSES = ("grpo", "dapo", "drgrpo", "sequence-sum", "sum", "row-sum")  # values of LOSS
 
 
 class UserFile:
-    """Runs the file. Modules are imported from where Python finds them, as those of a task file are.
+    """Runs the file. Modules are imported from where Python finds them, as for a task file.
 
-    `announce` is told what is called before every call of the user's code.
+    `announce` is called with a description before every call of the user's code.
     """
 
     def __init__(self, path: Path, announce: Callable[[str], None]):
@@ -30,11 +30,11 @@ class UserFile:
         self.path, self.announce = path.resolve(), announce
         self.module = module = ModuleType(f"doctor_{path.stem}")
         module.__file__ = str(self.path)
-        sys.modules[module.__name__] = module  # dataclasses look their module up there
+        sys.modules[module.__name__] = module  # dataclasses look up their module there
         announce(str(path))
         try:
             exec(compile(self.path.read_bytes(), self.path, "exec"), module.__dict__)
-        except BaseException as error:  # whatever the user's code raises
+        except BaseException as error:  # user code can raise anything
             neighbour = self.path.parent / f"{getattr(error, 'name', None)}.py"
             hint = f"; it is found with PYTHONPATH={neighbour.parent}" if neighbour.exists() else ""
             raise UnusableError(f"{path} cannot be run: {self._describe(error)}{hint}") from error
@@ -56,15 +56,15 @@ class UserFile:
                 raise UnusableError(f"{path}: SKIP names {check}, which is no check; they are: {names}")
 
     def call(self, what: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the user's; `what` names it and what for."""
+        """Call a user's function; `what` names the function and the purpose."""
         self.announce(what)
         try:
             return function(*args, **kwargs)
-        except BaseException as error:  # whatever the user's code raises
+        except BaseException as error:  # user code can raise anything
             raise UnusableError(f"{what} raised {self._describe(error)}") from error
 
     def call_by_name(self, name: str, values: dict[str, Any], num_in_order: int) -> Any:
-        """Call a function other than `policy_loss`, whatever it calls the first `num_in_order` of the values."""
+        """Call a function other than `policy_loss`, whatever names it uses for the first `num_in_order` values."""
         parameters = parameters_of(getattr(self.module, name))
         rest = list(parameters)[num_in_order:]
         unknown = [each for each in rest if each not in values and parameters[each].default is inspect.Parameter.empty]
@@ -75,7 +75,7 @@ class UserFile:
         return self.call(name, getattr(self.module, name), *list(values.values())[:num_in_order], **by_name)
 
     def tensor(self, name: str, values: dict[str, Any], num_in_order: int, shape: tuple, about: str = "") -> Any:
-        """As `call_by_name`, for a function that has to return a tensor of this shape."""
+        """Like `call_by_name`, for a function that has to return a tensor of this shape."""
         result = self.call_by_name(name, values, num_in_order)
         result = result[0] if isinstance(result, tuple) and result else result
         result = torch.from_numpy(result) if type(result).__module__ == "numpy" else result
@@ -85,7 +85,7 @@ class UserFile:
         return result
 
     def _describe(self, error: BaseException) -> str:
-        """An error in one line, with the line of the user's file that it comes from."""
+        """An error in one line, with the line of the user's file that raised it."""
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(self.path)]
         text = str(error)
@@ -99,6 +99,6 @@ class UserFile:
 
 
 def parameters_of(function: Callable) -> dict[str, inspect.Parameter]:
-    """What a function can be given by name."""
+    """The parameters that a function accepts by name."""
     parameters = inspect.signature(function).parameters
     return {name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}

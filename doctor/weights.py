@@ -10,7 +10,7 @@ from doctor.examined_loss import OF_THE_MINIBATCH, Loss, meaning
 from doctor.findings import NOTE, OK, TRAP, Finding, agree, compare, either, farthest, number
 
 FIRST = (3, PROMPT_COLUMNS)  # row and column of the token that is sampled first in the longest row
-LEAKS = {  # kind of token: check, what one is called
+LEAKS = {  # kind of token: the check, and the name of one such token
     PROMPT: ("prompt_trained", "a token of the prompt"),
     TOOL: ("tool_output_in_loss", "a token of tool output"),
     PADDING: ("padding_trained", "padding"),
@@ -27,7 +27,7 @@ def check_weights(loss: Loss, declared: str) -> Iterator[Finding]:
         return
     ok = "The log-probs have a gradient when the ratio is 1."
     old = [each for name, each in loss.parameters.items() if meaning(name) == "old_log_probs"]
-    if old and (old[0].default is None or "None" in str(old[0].annotation)):  # it says that it can do without
+    if old and (old[0].default is None or "None" in str(old[0].annotation)):  # the function accepts None
         gradients = [loss(replace(batch.on_policy(), old_log_probs=old))[1] for old in (batch.log_probs, None)]
         trap = "With old_log_probs=None the gradient differs from that of old log-probs equal to the policy's."
         yield compare("zero_gradient", *gradients, trap, ok)
@@ -44,7 +44,7 @@ def check_weights(loss: Loss, declared: str) -> Iterator[Finding]:
     ok = "Twice the advantages are twice the gradient."
     rescaled = compare("advantages_rescaled", 2 * weights * batch.mask, 2 * double * batch.mask, trap, ok)
     yield rescaled
-    if rescaled.status == TRAP:  # there are no weights that hold for any advantages
+    if rescaled.status == TRAP:  # no weights hold for all advantages
         return
     middle = float(weights[batch.mask].median())
     trap = "The sign is wrong: a positive advantage makes a token less probable."
@@ -60,7 +60,7 @@ def check_weights(loss: Loss, declared: str) -> Iterator[Finding]:
 
 
 def _zero_gradient(loss: Loss, batch: Batch) -> Finding:
-    """The derivative by finite differences, beside that of autograd."""
+    """Compare the derivative by finite differences with autograd's."""
     step = torch.zeros_like(batch.log_probs)
     step[FIRST] = 0.01
     up, down = (loss(replace(batch, log_probs=batch.log_probs + sign * step))[0] for sign in (1, -1))
@@ -88,7 +88,7 @@ def _terms(loss: Loss, batch: Batch) -> Iterator[Finding]:
 
 
 def _which_tokens(batch: Batch, weights: torch.Tensor) -> Iterator[Finding]:
-    """Whether exactly the tokens of the mask count."""
+    """Whether exactly the tokens in the mask count."""
     mask = batch.mask
     counts = weights.abs() > 1e-5 * weights.abs().max()
     typical = float(weights[counts].abs().median())
@@ -99,7 +99,7 @@ def _which_tokens(batch: Batch, weights: torch.Tensor) -> Iterator[Finding]:
             return
     yield Finding("off_by_one", OK, "The tokens that count are not shifted against the mask.")
     missing = mask & ~counts
-    ends = mask & ~shifted(mask, -1)  # the next token is none of the mask's
+    ends = mask & ~shifted(mask, -1)  # the next token is outside the mask
     if not missing.any():
         yield Finding("end_of_turn_masked", OK, "Every token of the mask counts, the last of a turn too.")
     elif not (missing & ~ends).any():
@@ -124,7 +124,7 @@ def shifted(mask: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def _denominators(loss: Loss, batch: Batch) -> list[tuple[str, str, torch.Tensor]]:
-    """The known losses: name, how LOSS calls it or else the check that it fails, what tokens are divided by (B,)."""
+    """The known losses: name, its name in LOSS or else the check that it fails, the denominators of tokens (B,)."""
     rows, ones = len(batch.kinds), torch.ones(len(batch.kinds))
     lengths, tool, prompt = ((batch.kinds == kind).sum(dim=1).float() for kind in (ACTION, TOOL, PROMPT))
     width = batch.kinds.shape[1] - (PROMPT_COLUMNS if "prompt_length" in loss.knows else 0)
@@ -148,11 +148,11 @@ def _denominators(loss: Loss, batch: Batch) -> list[tuple[str, str, torch.Tensor
 def _normalisation(
     loss: Loss, batch: Batch, weights: torch.Tensor, declared: str, traps: set[str]
 ) -> Iterator[Finding]:
-    """Which denominator the weights of two batches agree with, up to a factor that is the same in both."""
+    """Find the denominator that agrees with the weights of two batches, up to a factor that both share."""
     loss.check = "normalisation"
     other = make_batch(OTHER_ROWS, seed=1, extra_padding=4)
     known, measured = _denominators(loss, batch), [(batch, weights), (other, loss.weights(other)[0])]
-    fits = []  # (whether the factor is another one than 1, place in known, factor)
+    fits = []  # (whether the factor differs from 1, place in known, factor)
     for index, pair in enumerate(zip(known, _denominators(loss, other), strict=True)):
         factors = [(w * divisors[:, None])[b.mask] for (b, w), (*_, divisors) in zip(measured, pair, strict=True)]
         middle = float(torch.cat(factors).median())
@@ -171,7 +171,7 @@ def _normalisation(
     yield Finding("normalisation", NOTE, f"The loss is {name}.")
     divisors = {kind: divisors for _, kind, divisors in known[:7]}
     if index >= len(divisors):
-        row = 1  # which has tool output
+        row = 1  # this row has tool output
         right = divisors["grpo" if known[index][0].startswith("GRPO") else "dapo"][row]
         sentence = f"A denominator counts what is not trained: the loss is {name}."
         if kind not in traps:
@@ -187,10 +187,10 @@ def _micro_batches(loss: Loss, batch: Batch, weights: torch.Tensor) -> Finding:
     """Whether the micro-batches of a minibatch have the gradient of the minibatch."""
     loss.check = "micro_batch_mean"
     rows = len(batch.kinds)
-    splits = [[slice(start, start + 2) for start in range(0, rows, 2)]]  # equal parts, and others
+    splits = [[slice(start, start + 2) for start in range(0, rows, 2)]]  # equal parts, and unequal ones
     if {"num_rows", "num_tokens"} & loss.knows and "num_parts" not in map(meaning, loss.parameters):
         splits.append([slice(0, 1), slice(1, rows)])
-    # without numbers of the minibatch, a trainer has to divide a mean by the number of parts, and a sum by nothing
+    # without numbers of the minibatch, a trainer has to divide a mean by the number of parts, and leave a sum undivided
     findings = []
     for split in splits:
         parts = torch.cat([loss.weights(batch.rows(part, len(split)))[0] for part in split])
@@ -204,7 +204,7 @@ def _micro_batches(loss: Loss, batch: Batch, weights: torch.Tensor) -> Finding:
 
 
 def _empty_row(loss: Loss) -> Finding:
-    """A row of which no token was sampled, or counts, beside others."""
+    """A row without any token that was sampled or counts, among other rows."""
     loss.check = "empty_row"
     batch, other = (make_batch(((5, 0, 0), (length, 0, 0), (3, 2, 3)), seed=2) for length in (0, 1))
     value, gradient = loss(batch, may_be_nan=True)

@@ -1,4 +1,4 @@
-"""What every run needs, and no reader must open to understand an algorithm.
+"""Everything that a run needs and that a reader can skip to understand an algorithm.
 
-Each folder is a room with a topic. The harness imports no particular task and no experiment.
+Each folder has one topic. The harness imports no particular task and no experiment.
 """

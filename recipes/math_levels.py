@@ -3,11 +3,11 @@
     python recipes/math_levels.py --output math_levels_3_to_5.jsonl                       # from the hub
     python recipes/math_levels.py --output math_levels_3_to_5.jsonl --data my_math.jsonl  # from files
 
-The hub's EleutherAI/hendrycks_math has a subset for each of the seven subjects. Only their training questions are
-taken: those of MATH-500 are among the others. A row has `problem`, `level` ("Level 3", or 3) and `solution` or
-`answer`, and is written as it is. Rows whose level is no number ("Level ?") are left out.
+The hub's EleutherAI/hendrycks_math has a subset for each of the seven subjects. Only the training questions are used,
+because MATH-500 belongs to the others. A row has `problem`, `level` ("Level 3", or 3) and `solution` or `answer`, and
+is written unchanged. Rows whose level is not a number ("Level ?") are left out.
 
-Not tried with the hub, which cannot be reached from where this was written.
+Not tried with the hub, which was out of reach when this was written.
 """
 
 from harness.base.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports

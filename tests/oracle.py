@@ -1,4 +1,4 @@
-"""The loss of every experiment, one token at a time, from the papers: what each term and each push must be.
+"""The loss of every experiment, one token at a time, from the papers: the right terms and pushes.
 
 GRPO       arXiv 2402.03300, equation 3      Dr. GRPO   arXiv 2503.20783, section 3.2
 """
@@ -6,7 +6,7 @@ GRPO       arXiv 2402.03300, equation 3      Dr. GRPO   arXiv 2503.20783, sectio
 import math
 from collections.abc import Sequence
 
-FORMULAS = {  # of each experiment with a policy gradient: the formula, and the flags with which it is that one
+FORMULAS = {  # for each experiment with a policy gradient: the formula, and the flags that select it
     "experiment_base": [("grpo", {})],
     "experiment_drgrpo": [("drgrpo", {}), ("grpo", {"critic_type": "grpo"})],
     "experiment_accelerate": [("grpo", {})],
@@ -15,7 +15,7 @@ FORMULAS = {  # of each experiment with a policy gradient: the formula, and the 
     "experiment_multiturn_qa": [("grpo", {})],
     "experiment_engine": [("grpo", {})],
 }
-# These have formulas of one line: see tests/unit/test_sft.py and tests/unit/test_reinforce.py
+# Their formulas have one line: see tests/unit/test_sft.py and tests/unit/test_reinforce.py
 ONE_LINE = {"experiment_sft", "experiment_reinforce"}
 
 Row = Sequence[float]
@@ -34,7 +34,7 @@ def slow_row(
     kl_weight: float,
     budget: int,
 ) -> tuple[list[float], list[float]]:
-    """The terms and the pushes of a row's tokens; `advantages` are those of tokens, `old` is None for a ratio of 1."""
+    """The terms and pushes of a row's tokens; `advantages` are per token, `old` is None for a ratio of 1."""
     divisor = (max(1, sum(mask)) if formula == "grpo" else budget) * num_rows
     terms, pushes = [], []
     for t, is_action in enumerate(mask):

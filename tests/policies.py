@@ -1,4 +1,4 @@
-"""Small policies, and log-probs computed in two ways: shared by the tests of models and of engines."""
+"""Small policies, and log-probs computed in two ways, for the tests of models and of engines."""
 
 from pathlib import Path
 
@@ -47,14 +47,14 @@ def log_probs_of(policy: Policy) -> torch.Tensor:
 
 @torch.no_grad()
 def plain_log_probs(model: torch.nn.Module) -> torch.Tensor:
-    """The same log-probs from a Hugging Face or peft model itself."""
+    """The same log-probs, computed directly by a Hugging Face or peft model."""
     sequences, mask = random_rows(model.config.vocab_size)
     log_probs = model.eval()(input_ids=sequences).logits[:, :-1].float().log_softmax(dim=-1)
     return log_probs.gather(-1, sequences[:, 1:, None])[..., 0] * mask
 
 
 def gap(policy: Policy, rows: list[Trajectory]) -> float:
-    """The largest difference of recorded log-probs from those that training computes, in nats."""
+    """The largest difference between recorded log-probs and training's, in nats."""
     experience = collate(rows, policy.pad_id)
     return (token_log_probs(policy, experience, 64) - experience.sampler_log_probs).abs().max().item()
 

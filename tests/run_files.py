@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: reading what a run has left, and programs that are started and waited for."""
+"""Helpers for tests of whole runs: reading a run's files, and starting programs and waiting for them."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def rows_of(directory: Path, name: str = "metrics") -> list[dict]:
 
 
 def metrics_of(directory: Path) -> list[dict]:
-    """Without time and memory, which differ from run to run."""
+    """Without time and memory, which vary from run to run."""
     return [{key: row[key] for key in row if not key.startswith(("time/", "memory/"))} for row in rows_of(directory)]
 
 
@@ -44,13 +44,13 @@ def digest(path: Path) -> str:
 
 
 def finished(*arguments: str | Path, **settings) -> subprocess.CompletedProcess:
-    """`python <arguments>`, which has ended."""
+    """`python <arguments>`, after it has ended."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": PATIENCE} | settings)
 
 
 def launch(num_processes: int, *arguments: str | Path, **environment: str) -> None:
-    """`torchrun <arguments>`, which has succeeded; its processes can import what tests can."""
+    """`torchrun <arguments>`, which must succeed; its processes can import the same modules as tests."""
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes))
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     result = finished(*command, *arguments, cwd=ROOT, env=os.environ | paths | environment)

@@ -1,1 +1,1 @@
-"""What all rooms stand on: settings and their checks, the terminal, ranks, files, the hub."""
+"""The foundation of all other packages: settings and their checks, the terminal, ranks, files, the hub."""

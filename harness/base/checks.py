@@ -1,4 +1,4 @@
-"""Refuse settings that cannot work, before anything is loaded: one sentence, which names the flags."""
+"""Refuse settings that cannot work, before anything is loaded, in one sentence that names the flags."""
 
 import importlib.util
 import math
@@ -42,7 +42,7 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
 
 
 def check_texts(config: object) -> None:
-    """Refuse paths that are empty, as from a shell variable that is not set, and those that cannot exist."""
+    """Refuse empty paths, for example from an unset shell variable, and impossible ones."""
     for name, marks in read_marks(type(config)).items():
         text = getattr(config, name) if marks.path is not None else None
         if text == "":
@@ -52,18 +52,18 @@ def check_texts(config: object) -> None:
 
 
 def local_path(text: str, what: str) -> Path:
-    """`text` as a path, with its ~ replaced by a home directory, whether it exists or not."""
+    """`text` as a path, with ~ expanded to a home directory, whether it exists or not."""
     try:
         path = Path(text).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # one may not look there; a home directory that is not known
+    except (OSError, RuntimeError) as error:  # no permission to look there, or an unknown home directory
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{what} {printable(text, 60)}: this path cannot be used ({reason})") from error
     return path
 
 
 def check_ranges(config: object) -> None:
-    """Refuse numbers that are not finite, or out of the range that the field's type names."""
+    """Refuse numbers that are not finite, or outside the range in the field's type."""
     for name, marks in read_marks(type(config)).items():
         value = getattr(config, name)
         if isinstance(value, int | float) and not isinstance(value, bool) and value not in marks:
@@ -71,7 +71,7 @@ def check_ranges(config: object) -> None:
 
 
 def check_combinations(config: ModelConfig) -> None:
-    """Refuse flags that contradict each other, or that need something that is not requested or not installed."""
+    """Refuse flags that contradict each other, or that need another flag or a missing package."""
     for name, value in (("attn_implementation", "flash_attention_2"), ("load_in", "8bit")):
         if getattr(config, name) == value and config.dtype == "float32":
             raise UserError(f"{flag(name)} {value} computes in half precision: add --dtype bfloat16")
@@ -82,7 +82,7 @@ def check_combinations(config: ModelConfig) -> None:
 
 
 def tell_limits(config: ModelConfig) -> None:
-    """Say what a bundled policy knows, if the flags ask it for anything else."""
+    """Describe the training of a bundled policy, if the flags ask for anything else."""
     if config.model not in TAUGHT or not hasattr(config, "task"):
         return
     tasks, what = TAUGHT[config.model]
@@ -123,7 +123,7 @@ def _check_training(config: PolicyConfig) -> None:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuse a directory that is not there, or that holds neither a model nor an adapter of one that is there."""
+    """Refuse a directory that does not exist, or that holds neither a model nor an adapter of an existing model."""
     if config.chat_template is not None:
         read_template(config.chat_template)
     path, base = config.model_path, config.base_path
@@ -138,7 +138,7 @@ def check_model(config: ModelConfig) -> None:
                 f"it was moved, correct base_model_name_or_path in {path / ADAPTER_SETTINGS}"
             )
     elif not (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
-        # what a run has saved, if this is its directory: the newest checkpoint last
+        # the policies that a run saved, if this is its directory: the newest checkpoint last
         steps = sorted(path.glob("checkpoints/step_*"), key=lambda step: (len(step.name), step.name))
         saved = [*(step for step in steps if step.suffix != ".partial"), *path.glob("final")]
         raise UserError(
@@ -153,12 +153,12 @@ def check_name(name: str | None) -> None:
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that PyTorch does not know, or that this machine does not have."""
+    """Refuse a device that PyTorch does not know or this machine does not have."""
     if name == "auto":
         return
     try:
         device = torch.device(name)
-        num_devices = torch.get_device_module(device).device_count()  # what is no accelerator has no such module
+        num_devices = torch.get_device_module(device).device_count()  # only accelerators have such a module
     except RuntimeError:
         wanted = "cpu, cuda, cuda:<number>, another accelerator that PyTorch knows (mps, xpu), or auto"
         raise UserError(f"--device must be {wanted}, not {printable(name, 40)}") from None
@@ -171,5 +171,5 @@ def is_finite(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8."""
+    """Whether a value is text that a file can hold: half of a surrogate pair has no UTF-8 encoding."""
     return isinstance(value, str) and (value.isascii() or value.encode(errors="ignore").decode() == value)

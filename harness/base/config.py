@@ -1,4 +1,4 @@
-"""The settings that every experiment has; a field's comment is its help, its type the range and group of its flag."""
+"""The settings that all experiments share; a field's comment is its help, its type the range and group of its flag."""
 
 import dataclasses
 import importlib.util
@@ -16,14 +16,14 @@ from common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
-# The second knows tools, the third searches for expressions
+# The second was trained with tools, the third with a search tool
 BUNDLED = {
     "tiny": TINY_POLICY,
     "tiny_tools": ROOT / "assets" / "tiny_policy_tools",
     "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
 }
 ADAPTER_SETTINGS = "adapter_config.json"
-# What a bundled policy was taught: its tasks, and in words
+# The training of a bundled policy: its tasks, and a description
 TAUGHT = {
     "tiny": (("arithmetic",), "short sums and products of small numbers"),
     "tiny_tools": (("arithmetic", "calculator", "qa"), "the bundled calculator questions and documents"),
@@ -36,7 +36,7 @@ Count = Annotated[int, Ge(1)]
 CountOrZero = Annotated[int, Ge(0)]
 ZeroOrOne = Annotated[int, Interval(ge=0, le=1)]
 GroupSize = Annotated[int, Ge(2)]  # a group is its own baseline
-Seed = Annotated[int, Interval(ge=0, le=10**18)]  # what PyTorch takes
+Seed = Annotated[int, Interval(ge=0, le=10**18)]  # the range that PyTorch accepts
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Interval(gt=0, le=1)]
@@ -44,7 +44,7 @@ Share = Annotated[float, Interval(gt=0, le=1)]
 
 @dataclass(frozen=True)
 class IsPath:
-    """A mark of text that can name a file or a directory, and so is checked early."""
+    """Marks text that names a file or a directory and is therefore checked early."""
 
     is_input: bool = False  # a run reads it; config.json keeps its absolute path, to resume from any directory
 
@@ -72,7 +72,7 @@ OfEngine = Annotated[T, Group.ENGINE]
 OfEvaluation = Annotated[T, Group.EVALUATION]
 OfRun = Annotated[T, Group.RUN]
 
-# What a flag that was left at None becomes, by the kind of policy. A test holds the texts of --help to these figures.
+# The defaults of flags left at None, by the kind of policy. A test compares the --help texts with these figures.
 RESOLVED = {
     "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128},
     "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},
@@ -82,7 +82,7 @@ LORA_LR_FACTOR = 10  # of the learning rate of full fine-tuning (Thinking Machin
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What every program that loads a model needs."""
+    """The settings of every program that loads a model."""
 
     # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
     # adapter
@@ -108,14 +108,14 @@ class ModelConfig:
 
     @property
     def adapter_path(self) -> Path | None:
-        """The directory that `model` names, if that holds a LoRA adapter and no model."""
+        """The directory that `model` names, if it holds a LoRA adapter and no model."""
         path = self.model_path
         is_adapter = path is not None and (path / ADAPTER_SETTINGS).is_file() and not (path / "config.json").exists()
         return path if is_adapter else None
 
     @property
     def base_path(self) -> Path | None:
-        """The directory of the model, or of that which the adapter was trained on; None if it is a hub id or "new"."""
+        """The directory of the model, or of the adapter's base model; None if it is a hub id or "new"."""
         return self.model_path if self.adapter_path is None else find_directory(read_base(self.adapter_path))
 
     @property
@@ -132,7 +132,7 @@ class ModelConfig:
 
     @property
     def kind(self) -> str:
-        """Which row of a table of resolved defaults applies: "tiny" also for a policy of the bundled one's shape."""
+        """Which row of a table of resolved defaults applies: "tiny" also for a policy with the bundled one's shape."""
         if self.model == "new":
             return "new"
         is_tiny = self.base_path is not None and _shape(self.base_path) == _shape(TINY_POLICY)
@@ -141,7 +141,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig(ModelConfig):
-    """What every program that trains a policy needs in addition."""
+    """The additional settings of every program that trains a policy."""
 
     # the bundled policy "tiny", a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or a directory: of a model, or of a LoRA
     # adapter, which is trained further, or with --lora-rank merged into its base
@@ -167,13 +167,13 @@ class PolicyConfig(ModelConfig):
 
     @property
     def has_adapter(self) -> bool:
-        """A new one, or the one that `model` names."""
+        """Whether the policy has an adapter, either new or named by `model`."""
         return self.lora_rank > 0 or self.adapter_path is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(PolicyConfig):
-    """What every experiment with rewards needs in addition."""
+    """The additional settings of every experiment with rewards."""
 
     # what is asked and rewarded: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
@@ -198,7 +198,7 @@ class RunConfig(PolicyConfig):
 
 
 def shown(source: str | Path) -> str:
-    """A path as one would type it: relative to the current directory if it is inside; anything else as it is."""
+    """A path as a user would type it: relative if it is inside the current directory."""
     path = Path(source)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else source)
 
@@ -222,7 +222,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_base(adapter: Path) -> str:
-    """The hub id or the directory of the model that an adapter was trained on; UserError if it does not say."""
+    """The hub id or directory of the model that an adapter was trained on; UserError if it does not say."""
     name = _read_json(adapter / ADAPTER_SETTINGS).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")
@@ -237,7 +237,7 @@ def _shape(model_path: Path) -> tuple[int, int] | None:
 
 
 def _read_json(path: Path) -> dict:
-    """The object in a file; empty if there is none, which is refused where a model is read."""
+    """The JSON object in a file; empty if there is none, which loading the model then refuses."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

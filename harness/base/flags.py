@@ -16,7 +16,7 @@ WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # by 
 
 @dataclasses.dataclass
 class Marks:
-    """What the type of a field says about its flag, in its own class or in one from which that inherits."""
+    """The information about a flag in its field's type; the field may belong to the class itself or to a base class."""
 
     group: Group | None = None
     path: IsPath | None = None
@@ -36,7 +36,7 @@ class Marks:
 
 
 def read_marks(config_class: type) -> dict[str, Marks]:
-    """The marks of every field. What a class declares goes before what it inherits."""
+    """The marks of every field. A class's own declaration overrides an inherited one."""
     found = {field.name: Marks() for field in dataclasses.fields(config_class)}
     for parent in reversed(config_class.__mro__):
         for name in found.keys() & inspect.get_annotations(parent).keys():
@@ -53,7 +53,7 @@ def read_marks(config_class: type) -> dict[str, Marks]:
 
 
 def _metadata(hint: object) -> Iterator[object]:
-    """Of every `Annotated` in a type."""
+    """The metadata of every `Annotated` in a type."""
     if get_origin(hint) is Annotated:
         yield from hint.__metadata__
         hint = hint.__origin__
@@ -62,7 +62,7 @@ def _metadata(hint: object) -> Iterator[object]:
 
 
 def group_fields(config: object) -> dict[str, list[dataclasses.Field]]:
-    """The fields of `config` in the groups of `--help`; an experiment's own come first."""
+    """The fields of `config` in the groups of `--help`; the experiment's own come first."""
     marks, first = read_marks(type(config)), getattr(config, "FIRST_GROUP", "algorithm")
     grouped: dict[str, list] = {first: [], **{group.value: [] for group in Group}}
     for field in dataclasses.fields(config):
@@ -107,7 +107,7 @@ def read_comment(config_class: type, name: str) -> str:
 
 
 def _hint(marks: Marks, default: object, resolved: str) -> str:
-    """Range and default of a flag, as `--help` shows them behind its comment."""
+    """The range and the default of a flag, as `--help` shows them after its comment."""
     if isinstance(default, bool):
         shown = "on" if default else "off"
     else:
@@ -116,6 +116,6 @@ def _hint(marks: Marks, default: object, resolved: str) -> str:
 
 
 def show_description(text: str, width: int) -> None:
-    """Print what a program is and does, wrapped but for indented lines; tyro would join its lines."""
+    """Print the description of a program, wrapped except for indented lines; tyro would join the lines."""
     for paragraph in text.strip("\n").split("\n\n"):
         say((paragraph if paragraph.startswith(" ") else textwrap.fill(paragraph, min(width, 120))) + "\n")

@@ -1,4 +1,4 @@
-"""Datasets of the hub, and whether it answers: it is asked with less patience than its own client has."""
+"""Datasets of the hub, and whether it answers; we wait less long for it than its own client does."""
 
 import functools
 import os
@@ -12,11 +12,11 @@ from harness.base.config import is_hub_id
 from harness.base.terminal import say, short
 
 TIMEOUT = 10  # seconds
-FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # and no hub's names
+FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zip", ".zst", ".txt")  # never end a hub name
 
 
 def must_be_cached(what: str, name: str) -> bool:
-    """Whether a "model" or "dataset" has to come from the cache; UserError if it cannot be had."""
+    """Whether a "model" or "dataset" has to come from the cache; UserError if it is not available at all."""
     from huggingface_hub import constants, errors, try_to_load_from_cache
 
     if constants.is_offline_mode():
@@ -30,9 +30,9 @@ def must_be_cached(what: str, name: str) -> bool:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(f"{name}: the hub has no such {what}, or shows it to its owners only") from error
-    except Exception as error:  # whatever a network can do to a request; the client has no common class for it
+    except Exception as error:  # a network can fail in any way; the client has no common class for these errors
         problem = f"{name}: the hub does not answer ({' '.join(str(error).split())})"
-        if what == "dataset":  # their loader asks the hub again, five times, unless this is set from the start
+        if what == "dataset":  # the loader asks the hub again, five times, unless this is set from the start
             raise UserError(f"{problem}; with HF_HUB_OFFLINE=1 a copy in this machine's cache is used") from error
         if try_to_load_from_cache(name, "config.json") is None:
             raise UserError(f"{problem}, and this machine's cache does not hold the {what}") from error
@@ -42,13 +42,13 @@ def must_be_cached(what: str, name: str) -> bool:
 
 
 def commit_of(what: str, name: str) -> str | None:
-    """The commit of a model or a dataset: the hub's newest, or if it does not answer that of this machine's cache."""
+    """The commit of a model or a dataset: the hub's newest or, if the hub does not answer, the cached one."""
     from huggingface_hub import constants, snapshot_download
 
-    with suppress(Exception):  # of the network: `must_be_cached` has told the user
+    with suppress(Exception):  # network errors: `must_be_cached` has told the user
         if not constants.is_offline_mode():
             return _ask(what, name).sha
-    with suppress(Exception):  # it is not there
+    with suppress(Exception):  # the file does not exist
         return Path(snapshot_download(name, repo_type=what, local_files_only=True)).name
     return None
 
@@ -60,13 +60,13 @@ def _ask(what: str, name: str):
 
 
 def is_hub_source(source: str, path: Path | None = None) -> bool:
-    """Whether data are those of a hub dataset, `owner/name[:subset[:split]]`, and not of a file, which is at `path`."""
+    """Whether `source` names a hub dataset, `owner/name[:subset[:split]]`, and not a file, which would be at `path`."""
     path = local_path(source, "the data file") if path is None else path
     return is_hub_id(source.partition(":")[0]) and not path.exists() and path.suffix not in FILES
 
 
 def find_source(value: object, file: Path, what: str) -> str | None:
-    """The data that a task names, `what`, as its own: a path, relative to its file, or a hub dataset."""
+    """The data that a task names as its `what`: a path relative to the task's file, or a hub dataset."""
     if value is None:
         return None
     if not isinstance(value, str | Path):
@@ -76,7 +76,7 @@ def find_source(value: object, file: Path, what: str) -> str | None:
 
 
 def read_split(source: str) -> list[dict]:
-    """The rows of a split of a hub dataset, by default of "train"; a UserError names the splits that it has."""
+    """The rows of a split of a hub dataset, by default "train"; a UserError names the available splits."""
     name, subset, split = _parts(source)
     splits, split = _load(name, subset, os.getcwd()), split or "train"
     if split not in splits:
@@ -88,7 +88,7 @@ def read_split(source: str) -> list[dict]:
 
 
 def find_test_split(source: str) -> str | None:
-    """The source with the split "test", if it names no split and the dataset has that one."""
+    """The source with the split "test", if it names no split and the dataset has that split."""
     name, subset, split = _parts(source)
     return f"{name}:{subset}:test" if not split and "test" in _load(name, subset, os.getcwd()) else None
 
@@ -103,13 +103,13 @@ def _parts(source: str) -> list[str]:
 
 @functools.lru_cache(maxsize=2)  # training data and held-out data can be two splits of one dataset
 def _load(name: str, subset: str, _directory: str):
-    """All splits of a dataset: those who load one split download all of them."""
+    """All splits of a dataset: loading one split downloads all of them anyway."""
     import datasets
 
     must_be_cached("dataset", name)
     datasets.disable_progress_bars()
     try:
         return datasets.load_dataset(name, subset or None, trust_remote_code=False)
-    except Exception as error:  # the hub client raises many kinds; they name the subsets if one is missing
+    except Exception as error:  # the client raises many kinds of errors; if a subset is missing, they name the others
         source, reason = f"{name}:{subset or 'SUBSET'}", " ".join(str(error).split())
         raise UserError(f"the dataset {source} could not be loaded: {reason}") from error

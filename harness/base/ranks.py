@@ -1,4 +1,4 @@
-"""What the processes of a run have to agree on: who speaks, what the main process has decided, and how they end."""
+"""What the processes of a run have to agree on: which one prints, what the main process decided, and how they end."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 class EndedElsewhereError(Exception):
-    """Another process has ended the run, and says why."""
+    """Another process has ended the run and reports why."""
 
 
 def num_launched() -> int:
-    """How many processes the launcher (torchrun, accelerate launch, ...) has started, whether they have met or not."""
+    """How many processes the launcher (torchrun, accelerate launch, ...) started, whether connected yet or not."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def launcher() -> str:
-    """The program that has started this one, as one would type it."""
+    """The program that started this process, as a user would type it."""
     if num_launched() == 1:
         return "python"
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
@@ -32,17 +32,17 @@ def launcher() -> str:
 
 
 def is_first_here() -> bool:
-    """Whether this process is the first one of its machine."""
+    """Whether this process is the first one on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
 def is_speaker() -> bool:
-    """Whether this process is the one that prints; until the processes have met, the first one of each machine is."""
+    """Whether this process prints; until the processes are connected, the first one on each machine does."""
     return rank() == 0 if distributed.is_initialized() else is_first_here()
 
 
 def on_main(function: Callable[[], T]) -> T:
-    """Call `function` on the main process; all get what it returns, or on its error EndedElsewhereError."""
+    """Call `function` on the main process; all processes get its result or, if it fails, an EndedElsewhereError."""
     if world_size() == 1:
         return function()
     message, error = [(True, None)], None
@@ -60,7 +60,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """End all processes if one finds a UserError in the block, within which they must not communicate."""
+    """End all processes if any of them raises a UserError in the block, which must not communicate."""
     error = None
     try:
         yield
@@ -75,7 +75,7 @@ def together() -> Iterator[None]:
 
 
 def check_alike(values: dict[str, object]) -> None:
-    """Refuse values that are not the same on all processes that know them."""
+    """Refuse values that differ between the processes that know them."""
     first, *everywhere = gather(values)
     for number, others in enumerate(everywhere, start=1):
         for name in first.keys() & others.keys():
@@ -85,6 +85,6 @@ def check_alike(values: dict[str, object]) -> None:
 
 
 def has_lost_others(error: BaseException) -> bool:
-    """Whether an error means that another process has gone."""
+    """Whether an error means that another process is gone."""
     is_gloo = isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection closed by peer" in str(error))
     return world_size() > 1 and (is_gloo or isinstance(error, distributed.DistError))

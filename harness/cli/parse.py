@@ -1,4 +1,4 @@
-"""The command line: read, resolved and checked, before anything is loaded."""
+"""Read, resolve and check the command line, before anything is loaded."""
 
 from harness.base.interrupt import handle_as_usual
 import dataclasses
@@ -32,7 +32,7 @@ OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "g
 def parse_config(
     config_class: type[ConfigT], argv: Sequence[str] | None, description: str, resolved: dict[str, dict] = RESOLVED
 ) -> ConfigT:
-    """Read the command line, resolve None by `resolved`, and refuse what cannot work, before anything is loaded."""
+    """Read the command line, fill in each None from `resolved`, and refuse settings that cannot work."""
     argv = _prepare(config_class, argv, description)
     config = with_absolute_paths(_read_flags(config_class(), argv))
     if getattr(config, "resume", None) is not None:
@@ -56,7 +56,7 @@ def parse_config(
 
 
 def parse_plain(config: object, argv: Sequence[str] | None, description: str) -> object:
-    """Read the command line of a program without a `--model`; `config` holds the defaults."""
+    """Read the command line of a program without `--model`; `config` holds the defaults."""
     config = _read_flags(config, _prepare(type(config), argv, description))
     checks.check_ranges(config)
     handle_as_usual()
@@ -64,10 +64,10 @@ def parse_plain(config: object, argv: Sequence[str] | None, description: str) ->
 
 
 def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -> Sequence[str]:
-    """The words of the command line; shows what the program is, if they ask for it."""
+    """The arguments; shows the description of the program if they ask for help."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # what follows is for readers of the file
+        what_it_is = re.split("\n(?:Left out|Parent):", description)[0]  # the rest is for readers of the file
         show_description(what_it_is, shutil.get_terminal_size().columns)
     words = [word.partition("=")[0].replace("_", "-") for word in argv]
     for other, name in OTHER_NAMES.items():
@@ -80,7 +80,7 @@ def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -
 
 
 def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
-    """The settings with the changes that the command line makes; `--help` and mistakes end the program."""
+    """Change the settings as the command line says; `--help` and mistakes end the program."""
     import tyro
 
     tyro._experimental_options["ansi_codes"] = not os.environ.get("NO_COLOR")  # https://no-color.org
@@ -96,7 +96,7 @@ def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 @contextmanager
 def _told_once() -> Iterator[None]:
-    """Let one of several processes print what is wrong with a command line, which is the same for all."""
+    """Let only one of several processes print the faults of a command line, which are the same for all."""
     if num_launched() == 1:
         yield
         return
@@ -111,7 +111,7 @@ def _told_once() -> Iterator[None]:
 
 
 def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
-    """The settings of the run that `--resume` names, which are the defaults of the command line; few may differ."""
+    """The settings of the run that `--resume` names become the defaults of the command line; few may differ."""
     stored = read_settings(Path(config.resume).expanduser())
     names = [field.name for field in dataclasses.fields(config) if field.name in stored]
     if unknown := stored.keys() - {*names, *NOT_FLAGS}:
@@ -125,7 +125,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
     if config.threads == "auto":
         config = dataclasses.replace(config, threads=before.threads)
     if engines := [name for name in ENGINE_PLACES if getattr(config, name, None) != getattr(before, name, None)]:
-        # an engine that the command line names replaces the one that the run had
+        # an engine on the command line replaces the run's old one
         config = dataclasses.replace(config, **{name: None for name in ENGINE_PLACES if name not in engines})
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
@@ -139,7 +139,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
 
 
 def with_absolute_paths(config: ConfigT) -> ConfigT:
-    """The settings with the absolute paths of what they name, so that a run can be resumed from any directory."""
+    """Make the paths in the settings absolute, so that a run can be resumed from any directory."""
     marks = read_marks(type(config))
     named = {name: getattr(config, name) for name in marks if marks[name].path and marks[name].path.is_input}
     if config.model not in BUNDLED:
@@ -147,11 +147,11 @@ def with_absolute_paths(config: ConfigT) -> ConfigT:
     if getattr(config, "task", None) not in bundled_tasks():
         named["task"] = getattr(config, "task", None)
     paths = {name: Path(value).expanduser() for name, value in named.items() if value}
-    # an index is made where there is none; a data set and a model can be the hub's
+    # build_index creates a missing index; a data set and a model can be on the hub
     absolute = {name: str(path.absolute()) for name, path in paths.items() if path.exists() or name == "index"}
     if getattr(config, "engine_start", None) is not None:
         words = _words(config.engine_start)
-        # not what they link to: the folder of a Python is that of its environment
+        # do not follow links: the folder of a Python decides its environment
         paths = [os.path.abspath(os.path.expanduser(word)) if "/" in word else "" for word in words]
         kept = [path if os.path.isfile(path) else word for word, path in zip(words, paths, strict=True)]
         absolute["engine_start"] = shlex.join(kept)
@@ -169,8 +169,8 @@ def _check_engine(config: ConfigT) -> None:
 
 
 def _words(command: str) -> list[str]:
-    """Those of `--engine-start`, of which the first is a program."""
-    with suppress(ValueError):  # a quotation mark without its partner
+    """The words of `--engine-start`, which begin with a program."""
+    with suppress(ValueError):  # an unmatched quotation mark
         words = shlex.split(command)
         if words and not words[0].startswith("-"):
             return words

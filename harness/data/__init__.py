@@ -1,1 +1,1 @@
-"""Tasks and their rows: read, checked, held out, and fitted into the context."""
+"""Tasks and their rows: reading, checking, holding out, and fitting into the context."""

@@ -1,4 +1,4 @@
-"""The model's context: whether it has room for every prompt and the completion budget, found before training."""
+"""Checks before training that the model's context has room for every prompt plus the completion budget."""
 
 import math
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from common.policy import Policy
 from harness.base.config import ModelConfig
 from harness.data.task import Row, Task
 
-LONGEST = 64  # rows whose prompts are encoded, those with the longest texts: to encode all can take seconds
+LONGEST = 64  # encode the prompts of the rows with the longest texts only: encoding all can take seconds
 
 
 def context_length(policy: Policy) -> float:
-    """The number of tokens that the model can attend to; infinite where its config does not say."""
+    """The number of tokens that the model can attend to; infinite if its config does not say."""
     return context_of(policy.model.config)
 
 
 def context_of(config) -> float:
-    """The same, of a model that is not loaded, from its Hugging Face config."""
+    """The same for a model that is not loaded, from its Hugging Face config."""
     settings = config.get_text_config()
     length = getattr(settings, "max_position_embeddings", None) or math.inf
-    rope = getattr(settings, "rope_parameters", None) or {}  # some configs name the length before it is stretched
+    rope = getattr(settings, "rope_parameters", None) or {}  # some configs give the length before scaling
     stretched = (rope.get("original_max_position_embeddings") or length) * (rope.get("factor") or 1)
     return max(length, stretched) if length > 0 else math.inf
 
@@ -39,18 +39,18 @@ def check_context(config: ModelConfig, task: Task, policy: Policy, engine: objec
 
 
 def fitting_length(config: ModelConfig, task: Task, policy: Policy) -> int:
-    """A power of 2 into which every prompt and its completion fit, or the model's context if that is less."""
+    """A power of 2 that every prompt with its completion fits into, or the model's context if that is smaller."""
     length = longest_of_run(config, task, policy.tokenizer) + config.max_new_tokens
     return int(min(max(256, 2 ** math.ceil(math.log2(length))), context_length(policy)))
 
 
 def longest_of_run(config: ModelConfig, task: Task, tokenizer) -> int:
-    """Tokens of the longest prompt of training and evaluation."""
+    """The number of tokens of the longest prompt in training and evaluation."""
     return _longest_prompt(tokenizer, *_asked(config, task), task.tools)[0]
 
 
 def _asked(config: ModelConfig, task: Task) -> tuple[list[Row], Callable[[Row], list[dict]]]:
-    """All rows of a run, and how their prompts are written."""
+    """All rows of a run, and the function that writes their prompts."""
     return [*task.eval_rows, *task.train_rows], partial(task.messages, system_prompt=config.system_prompt)
 
 
@@ -63,7 +63,7 @@ def check_prompts(
     tools: list[dict] | None = None,
     engine_length: float = math.inf,
 ) -> None:
-    """Refuse a row whose prompt leaves less than `max_new_tokens` of the context: a UserError that names the row."""
+    """Refuse a row whose prompt leaves less than `max_new_tokens` of the context; the UserError names the row."""
     context = min(context_length(policy), engine_length)
     if context == math.inf:
         return
@@ -79,7 +79,7 @@ def check_prompts(
 def _longest_prompt(
     tokenizer, rows: list[Row], messages: Callable[[Row], list[dict]], tools: list[dict] | None
 ) -> tuple[int, Row]:
-    """The tokens of the longest prompt, and its row."""
+    """The number of tokens of the longest prompt, and its row."""
     conversations = [(row, messages(row)) for row in rows]
     conversations.sort(key=lambda pair: -len(str(pair[1]).encode()))
     lengths = [(len(encode_prompt(tokenizer, turns, tools)), row) for row, turns in conversations[:LONGEST]]

@@ -1,4 +1,4 @@
-"""Reads rows: a local JSONL with errors that name file and line, or a dataset of the hub; filters, splits, order."""
+"""Reads rows from a local JSONL, with errors that name file and line, or from the hub; filters, splits, orders them."""
 
 import sys
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from harness.data.task import Row, Task, import_task, suggest_task
 
 @together()
 def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, tools: list[dict] | None = None) -> Task:
-    """The task that `--task` names, with its training and evaluation rows, filtered alike.
+    """The task that `--task` names, with its training and evaluation rows; both are filtered in the same way.
 
-    `more_weights` are those of reward components that the experiment gives, `tools` JSON schemas. Without `--eval-data`
-    a task's own data have a held-out file, and a user's `--data` a test file (`find_test_data`); where there is none,
-    `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
+    `more_weights` are weights of reward components that the experiment adds; `tools` are JSON schemas. Without
+    `--eval-data`, a task's own data have a held-out file, and a user's `--data` may have a test file
+    (`find_test_data`). Without either, `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
     """
     task = import_task(config, more_weights)
     task.tools = tools
@@ -52,7 +52,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
 
 
 def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
-    """Where rows are from: those of training, and those of evaluation, which is None if rows are held out."""
+    """The sources of the training rows and of the evaluation rows; the latter is None if rows are held out."""
     source = config.data if config.data is not None else task.train_data
     if source is None:
         raise UserError(f"{task} has no data of its own: give --data")
@@ -61,7 +61,7 @@ def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
 
 
 def read_rows(source: str, fields: Fields) -> list[Row]:
-    """The rows of a JSONL file, or of a hub dataset `owner/name[:subset[:split]]`, which must have `fields`."""
+    """The rows of a JSONL file, or of a hub dataset `owner/name[:subset[:split]]`; each must have `fields`."""
     rows = []
     for row in scan_rows(source, fields):
         if isinstance(row, UserError):
@@ -73,7 +73,7 @@ def read_rows(source: str, fields: Fields) -> list[Row]:
 
 
 def scan_rows(source: str, fields: Fields) -> Iterator[Row | UserError]:
-    """The same, with the error of a row that cannot be used in its place."""
+    """The same, but an unusable row yields its error."""
     path = local_path(source, "the data file")
     if is_hub_source(source):
         rows = (placed(row, f"{source}, row {number}") for number, row in enumerate(read_split(source), start=1))
@@ -85,7 +85,7 @@ def scan_rows(source: str, fields: Fields) -> Iterator[Row | UserError]:
 
 
 def find_test_data(source: str) -> str | None:
-    """`test.jsonl` beside a file `train.jsonl`, or the split "test" of a hub dataset whose split is not named."""
+    """`test.jsonl` next to a file `train.jsonl`, or the split "test" of a hub dataset given without a split."""
     if is_hub_source(source):
         found = find_test_split(source)
     else:
@@ -98,7 +98,7 @@ def find_test_data(source: str) -> str | None:
 
 
 def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
-    """The rows of a source that pass the filters, with a hint if they are those of another task."""
+    """The rows of a source that pass the filters, with a hint if they belong to another task."""
     try:
         rows = read_rows(source, task.fields)
     except FieldsError as error:
@@ -107,14 +107,14 @@ def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
 
 
 def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
-    """Those that `--at-most` and `--max-question-length` keep, with the question that the task asks."""
+    """Keep the rows that pass `--at-most` and `--max-question-length`, and attach the task's question to each."""
     kept = rows
     for field, most in parse_numbers("--at-most", config.at_most).items():
         for row in kept:
             if isinstance(row.get(field), bool) or not isinstance(row.get(field), int | float):
                 raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
         kept = [row for row in kept if row[field] <= most]
-    for row in kept:  # all of them, also to see that each can be asked
+    for row in kept:  # all of them, also to check that each can be asked
         row.question = task.question(row)
     if config.max_question_length is not None:
         kept = [row for row in kept if len(row.question) <= config.max_question_length]
@@ -126,7 +126,7 @@ def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> 
 
 
 def prompts_of_step(num_rows: int, prompts_per_step: int, step: int, seed: int) -> list[int]:
-    """Which rows step 1, 2, ... trains on: a new permutation of all rows every epoch, keyed by (seed, epoch).
+    """The rows that step 1, 2, ... trains on: a new permutation of all rows every epoch, keyed by (seed, epoch).
 
     An epoch ends before a step that it could not fill, so that no step holds a prompt twice.
 

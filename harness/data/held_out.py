@@ -23,7 +23,7 @@ def evaluate_held_out(
     converse: Callable | None = None,
     sampler: Callable = sample,
 ) -> Evaluation:
-    """Ask the held-out questions, greedily and `num_samples` times each, in one turn or as `converse` does."""
+    """Ask the held-out questions, greedily and `num_samples` times each, in one turn or through `converse`."""
     if not task.fits_context:
         check_context(config, task, policy)
         task.fits_context = True
@@ -39,7 +39,7 @@ def evaluate_held_out(
             system_prompt=config.system_prompt,
             num_samples=num_samples,
             seed=config.seed,
-            # an engine makes its own batches, of whatever it is asked together
+            # an engine forms its own batches from all requests
             generation_batch_size=config.generation_batch_size if sampler is sample else count * each,
             converse=converse,
             sampler=sampler,
@@ -48,10 +48,10 @@ def evaluate_held_out(
 
 
 def read_before(path: Path) -> Evaluation | None:
-    """The evaluation before training as a run has kept it; None if it has not."""
+    """The evaluation before training, as the run saved it; None if it did not."""
     if not path.exists():
         return None
     metrics, greedy, answers = json.loads(path.read_text(encoding="utf-8"))
-    # older runs have kept texts alone
+    # older runs saved only the texts
     greedy = [Greedy(answer, [], {}) if isinstance(answer, str) else Greedy(*answer) for answer in greedy]
     return Evaluation(metrics, greedy, [Answer(*answer) for answer in answers])

@@ -1,4 +1,4 @@
-"""What is wrong with rows: gold answers that no completion can give, and held-out questions that training asks."""
+"""Finds faulty rows: gold answers that no completion can give, and held-out questions that training also asks."""
 
 import math
 import re
@@ -18,13 +18,13 @@ from harness.data.task import Row, Task, suggest_task
 
 PATIENCE = 10  # seconds for the solutions of all rows together
 
-_SPACING = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!;: ]|\$")  # of LaTeX
+_SPACING = re.compile(r"\\(?:left|right|displaystyle)(?![a-z])|\\[,!;: ]|\$")  # in LaTeX
 _PUNCTUATION = re.compile(r"[\"'`\u2018\u2019\u201c\u201d;:!?]|[.,](?!\d)|(?<!\d)[.,]")
 _THOUSANDS, _SIGN = re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), re.compile(r"\s*([^\w\s])\s*")
 
 
 def try_solutions(task: Task, rows: list[Row], name: str) -> None:
-    """Refuse a row whose solution earns no `correct` = 1 (without `correct`: no reward), within `PATIENCE`."""
+    """Refuse a row whose solution does not earn `correct` = 1 (without `correct`: any reward), within `PATIENCE`."""
     began = time.monotonic()
     for number, row in enumerate(rows):
         if time.monotonic() - began > PATIENCE:
@@ -38,7 +38,7 @@ def try_solutions(task: Task, rows: list[Row], name: str) -> None:
 
 @contextmanager
 def _time_limit(sentence: str) -> Iterator[None]:
-    """Refuse a block that takes longer than `PATIENCE` by this sentence, where the system has such alarms."""
+    """Raise a UserError with this sentence if the block takes longer than `PATIENCE`, on systems with such alarms."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -52,7 +52,7 @@ def _time_limit(sentence: str) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     try:
         yield
-    except UserError as error:  # what the task makes of it
+    except UserError as error:  # the task's reading of it
         raise UserError(sentence) if rings else error from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -60,18 +60,18 @@ def _time_limit(sentence: str) -> Iterator[None]:
 
 
 def solution_fault(task: Task, row: Row, text: str) -> str | None:
-    """What the solution of a row earns, if that is not what a right answer earns."""
+    """The reward of a row's solution, if a right answer would earn something else."""
     rewards = task.reward(row, text)
     measure, earned, is_right = "a total reward of", (total := task.total_reward(rewards)), total > 0
     if "correct" in rewards:
         measure, earned, is_right = "correct =", rewards["correct"], rewards["correct"] == 1
-    if is_right or not math.isfinite(earned):  # others are a fault of the reward, which the run reports
+    if is_right or not math.isfinite(earned):  # any other is a fault of the reward, which the run reports
         return None
     return f"{printable(repr(text), 80)} earns {measure} {earned:g}"
 
 
 def empty_golds(task: Task, row: Row) -> list[str]:
-    """The fields of a row that should hold its answer, and are empty."""
+    """The fields of a row that should hold its answer but are empty."""
     return [field for field in sorted({*task.fields, "answer"} & row.keys()) if is_empty(row[field])]
 
 
@@ -88,7 +88,7 @@ def _reason(task: Task, row: Row, fault: str, name: str) -> str:
 
 
 def hold_out(rows: list[Row], num_held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Divide rows into those of training and those that are held out, which are chosen by the seed."""
+    """Divide rows into training rows and held-out rows, which the seed selects."""
     order = keyed_generator("split", seed).permutation(len(rows))
     rows = [rows[index] for index in order]
     return rows[num_held_out:], rows[:num_held_out]
@@ -97,9 +97,9 @@ def hold_out(rows: list[Row], num_held_out: int, seed: int) -> tuple[list[Row], 
 def shared_questions(
     train_rows: list[Row], eval_rows: list[Row]
 ) -> tuple[list[tuple[Row, Row]], list[tuple[Row, Row]]]:
-    """Held-out rows whose questions training asks as well, each with the first such row of training.
+    """Held-out rows whose questions training asks as well, each with the first training row that asks it.
 
-    First those with exactly the same question, then those where it differs in case, spaces and punctuation only.
+    First the exact duplicates, then the ones that differ only in case, spaces and punctuation.
     """
     asked = {row.question: row for row in reversed(train_rows)}
     exactly = [(row, asked[row.question]) for row in eval_rows if row.question in asked]
@@ -109,15 +109,15 @@ def shared_questions(
 
 
 def normalise(question: str) -> str:
-    r"""A question without what two copies of it can differ in: case, spaces, punctuation, thousands commas, LaTeX's \$.
+    r"""Remove everything that can differ between copies of a question: case, spaces, punctuation, 1,000s commas, \$.
 
-    What a formula means is kept: operators, brackets and the points of decimals.
+    Everything with a meaning in formulas is kept: operators, brackets and decimal points.
 
     >>> normalise("He  paid $1,080.50;\nHow much is $x + \\left(2\\right)$?"), normalise("2-3") == normalise("2+3")
     ('he paid 1080.50 how much is x+(2)', False)
     """
     text = unicodedata.normalize("NFKC", question).casefold()
-    if "\\" in text or "$" in text:  # most texts hold neither, and training normalises all of them
+    if "\\" in text or "$" in text:  # most texts contain neither, and training normalises them all
         text = _SPACING.sub(" ", text)
     if "," in text:
         text = _THOUSANDS.sub("", text)

@@ -1,4 +1,4 @@
-"""Rows of a JSONL file, each with its place, or with what is wrong there in the place of the row."""
+"""Rows of a JSONL file, each with its place in the file, or an error in the place of an unusable row."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from harness.base.terminal import printable
 
 Fields = dict[str, type | tuple[type, ...]]
 
-# What other files begin with
+# The first bytes of other file formats
 _FORMATS = {
     b"PAR1": "a Parquet file",
     b"\x1f\x8b": "a compressed file",
@@ -20,18 +20,18 @@ _FORMATS = {
     b"\xff\xfe": "text in UTF-16",
     b"[": "one JSON array, and a row must be a JSON object of its own",
 }
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # with which some programs begin UTF-8
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs write it at the start of UTF-8 files
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
 
 class Row(dict):
-    """A row of data that knows where it is from, for error messages, and its question once the task has asked it."""
+    """A row of data with its origin, for error messages, and its question once the task has asked it."""
 
     place, question = "a row", ""  # the place is file and line
 
 
 class FieldsError(UserError):
-    """A row that lacks a field, or has something in it that cannot be used."""
+    """A row that lacks a field, or has an unusable value in a field."""
 
     def __init__(self, row: Row, problem: str):
         super().__init__(f"{row.place}: {problem}")
@@ -39,8 +39,8 @@ class FieldsError(UserError):
 
 
 def read_jsonl(path: Path) -> Iterator[Row | UserError]:
-    """The rows of a file in their order; in the place of a line that is no row, the error that says why."""
-    file = shown(path)  # once: for every row it would take longer than reading them
+    """The rows of a file in order; an unusable line yields the error that explains it."""
+    file = shown(path)  # once: doing this for every row would take longer than reading the rows
     if path.is_dir():
         raise UserError(f"{file}: there is no such file, but a directory: name one of its files")
     if not path.is_file():
@@ -87,7 +87,7 @@ def placed(fields: dict, place: str) -> Row:
 
 
 def find_problem(row: dict, fields: Fields) -> str | None:
-    """What keeps a row from having the fields that it must have, with values of their types; None if it has them."""
+    """Explain why a row lacks the required fields or types; None if the row is fine."""
     for field, wanted in fields.items():
         if field not in row:
             return f"the field {field!r} is missing (there are: {printable(', '.join(row), 200)})"
@@ -101,7 +101,7 @@ def find_problem(row: dict, fields: Fields) -> str | None:
 
 
 def is_empty(value: object) -> bool:
-    """Whether a gold answer is none: no text, none behind GSM8K's ####, or a list of nothing else.
+    """Whether a gold answer is empty: no text, no text after GSM8K's ####, or a list with nothing else.
 
     >>> [is_empty(value) for value in ("", " ", "2+2=4\\n#### ", [], ["", " "], None, 0, "#### 4")]
     [True, True, True, True, True, True, False, False]
@@ -112,7 +112,7 @@ def is_empty(value: object) -> bool:
 
 
 def _is_usable(value: object, wanted: type | tuple[type, ...]) -> bool:
-    """Whether a value is of a wanted type, and JSON: without NaN, infinities, and halves of a surrogate pair."""
+    """Whether a value has a wanted type and fits in JSON: no NaN, no infinities, no halves of a surrogate pair."""
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     if type(value) not in wanted and not (type(value) is int and float in wanted):  # not isinstance: bool is an int
         return False

@@ -20,21 +20,21 @@ from harness.base.terminal import describe_error, say, short
 from harness.data.rows import Row, find_problem
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
-# Names of other metrics, and beginnings of such names, which a description cannot have.
+# Names of other metrics, or their beginnings, which a description cannot use.
 TAKEN = {"length", "length_right", "length_wrong", "turns", "stopped", "truncated", "called", "unaided"}
 TAKEN |= {"failed_searches"} | {f"{outcome}_calls" for outcome in OUTCOMES}
 TAKEN_PREFIXES = ("accuracy", "reward_", "pass@")
-PATIENCE = 10  # seconds that a call of a task's function may take before the user is told
+PATIENCE = 10  # seconds that a call of a task's function takes before the user is told
 
 
 class TaskError(UserError):
-    """A fault of a task's functions; a run that it ends can be resumed once it is corrected."""
+    """A fault in a task's functions; after a correction, the interrupted run can be resumed."""
 
 
 class Task:
-    """The functions and constants of a task's file; a UserError says what it lacks, or what cannot be used.
+    """The functions and constants of a task's file; a UserError says what is missing or unusable.
 
-    `weights` are NAME=NUMBER, as in `--reward-weight`; `more_weights` those of components that the experiment gives.
+    `weights` are NAME=NUMBER, as in `--reward-weight`; `more_weights` belong to components that the experiment adds.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class Task:
             if not callable(getattr(module, function, None)):
                 raise UserError(f"{self}: it defines no function {function}({arguments})")
         self.weights = self._read_weights(weights, more_weights or {})
-        self._components = module.REWARD_WEIGHTS.keys()  # those that its own `reward` gives
+        self._components = module.REWARD_WEIGHTS.keys()  # those that the task's `reward` returns
         self.system_prompt: str = self._constant("SYSTEM_PROMPT", str, "")
         self.fields: dict[str, type | tuple[type, ...]] = self._constant("FIELDS", dict, {})
         self.kind_fields: tuple[str, ...] = self._constant("KIND_FIELDS", tuple, ())
         self.path = Path(module.__file__)
         self.train_data = find_source(getattr(module, "TRAIN_DATA", None), self.path, f"{self}: TRAIN_DATA")
         self.eval_data = find_source(getattr(module, "EVAL_DATA", None), self.path, f"{self}: EVAL_DATA")
-        self.data, self.held_out_data = None, None  # the files that are used, filled by `load_task` like the rows
-        self.tools: list[dict] | None = None  # schemas of those that every prompt presents
+        self.data, self.held_out_data = None, None  # the files in use, set by `load_task` like the rows
+        self.tools: list[dict] | None = None  # JSON schemas that every prompt presents
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
-        self.fits_context = False  # whether it is known that all rows do
-        self._has_warned = False  # of a number that is not finite
-        self._described: set[str] | None = None  # the names that `describe` gave the first time
-        self._running: tuple[float, str, Row] | None = None  # since when which function has been running, of which row
+        self.fits_context = False  # whether all rows are known to fit
+        self._has_warned = False  # about a number that is not finite
+        self._described: set[str] | None = None  # the names that `describe` returned the first time
+        self._running: tuple[float, str, Row] | None = None  # start, name and row of the running function
         self._watcher: threading.Thread | None = None
 
     def __str__(self) -> str:
@@ -94,16 +94,16 @@ class Task:
         return rewards
 
     def prepare(self, rows: list[dict], texts: list[str]) -> None:
-        """Tell the task of completions that it will be asked to reward, if it defines `prepare`."""
+        """Announce completions that are about to be rewarded, if the task defines `prepare`."""
         if rows and hasattr(self._module, "prepare"):
             self._call("prepare", rows, texts)
 
     def note(self) -> str | None:
-        """What the task wants the user to know before a run, if it defines `note`."""
+        """A message for the user before a run, if the task defines `note`."""
         return self._call("note", kind=str | None, what="a str or None") if hasattr(self._module, "note") else None
 
     def describe(self, row: dict, text: str) -> dict[str, float]:
-        """What else the task measures of a completion; empty if it defines no `describe`."""
+        """Other measures of a completion; empty if the task defines no `describe`."""
         if not hasattr(self._module, "describe"):
             return {}
         found = self._call("describe", row, text, kind=dict, what="a dict of numbers")
@@ -116,7 +116,7 @@ class Task:
         return {name: self._number("describe", row, name, value) for name, value in found.items()}
 
     def solution(self, row: dict) -> str | None:
-        """A completion that earns the reward of a row; None if the task defines no `solution`, or knows none."""
+        """A completion that earns the reward of a row; None if the task has no `solution`, or returns none."""
         known = hasattr(self._module, "solution")
         return self._call("solution", row, kind=str | None, what="a str") if known else None
 
@@ -130,18 +130,18 @@ class Task:
         return hasattr(self._module, "vote")
 
     def vote(self, row: dict, text: str) -> str | None:
-        """What a completion answers, in one spelling, for tasks that define `vote`; None: nothing."""
+        """The answer in a completion, in one spelling, for tasks that define `vote`; None: no answer."""
         return self._call("vote", row, text, kind=str | None, what="a str or None")
 
     def tally(self, row: dict, text: str) -> dict[str, list[bool]]:
-        """Verdicts on a completion, by name, whose shares over all questions are figures of an evaluation."""
+        """Verdicts on a completion, by name; an evaluation reports their shares over all questions."""
         known = hasattr(self._module, "tally")
         return self._call("tally", row, text, kind=dict, what="a dict of lists") if known else {}
 
     def right_answer(self, row: dict) -> object:
-        """The answer to a row, for people: what its solution answers; where the task defines none, its field `answer`.
+        """The answer to a row, for people: the answer in its solution or, without a solution, its field `answer`.
 
-        What a completion answers is told by `vote`, else by its only `<answer>`; the rest is shown as it is.
+        The answer is read by `vote`, otherwise from the only `<answer>`; any other text is shown as it is.
         """
         text = self.solution(row)
         if text is None:
@@ -160,24 +160,24 @@ class Task:
         self._has_warned = False
 
     def question(self, row: dict) -> str:
-        """What a row asks, for people: the last turn."""
+        """The question of a row, for people: the last turn."""
         return self.messages(row)[-1]["content"]
 
     def kind(self, row: dict) -> tuple:
-        """What kind of question a row asks."""
+        """The kind of question in a row."""
         return tuple(repr(row.get(field)) for field in self.kind_fields)
 
     def _call(self, function: str, *arguments, kind: type | UnionType = object, what: str = ""):
-        """What a function of the file returns, which must be of a kind, in words `what`."""
+        """Call a function of the file; its result must have the type `kind`, which `what` describes in words."""
         first = arguments[0] if arguments else {}
-        row = first if isinstance(first, dict) else first[0]  # `prepare` is told of many
+        row = first if isinstance(first, dict) else first[0]  # `prepare` gets many rows
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, daemon=True)
             self._watcher.start()
         self._running = (time.monotonic(), function, row)
         try:
             found = getattr(self._module, function)(*arguments)
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # user code can raise anything
             raise self._error(function, row, f"raised {describe_error(error, self._module)}") from error
         finally:
             self._running = None
@@ -186,7 +186,7 @@ class Task:
         return found
 
     def _watch(self) -> None:
-        """Tell the user, once, of each call that has been running for long; a thread, as user code may use SIGALRM."""
+        """Tell the user once about each call that takes long; uses a thread, because user code may use SIGALRM."""
         told = None
         while True:
             running = self._running
@@ -202,13 +202,13 @@ class Task:
         raise self._error(function, row, f"gives {name!r} the value {short(value)}, which is not a number")
 
     def _tell(self, function: str, row: dict, problem: str) -> None:
-        say(str(self._error(function, row, problem)), sys.stderr, anyway=True)  # another process does not know it
+        say(str(self._error(function, row, problem)), sys.stderr, anyway=True)  # other processes cannot know this
 
     def _error(self, function: str, row: dict, problem: str) -> TaskError:
         return TaskError(f"{self}: {function} of {getattr(row, 'place', 'a row')} {problem}")
 
     def _read_weights(self, given: tuple[str, ...], more_weights: dict[str, float]) -> dict[str, float]:
-        """The weights of all reward components: the task's own, those of the experiment, and as `given`."""
+        """The weights of all reward components: the task's, then the experiment's, then those `given` by the user."""
         own = getattr(self._module, "REWARD_WEIGHTS", None)
         if not isinstance(own, dict) or not own or not all(map(is_finite, own.values())):
             raise UserError(f"{self}: REWARD_WEIGHTS must be a dict of a number for each component, not {short(own)}")
@@ -231,22 +231,22 @@ class Task:
 
 
 def import_task(config: RunConfig, more_weights: dict[str, float] | None = None) -> Task:
-    """The task that `--task` names, with its weights and without its rows."""
+    """The task that `--task` names, with its weights but without its rows."""
     return task_of(config.task, config.reward_weight, more_weights)
 
 
 def task_of(name: str, weights: tuple[str, ...] = (), more_weights: dict[str, float] | None = None) -> Task:
-    """The task of this name or path; arguments and errors are those of `Task`."""
+    """The task with this name or path; arguments and errors are the same as for `Task`."""
     return Task(import_named(name), shown(name), weights, more_weights)
 
 
 def bundled_tasks() -> list[str]:
-    """The names of the files of tasks; a package there is a part of a task, or a program."""
+    """The names of the task files; a package among them is a part of a task, or a program."""
     return sorted(path.stem for path in BUNDLED.glob("*.py") if path.stem != "__init__")
 
 
 def import_named(name: str) -> ModuleType:
-    """The module that `--task` names: a bundled one, or a file of the user."""
+    """The module that `--task` names: a bundled one, or a user's file."""
     bundled = bundled_tasks()
     if name in bundled:
         return importlib.import_module(f"tasks.{name}")
@@ -256,31 +256,31 @@ def import_named(name: str) -> ModuleType:
     return _import_once(path.resolve(), path.stat().st_mtime_ns, name)
 
 
-@functools.cache  # the command line and the run ask for the same file
+@functools.cache  # the command line and the run both ask for this file
 def _import_once(path: Path, _changed_at: int, name: str) -> ModuleType:
     return import_file(path, "task", name)[0]
 
 
 def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
-    """A user's file, which `--<flag>` calls `name`, as a module, and its content; UserError if its import fails."""
+    """Import a user's file, which `--<flag>` calls `name`; returns module and content, UserError if that fails."""
     module = ModuleType(f"{flag}_{path.stem}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look their module up there
+    sys.modules[module.__name__] = module  # dataclasses and pickle look up their module there
     try:
-        # not by an import loader: it would take bytecode of an older version that was written in the same second
+        # not by an import loader, which would use bytecode of an older version written in the same second
         source = path.read_bytes()
         exec(compile(source, path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+    except (Exception, SystemExit) as error:  # user code can raise anything
         raise UserError(f"--{flag} {name}: the file cannot be imported: {describe_error(error, module)}") from error
     return module, source
 
 
 def suggest_task(row: Row, name: str) -> str:
-    """The end of a sentence about a row that a bundled task, `name`, cannot use: which ones can; empty if none can."""
+    """Ends a sentence about a row that the bundled task `name` cannot use: names the tasks that can; may be empty."""
     bundled = bundled_tasks()
     fitting = []
-    for other in map(task_of, bundled if name in bundled else ()):  # a user's own task is no mistake
-        with suppress(UserError):  # its functions can do nothing with such a row
+    for other in map(task_of, bundled if name in bundled else ()):  # a user's own task is not a mistake
+        with suppress(UserError):  # its functions cannot handle such a row
             if find_problem(row, other.fields) is None and other.solves(row):
                 fitting.append(str(other))
     return f"; rows like this one are those of {' or '.join(fitting)}" if fitting else ""

@@ -1,4 +1,4 @@
-"""Inference engines: vLLM, asked over HTTP, with the weights of the policy.
+"""Inference engines: vLLM over HTTP, with the policy's weights.
 
 Read engine.py first, then vllm.py.
 """

@@ -1,8 +1,8 @@
-"""Sampling by an inference engine: a server that holds a copy of the policy's weights, and answers in token ids.
+"""Sampling by an inference engine: a server that holds a copy of the policy's weights and answers in token ids.
 
-Three things can go wrong without an error: the engine samples with old weights, its log-probs are those of another
-distribution, or what it sampled is not what is trained on. So weights are pushed whenever they have changed, log-probs
-are compared with the trainer's by whoever trains, and every answer is checked here.
+Three things can go wrong without an error: the engine samples with old weights, it returns log-probs of another
+distribution, or training does not use the tokens that it sampled. So weights are pushed after every change, the
+training code compares log-probs with the trainer's, and this class checks every answer.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from common.trajectory import Trajectory
 from harness.engines.folder import export
 from harness.engines.vllm import VLLM, Completion
 
-MOST_REQUESTS = 64  # at the same time, one for each prompt; the engine makes batches of them
-SEEDS = 2**62  # that prompts are given; completion j of a prompt has its seed + j
-ROUNDING = 1e-4  # nats that rounding can put a log-prob above 0
+MOST_REQUESTS = 64  # at the same time, one per prompt; the engine batches them
+SEEDS = 2**62  # range of seeds for prompts; completion j of a prompt has its seed + j
+ROUNDING = 1e-4  # nats that rounding can lift a log-prob above 0
 
 
 class Sampling(NamedTuple):
-    """Trajectories that an engine works on, in the background."""
+    """Trajectories that an engine is generating in the background."""
 
     engine: "Engine"
     future: "Future[list[Trajectory]]"
     seconds: dict[str, float]
 
     def result(self) -> list[Trajectory]:
-        """The trajectories of this rank, when they are complete. All ranks call it together; if one fails, all do."""
+        """Wait for the trajectories of this rank. All ranks call it together; if one fails, all do."""
         rows, error = [], None
         try:
             rows = self.future.result()
@@ -49,28 +49,28 @@ class Sampling(NamedTuple):
 
 
 class Engine:
-    """An inference engine at http://host:port. Its `sample` can be used in place of `common.sampling.sample`.
+    """An inference engine at http://host:port. Its `sample` can replace `common.sampling.sample`.
 
-    Weights of `dtype` are written for it into `folder`, which it must see under the same path.
+    Weights of `dtype` are written into `folder`, which the engine must see under the same path.
     """
 
-    length_flag = "--max-model-len"  # of the server, for `max_length`
+    length_flag = "--max-model-len"  # the server's flag for `max_length`
 
     def __init__(self, url: str, folder: Path, dtype: torch.dtype = torch.float32):
         self.server = VLLM(url, dtype)
         self.folder, self.dtype = folder, dtype
-        self.max_length = self.server.max_length  # of a prompt and its completion
-        self.seconds = {"weights": 0.0, "generation": 0.0}  # of the samples whose `result` was the last one
-        self._holds: object = None  # which weights the engine has, see `fingerprint`; None: not known
-        self._newest: Future = Future()  # what the engine works on
+        self.max_length = self.server.max_length  # prompt plus completion
+        self.seconds = {"weights": 0.0, "generation": 0.0}  # for the samples whose `result` was the last one
+        self._holds: object = None  # the engine's weights, see `fingerprint`; None: unknown
+        self._newest: Future = Future()  # the sampling in progress
         self._newest.set_result([])
 
     def sample(self, policy: Policy, prompts: list[list[int]], group_size: int, **settings) -> list[Trajectory]:
-        """Sample `group_size` completions of every prompt: see `common.sampling.sample`, with these differences.
+        """Sample `group_size` completions of every prompt like `common.sampling.sample`, with these differences:
 
-        Random numbers are the engine's: one seed per prompt, from `key` and the prompt's index, plus the completion's
-        index. `generation_batch_size` has no effect: the engine makes its own batches. Under `top_p` below 1,
-        log-probs recorded by vLLM are those of the tokens that could be drawn.
+        Random numbers come from the engine: one seed per prompt, from `key` and the prompt's index, plus the
+        completion's index. `generation_batch_size` has no effect: the engine forms its own batches. Under `top_p` below
+        1, vLLM records the log-probs of the truncated distribution.
         """
         return self.begin(policy, prompts, group_size, **settings).result()
 
@@ -89,10 +89,10 @@ class Engine:
         push: bool = True,
         **_,
     ) -> Sampling:
-        """`sample` in the background: returns as soon as the engine has the weights, which may change from then on.
+        """`sample` in the background: returns as soon as the engine has the weights, which may then change.
 
-        A call waits for the one before. All ranks call it together. Without `push` the engine samples with the weights
-        that it has, unless it has none yet.
+        A call waits for the previous one. All ranks call it together. Without `push` the engine keeps its current
+        weights, unless it has none yet.
         """
         trajectories = begin_rows(prompts, group_size, prompt_index, rows)
         longest = max(map(len, prompts), default=0)
@@ -101,7 +101,7 @@ class Engine:
                 f"{self.server.about} takes sequences of up to {self.max_length} tokens, not a prompt of "
                 f"{longest} and a completion of up to {max_new_tokens}: start it with a longer {self.length_flag}"
             )
-        wait([self._newest])  # the engine must not be given weights while it samples
+        wait([self._newest])  # the engine must not receive weights while it samples
         seconds, began = {"weights": 0.0, "generation": 0.0}, time.perf_counter()
         if (push or self._holds is None) and self.push(policy):
             seconds["weights"] = time.perf_counter() - began
@@ -117,16 +117,16 @@ class Engine:
         return Sampling(self, self._newest, seconds)
 
     def push(self, policy: Policy) -> bool:
-        """Give the engine the policy's weights, if it does not have them; whether that was needed.
+        """Give the policy's weights to the engine if it has others; returns whether that was necessary.
 
-        All ranks call it together; the main one writes the weights, and the others wait.
+        All ranks call it together; the main rank writes the weights while the others wait.
         """
-        from safetensors import SafetensorError  # of a full disk
+        from safetensors import SafetensorError  # raised on a full disk
 
         mark = fingerprint(policy)
-        if not any(gather(mark != self._holds)):  # the same on all ranks, of which none samples any more
+        if not any(gather(mark != self._holds)):  # the same on all ranks; none of them is still sampling
             return False
-        self._holds, error = None, None  # a push that fails can leave a part of the new weights, or none at all
+        self._holds, error = None, None  # a failed push can leave some of the new weights, or none at all
         if is_main():
             try:
                 export(policy, self.folder, self.dtype)
@@ -141,11 +141,11 @@ class Engine:
         return True
 
     def costs(self) -> dict[str, float]:
-        """Seconds for the weights and for the generation of the samples whose `result` was the last one."""
+        """Seconds spent on weights and on generation, for the samples whose `result` was the last one."""
         return {f"time/{name}": seconds for name, seconds in self.seconds.items()}
 
     def close(self) -> None:
-        """Let requests that still wait for an answer end."""
+        """End the requests that are still waiting for an answer."""
         self.server.close()
 
     async def _answer(
@@ -170,7 +170,7 @@ class Engine:
         return [row for group in groups for row in group]
 
     def _check(self, completion: Completion, max_new_tokens: int, end_of_turn_ids: list[int], num_ids: int) -> None:
-        """Raise EngineError if the completion cannot be what was sampled."""
+        """Raise EngineError if the completion cannot be a valid sample."""
         ids, log_probs, has_stopped = completion
         ends = [position for position, token in enumerate(ids) if token in end_of_turn_ids]
         for is_right, what in (
@@ -189,17 +189,17 @@ class Engine:
 
 
 def raise_together(error: EngineError | None) -> None:
-    """Raise the error of this rank, or else the first one of another. All ranks call it together."""
+    """Raise this rank's error, or else the first error of another rank. All ranks call it together."""
     for sentence in gather(None if error is None else str(error)):
         if sentence is not None:
             raise EngineError(sentence) from error
 
 
 def fingerprint(policy: Policy) -> tuple:
-    """Changes whenever a weight does: torch counts the writes into each tensor, and another one is elsewhere.
+    """Changes whenever a weight does: torch counts the writes to each tensor, and a new tensor has a new address.
 
-    Not counted are writes past autograd (`weight.data.copy_`), and memory can be used again: so a few numbers of each
-    weight are in it, too.
+    Writes that bypass autograd (`weight.data.copy_`) are not counted, and memory can be reused, so a few values of each
+    weight are included, too.
     """
     weights = list(policy.parameters())
     numbers = [weight.detach().flatten()[:: max(1, weight.numel() // 64)].double().sum() for weight in weights]
@@ -208,5 +208,5 @@ def fingerprint(policy: Policy) -> tuple:
 
 
 def seed_of(key: tuple[int, ...], row: Trajectory) -> int:
-    """The seed of a row: that of its prompt plus its completion's index. Those of two prompts are far apart."""
+    """The seed of a row: its prompt's seed plus the completion's index. The seeds of two prompts are far apart."""
     return int(keyed_generator("engine", *key, row.prompt_index).integers(SEEDS)) + row.completion_index

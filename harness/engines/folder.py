@@ -1,4 +1,4 @@
-"""Weights of a policy as a folder that an inference engine loads."""
+"""Writes a policy's weights as a folder that an inference engine can load."""
 
 import copy
 import shutil
@@ -11,11 +11,11 @@ from common.policy import Policy
 
 @torch.no_grad()
 def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write the policy's model as a Hugging Face directory, with any adapter merged, and with an LM head of its own.
+    """Write the policy's model as a Hugging Face directory, with any adapter merged and with a separate LM head.
 
-    Embeddings that are tied are written twice, because engines that load a new checkpoint into a running server do not
-    all tie them again: vLLM 0.32 on a CPU kept the old head, without an error. The folder is replaced, no file in it
-    written over: the engine may still have the old ones open.
+    Tied embeddings are written twice, because not every engine ties them again when it loads a new checkpoint into a
+    running server: vLLM 0.32 on a CPU kept the old head, without an error. The folder is replaced rather than
+    overwritten file by file: the engine may still have the old files open.
     """
     has_adapter = getattr(policy.model, "peft_config", None) is not None
     model = policy.model.get_base_model() if has_adapter else policy.model
@@ -23,23 +23,23 @@ def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> 
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
     shutil.rmtree(folder, ignore_errors=True)
-    shell = copy.copy(model)  # says what the weights below are, not what they are computed from
+    shell = copy.copy(model)  # describes the weights that are written, not the ones that they are computed from
     shell.hf_quantizer, shell.config = None, copy.deepcopy(model.config)
     shell.config.tie_word_embeddings = shell.config.get_text_config().tie_word_embeddings = False
     if hasattr(shell.config, "quantization_config"):
         del shell.config.quantization_config
-    # in the processor's memory: a GPU may have no room for another copy
+    # in CPU memory: a GPU may have no room for another copy
     shell.save_pretrained(folder, state_dict={name: weight.to("cpu", dtype) for name, weight in weights.items()})
-    shell.config.dtype = dtype  # only now: it was written with that of the model
+    shell.config.dtype = dtype  # only now: save_pretrained wrote the model's own dtype
     shell.config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
 
 
 def merged_weights(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights of a model into which adapters are injected, by their names without: W + (alpha / r) B A.
+    """The weights of a model with injected adapters, under the names that they have without: W + (alpha / r) B A.
 
-    Quantised weights are unpacked, so that a sum is what its layer computes with, up to rounding. A sum is computed in
-    float32, and kept in `dtype` in the processor's memory.
+    Quantised weights are unpacked, so that a sum equals the weights that its layer uses, up to rounding. A sum is computed
+    in float32 and kept as `dtype` in CPU memory.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.integrations import dequantize_module_weight

@@ -34,7 +34,7 @@ LOG = "engine.log"
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(RunConfig):
-    """What an experiment needs in addition if an engine samples for it."""
+    """The additional settings of an experiment that samples with an engine."""
 
     # address of a vLLM server that runs, such as http://127.0.0.1:8000; None: one is started with --engine-start
     engine_url: OfEngine[str | None] = None
@@ -46,11 +46,11 @@ class EngineConfig(RunConfig):
 
 
 def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> Engine:
-    """The engine that `config` names, which is started first if it says so, and ends with the run."""
+    """The engine that `config` names; it is started if `config` says so, and ends with the run."""
     if requested_launch().sharding is not None:
         raise UserError("experiment_engine pushes whole weights to its engine: start it without FSDP and DeepSpeed")
     folder, dtype = run.directory / "engine", DTYPES[config.engine_dtype or config.dtype]
-    servers: list[ChildServer] = []  # of the main process
+    servers: list[ChildServer] = []  # only on the main process
     if is_main():
         run.contexts.callback(shutil.rmtree, folder, ignore_errors=True)  # as large as the model
 
@@ -64,7 +64,7 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
         except UserError as error:
             if not log.exists() or not log.stat().st_size:
                 raise
-            kept = Path(tempfile.mkdtemp(prefix="engine-")) / LOG  # the directory of a new run is removed
+            kept = Path(tempfile.mkdtemp(prefix="engine-")) / LOG  # the directory of a new run is removed if it fails
             shutil.copyfile(log, kept)
             raise UserError(str(error).replace(str(log), str(kept))) from error
         run.contexts.enter_context(closing(servers[0]))
@@ -77,28 +77,28 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
         engine.server.ending = partial(server.ending, within=5.0)
     run.contexts.enter_context(closing(engine))
     check_context(config, task, policy, engine)
-    task.fits_context = True  # no evaluation need look again
+    task.fits_context = True  # evaluations need not check again
     return engine
 
 
 def server_command(start: str, flags: list[str]) -> list[str]:
-    """The Python of `start` (--engine-start) with `flags`. Those of `start` come last, and win."""
+    """The Python of `start` (--engine-start) with `flags`. The flags in `start` come last and win."""
     words = shlex.split(start)
     split = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
     return [*words[:split], *flags, *words[split:]]
 
 
 def compare_with_engine(config: EngineConfig, experience: Experience) -> dict[str, float]:
-    """How far the engine's log-probs are from the trainer's, over all action tokens; too far is an EngineError."""
+    """Measure how far the engine's log-probs are from the trainer's, over all action tokens; EngineError if too far."""
     mask = experience.action_mask.bool()
-    weights = experience.importance_weights[mask]  # in float32, to which clamping has rounded the cap, too
+    weights = experience.importance_weights[mask]  # in float32, because clamping has also rounded the cap to float32
     difference = (experience.old_log_probs - experience.sampler_log_probs)[mask].abs()
     is_capped = weights >= config.importance_cap if config.importance_cap else torch.zeros_like(weights)
     parts = gather([len(weights), *(float(values.double().sum()) for values in (difference, is_capped))])
     count, *sums = (sum(values) for values in zip(*parts, strict=True))
     mean, capped = (value / count for value in sums)
     limit = sampling_limit(config)
-    if not mean <= limit:  # also if it is not a number; on all ranks alike, which together keep their progress
+    if not mean <= limit:  # also for NaN; all ranks agree, and save their progress together
         raise EngineError(
             f"the log-probs of the engine differ from the trainer's by {mean:.2g} nats on average, with {limit:g} as "
             "the limit: it does not have the policy's weights, or the temperature is not in its log-probs "

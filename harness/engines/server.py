@@ -1,7 +1,7 @@
-"""An inference server as a child process, which ends with the run, however that ends.
+"""An inference server as a child process that ends with the run, however the run ends.
 
-Between the two is a guard, `python -m harness.engines.server RUN COMMAND`: a small process that starts COMMAND, and
-ends all processes of it as soon as the process RUN has ended, also by SIGKILL, or when it is sent SIGTERM.
+A guard process stands between the two: `python -m harness.engines.server RUN COMMAND`. It starts COMMAND, and ends all
+processes of COMMAND when it receives SIGTERM or when the process RUN has ended, even by SIGKILL.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ import psutil
 
 from common.errors import UserError
 
-PATIENCE = 5.0  # seconds that the processes of a server may take to end after SIGTERM
-INTERVAL = 0.1  # seconds between two looks at a process
-PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
+PATIENCE = 5.0  # seconds that the server's processes may take to end after SIGTERM
+INTERVAL = 0.1  # seconds between two checks of a process
+PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
 
 
 class ChildServer:
-    """A server that is started, healthy when the constructor returns, and ended with all its processes by `close`.
+    """A server that is healthy when the constructor returns; `close` ends it with all its processes.
 
-    It ends also when this process is killed. Ctrl-C in a terminal does not reach it.
+    It also ends when this process is killed. Ctrl-C in a terminal does not reach it.
 
     Args:
-        port: of 127.0.0.1, on which `command` will answer GET /health with status 200.
-        log: what the server writes is appended to it.
-        environment: what the server's environment has besides that of this process.
-        patience: seconds that it may take to become healthy.
+        port: the port of 127.0.0.1 where `command` will answer GET /health with status 200.
+        log: the server's output is appended to this file.
+        environment: added to this process's environment for the server.
+        patience: seconds that the server may take to become healthy.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ChildServer:
             self._guard = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(self._run), *command],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-                env={"PYTHONUNBUFFERED": "1", **os.environ, **environment},  # or its last words are lost
+                env={"PYTHONUNBUFFERED": "1", **os.environ, **environment},  # otherwise its last lines are lost
             )  # fmt: skip
         try:
             self._wait_for_health(port, patience)
@@ -62,19 +62,19 @@ class ChildServer:
     def ending(self, within: float = 0.0) -> str | None:
         """How the server ended within some seconds, e.g. "was killed (SIGKILL)"; None while it runs.
 
-        A connection to a server that was killed breaks before this is known.
+        A connection to a killed server can break before this reports anything.
         """
         try:
             status = self._guard.wait(within)
         except subprocess.TimeoutExpired:
             return None
-        number = status - 128 if status > 128 else -status  # of a signal
+        number = status - 128 if status > 128 else -status  # the number of a signal
         if number in signal.valid_signals():
             return f"was killed ({signal.Signals(number).name})"
         return f"ended with status {status}"
 
     def _wait_for_health(self, port: int, patience: float) -> None:
-        import httpx2  # not above, where the guard would import it, too
+        import httpx2  # not at the top, where the guard would import it, too
 
         deadline = time.monotonic() + patience
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
@@ -88,14 +88,14 @@ class ChildServer:
         raise UserError(f"the server ({shorten(shlex.join(self._command), 100)}) {what}; {said}")
 
     def close(self) -> None:
-        """End all processes of the server, and wait until they have ended."""
-        if os.getpid() == self._run:  # and not in a forked child, which leaves the block, too
+        """End all processes of the server, and wait for them."""
+        if os.getpid() == self._run:  # not in a forked child, which also leaves the block
             self._guard.terminate()
             self._guard.wait()
 
 
 def telling_line(log: Path, start: int) -> str:
-    """The last line of a log, from byte `start` on, that names an error, or else the last one; no colors."""
+    """The last line of a log that names an error, from byte `start` on, or else the last line; without colors."""
     lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     lines = [line for line in lines if line.strip()] or [""]
     line = next((line for line in reversed(lines) if "Error" in line), lines[-1])
@@ -106,17 +106,17 @@ shorten = partial(textwrap.shorten, placeholder=" ...")
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nothing listens."""
+    """A port of 127.0.0.1 that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def guard(run: int, command: list[str]) -> int:
-    """The status of the command, or 128 + N if signal N has killed it, once none of its processes is left."""
+    """Returns the status of the command, or 128 + N if signal N killed it, once all its processes have ended."""
     stops: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
-    if sys.platform == "linux":  # orphans of the server become children of this process
+    if sys.platform == "linux":  # orphaned server processes become children of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     while server.poll() is None and not stops and os.getppid() == run:

@@ -3,7 +3,7 @@
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --dtype float32 \\
         --logprobs-mode processed_logprobs --max-model-len 512      # on a CPU also: --no-enable-chunked-prefill
 
-Development mode has the requests that load weights. Without processed log-probs, the temperature is not in them.
+Only development mode offers the requests that load weights. Without processed log-probs, they ignore the temperature.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from common.errors import EngineError
 T = TypeVar("T")
 
 TRIED = "0.32.0"
-HEALTH = 60.0  # seconds without an answer after which a server is asked whether it is alive, again and again
-ALIVE = 20.0  # seconds for it to say so, and to connect
+HEALTH = 60.0  # seconds without an answer before asking, again and again, whether the server is alive
+ALIVE = 20.0  # seconds to answer that, and to connect
 UNUSED = 2.0  # seconds that an unused connection is kept; vLLM closes it after 5
-INFO_SECONDS = 180.0  # for what a server says of itself: the first time it runs pip and other programs for that
-CACHE_SECONDS = 30.0  # to empty the cache of prompts, which waits for requests of others
-KEY = "VLLM_API_KEY"  # the variable that vLLM reads its own key from
+INFO_SECONDS = 180.0  # for the server's description of itself: the first request makes it run pip and other programs
+CACHE_SECONDS = 30.0  # to empty the prompt cache, which waits for other requests
+KEY = "VLLM_API_KEY"  # the variable from which vLLM reads its key
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, device: str) -> list[str]:
-    """Arguments of vLLM's Python that start a server of the weights in `folder`."""
+    """Arguments for vLLM's Python that start a server with the weights in `folder`."""
     given = {"model": folder, "served-model-name": "policy", "host": "127.0.0.1", "port": port}
     given |= {"dtype": str(dtype).removeprefix("torch."), "max-model-len": length}
     given |= {"logprobs-mode": "processed_logprobs", "generation-config": "vllm"}
@@ -44,23 +44,23 @@ def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, devic
 
 
 class RefusedError(EngineError):
-    """The engine has answered with an HTTP status of an error."""
+    """The engine answered with an HTTP error status."""
 
     status: int
 
 
 class Completion(NamedTuple):
-    """One completion of a prompt, as it was answered."""
+    """One completion of a prompt, as the server returned it."""
 
     ids: list[int]
-    log_probs: list[float]  # nats, one for each id, under what they were drawn from
-    has_stopped: bool  # with an end-of-turn token; else the budget was used up
+    log_probs: list[float]  # nats, one for each id, under the sampling distribution
+    has_stopped: bool  # ended by an end-of-turn token; else the budget was used up
 
 
 class VLLM:
     """A server in development mode and with processed log-probs.
 
-    Requests run in a thread of their own, any number of them at the same time.
+    Requests run in a separate thread, any number of them at the same time.
     """
 
     def __init__(self, url: str, dtype: torch.dtype):
@@ -72,14 +72,14 @@ class VLLM:
             is_address = False
         if not is_address:
             raise EngineError(f"{url} is not the address of an engine, such as http://127.0.0.1:8000")
-        self.about = f"the engine at {url}"  # how sentences name it
-        self.ending: Callable[[], str | None] = lambda: None  # how a server of this run has ended; None: it runs
+        self.about = f"the engine at {url}"  # its name in messages
+        self.ending: Callable[[], str | None] = lambda: None  # how this run's server ended; None: it is running
         self._http = httpx2.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY, "").strip()) else {},
             timeout=httpx2.Timeout(ALIVE, read=None),
             limits=httpx2.Limits(max_connections=None, keepalive_expiry=UNUSED),
-            verify=httpx2.create_ssl_context(),  # with the certificates that the environment names
+            verify=httpx2.create_ssl_context(),  # with the certificates of the environment
             trust_env=False,  # but not through its proxy
         )
         self._loop = asyncio.new_event_loop()
@@ -88,12 +88,12 @@ class VLLM:
         self._check(dtype)
 
     def _check(self, dtype: torch.dtype) -> None:
-        """Refuse a server with other settings than are needed."""
+        """Refuse a server with unsuitable settings."""
         version = self._request("GET", "/version", seconds=ALIVE).get("version")
         self.about += f" (vLLM {version}; tried with {TRIED})"
         try:
             model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]
-            self._model, self.max_length = model["id"], int(model["max_model_len"])  # of a prompt and its completion
+            self._model, self.max_length = model["id"], int(model["max_model_len"])  # prompt plus completion
             path = "/server_info?config_format=json"
             settings = self._request("GET", path, seconds=INFO_SECONDS)["vllm_config"]
             found, mode = settings["model_config"]["dtype"], settings["model_config"]["logprobs_mode"]
@@ -111,11 +111,11 @@ class VLLM:
             own, wanted = (name.removeprefix("torch.") for name in (found, str(dtype)))
             remedy = f"give --engine-dtype {own}, or start it with --dtype {wanted}"
             raise EngineError(f"{self.about} computes in {found}, not in {dtype}: {remedy}")
-        if is_cpu and is_chunked:  # the first long prompt with a seed would end it
+        if is_cpu and is_chunked:  # the first long prompt with a seed would crash it
             raise EngineError(f"{self.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
     def load(self, folder: Path) -> None:
-        """Let the server take the weights in `folder`, and forget what it has computed with the ones before."""
+        """Make the server load the weights in `folder`, and drop everything that it computed with the old ones."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         try:
             self._request("POST", "/collective_rpc", body)
@@ -128,17 +128,17 @@ class VLLM:
             time.sleep(0.1)
 
     async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:
-        """Ask for completions of one prompt. Completion j has the seed + j; `settings` are the same for all prompts."""
-        is_greedy = settings["temperature"] == 0  # then vLLM takes one completion per request, and all would be equal
+        """Request completions of one prompt. Completion j has the seed + j; all prompts share `settings`."""
+        is_greedy = settings["temperature"] == 0  # vLLM then takes one completion per request; all would be equal
         body = settings | {
             "model": self._model,
             "prompt": prompt,
             "n": 1 if is_greedy else count,
             "seed": seed,
-            "ignore_eos": True,  # of the model's own: stop_token_ids are all that end a turn
-            "logprobs": 0,  # of the sampled token alone
+            "ignore_eos": True,  # the model's own ids: stop_token_ids are all that end a turn
+            "logprobs": 0,  # only the sampled token's
             "return_token_ids": True,
-            # What a server may have set otherwise for requests that do not say
+            # Defaults that a server may have changed for requests without these settings
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
@@ -170,7 +170,7 @@ class VLLM:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
-        """Let all requests that wait for an answer end."""
+        """End all requests that are waiting for an answer."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -179,7 +179,7 @@ class VLLM:
             await asyncio.gather(*others, return_exceptions=True)
             await self._http.aclose()
 
-        if self._thread.is_alive():  # not so in a forked process
+        if self._thread.is_alive():  # it does not run in a forked process
             self.submit(end()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -189,9 +189,9 @@ class VLLM:
         return self.submit(self._ask(method, path, body, seconds)).result()
 
     async def _ask(self, method: str, path: str, body: dict | None = None, seconds: float | None = None) -> dict:
-        """The JSON object that the server answers; EngineError if there is no answer, or another one.
+        """The JSON object that the server returns; EngineError if there is no answer, or a different one.
 
-        Without `seconds` it may take as long as the server says that it is alive.
+        Without `seconds` the request may take as long as the server reports that it is alive.
         """
         request = asyncio.create_task(self._http.request(method, path, json=body))
         try:

@@ -1,7 +1,7 @@
-"""The difference between two evaluations of the same questions, and the questions that make it.
+"""The difference between two evaluations of the same questions, and the questions behind it.
 
-Questions are the same if their rows hold the same, wherever they are from. Of two evaluations that share only some
-questions, these are compared, and it is said how many.
+Two questions are the same if their rows have the same content, whatever file they come from. If two evaluations share
+only some questions, only these are compared, and the program says how many.
 """
 
 import json
@@ -16,7 +16,7 @@ from harness.base.terminal import printable, say
 from harness.evaluation.figures import difference
 
 SHOWN = 5  # questions of each kind on the terminal
-# Settings beside the model that two evaluations should share
+# Settings other than the model that two evaluations should share
 WITH_CONSEQUENCES = (
     *("task", "system_prompt", "completion_prefix", "max_new_tokens", "temperature", "top_p", "seed", "dtype"),
     "load_in",
@@ -24,7 +24,7 @@ WITH_CONSEQUENCES = (
 
 
 def read_results(source: str, rows: list[str]) -> dict:
-    """results.json of another evaluation, given by its path or its directory, that asked some of the same `rows`."""
+    """The results.json of another evaluation, given by its path or directory, that asked some of the same `rows`."""
     path = Path(source).expanduser()
     path = path / "results.json" if path.is_dir() else path
     try:
@@ -41,7 +41,7 @@ def read_results(source: str, rows: list[str]) -> dict:
 
 
 def compare(other: dict, own: dict, seed: int) -> dict:
-    """The section `comparison` of results.json: own figures minus the other evaluation's, question by question."""
+    """The section `comparison` of results.json: our figures minus the other evaluation's, question by question."""
     there, here = _by_row(other), _by_row(own)
     pairs = [(there[key], here[key]) for key in here if key in there]
     before, after = zip(*pairs, strict=True)
@@ -78,7 +78,7 @@ def compare(other: dict, own: dict, seed: int) -> dict:
 
 
 def _by_row(results: dict) -> dict[tuple[str, int], dict]:
-    """The questions by the content of their row, and by which of the equal rows it is."""
+    """The questions, keyed by the content of their row and by its position among equal rows."""
     seen: Counter[str] = Counter()
     found = {}
     for entry in results["questions"]:
@@ -88,7 +88,7 @@ def _by_row(results: dict) -> dict[tuple[str, int], dict]:
 
 
 def show_comparison(comparison: dict) -> None:
-    """Print the differences, and the first of the questions whose greedy answer became right or wrong."""
+    """Print the differences, and the first questions whose greedy answer became right or wrong."""
     say(f"\ndifference to {comparison['with']}, over {comparison['questions']} questions that both asked:")
     if comparison["only_here"] or comparison["only_there"]:
         say(f"  {comparison['only_here']} questions were asked only here, {comparison['only_there']} only there")

@@ -1,9 +1,9 @@
-"""Asking all questions, and keeping every completion so that a kill loses at most those of one batch.
+"""Asking all questions, and saving every completion so that a kill loses at most one batch.
 
-First the greedy answer of every question, then the n samples of the first question, of the second, and so on. These are
-cut into batches of `--generation-batch-size`, which depend on the settings only, and completions.jsonl grows by one
-batch at a time. A program that is started again keeps the complete batches and computes the others as it would have
-done: same batches, same random numbers (keyed by seed, question and sample), same results.
+The order: first the greedy answer of every question, then the n samples of the first question, of the second, and so
+on. They are cut into batches of `--generation-batch-size`, which depend only on the settings, and completions.jsonl
+grows by one batch at a time. A restarted program keeps the complete batches and computes the others as it would have
+done before: same batches, same random numbers (keyed by seed, question and sample), same results.
 """
 
 import json
@@ -20,7 +20,7 @@ from harness.data.task import Task
 from harness.evaluation.figures import GREEDY
 from harness.logs.metrics import finite
 
-Batch = list[tuple[int, int]]  # question and sample of each completion, which are sampled at the same time
+Batch = list[tuple[int, int]]  # question and sample of each completion; all are sampled at the same time
 
 
 def make_batches(num_questions: int, num_samples: int, size: int) -> list[Batch]:
@@ -34,7 +34,7 @@ def make_batches(num_questions: int, num_samples: int, size: int) -> list[Batch]
 
 
 def ask(policy: Policy, task: Task, batch: Batch, config: ModelConfig) -> list[Trajectory]:
-    """The answers of one batch; random numbers as in a run's evaluation."""
+    """The answers of one batch, with random numbers as in a run's evaluation."""
     (first, sample), (last, _) = batch[0], batch[-1]
     start = max(0, sample)
     return ask_once(
@@ -53,9 +53,9 @@ def ask(policy: Policy, task: Task, batch: Batch, config: ModelConfig) -> list[T
 
 
 class Completions:
-    """completions.jsonl of an evaluation, up to the last complete one of all its batches.
+    """The completions.jsonl of an evaluation, up to the last complete batch.
 
-    What a kill has left behind that is removed when the next one is added.
+    An incomplete batch that a kill left behind is removed when the next one is added.
     """
 
     def __init__(self, path: Path, batches: list[Batch]):
@@ -72,7 +72,7 @@ class Completions:
 
     @property
     def left(self) -> list[Batch]:
-        """The batches that are not in the file yet."""
+        """The batches that are not yet in the file."""
         return self._batches[self.num_batches :]
 
     def add(self, answers: list[Trajectory]) -> None:
@@ -100,7 +100,7 @@ class Completions:
         self.num_batches += 1
 
     def __iter__(self) -> Iterator[dict]:
-        """The lines of complete batches, one after the other from the file."""
+        """The lines of complete batches, one by one from the file."""
         count = sum(map(len, self._batches[: self.num_batches]))
         if count:
             with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""failures.txt: the questions whose greedy answer is wrong, for people to read."""
+"""failures.txt: the questions with a wrong greedy answer, for people to read."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from harness.base.terminal import printable, visible
 from harness.data.task import Task
 from harness.evaluation.figures import Answer, Answers
 
-LONGEST = 4000  # characters of a completion that are shown; the rest is in completions.jsonl
+LONGEST = 4000  # characters of a completion that are shown; completions.jsonl has the rest
 KINDS = {"cut off": "ended by the budget", "no answer": "nothing that can be read as an answer", "wrong answer": ""}
 
 
 def failures(task: Task, answers: Answers) -> str:
-    """The page: how many failures of each kind there are, then one after the other."""
+    """The page: first how many failures there are of each kind, then every failure."""
     wrong = [index for index, answer in enumerate(answers.greedy) if answer.correct != 1]
     kinds = Counter(kind_of(answers.greedy[index]) for index in wrong)
     lines = [f"{len(wrong)} of {len(answers.greedy)} questions: the greedy answer is wrong", ""]
@@ -26,7 +26,7 @@ def failures(task: Task, answers: Answers) -> str:
 
 
 def kind_of(answer: Answer) -> str:
-    """Of a wrong answer."""
+    """The kind of a wrong answer."""
     if answer.is_cut_off:
         return "cut off"
     return "no answer" if answer.given is None else "wrong answer"

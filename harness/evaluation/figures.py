@@ -1,8 +1,8 @@
-"""All figures of an evaluation, from its completions: what results.json holds.
+"""All figures of an evaluation, computed from its completions: the content of results.json.
 
 Every figure is a mean over Q questions of one number per question: whether the greedy answer is right, the share of
-right samples, an estimate of pass@k. The n samples of one question are not independent of each other; the number per
-question is.
+right samples, an estimate of pass@k. The n samples of one question are not independent of each other, but the numbers
+of different questions are.
 
     standard error   SE = sqrt(sum_q (x_q - p)^2 / (Q - 1) / Q)          p: mean of the x_q; clustered by question
                                                                           (Miller 2024, arXiv 2411.00640, section 2.2)
@@ -10,7 +10,7 @@ question is.
     interval            = Wilson's (1927) for the share p of m answers    the formula is in viewer/table.py
 
 For answers that are right or wrong, one per question, m = Q and this is Wilson's interval. Unlike p +- 1.96 SE it stays
-between 0 and 1, and does not become a point where all answers are right: then m = Q (Dean and Pagano 2015, "Evaluating
+between 0 and 1, and does not shrink to a point if all answers are right: then m = Q (Dean and Pagano 2015, "Evaluating
 confidence interval methods for binomial proportions in clustered surveys").
 """
 
@@ -24,22 +24,22 @@ from common.keyed import keyed_generator
 from viewer.table import wilson
 
 GREEDY = -1  # the number of a question's greedy answer; its samples are 0, 1, 2, ...
-DRAWS = 128  # subsets of k samples, at least, that maj@k with k < n is a mean over
+DRAWS = 128  # for k < n, maj@k is a mean over at least this many subsets of k samples
 RESAMPLES = 10_000  # of the bootstrap
 
 
 class Answer(NamedTuple):
-    """What is kept of a completion in memory: all but its text."""
+    """A completion as it is kept in memory: everything but its text."""
 
     correct: float
-    given: str | None  # what it answers, in one spelling; None: nothing
+    given: str | None  # its answer, in one spelling; None: no answer
     length: int
     is_cut_off: bool
-    measured: dict[str, float | None]  # the other reward components, as reward_<name>, and what the task describes
+    measured: dict[str, float | None]  # the other reward components, as reward_<name>, and the task's `describe` values
 
 
 class Answers(NamedTuple):
-    """Of all questions."""
+    """The answers to all questions."""
 
     greedy: list[Answer]
     greedy_texts: list[str]
@@ -47,7 +47,7 @@ class Answers(NamedTuple):
 
 
 def read_answers(lines: Iterable[dict], num_questions: int, read: Callable[[int, str], str | None]) -> Answers:
-    """The lines of completions.jsonl; `read` says what a completion of a question answers."""
+    """Parse the lines of completions.jsonl; `read` extracts the answer from a completion of a question."""
     answers = Answers([], [], [[] for _ in range(num_questions)])
     for line in lines:
         others = {f"reward_{name}": value for name, value in line["rewards"].items() if name != "correct"}
@@ -83,7 +83,7 @@ def _sampled(groups: list[list[Answer]], seed: int) -> dict:
             for k in numbers_of_samples(n)
         },
     }
-    # Right answers that cannot be read: the task has another form of answer
+    # If right answers cannot be read, the task has another form of answer
     if all(answer.given is not None for group in groups for answer in group if answer.correct == 1):
         votes = [
             majority([answer.given for answer in group], values, seed, question)
@@ -119,12 +119,12 @@ def means(answers: Sequence[Answer]) -> dict:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None of nothing, and of numbers one of which is not finite: JSON has no name for the mean."""
+    """The mean; None if there are no numbers, or if any number is not finite: JSON cannot express that mean."""
     return sum(values) / len(values) if values and None not in values else None
 
 
 def _estimate(value: float, low: float, high: float, x: np.ndarray) -> dict:
-    """A mean over questions with its 95 % interval; of one question nothing is known about others."""
+    """A mean over questions with its 95 % interval; a single question says nothing about others."""
     error = float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else None
     return {"value": float(value), "low": float(low), "high": float(high), "standard_error": error}
 
@@ -133,7 +133,7 @@ def mean_with_interval(values: Sequence[float], answers_per_question: float = 1)
     """The mean of one number between 0 and 1 per question.
 
     Args:
-        answers_per_question: independent answers that each number is made from; Q times this many is the most that the
+        answers_per_question: independent answers behind each number; Q times this many is the most that the
             effective number of answers can be. It is never below Q, the number of questions.
 
     >>> [round(number, 3) for number in mean_with_interval([1.0] * 8 + [0.0] * 2).values()]
@@ -145,17 +145,17 @@ def mean_with_interval(values: Sequence[float], answers_per_question: float = 1)
     p, count = float(x.mean()), len(x)
     found = _estimate(p, 0.0, 1.0, x)
     error, most = found["standard_error"], count * max(1, answers_per_question)
-    alike = most if count > 1 and 0 < p < 1 else count  # where all numbers are
+    alike = most if count > 1 and 0 < p < 1 else count  # all numbers are equal
     effective = min(most, max(count, p * (1 - p) / error**2)) if error else alike
     low, high = wilson(p, effective)
     return found | {"low": max(0.0, min(low, p)), "high": min(1.0, max(high, p))}
 
 
 def shares(tallies: list[dict[str, list[bool]]]) -> dict[str, dict]:
-    """Of each name, the share of true verdicts over all questions together, of which each may have several.
+    """For each name, the share of true verdicts over all questions together; a question may have several verdicts.
 
-    With s_q true ones of n_q verdicts the share is p = sum_q s_q / sum_q n_q, a ratio of sums. Its standard error is
-    that of the mean of x_q = p + (s_q - p n_q) Q / sum_q n_q. For one verdict per question x_q is s_q.
+    With s_q true verdicts out of n_q, the share is p = sum_q s_q / sum_q n_q, a ratio of sums. Its standard error is
+    the standard error of the mean of x_q = p + (s_q - p n_q) Q / sum_q n_q. For one verdict per question x_q is s_q.
 
     >>> {name: round(found["value"], 3) for name, found in shares([{"a": [True]}, {"a": [False, False]}]).items()}
     {'a': 0.333}
@@ -170,25 +170,26 @@ def shares(tallies: list[dict[str, list[bool]]]) -> dict[str, dict]:
 
 
 def difference(before: Sequence[float], after: Sequence[float], seed: int) -> dict:
-    """The mean over questions of `after - before`, with the interval of a bootstrap over questions.
+    """The mean over questions of `after - before`, with an interval from a bootstrap over questions.
 
-    Questions are drawn with replacement, `RESAMPLES` times, each with both of its numbers: what makes a question hard
-    for both policies cancels. The interval holds the middle 95 % of the means (the percentile bootstrap of Efron 1979).
+    Questions are drawn with replacement, `RESAMPLES` times, each with both of its numbers, so that the difficulty of a
+    question for both policies cancels. The interval holds the middle 95 % of the means (the percentile bootstrap of
+    Efron 1979).
     """
     gain = np.asarray(after, dtype=float) - np.asarray(before, dtype=float)
     generator = keyed_generator("bootstrap", seed)
-    # of 500 resamples at a time, which bounds the memory
+    # 500 resamples at a time, to bound the memory
     drawn = (generator.integers(0, len(gain), size=(500, len(gain))) for _ in range(RESAMPLES // 500))
     resampled = np.concatenate([gain[chosen].mean(axis=1) for chosen in drawn])
     return _estimate(gain.mean(), *np.percentile(resampled, (2.5, 97.5)), gain)
 
 
 def average(estimates: list[dict]) -> dict:
-    """The mean over benchmarks, each with the same weight, with a 95 % interval.
+    """The mean over benchmarks with equal weights, with a 95 % interval.
 
         low = mean - sqrt(sum_b (p_b - low_b)^2) / B,      high likewise
 
-    The distances of independent intervals from their estimates are added like standard errors (Newcombe 1998; Zou and
+    The distances between independent intervals and their estimates add up like standard errors (Newcombe 1998; Zou and
     Donner 2008, "Construction of confidence limits about effect measures").
 
     >>> {name: round(bound, 3) for name, bound in average([{"value": 0.5, "low": 0.4, "high": 0.6}] * 4).items()}
@@ -206,10 +207,10 @@ def average(estimates: list[dict]) -> dict:
 def majority(answers: Sequence[str | None], correct: Sequence[float], seed: int, question: int) -> dict[int, float]:
     """maj@k of one question for k = 1, 2, 4, ..., n, by k (Wang et al. 2022, arXiv 2203.11171).
 
-    Each of the k samples votes for the answer that it gives; one that gives none does not vote. Where several answers
-    have most votes, the share of them that is right counts. Without any vote the value is 0. For k = n this is exact.
-    For k < n it is the mean over subsets of k samples: the samples are shuffled and cut into n // k subsets, as often
-    as it takes to have `DRAWS` of them.
+    Each of the k samples votes for its answer; a sample without an answer does not vote. If several answers tie for
+    most votes, the share of them that is right counts. Without any vote the value is 0. For k = n this is exact. For k
+    < n it is the mean over subsets of k samples: the samples are shuffled and cut into n // k subsets, repeatedly,
+    until there are `DRAWS` subsets.
 
     >>> majority(["58", "60", "58", None], [1.0, 0.0, 1.0, 0.0], seed=0, question=0)[4]
     1.0
@@ -222,7 +223,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[float], seed: int,
         return dict.fromkeys(numbers_of_samples(count), 0.0)
     index = {answer: number for number, answer in enumerate(given)} | {None: len(given)}
     votes = np.array([index[answer] for answer in answers])  # (n,)
-    # Samples that give the same answer are right together, as a rule; where a task judges more than the answer, in part
+    # Samples with the same answer are usually all right or all wrong; if a task judges more than the answer, partly
     worth = np.bincount(votes, weights=np.asarray(correct, dtype=float)) / np.maximum(np.bincount(votes), 1)
     generator = keyed_generator("votes", seed, question)
     found = {}
@@ -236,8 +237,8 @@ def majority(answers: Sequence[str | None], correct: Sequence[float], seed: int,
 
 
 def _winners(subsets: np.ndarray, worth: np.ndarray) -> np.ndarray:
-    """The share of the winning answers that is right: subsets (S, k) of numbers of answers, worth (A,) -> (S,)."""
-    width = len(worth) + 1  # the last column has not voted
+    """The share of the winning answers that is right: subsets (S, k) of answer numbers, worth (A,) -> (S,)."""
+    width = len(worth) + 1  # the last column holds the samples that did not vote
     cells = subsets + np.arange(len(subsets))[:, None] * width
     counts = np.bincount(cells.ravel(), minlength=len(subsets) * width).reshape(len(subsets), width)[:, :-1]
     wins = (counts == counts.max(axis=1, keepdims=True)) & (counts > 0)

@@ -1,7 +1,7 @@
-"""One evaluation in its directory: what is asked, what is left of it to ask, and the results.
+"""One evaluation in its directory: the questions, the ones that are left to ask, and the results.
 
 The directory holds config.json, completions.jsonl, results.json, failures.txt and .lock. It is locked while a process
-works in it, and only for the settings that it began with.
+works in it, and it can only be continued with the settings that it began with.
 """
 
 import dataclasses
@@ -37,17 +37,17 @@ from harness.run.machine import describe_machine
 from harness.run.settings import check_sources, describe_sources, write_settings
 from harness.run.start import NO_SPACE
 
-FREE = {"output", "compare", "threads"}  # the last rounds differently: `tell_changes` says that it has changed
+FREE = {"output", "compare", "threads"}  # the last changes rounding: `tell_changes` warns that it has changed
 
 
 def evaluate(
     config: ModelConfig, directory: Path, load: Callable[[], Policy], renamed: dict[str, str] | None = None
 ) -> dict:
-    """Ask all questions, or those that are left, and write results.json and failures.txt; returns the results.
+    """Ask all questions, or the remaining ones, and write results.json and failures.txt; returns the results.
 
     Args:
-        load: the policy; it is not called if nothing is left to ask.
-        renamed: fields of the data, and what the task calls them.
+        load: returns the policy; not called if no questions remain.
+        renamed: fields of the data, and the task's names for them.
     """
     task = load_questions(config, renamed or {})
     other = None
@@ -92,7 +92,7 @@ def _ask_left(config: ModelConfig, task: Task, completions: Completions, load: C
 
 
 def results_of(task: Task, answers: Answers, seed: int) -> dict:
-    """All figures, and for each question what two evaluations are compared by."""
+    """All figures and, for each question, the values that two evaluations are compared by."""
     questions = []
     for row, greedy, samples in zip(task.eval_rows, answers.greedy, answers.sampled, strict=True):
         values = [sample.correct for sample in samples]
@@ -109,7 +109,7 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
 
 
 def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
-    """The task of an evaluation, with its questions as `eval_rows`; `renamed`: fields of the data by other names."""
+    """The task of an evaluation, with its questions as `eval_rows`; `renamed`: the task's names for fields."""
     task = task_of(config.task)
     if "correct" not in task.weights:
         problem = f"has no reward component 'correct' (it has {', '.join(task.weights)})"
@@ -126,7 +126,7 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     task.data, task.eval_rows = source, rows[: config.limit]
     task.try_out(task.eval_rows[0])
     text = task.solution(task.eval_rows[0]) or ""
-    answer_reader(task)(0, text)  # so that a `vote` or `tally` that fails does so now
+    answer_reader(task)(0, text)  # so that a failing `vote` or `tally` fails now
     task.tally(task.eval_rows[0], text)
     return task
 
@@ -143,7 +143,7 @@ def _read_renamed(source: str, config: ModelConfig, task: Task, renamed: dict[st
 
 
 def answer_reader(task: Task) -> Callable[[int, str], str | None]:
-    """What a completion of a question answers, in one spelling: by the task's `vote`, else as the arithmetic task."""
+    """Return a reader of the answer in a completion, in one spelling: the task's `vote`, else as in arithmetic."""
     arithmetic = import_named("arithmetic")
 
     def read(question: int, text: str) -> str | None:
@@ -156,7 +156,7 @@ def answer_reader(task: Task) -> Callable[[int, str], str | None]:
 
 
 def content_of(row: Row) -> str:
-    """A checksum of what a row holds, which names it whatever file it is in."""
+    """A checksum of a row's content, which identifies the row in any file."""
     text = json.dumps(row, sort_keys=True, ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -165,7 +165,7 @@ def content_of(row: Row) -> str:
 
 
 def default_directory(seed: int) -> Path:
-    """A new one, named by date, time and seed as a run's is."""
+    """A new directory, named by date, time and seed like a run's."""
     parent, name = Path("runs") / "evaluate", f"{datetime.now():%Y%m%d-%H%M%S}-seed{seed}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(parent / name for name in names if not (parent / name).exists())
@@ -173,7 +173,7 @@ def default_directory(seed: int) -> Path:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make the directory, and let no other process work in it within the block."""
+    """Make the directory, and keep other processes out of it within the block."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -186,7 +186,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
-    """Write the settings of a new evaluation, or compare those of the one that is continued; returns them."""
+    """Write the settings of a new evaluation, or check them against the one that is being continued; returns them."""
     sources = describe_sources(config, task)
     settings = dataclasses.asdict(config) | describe_machine() | {"sources": sources, "command": sys.argv}
     settings = json.loads(json.dumps(settings))  # tuples become lists, as in the file

@@ -1,4 +1,4 @@
-"""Benchmarks by name: one, or several in one table, as papers print it."""
+"""Benchmarks by name: a single one, or several in one table, as papers print it."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ from harness.evaluation.figures import average
 class Benchmark(NamedTuple):
     title: str
     hub: str  # the source of its published form
-    renamed: tuple[tuple[str, str], ...] = ()  # fields of the published form, and what the task calls them
+    renamed: tuple[tuple[str, str], ...] = ()  # fields of the published form, and the task's names for them
 
 
 # By suite: the task that asks, and its benchmarks by the names of their files without .jsonl
@@ -38,7 +38,7 @@ SUITES: dict[str, tuple[str, dict[str, Benchmark]]] = {
 
 
 class Part(NamedTuple):
-    """One benchmark of a suite, as it is evaluated."""
+    """One benchmark of a suite, ready to be evaluated."""
 
     title: str
     config: ModelConfig
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def parts(config: ModelConfig, directory: Path) -> list[Part]:
-    """The benchmarks of `--suite`, with data from the directory (for one: or file) `--data`, or from the hub."""
+    """The benchmarks of `--suite`; the data are in the directory (or file, for one) `--data`, or on the hub."""
     found, benchmarks = [], SUITES[config.suite][1]
     is_single = len(benchmarks) == 1
     folder = None if config.data is None else local_path(config.data, "--data")
@@ -68,7 +68,7 @@ def parts(config: ModelConfig, directory: Path) -> list[Part]:
 
 
 def summary(results: dict[str, dict]) -> dict[str, dict[str, dict]]:
-    """Column by column of the table: an estimate for each benchmark, by its title, and their average."""
+    """The table by columns: an estimate for each benchmark, by its title, and their average."""
     columns = {"greedy": {title: found["greedy"]["accuracy"] for title, found in results.items()}}
     sampled = {title: found["sampled"] for title, found in results.items() if "sampled" in found}
     if sampled:

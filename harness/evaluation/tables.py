@@ -23,7 +23,7 @@ def print_suite(title: str, results: dict[str, dict], columns: dict[str, dict[st
 
 
 def _print(title: str, columns: list[str], rows: list[tuple[str, ...]], width: int | None = None) -> None:
-    """`width`: where it is not printed to a terminal."""
+    """`width`: used when stdout is not a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -40,7 +40,7 @@ def _print(title: str, columns: list[str], rows: list[tuple[str, ...]], width: i
 
 
 def _rows(greedy: dict, sampled: dict | None) -> Iterator[tuple[str, ...]]:
-    """Label, greedy, sampled."""
+    """Yields label, greedy, sampled."""
     sides = (greedy, sampled or greedy)  # without samples the second one is not shown
     yield f"accuracy (mean@{sampled['n']})" if sampled else "accuracy", *(interval(side["accuracy"]) for side in sides)
     for name, estimate in greedy.get("shares", {}).items():

@@ -1,1 +1,1 @@
-"""The parts of export.py: a trained policy becomes a directory that others can load."""
+"""The parts of export.py, which turns a trained policy into a directory that other programs can load."""

@@ -1,7 +1,7 @@
 """The model card: the training, the results, how to use the model, and its limits; card.md.jinja has its sentences.
 
 Names, settings and texts come from the user's machine and from data: no path of that machine is shown, and none of them
-can end the code block or the line that it is in.
+can break out of its code block or line.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ from harness.base.terminal import printable, visible
 from harness.exporting.source import Source
 from harness.exporting.writing import Questions
 
-# Flags that name a file or directory, of which the last part is shown
+# For flags that name a file or directory, the last part is shown
 PLACES = ("model", "task", "chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
 TEXTS = ("system_prompt", "completion_prefix")
-WORDS = ("dtype", "load_in", "attn_implementation", "device")  # other flags of every experiment that are shown
+WORDS = ("dtype", "load_in", "attn_implementation", "device")  # further flags to show, which every experiment has
 HIDDEN = ("wandb", "estimate", "engine_start", "engine_url", "search_url")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
     source: Source
-    title: str  # the name of the repository, or of the directory
-    loads_as: str  # what `from_pretrained` is given
+    title: str  # the name of the repository or directory
+    loads_as: str  # the argument for `from_pretrained`
     dtype: str
     quantize: str
     merged: bool
     license: str | None
     questions: Questions
-    answer: str  # the greedy one to the first question, by the trained policy
+    answer: str  # the trained policy's greedy answer to the first question
     equal: int  # questions with the same greedy answer
     prompts_equal: int
     has_curve: bool
@@ -90,7 +90,7 @@ class Card:
 
 
 def public_command(settings: dict) -> str:
-    """The command of a run with the settings that were given, and without what says something about the machine."""
+    """The command of a run with the settings that were given, without details of the machine."""
     words = [word for word in settings["command"] if word.startswith("--")]
     given = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     given |= {name.removeprefix("no_") for name in given}
@@ -122,7 +122,7 @@ def place(name: str, value: str) -> str:
     """A hub id, the name of a bundled model or task, or the last part of a path.
 
     >>> place("model", "/home/ada/models/llama"), place("model", "Qwen/Qwen2.5-0.5B"), place("task", "gsm8k")
-    ('llama', 'Qwen/Qwen2.5-0.5B', 'gsm8k')
+    A hub id, the name of a bundled model or task, or the last part of a path.
     """
     is_on_hub = is_hub_id(value) if name == "model" else name in ("data", "eval_data") and is_hub_source(value)
     if is_on_hub and not Path(value).exists():
@@ -131,7 +131,7 @@ def place(name: str, value: str) -> str:
 
 
 def escape(value: object) -> str:
-    """One line of text that is no markup.
+    """One line of text without any markup.
 
     >>> escape("a|b <i> [x](y)")
     'a\\\\|b &lt;i> \\\\[x\\\\](y)'
@@ -140,7 +140,7 @@ def escape(value: object) -> str:
 
 
 def code(text: str) -> str:
-    """A text in one line of code, whatever backticks it holds."""
+    """A text in one line of code, even if it contains backticks."""
     text = printable(text, 200)
     ticks = _ticks(text, 1)
     pad = " " if len(ticks) > 1 or not text else ""
@@ -148,7 +148,7 @@ def code(text: str) -> str:
 
 
 def fenced(text: str, language: str) -> str:
-    """A block of code, whatever backticks it holds."""
+    """A block of code, even if it contains backticks."""
     ticks = _ticks(text, 3)
     return f"{ticks}{language}\n{visible(text)}\n{ticks}"
 
@@ -158,7 +158,7 @@ def _ticks(text: str, at_least: int) -> str:
 
 
 def estimate(value: float | None, count: int) -> str:
-    """A share, of `count` questions where that is known."""
+    """A share, with the number of questions if that is known."""
     if value is None:
         return "-"
     if not count:

@@ -1,4 +1,4 @@
-"""What is exported: the weights of a run, with the settings, figures and questions that belong to them."""
+"""The source of an export: the weights of a run, with its settings, figures and questions."""
 
 import dataclasses
 import json
@@ -21,9 +21,9 @@ from harness.run.settings import read_settings
 @dataclass(frozen=True, kw_only=True)
 class Source:
     run: Path  # the run's directory
-    weights: Path  # a Hugging Face directory in it: of the model, or of its adapter
-    step: int | None  # of the checkpoint; None: the final policy
-    settings: dict  # config.json of the run
+    weights: Path  # a Hugging Face directory in it, with the model or its adapter
+    step: int | None  # the checkpoint's step; None: the final policy
+    settings: dict  # the run's config.json
 
     @property
     def policy(self) -> ModelConfig:
@@ -33,7 +33,7 @@ class Source:
 
     @property
     def load_in(self) -> str | None:
-        """How the base was held in training: "4bit", "8bit" or, not quantised, None."""
+        """How training held the base: "4bit", "8bit" or, not quantised, None."""
         return self.settings.get("load_in") if self.is_adapter else None
 
     @property
@@ -47,24 +47,24 @@ class Source:
         return name if is_hub_id(name) and not Path(name).exists() else None
 
     def load_task(self, limit: int) -> tuple[Task, str]:
-        """The run's task with its first `limit` held-out questions, and its system turn.
+        """The run's task with its first `limit` held-out questions, and the system prompt.
 
-        For a run without a task it is the arithmetic one.
+        A run without a task gets the arithmetic one.
         """
         names = [field.name for field in dataclasses.fields(RunConfig)]
         values = {name: self.settings[name] for name in names if name in self.settings}
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        if "task" not in self.settings:  # of experiment_sft
+        if "task" not in self.settings:  # a run of experiment_sft
             arithmetic = import_named("arithmetic")
             values |= {"task": "arithmetic", "data": str(arithmetic.TRAIN_DATA), "eval_data": str(arithmetic.EVAL_DATA)}
-        # Components of an experiment are unknown to its task, and no reward is needed
+        # The task does not know an experiment's own components, and no reward is needed
         config = dataclasses.replace(RunConfig(**values), reward_weight=())
         task = load_task(config)
         task.eval_rows = task.eval_rows[:limit]
         return task, config.system_prompt or ""
 
     def figures(self) -> tuple[dict, dict, int]:
-        """Metrics of the evaluations before and after training, and the number of questions; empty: not evaluated."""
+        """Metrics before and after training, and the number of questions; empty if the run did not evaluate."""
         before, summary = read_before(self.run / BEFORE), self.run / "summary.json"
         after = None
         if self.step is None and summary.is_file():
@@ -81,7 +81,7 @@ class Source:
 
 
 def find_source(text: str) -> Source:
-    """What RUN names: a run's directory, its final/, or one of its checkpoints."""
+    """The source that RUN names: a run's directory, its final/, or one of its checkpoints."""
     path = local_path(text, "RUN").resolve()
     if not path.is_dir():
         raise UserError(f"RUN {printable(text, 80)}: there is no such directory")

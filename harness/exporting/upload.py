@@ -18,7 +18,7 @@ def check_push(name: str, needs_token: bool) -> None:
 
 
 def push(directory: Path, name: str, private: bool) -> str:
-    """Make the repository if there is none, and send all files in one commit; returns its address."""
+    """Create the repository if necessary, and send all files in one commit; returns its address."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
@@ -31,7 +31,7 @@ def push(directory: Path, name: str, private: bool) -> str:
         api.upload_folder(repo_id=name, folder_path=directory, commit_message="Upload the exported model")
     except UserError:
         raise
-    except Exception as error:  # of the library, of its HTTP client or of its storage
+    except Exception as error:  # from the library, its HTTP client or its storage
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = f"the hub could not be used ({printable(str(error) or type(error).__name__, 300)})"
         if status in (401, 403):

@@ -1,4 +1,4 @@
-"""Write the weights, and ask what was written and what was trained the same questions: greedy ids must be the same."""
+"""Write the weights, and ask the written and the trained model the same questions: greedy ids must agree."""
 
 import shutil
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from harness.models.saving import save_merged
 
 @dataclass(frozen=True)
 class Questions:
-    """What both are asked."""
+    """The questions for both models."""
 
     conversations: list[list[dict]]
     prompts: list[list[int]]  # ids, as in training
-    budget: int  # tokens of an answer
+    budget: int  # tokens per answer
 
 
 def read_questions(source: Source, limit: int, policy: Policy) -> Questions:
@@ -36,14 +36,14 @@ def read_questions(source: Source, limit: int, policy: Policy) -> Questions:
 
 
 def trained_answers(policy: Policy, questions: Questions) -> list[list[int]]:
-    """The ids that the sampler of training chooses greedily, of every question."""
+    """The ids that the training sampler chooses greedily for every question."""
     settings = {"max_new_tokens": questions.budget, "key": (0, 0), "greedy": True, "generation_batch_size": 16}
     return [row.completion_ids for row in sample(policy, questions.prompts, 1, **settings)]
 
 
 @torch.no_grad()
 def written_answers(directory: Path, questions: Questions, device: str) -> list[list[int]]:
-    """The ids that `generate` of transformers chooses with its default settings, from the directory alone."""
+    """The ids that `generate` of transformers chooses with its default settings, given only the directory."""
     model = read_model(str(directory), "auto", local_files_only=True, device_map={"": device}).eval()
     found = []
     for prompt in questions.prompts:
@@ -58,7 +58,7 @@ def num_equal(trained: list[list[int]], written: list[list[int]]) -> int:
 
 
 def num_prompts_equal(directory: Path, questions: Questions) -> int:
-    """How many questions the written chat template renders as the ids of training; a date in it changes them."""
+    """How many questions the written chat template renders to the same ids as training; a date in it changes them."""
     tokenizer = read_tokenizer(str(directory), local_files_only=True)
     options = {"add_generation_prompt": True, "return_dict": False}
     rendered = [tokenizer.apply_chat_template(turns, **options) for turns in questions.conversations]
@@ -70,14 +70,14 @@ def num_prompts_equal(directory: Path, questions: Questions) -> int:
 
 
 def refuse_quantised(source: Source) -> None:
-    """Refuse a run whose base is a quantised checkpoint, into which no adapter can be merged."""
+    """Refuse a run whose base is a quantised checkpoint: no adapter can be merged into it."""
     if getattr(read_config(source.policy.base, local_files_only=True), "quantization_config", None):
         what = f"has trained an adapter on quantised weights ({source.policy.base})"
         raise UserError(f"RUN {shown(source.run)} {what}: export it without --merge and --quantize")
 
 
 def write_model(source: Source, directory: Path, dtype: str) -> None:
-    """A model with its tokenizer; of a run with an adapter, that is merged."""
+    """Write a model with its tokenizer; an adapter is merged first."""
     tokenizer, torch_dtype = read_tokenizer(str(source.weights), local_files_only=True), getattr(torch, dtype)
     if source.is_adapter:
         save_merged(source.weights, directory, tokenizer, torch_dtype)
@@ -88,16 +88,16 @@ def write_model(source: Source, directory: Path, dtype: str) -> None:
 
 
 def write_adapter(source: Source, directory: Path) -> None:
-    """The adapter and its tokenizer, with the hub id of its base."""
+    """Write the adapter and its tokenizer, with the hub id of the base."""
     for name in (ADAPTER_SETTINGS, "adapter_model.safetensors"):
         shutil.copyfile(source.weights / name, directory / name)
     read_tokenizer(str(source.weights), local_files_only=True).save_pretrained(directory)
 
 
 def write_quantised(source: Source, directory: Path, bits: str, device: str) -> None:
-    """A checkpoint of bitsandbytes, NF4 or LLM.int8().
+    """Write a bitsandbytes checkpoint, NF4 or LLM.int8().
 
-    It is written before any forward pass: bitsandbytes packs 4-bit weights anew in the first one on some CPUs.
+    It is written before any forward pass: on some CPUs, bitsandbytes repacks 4-bit weights in the first one.
     """
     from transformers import BitsAndBytesConfig
 
@@ -114,7 +114,7 @@ def write_quantised(source: Source, directory: Path, bits: str, device: str) -> 
 
 
 def write_generation_config(directory: Path) -> None:
-    """Greedy, and ended by what ended a turn in training. The base's own can hold penalties that change the answers."""
+    """Decode greedily, with training's end-of-turn ids. The base's config can hold penalties that change answers."""
     from transformers import GenerationConfig
 
     tokenizer = read_tokenizer(str(directory), local_files_only=True)

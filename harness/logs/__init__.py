@@ -1,1 +1,1 @@
-"""What a run writes while it goes on, by numbers of the training loop; nothing here knows a formula."""
+"""The files that a run writes, from numbers of the training loop; nothing here knows a formula."""

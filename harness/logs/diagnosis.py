@@ -10,30 +10,30 @@ from harness.base.config import PolicyConfig
 
 # How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens; rounding gives 1e-6 and 1e-2
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
-MAX_STALE_DIFFERENCE = 1.0  # where an engine samples with weights that are several steps old, on purpose
+MAX_STALE_DIFFERENCE = 1.0  # for an engine that deliberately samples with weights that are several steps old
 
 
 def sampling_limit(config: PolicyConfig) -> float:
-    """How far they may differ in this run, in which an engine can sample."""
+    """How far they may differ in this run, which may sample with an engine."""
     if getattr(config, "push_every", 1) > 1:
         return MAX_STALE_DIFFERENCE
     is_rounded = "bfloat16" in (config.dtype, getattr(config, "engine_dtype", None))
     is_older = getattr(config, "steps_ahead", 0) > 0  # a step changes log-probs by some 1e-2
-    is_cut = hasattr(config, "engine_url") and config.top_p < 1  # an engine's log-probs are those within the nucleus
+    is_cut = hasattr(config, "engine_url") and config.top_p < 1  # an engine returns log-probs within the nucleus
     return MAX_SAMPLING_DIFFERENCE["bfloat16" if is_rounded or is_older or is_cut else "float32"]
 
 
 class Diagnosis:
-    """Watches the metrics of a run, and says in one sentence, once, what looks wrong and what to try."""
+    """Watches the metrics of a run, and says once, in one sentence, what looks wrong and what to try."""
 
     def __init__(self, config: PolicyConfig):
         self._config = config
         self._history: list[dict[str, float]] = []
         self._said: set[str] = set()
-        self.findings: dict[str, str] = {}  # what holds at the last step: sentences, also those that were said before
+        self.findings: dict[str, str] = {}  # the findings of the last step, including those already printed
 
     def check(self, metrics: dict[str, float]) -> list[str]:
-        """Look at one more step's metrics, and past those that are not finite; the sentences that are new."""
+        """Check one more step's metrics, except those that are not finite; returns the new sentences."""
         self._history.append({name: value for name, value in metrics.items() if math.isfinite(value)})
         self.findings = self._find()
         new = [sentence for finding, sentence in self.findings.items() if finding not in self._said]
@@ -41,18 +41,18 @@ class Diagnosis:
         return new
 
     def write(self, path: Path, step: int) -> None:
-        """Add a line for each finding that holds at this step."""
+        """Add a line for each finding of this step."""
         for finding, sentence in self.findings.items():
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "finding": finding, "sentence": sentence}) + "\n")
 
     def _mean(self, name: str, count: int = 5, of: Callable[[list[float]], float] = mean) -> float:
-        """Of the last `count` steps; where one lacks it, it is not a number, for which no comparison holds."""
+        """The mean over the last `count` steps; NaN if a step lacks the metric, so that no comparison holds."""
         values = [entry[name] for entry in self._history[-count:] if name in entry]
         return of(values) if len(values) == count else math.nan
 
     def _find(self) -> dict[str, str]:
-        """Sentences, by what they find in the words of docs/metrics.md."""
+        """The sentences, keyed by their findings as docs/metrics.md names them."""
         config, found = self._config, {}
         if self._mean("loss/skipped", 1) > 0:
             found["a gradient is not finite"] = (

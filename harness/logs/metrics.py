@@ -1,4 +1,4 @@
-"""A run's numbers: what a step costs, and where they go: metrics.jsonl, TensorBoard, and W&B if it is requested."""
+"""A run's numbers: the costs of a step, and the logs: metrics.jsonl, TensorBoard, and W&B if it is requested."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from common.parallel import gather
 
 from harness.run.machine import peak_memory_bytes
 
-PROGRESS = {  # what the progress line shows, if it is logged
+PROGRESS = {  # shown in the progress line if logged
     "reward/total": "reward {:.2f}",
     "reward/correct": "correct {:.2f}",
     "completion/length": "length {:.1f}",
@@ -24,7 +24,7 @@ PROGRESS = {  # what the progress line shows, if it is logged
 
 
 class StepClock:
-    """Runs from the beginning of a step: its time, by phase, and the part of it spent waiting for other processes."""
+    """Measures a step from its beginning: the time by phase, and the part spent waiting for other processes."""
 
     def __init__(self, device: str):
         self._device = device
@@ -36,9 +36,9 @@ class StepClock:
         self._laps: dict[str, float] = {}
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap, or the beginning of the step, as spent in this phase."""
+        """Count the time since the last lap, or since the beginning of the step, towards this phase."""
         if not self._device.startswith("cpu"):
-            torch.accelerator.synchronize()  # what has only been queued is of this phase, too
+            torch.accelerator.synchronize()  # queued work belongs to this phase, too
         now = time.perf_counter()
         self._laps[phase] = self._laps.get(phase, 0.0) + now - self._lap_began
         self._lap_began = now
@@ -65,17 +65,17 @@ class StepClock:
 
 
 class MetricsLog:
-    """metrics.jsonl, TensorBoard and W&B (with `wandb_settings`); `history` holds the lines of a resumed run."""
+    """Writes metrics.jsonl, TensorBoard and W&B (with `wandb_settings`); `history` holds a resumed run's lines."""
 
     def __init__(self, directory: Path, history: list[dict], wandb_settings: dict | None, tell: Callable[[str], None]):
         self._directory = directory
         self._tell = tell
-        self._not_shown = history  # until there is a new line, so that a run that fails before it changes nothing
+        self._not_shown = history  # until there is a new line, so that a run that fails earlier changes nothing
         self._events = None
         self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line; a number that is not finite is left out."""
+        """Write one line; numbers that are not finite are left out."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         with (self._directory / "metrics.jsonl").open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"step": step, **finite}) + "\n")
@@ -84,7 +84,7 @@ class MetricsLog:
         self._not_shown = []
 
     def _show(self, step: int, **metrics: float) -> None:
-        """Give one line to TensorBoard and W&B."""
+        """Send one line to TensorBoard and W&B."""
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -96,20 +96,20 @@ class MetricsLog:
         if self._wandb is not None:
             try:
                 self._wandb.log(metrics, step=step)
-            except Exception as error:  # whatever it is, it must not end the run
+            except Exception as error:  # no error here may end the run
                 self._tell(f"--wandb: {error}; logging continues without it")
                 self._wandb = None
 
     def close(self) -> None:
         if self._events is not None:
-            with suppress(OSError):  # it must not hide what ended the run
+            with suppress(OSError):  # it must not hide the error that ended the run
                 self._events.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
 def finite(value: object) -> object:
-    """`value` with None instead of every number in it that is not finite."""
+    """Copy `value` with None in place of every number that is not finite."""
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list):
@@ -118,7 +118,7 @@ def finite(value: object) -> object:
 
 
 def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tuple[str, ...] = ()) -> str:
-    """The progress line, with the keys `more` of `metrics`.
+    """The progress line, with the additional keys `more` of `metrics`.
 
     >>> metrics = {"reward/total": 0.5, "reward/correct": 0.5, "loss/kl": 0.0123, "time/tokens_per_second": 1234.5}
     >>> progress_line(3, 80, metrics)
@@ -126,16 +126,16 @@ def progress_line(step: int, num_steps: int, metrics: dict[str, float], more: tu
     >>> progress_line(3, 80, {"loss/total": 0.5, "policy/clipped": 0.0123}, more=("policy/clipped",))
     'step 3/80  loss 0.5000  clipped 0.0123'
     """
-    hidden = {"loss/total"} if "reward/total" in metrics else set()  # near 0 whatever is learned (docs/metrics.md)
+    hidden = {"loss/total"} if "reward/total" in metrics else set()  # near 0, however much is learned (docs/metrics.md)
     if math.isclose(metrics.get("reward/correct", 0), metrics.get("reward/total", math.nan), rel_tol=1e-6):
-        hidden.add("reward/correct")  # nothing else is rewarded
+        hidden.add("reward/correct")  # the only component
     parts = [text.format(metrics[key]) for key, text in PROGRESS.items() if key in metrics and key not in hidden]
     parts += [f"{key.rpartition('/')[2]} {metrics[key]:.4g}" for key in more if key in metrics]
     return "  ".join([f"step {step}/{num_steps}", *parts])
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a JSONL file of a run, up to a line that was cut off by a kill; none if there is no file."""
+    """The rows of a run's JSONL file, up to a line that a kill cut off; none if there is no file."""
     rows = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
@@ -146,7 +146,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
-    """A W&B run: online, otherwise offline, otherwise None; each fallback with a sentence."""
+    """Start a W&B run: online, otherwise offline, otherwise None; each fallback prints a sentence."""
     try:
         import wandb
     except ImportError:
@@ -155,7 +155,7 @@ def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):
     settings = settings | {"dir": str(directory), "settings": wandb.Settings(init_timeout=20, silent=True)}
     try:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):
-            raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it, and wait
+            raise ValueError("no key is set (`wandb login`)")  # `init` would ask for it and wait
         return wandb.init(**settings)
     except Exception as error:  # a wrong key, no network: none of them may stop the run
         tell(f"--wandb: {' '.join(str(error).split())}; logging offline, to be sent later with `wandb sync`")

@@ -1,4 +1,4 @@
-"""samples.jsonl, what was sampled and what the loss sees of it, and tokens.jsonl; docs/metrics.md lists the fields."""
+"""samples.jsonl, the sampled rows as the loss sees them, and tokens.jsonl; docs/metrics.md lists the fields."""
 
 import json
 import re
@@ -17,8 +17,8 @@ from harness.data.task import Task
 from harness.logs.metrics import finite, read_lines
 from harness.logs.statistics import RowUpdate, UpdateStatistics
 
-MOST_TURNS = 12  # of a conversation that is printed
-END = 100  # characters at the end of a long text that are printed: the answer is there
+MOST_TURNS = 12  # of a printed conversation
+END = 100  # characters at the end of a long text that are printed, because the answer is there
 
 
 def write_samples(
@@ -47,7 +47,7 @@ def write_samples(
     entries = gather_rows(entries)
 
     def write() -> None:
-        tokens.add(step, (i for ids, _ in entries for i in ids))  # first: every id that samples.jsonl holds has a text
+        tokens.add(step, (i for ids, _ in entries for i in ids))  # first: every id in samples.jsonl has a text
         with path.open("a", encoding="utf-8") as samples:
             samples.writelines(line for _, line in entries)
 
@@ -55,13 +55,13 @@ def write_samples(
 
 
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:
-    """What samples.jsonl holds of row `index` of a rollout."""
+    """The entry in samples.jsonl for row `index` of a rollout."""
 
     def per_token(values: torch.Tensor, compact: Callable[[float], float] = in_millionths) -> list[float]:
         return [0.0] + [compact(value) for value in values[: len(row.ids) - 1].tolist()]
 
     def of_update(update: RowUpdate) -> dict:
-        """Log-probs like all others; six significant digits of what can be of any size."""
+        """Round log-probs as everywhere else; six significant digits for values of any size."""
         others = {name: x for name, x in update.tokens.items() if name not in ("log_probs", "entropy")}
         lists = {name: per_token(x, in_six_digits) for name, x in others.items()}
         place = {"epoch": update.epoch, "minibatch": update.minibatch}
@@ -100,11 +100,11 @@ def in_six_digits(value: float) -> float:
     (0.000123457, 1)
     """
     rounded = float(f"{value:.6g}")
-    return int(rounded) if rounded.is_integer() else rounded  # two characters less in each of many 0s and 1s
+    return int(rounded) if rounded.is_integer() else rounded  # saves two characters for each of many 0s and 1s
 
 
 def describe_best(task: Task, group: list[Trajectory]) -> str:
-    """The best and the worst completion of a group; of several turns only the best, with a line for each."""
+    """The best and the worst completion of a group; with several turns only the best one, with a line for each turn."""
     ordered = sorted(group, key=lambda trajectory: -task.total_reward(trajectory.rewards))
     best, worst = ordered[0], ordered[-1]
     reward, lowest = (task.total_reward(trajectory.rewards) for trajectory in (best, worst))
@@ -119,13 +119,13 @@ def describe_best(task: Task, group: list[Trajectory]) -> str:
 
 
 def turn_lines(turns: list[tuple[str, str]]) -> list[str]:
-    """A line for each turn of a conversation, of the policy and of the tools."""
+    """One line per turn of a conversation, for the policy and the tools."""
     names = {"assistant": POLICY, "tool": TOOL}
     return [f"{names[role]} {printable(text, 240, END)}" for role, text in turns[:MOST_TURNS]]
 
 
 class TokenTexts:
-    """tokens.jsonl: one line per token id, when it is first sampled or read; `path` can hold some already."""
+    """tokens.jsonl: one line per token id, written when the id first occurs; `path` can already hold some."""
 
     def __init__(self, path: Path, tokenizer, end_of_turn_ids: list[int]):
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -148,13 +148,13 @@ class TokenTexts:
         return {"id": i, "text": self.text(i)} | {name: True for name, is_so in marks.items() if is_so}
 
     def text(self, i: int) -> str:
-        """The text of one token; incomplete bytes as `<0xE2><0x82>`, and nothing for an id without a token."""
+        """The text of one token; incomplete bytes look like `<0xE2><0x82>`, and an id without a token has no text."""
         if i in self._added:
             return self._added[i].content
         piece = self._tokenizer.convert_ids_to_tokens(i)
         if not isinstance(piece, str):
             return ""
-        if "\u2581" in piece:  # SentencePiece's space, which `decode` drops at the beginning
+        if "\u2581" in piece:  # SentencePiece's space, which `decode` drops at the start
             return piece.replace("\u2581", " ")
         text = self._tokenizer.decode([i], clean_up_tokenization_spaces=False)
         if "\ufffd" not in text:

@@ -1,4 +1,4 @@
-"""What a step shows (docs/metrics.md): of what was sampled, and of its updates. No loss is computed here."""
+"""The statistics of a step (docs/metrics.md): of its rollout and of its updates. No loss is computed here."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from common.trajectory import Trajectory
 
 
 class RowUpdate(NamedTuple):
-    """What one update of a step saw of one row."""
+    """The values of one row in one update of a step."""
 
     epoch: int
     minibatch: int
@@ -22,7 +22,7 @@ class RowUpdate(NamedTuple):
 
 
 class UpdateStatistics:
-    """What the updates of one step show, on all ranks: `metrics` for metrics.jsonl, `rows` for samples.jsonl."""
+    """The statistics of one step's updates, on all ranks: `metrics` for metrics.jsonl, `rows` for samples.jsonl."""
 
     def __init__(self, max_grad_norm: float):
         self._max_grad_norm = max_grad_norm
@@ -45,8 +45,8 @@ class UpdateStatistics:
 
         Args:
             log_probs: (b, T-1) of its tokens under the policy of this update, with their gradient (`retain_grad`).
-            terms: (b, T-1), each token's part of the update's loss; they add up to it.
-            diagnostics: (b, T-1) or (b, 1) each: `entropy`, and what the loss wants to be logged. Two names are known:
+            terms: (b, T-1), each token's part of the update's loss; they add up to the loss.
+            diagnostics: (b, T-1) or (b, 1) each: `entropy`, and other values that the loss logs. Two names are known:
                 `ratio`, which is 1 before the first update, and `kl`, which is 0 before the first step.
         """
         mask = micro.action_mask.bool()
@@ -55,7 +55,7 @@ class UpdateStatistics:
             raise ValueError(f"policy_loss must return a term for every token, {wanted}, not {got}")
         if not mask.any():
             return  # a filler, see `Experience.filler`
-        push = -log_probs.grad / world_size()  # of which each rank backpropagates so many times its loss
+        push = -log_probs.grad / world_size()  # each rank backpropagates its loss times this number
         log_probs, terms = log_probs.detach(), terms.detach()
         diagnostics = {name: values.detach().expand_as(mask) for name, values in diagnostics.items()}
         own = self._own
@@ -67,7 +67,7 @@ class UpdateStatistics:
         if not self._grad_norms:  # before the first optimizer step the policy is still the one that sampled
             first = {"first_ratio": diagnostics["ratio"]} if "ratio" in diagnostics else {}
             own.add(mask, first | {"sampling_log_prob_difference": (log_probs - micro.sampler_log_probs).abs()})
-            if "kl" in diagnostics:  # later its tokens are no longer drawn from the current policy
+            if "kl" in diagnostics:  # later the policy is no longer the one that sampled the tokens
                 own.kl_of_rows += masked_mean(diagnostics["kl"], mask, dim=1).tolist()
         tokens = {"log_probs": log_probs, "terms": terms, "push": push, **diagnostics}
         masked = [torch.where(mask, values, 0.0) for values in tokens.values()]
@@ -78,7 +78,7 @@ class UpdateStatistics:
             self.rows.setdefault(key, []).append(row)
 
     def end_update(self, grad_norm: torch.Tensor) -> None:
-        """Close one update; `grad_norm` is its gradient's norm before clipping, not finite where it was skipped."""
+        """Close one update; `grad_norm` is the gradient norm before clipping, not finite if the update was skipped."""
         self._grad_norms.append(grad_norm.item())
 
     def metrics(self) -> dict[str, float]:
@@ -103,12 +103,12 @@ class UpdateStatistics:
 
 
 class _Parts:
-    """What one rank has seen."""
+    """The sums of one rank."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.kl_of_rows: list[float] = []
-        self.sums: dict[str, tuple[float, int]] = {}  # over action tokens, and how many they are
+        self.sums: dict[str, tuple[float, int]] = {}  # over action tokens, and their number
         self.ratio_min = self.ratio_max = 1.0
 
     def add(self, mask: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
@@ -120,7 +120,7 @@ class _Parts:
 
 
 def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> dict[str, float]:
-    """Metrics of what was sampled, with `returns` of (Q, G)."""
+    """Metrics of the rollout, with `returns` of (Q, G)."""
     first = trajectories[0]
     lengths = [row.num_action_tokens for row in trajectories]
     metrics = {"reward/total": returns.mean().item()}
@@ -132,7 +132,7 @@ def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> di
     if first.turns:
         metrics["completion/turns"] = mean([row.num_turns for row in trajectories])
     if "correct" in first.rewards:
-        is_right = [row.rewards["correct"] == 1 for row in trajectories]  # partly right is not right, as in pass@k
+        is_right = [row.rewards["correct"] == 1 for row in trajectories]  # partly right does not count, as in pass@k
         for name, wanted in (("right", True), ("wrong", False)):
             among = [length for length, right in zip(lengths, is_right, strict=True) if right == wanted]
             metrics |= {f"completion/length_{name}": mean(among)} if among else {}

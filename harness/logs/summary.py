@@ -1,4 +1,4 @@
-"""What a run has gained: the figures of summary.json, and the tables at the end of a run."""
+"""The gain of a run: the figures of summary.json, and the tables at the end of a run."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from harness.data.task import Task
 from harness.logs.samples import END, turn_lines
 from harness.run.machine import peak_memory_bytes
 
-SHOWN = {  # of evaluate(): what the closing table shows first, and under which label
+SHOWN = {  # metrics of evaluate() that the closing table shows first, and their labels
     "greedy/accuracy": "greedy accuracy",
     "sampled/accuracy": "sampled accuracy (mean@8)",
     "sampled/pass@8": "at least one of 8 right (pass@8)",
@@ -31,7 +31,7 @@ def summarise_steps(steps: list[dict], device: str) -> dict:
 
 
 def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:
-    """Accuracy before and after, all metrics of both evaluations, and where the gain comes from."""
+    """Accuracy before and after, all metrics of both evaluations, and the sources of the gain."""
     kinds = [task.kind(row) for row in task.eval_rows]
     return {
         "accuracy_before": before.metrics.get("greedy/accuracy"),
@@ -49,10 +49,10 @@ def divide_gain(before: list[Answer], after: list[Answer], kinds: list[tuple]) -
         gain     = sum_s (w_s' - w_s) a_s  +  sum_s w_s' (a_s' - a_s)
                    choice of style            better answers, style by style
 
-    The styles are the first names that the task describes as 0 or 1 and of which exactly one is 1 in every answer: for
-    the bundled task `reasoned` and `direct`. Without any, the result is empty. The gain is divided for every kind of
-    question separately, and averaged: over all kinds together a change in their mix would be mistaken for skill. If no
-    answer of a kind has a style, the accuracy that does not exist is taken from the other evaluation.
+    The styles are the first names that the task describes as 0 or 1 so that exactly one of them is 1 in every answer:
+    for the bundled task `reasoned` and `direct`. If there are none, the result is empty. The gain is divided for every
+    kind of question separately, and then averaged: over all kinds together, a change in their mix would look like
+    skill. If no answer of a kind has a style, the missing accuracy is taken from the other evaluation.
 
     >>> styles = ({"reasoned": 1.0, "direct": 0.0}, {"reasoned": 0.0, "direct": 1.0})
     >>> before = [Answer(0, 1.0, styles[0]), Answer(0, 0.0, styles[1])]
@@ -102,7 +102,7 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
         if values != [None, None]:
             words = name.removeprefix("sampled/").replace("accuracy_", "accuracy if ").replace("_", " ")
             cells = ["-" if value is None else f"{value:.3f}" for value in values]
-            if name in SHOWN or "accuracy" in name or cells[0] != cells[1]:  # others that stay say nothing
+            if name in SHOWN or "accuracy" in name or cells[0] != cells[1]:  # unchanged others are not interesting
                 table.add_row(Text(printable(SHOWN.get(name, words), 60)), *cells)
     console.print(table)
     if any(gain.values()):
@@ -129,7 +129,7 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
 
 
 def _lines(task: Task, answer: Greedy) -> list[str]:
-    """What an answer has earned, and the answer: a line, or one for each turn."""
+    """The reward of an answer and the answer itself: one line, or one for each turn."""
     if "correct" in answer.rewards:
         verdict = "right" if answer.rewards["correct"] == 1 else "wrong"
     else:

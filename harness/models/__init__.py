@@ -1,1 +1,1 @@
-"""Models: read, adapted, refused where they cannot be trained, and saved; and how much memory a run needs."""
+"""Models: reading, adapting, checking, saving, and an estimate of the memory that a run needs."""

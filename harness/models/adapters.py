@@ -1,4 +1,4 @@
-"""LoRA adapters: a new one, one that an earlier run has trained, and the reference of a run that trains one."""
+"""LoRA adapters: a new one, one that an earlier run trained, and the reference for a run that trains one."""
 
 import json
 import warnings
@@ -12,12 +12,12 @@ from common.policy import Policy, PolicyOutput
 from harness.base.config import ADAPTER_SETTINGS
 from harness.models.pretrained import check_finite
 
-# Fields of adapter_config.json that say what the adapter computes, and are kept
+# Fields of adapter_config.json that describe what the adapter computes, and are kept
 KEPT = (
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 )
-# Fields that say how it was made; dropout is off here. Whatever else is set makes it something other than W x + B A x
+# Fields that describe how it was made; dropout is off here. Any other setting makes it differ from W x + B A x
 IGNORED = (
     *("auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode", "lora_dropout", "runtime_config"),
     *("eva_config", "megatron_core", "qalora_group_size"),
@@ -44,7 +44,7 @@ def add_adapter(model: torch.nn.Module, rank: int, alpha: float | None = None, s
 
 
 def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
-    """Put the adapter of the directory `path` on its base, ready to be trained further, in float32."""
+    """Put the adapter from the directory `path` on its base, ready for further training, in float32."""
     from peft import set_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
     from safetensors.torch import load_file
@@ -52,7 +52,7 @@ def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:
     settings = _read_settings(path)
     try:
         weights = load_file(path / "adapter_model.safetensors")
-        with torch.random.fork_rng():  # what is drawn is replaced
+        with torch.random.fork_rng():  # the random values are replaced
             model = _inject(model, **settings)
         loaded = set_peft_model_state_dict(model, weights)
     except Exception as error:  # a damaged file can raise anything
@@ -82,7 +82,7 @@ def _inject(model: torch.nn.Module, **settings) -> torch.nn.Module:
 
 
 def _read_settings(path: Path) -> dict:
-    """What adapter_config.json says about the computation, if all of it can be done here."""
+    """The computation that adapter_config.json describes; UserError if this code cannot do all of it."""
     try:
         fields = json.loads((path / ADAPTER_SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -98,15 +98,15 @@ def _read_settings(path: Path) -> dict:
 
 
 class AdapterReference(Policy):
-    """A policy with a LoRA adapter as it was before this run, on the same model.
+    """The reference of a policy with a LoRA adapter: the same model with the adapter as it was before this run.
 
-    A new adapter is switched off, at no memory of its own; of one that an earlier run has trained there is a copy.
+    A new adapter is switched off, which needs no memory; an adapter from an earlier run is copied.
     """
 
     def __init__(self, policy: Policy):
         ids = (policy.end_of_turn_ids, policy.pad_id)
         super().__init__(policy.model, policy.tokenizer, *ids, policy.temperature, policy.compute_dtype)
-        self._of = (policy,)  # not as a module: that would be a second way to the same weights
+        self._of = (policy,)  # not as a module: that would register the same weights twice
         is_new = not any(weight.any() for name, weight in policy.named_parameters() if "_B." in name)  # B = 0
         self._weights = [weight for weight in self.model.parameters() if weight.requires_grad and not is_new]
         self._copies = [weight.detach().clone() for weight in self._weights]
@@ -117,7 +117,7 @@ class AdapterReference(Policy):
 
     @property
     def device(self) -> torch.device:
-        return self.trained.device  # not that of the weights, which can be offloaded
+        return self.trained.device  # the weights may be on another device, because they can be offloaded
 
     def forward(self, *arguments, **options) -> PolicyOutput:
         if not self._weights:

@@ -1,7 +1,8 @@
-"""`--estimate`: the memory that a run needs, by a formula, before anything is trained. No weights are read.
+"""`--estimate`: computes the memory that a run needs by a formula, before training and without reading weights.
 
-A trained value takes 4 bytes, its gradient 4, and Adam's moments 8; a frozen one 2 to 4, or less if it is quantised.
-Sampling and the update do not overlap, so the larger one counts. docs/real_models.md compares it with measured runs.
+A trained value takes 4 bytes, its gradient 4, and Adam's moments 8; a frozen value takes 2 to 4, or less if it is
+quantised. Sampling and the update do not overlap, so the larger one counts. docs/real_models.md compares the estimate
+with measured runs.
 """
 
 import json
@@ -23,16 +24,16 @@ from harness.data.context import longest_of_run
 from harness.data.task import Task
 from harness.models.pretrained import read_config, set_template, tokenizer_of
 
-# 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those
+# 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those blocks
 QUANTISED = {"4bit": (4 + 8 / 64 + 32 / (64 * 256)) / 8, "8bit": 1.0}
-PROGRAM = 0.5e9  # bytes of Python and its libraries, on a CPU; of CUDA, its context
-ROOM = 32  # tokens that the cache has room for beyond its last, see common/fast/cache.py
-IN_PIECES = 0.6  # of activations and logits, on a CPU: what the C library's allocator keeps after they are freed
-AUTOCAST = 2.6  # bytes per value that bfloat16 arithmetic keeps: most have 2, those of norms 4
+PROGRAM = 0.5e9  # bytes of Python and its libraries on a CPU; of the context on CUDA
+ROOM = 32  # tokens that the cache reserves beyond its last, see common/fast/cache.py
+IN_PIECES = 0.6  # of activations and logits, on a CPU: memory that the C library's allocator keeps after it is freed
+AUTOCAST = 2.6  # bytes per value that bfloat16 arithmetic keeps: 2 for most, 4 for norms
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
-FULL = 0.95  # of a device's memory: above it, fragmentation alone can be too much
+FULL = 0.95  # of a device's memory: above it, fragmentation alone can exhaust the memory
 GB = 1e9
-# Files of accelerate_configs/: every process holds all, or a shard of what is trained
+# Files of accelerate_configs/: every process holds everything, or a shard of the trained values
 LAUNCHES = ("multi_gpu", "fsdp2")
 
 
@@ -62,7 +63,7 @@ class Shape:
 
 
 def estimate(config: PolicyConfig, task: Task | None) -> None:
-    """Print what the run needs, and what would lower it. Nothing is trained or written."""
+    """Print the memory that the run needs, and how to lower it. Trains and writes nothing."""
     from rich.console import Console
     from rich.table import Table
 
@@ -86,7 +87,7 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
 
 
 def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "one", processes: int = 1) -> dict:
-    """Bytes per device, by part and in total, with a longest prompt of so many tokens; `LAUNCHES` lists launches."""
+    """Bytes per device, by part and in total, for the length of the longest prompt; `LAUNCHES` lists launches."""
     rank, on_cpu, shards = rank_of(config), config.device == "cpu", processes if launch == "fsdp2" else 1
     arithmetic = 2 if config.dtype == "bfloat16" else 4  # bytes
     trained, frozen = (rank * shape.ends_of_linear, shape.parameters) if rank else (shape.parameters, 0)
@@ -94,14 +95,14 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     weights = QUANTISED.get(config.load_in, 0) * packed + arithmetic * (frozen - packed) + 4 * trained
     group, completion = getattr(config, "group_size", 1), getattr(config, "max_new_tokens", 0)
     rows = getattr(config, "prompts_per_step", 1) * group
-    if hasattr(config, "tokens_per_batch"):  # supervised: rows of this many tokens are trained on
+    if hasattr(config, "tokens_per_batch"):  # supervised: training rows have this many tokens
         prompt, completion = 0, min(config.max_length, config.tokens_per_batch)
         rows = config.tokens_per_batch // completion
     rows, evaluated = math.ceil(rows / processes), math.ceil(8 * config.eval_prompts / processes)
     micro = min(config.micro_batch_size, rows)
 
-    casts = 2 * shape.parameters if arithmetic == 2 and not rank and shards == 1 else 0  # which autocast keeps
-    gathered = arithmetic * shape.parameters if shards > 1 else 0  # of all layers for a rollout, of two for the update
+    casts = 2 * shape.parameters if arithmetic == 2 and not rank and shards == 1 else 0  # autocast keeps these copies
+    gathered = arithmetic * shape.parameters if shards > 1 else 0  # all layers in a rollout, two in the update
     sampling = casts + gathered + _cache(config, shape, prompt + completion, max(rows, evaluated))
     shares = group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
     kept = _activations(config, shape, micro, prompt, completion, shares)
@@ -123,7 +124,7 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
 
 def _cache(config: PolicyConfig, shape: Shape, length: int, most_rows: int) -> float:
     """Keys, values and logits of the rows that are sampled at the same time."""
-    if not hasattr(config, "generation_batch_size") or hasattr(config, "engine_url"):  # none are, or by an engine
+    if not hasattr(config, "generation_batch_size") or hasattr(config, "engine_url"):  # no sampling, or by an engine
         return 0
     rows = min(config.generation_batch_size, most_rows)
     layer = 2 * rows * (length + ROOM) * shape.keys * (2 if config.dtype == "bfloat16" else 4)
@@ -132,9 +133,9 @@ def _cache(config: PolicyConfig, shape: Shape, length: int, most_rows: int) -> f
 
 
 def _activations(config: PolicyConfig, shape: Shape, rows: int, prompt: int, completion: int, shares: bool) -> float:
-    """What a decoder of Llama's kind keeps for the backward pass: with checkpoints, of one layer and all inputs."""
+    """Values that a Llama-like decoder keeps for the backward pass: with checkpoints, one layer and all inputs."""
     tokens, rank = rows * (prompt + completion), rank_of(config)
-    if shares:  # each prompt is run once for its group
+    if shares:  # each prompt runs once for its group
         tokens = math.ceil(rows / config.group_size) * (prompt - 1) + rows * completion
     norms = 4 if rank else 6  # inputs and outputs, and what is multiplied by weights that are trained
     values = tokens * (norms * shape.hidden + 2 * shape.queries + 2 * shape.keys + 4 * shape.inner + 7 * rank)
@@ -144,7 +145,7 @@ def _activations(config: PolicyConfig, shape: Shape, rows: int, prompt: int, com
 
 
 def savings(config: PolicyConfig, shape: Shape, prompt: int) -> list[tuple[float, str]]:
-    """The bytes that a flag saves in one process, with the flag, the most first."""
+    """How many bytes each flag saves in one process, largest first."""
     halves = ("micro_batch_size", "generation_batch_size", "max_new_tokens")
     options = {f"{flag(name)} {value}": {name: value} for name in halves if (value := getattr(config, name, 0) // 2)}
     options |= {"--gradient-checkpointing": {"gradient_checkpointing": True}, "--dtype bfloat16": {"dtype": "bfloat16"}}
@@ -161,7 +162,7 @@ def savings(config: PolicyConfig, shape: Shape, prompt: int) -> list[tuple[float
 
 
 def rank_of(config: PolicyConfig) -> int:
-    """The rank of the adapter that is trained; 0: all weights are."""
+    """The rank of the trained adapter; 0: all weights are trained."""
     if config.lora_rank or config.adapter_path is None:
         return config.lora_rank
     return int(json.loads((config.adapter_path / ADAPTER_SETTINGS).read_text(encoding="utf-8")).get("r", 8))
@@ -174,7 +175,7 @@ def _prompt_length(config: PolicyConfig, task: Task) -> int:
 
 
 def device_memory(device: str) -> float:
-    """How many bytes of memory the device has, or this process may have."""
+    """The memory in bytes that the device has, or that this process may use."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory
     limit = MEMORY_LIMIT.read_text(encoding="utf-8").strip() if MEMORY_LIMIT.is_file() else "max"

@@ -37,9 +37,9 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress line is enough
-    for name in ("backends.cpu.ops", "autograd._functions"):  # notes on speed and on casts, in every layer
+    for name in ("backends.cpu.ops", "autograd._functions"):  # about speed and casts, in every layer
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
-    config = resolve(config, {})  # only for a config that was made in code: the command line has resolved its own
+    config = resolve(config, {})  # only for a config made in code: the command line resolves its own
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     refuse_adapter(config.base, is_here)
     tokenizer = tokenizer_of(config, is_here)
@@ -56,14 +56,14 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
 
 
 def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperature: float = 1.0) -> Policy:
-    """Wrap a model and its tokenizer, with its adapter; under a `PolicyConfig` ready for training."""
+    """Wrap a model and its tokenizer, with its adapter; a `PolicyConfig` makes it ready for training."""
     set_template(tokenizer, config)
     prefix = getattr(config, "completion_prefix", None)
     if prefix is not None:
         begin_completions(tokenizer, prefix)
     check_quantisation(model, config)
     use_fast_products(model)
-    if config.device == "cpu":  # sdpa takes grouped keys as they are there; transformers need not repeat them
+    if config.device == "cpu":  # sdpa accepts grouped keys directly; transformers need not repeat them
         os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     try:
         end_of_turn_ids = find_end_of_turn_ids(tokenizer, model.generation_config)
@@ -86,13 +86,13 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
     if config.load_in is None:
         model = model.to(config.device)
     for module in model.modules():
-        # log-probabilities are compared between passes, and dropout would give each pass another policy
+        # log-probabilities are compared between passes, and dropout would change the policy in each pass
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-        # bitsandbytes would pack 4-bit weights anew for CPUs with AVX512-BF16, in the first rollout, and compute wrong
-        # gradients from then on, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them)
+        # on CPUs with AVX512-BF16, bitsandbytes would repack 4-bit weights in the first rollout and then compute wrong
+        # gradients, without an error (measured on 0.50.2; tests/models/test_adapters.py compares them)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     policy = Policy(model, tokenizer, end_of_turn_ids, pad_id, temperature, DTYPES[config.dtype])
@@ -107,7 +107,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
 
 
 def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
-    """With the adapter that `--model` names, which is merged if a new one is to be trained."""
+    """Add the adapter that `--model` names; it is merged if the run trains a new one."""
     model = load_adapter(model, config.adapter_path)
     given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
     if isinstance(config, PolicyConfig) and config.lora_rank:
@@ -118,14 +118,14 @@ def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module
 
 
 def make_reference(policy: Policy) -> Policy:
-    """The policy as it is now, frozen, for the KL penalty: a copy, or with LoRA the same model without its adapter."""
+    """The current policy, frozen, for the KL penalty: a copy or, with LoRA, the same model without its adapter."""
     if not is_lora(policy):
         return copy.deepcopy(policy).requires_grad_(False)
     return AdapterReference(policy)
 
 
 def exclude_frozen(policy: Policy) -> None:
-    """Keep DistributedDataParallel from sending frozen weights and buffers: every process has loaded the same."""
+    """Keep DistributedDataParallel from sending frozen weights and buffers: every process loaded the same ones."""
     frozen = [name for name, weight in policy.named_parameters() if not weight.requires_grad]
     buffers = [name for name, _ in policy.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, frozen + buffers)
@@ -135,7 +135,7 @@ def exclude_frozen(policy: Policy) -> None:
 
 
 def check_quantisation(model: torch.nn.Module, config: ModelConfig) -> None:
-    """Refuse weights that were quantised when they were saved, where the settings ask for what needs other ones."""
+    """Refuse weights that were saved quantised if the settings ask for something that needs others."""
     quantizer = getattr(model, "hf_quantizer", None)
     if not getattr(model, "is_quantized", False) or not quantizer.pre_quantized:
         return
@@ -155,7 +155,7 @@ def check_quantisation(model: torch.nn.Module, config: ModelConfig) -> None:
         raise UserError(f"{given} and compute in half precision: use --dtype bfloat16")
 
 
-# A model is tried on two prompts of different lengths with two completions of two tokens each
+# A model is tested on two prompts of different lengths with two completions of two tokens each
 PROMPT_LENGTHS, GROUP_SIZE, NEW_TOKENS = (3, 6), 2, 2
 
 
@@ -179,9 +179,9 @@ def check_computation(policy: Policy) -> None:
             scored = head(states[positions.argsort()])
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # depends on the model: a cache without keys, an argument that it does not take
+        except Exception as error:  # depends on the model: a cache without keys, an unsupported argument
             raise UserError(fault) from error
-    if not logits.isfinite().all():  # although the weights are, or else are quantised
+    if not logits.isfinite().all():  # although the weights are finite, or quantised
         raise UserError(f"{name} computes logits that are NaN or infinite: are its weights damaged?")
     if not torch.allclose(from_hidden.float(), logits.float(), atol=1e-3):
         raise UserError(f"{name} transforms its logits after the LM head, {unsupported}")
@@ -196,7 +196,7 @@ def check_computation(policy: Policy) -> None:
 def _rows(policy: Policy) -> tuple[list[list[int]], list[list[int]], torch.Tensor, torch.Tensor]:
     """Rows and their prompts; the rows as sequences (B, T) with their action mask (B, T-1)."""
     num_ids = len(policy.model.get_input_embeddings().weight)
-    ids = iter([(num_ids // 2 + offset) % num_ids for offset in range(32)])  # tokens of text: special ones are outside
+    ids = iter([(num_ids // 2 + offset) % num_ids for offset in range(32)])  # ordinary tokens: special ones are outside
     prompts = [[next(ids) for _ in range(length)] for length in PROMPT_LENGTHS]
     rows = [prompt + [next(ids) for _ in range(NEW_TOKENS)] for prompt in prompts for _ in range(GROUP_SIZE)]
     width = max(map(len, rows))
@@ -208,7 +208,7 @@ def _rows(policy: Policy) -> tuple[list[list[int]], list[list[int]], torch.Tenso
 
 
 def _continue(policy: Policy, rows: list[list[int]], prompts: list[list[int]]) -> torch.Tensor:
-    """The logits that predict the new tokens of the rows as sampling computes them: (N, V), by row."""
+    """The logits that predict the rows' new tokens, computed as in sampling: (N, V), by row."""
     cache = RowCache()
     sequences, attention_mask = left_pad(prompts, policy.pad_id, policy.device)
     logits = [next_logits(policy, sequences, attention_mask, cache).repeat_interleave(GROUP_SIZE, dim=0)]
@@ -221,6 +221,6 @@ def _continue(policy: Policy, rows: list[list[int]], prompts: list[list[int]]) -
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of logits (N, V): the norm of the difference in units of that of `expected`, whose means do not matter."""
+    """The distance of logits (N, V), relative to the norm of `expected`; the means of both do not matter."""
     found, expected = (logits.float() - logits.float().mean(dim=-1, keepdim=True) for logits in (found, expected))
     return ((found - expected).norm() / expected.norm().clamp(min=1e-6)).item()

@@ -1,4 +1,4 @@
-"""Read models and tokenizers of Hugging Face, and check them; code of a model is never run, and nobody is asked."""
+"""Read and check Hugging Face models and tokenizers; never runs a model's code, and never prompts the user."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +15,7 @@ PROBE = [{"role": "user", "content": "What is 1 + 1?"}]
 
 
 def refuse_adapter(source: str, local_files_only: bool) -> None:
-    """An adapter, which transformers would load as something that is neither trained nor saved, is a UserError."""
+    """Refuse an adapter: transformers would load it in a form that is neither trained nor saved."""
     from transformers.utils import find_adapter_config_file
 
     if find_adapter_config_file(source, local_files_only=local_files_only) is not None:
@@ -26,10 +26,10 @@ def refuse_adapter(source: str, local_files_only: bool) -> None:
 
 
 def _read(auto: type, what: str, source: str, local_files_only: bool, **options):
-    """What a class of transformers reads from a hub id or a directory; UserError if it cannot."""
+    """Read a hub id or a directory with a class of transformers; UserError if that fails."""
     try:
         return auto.from_pretrained(source, trust_remote_code=False, local_files_only=local_files_only, **options)
-    except Exception as error:  # a damaged file can raise anything, a KeyError for example
+    except Exception as error:  # a damaged file can raise anything, even a KeyError
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:
             reason = "it needs code of its own, which is never run here: use a model that transformers has code for"
@@ -37,13 +37,13 @@ def _read(auto: type, what: str, source: str, local_files_only: bool, **options)
 
 
 def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:
-    """The causal language model of a hub id or a directory; UserError if it cannot be loaded, or lacks weights."""
+    """The causal language model of a hub id or a directory; UserError if it cannot be loaded or lacks weights."""
     from transformers import AutoModelForCausalLM
 
     clean_log("transformers")
     options |= {"dtype": dtype, "output_loading_info": True}
     model, loading = _read(AutoModelForCausalLM, "model", source, local_files_only, **options)
-    if loading["missing_keys"]:  # transformers would give them random numbers
+    if loading["missing_keys"]:  # transformers would fill them with random numbers
         raise UserError(f"the model {source} lacks weights, {sorted(loading['missing_keys'])[0]} for one")
     return model
 
@@ -68,7 +68,7 @@ def tokenizer_of(config: ModelConfig, local_files_only: bool):
 
 
 def set_template(tokenizer, config: ModelConfig) -> None:
-    """Give it the template of `--chat-template`; UserError if it has none."""
+    """Set the template of `--chat-template`; UserError if there is no template at all."""
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template)
     if tokenizer.chat_template is None:
@@ -79,7 +79,7 @@ def set_template(tokenizer, config: ModelConfig) -> None:
 
 
 def find_end_of_turn_ids(tokenizer, generation_config) -> list[int]:
-    """Every id that ends an assistant turn, of tokenizer and generation config (Llama 3 has several)."""
+    """Every id that ends an assistant turn, from tokenizer and generation config (Llama 3 has several)."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
     ids = {tokenizer.eos_token_id, *configured} - {None}
@@ -92,11 +92,11 @@ def check_tokenizer(tokenizer, end_of_turn_ids: list[int], pad_id: int, num_ids:
     """ValueError if the chat template renders nothing, or an id is beyond the `num_ids` rows of the embedding."""
     try:
         prompt = encode_prompt(tokenizer, PROBE)
-    except UserError:  # it may want other messages; those that the run has are seen before it trains
+    except UserError:  # it may expect other messages; the run's own are checked before training
         prompt = [pad_id]
     if not prompt:
         raise ValueError("the chat template renders nothing for a plain question")
-    # Special tokens beyond it are common (Gemma 3's image token) and harmless as long as they are not used
+    # Special tokens beyond it are common (Gemma 3's image token), and harmless as long as nobody uses them
     ordinary = [i for token, i in tokenizer.get_vocab().items() if token not in tokenizer.all_special_tokens]
     for what, ids in (
         ("the end-of-turn id", end_of_turn_ids),
@@ -121,8 +121,8 @@ def read_template(source: str) -> str:
 
 
 def count_parameters(model: torch.nn.Module) -> dict[str, int]:
-    """As summary.json has them; shared weights count once, and a 4-bit weight as the weights that it packs."""
-    if any(hasattr(weight, "ds_numel") for weight in model.parameters()):  # sharded by DeepSpeed: numel is of the shard
+    """The counts for summary.json; shared weights count once, and a 4-bit weight as the weights that it packs."""
+    if any(hasattr(weight, "ds_numel") for weight in model.parameters()):  # sharded by DeepSpeed: numel is the shard's
         sizes = [(weight.ds_numel, weight.requires_grad) for weight in model.parameters()]
         return {"parameters": sum(n for n, _ in sizes), "trained_parameters": sum(n for n, trained in sizes if trained)}
     return {"parameters": model.num_parameters(), "trained_parameters": model.num_parameters(only_trainable=True)}
@@ -133,6 +133,6 @@ def check_finite(owner: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Non
     for name, weight in weights:
         if not weight.is_floating_point() or not weight.numel():
             continue
-        # extremes are NaN if any number is, and unlike isfinite they need no memory of the weight's size
+        # the extremes are NaN if any number is and, unlike isfinite, need no memory of the weight's size
         if not torch.stack(weight.detach().aminmax()).isfinite().all():
             raise UserError(f"the weights of {owner} hold NaN or infinite numbers: {name} for one")

@@ -15,7 +15,7 @@ from harness.models.pretrained import read_model
 
 
 def save_policy(policy: Policy, path: Path) -> None:
-    """Write a Hugging Face directory, with LoRA that of the adapter: all processes call it, and the main one writes."""
+    """Write a Hugging Face directory, with LoRA of the adapter: all processes call it, and the main one writes."""
     weights = whole_weights(policy.model)
     # "auto" would ask the hub whether the vocabulary has grown
     options = {"save_embedding_layers": False} if is_lora(policy) else {}
@@ -24,7 +24,7 @@ def save_policy(policy: Policy, path: Path) -> None:
 
 
 def load_weights(policy: Policy, path: Path) -> None:
-    """Read back what `save_policy` has written."""
+    """Read back a directory that `save_policy` wrote."""
     if is_lora(policy):
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
@@ -35,7 +35,7 @@ def load_weights(policy: Policy, path: Path) -> None:
 
 
 def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> None:
-    """Merge a saved adapter into its base, read anew: to add to quantised weights would round what was learned."""
+    """Merge a saved adapter into a freshly read base: adding to quantised weights would round the training away."""
     base = read_base(adapter)
     model = read_model(str(find_directory(base) or base), dtype, local_files_only=True)
     load_adapter(model, adapter).merge_and_unload().save_pretrained(path)
@@ -43,7 +43,7 @@ def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> Non
 
 
 def save_base(config: PolicyConfig, policy: Policy, path: Path) -> None:
-    """Write the base of a new adapter, if the one of `--model` was merged into it, and tell the adapter where it is."""
+    """Write the base of a new adapter if the adapter of `--model` was merged into it, and record where it is."""
     if config.adapter_path is None or not config.lora_rank:
         return
     path = path.resolve()

@@ -1,1 +1,1 @@
-"""Several processes: how they meet, and what Accelerate makes of them."""
+"""Several processes: how they connect, and how Accelerate uses them."""

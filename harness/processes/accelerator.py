@@ -1,8 +1,8 @@
-"""Hugging Face Accelerate: the processes that it finds, their devices and arithmetic, and its checkpoints.
+"""Hugging Face Accelerate: its processes, their devices and arithmetic, and its checkpoints.
 
 With DeepSpeed, `accelerator.backward` of the last micro-batch reduces the gradient, clips it and takes the step; the
-prepared optimizer's own methods do nothing. Under ZeRO-3 the call of a submodule gathers its weights, a message to all
-ranks: each rank must make the same calls in the same order, or the launch hangs.
+prepared optimizer's own methods do nothing. Under ZeRO-3, calling a submodule gathers its weights, which sends a
+message to all ranks: each rank must make the same calls in the same order, or the launch hangs.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ from harness.processes import processes
 
 
 def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
-    """Meet the other processes that a launcher has started; the settings with the device of this one."""
+    """Connect to the launcher's other processes; returns the settings with this process's device."""
     asked = processes.requested_launch()
     on_cpu, by_deepspeed = config.device == "cpu", asked.sharding == "deepspeed"
-    if processes.num_restarts():  # Accelerate would look for the addresses of before; it takes who have met
+    if processes.num_restarts():  # Accelerate would look for the old addresses; it accepts processes that are connected
         processes.meet("gloo" if on_cpu else "cpu:gloo,cuda:nccl")
-    # With cpu=True Accelerate would ignore DeepSpeed, and without a backend the other processes
+    # With cpu=True Accelerate would ignore DeepSpeed, and without a backend it would ignore the other processes
     backend = "gloo" if on_cpu and by_deepspeed else None
     handlers = [InitProcessGroupKwargs(timeout=processes.PATIENCE, backend=backend)]
     with processes.meeting():
@@ -54,7 +54,7 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
     elif accelerator.distributed_type == DistributedType.FSDP:
-        if accelerator.mixed_precision == "bf16":  # log-probs, and sums of gradients, are not rounded to it
+        if accelerator.mixed_precision == "bf16":  # log-probs and sums of gradients are not rounded to it
             accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
             )
@@ -69,25 +69,25 @@ def prepare(
     accelerator: Accelerator, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, for a policy that may be sharded."""
-    policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one after the other
+    policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one by one
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        policy.share_prompts = False  # each call of a layer is a message to all ranks, so data must not decide on one
+        policy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data
         policy.compute_device = accelerator.device
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        policy.max_logits = sys.maxsize  # under ZeRO-3 each call of the LM head is one too
+        policy.max_logits = sys.maxsize  # under ZeRO-3 so is each call of the LM head
     return accelerator.prepare(policy, optimizer)
 
 
 def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradient down to `max_norm`; its norm before, the same on all ranks, however the model is sharded."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has clipped, and taken its step
+    """Scale the gradient down to `max_norm`; returns the norm before, equal on all ranks under any sharding."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it has already clipped and taken its step
         # or skipped it, if the gradient is not finite on one of the ranks
         return torch.tensor(float(model.get_global_grad_norm()) if model.was_step_applied() else math.inf)
     return parallel.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def _fill_deepspeed(accelerator, micro_batch_size: int, max_grad_norm: float) -> None:
-    """Fill in what DeepSpeed must know. To be called right after `Accelerator(...)`, before the policy is loaded.
+    """Fill in what DeepSpeed must know. Call it right after `Accelerator(...)`, before the policy is loaded.
 
     Without the first lines `accelerator.prepare` asks for a dataloader, and DeepSpeed clips at Accelerate's default of
     1. The weights stay float32, whatever `mixed_precision` is: the policy runs its own bfloat16 autocast over them.
@@ -95,9 +95,9 @@ def _fill_deepspeed(accelerator, micro_batch_size: int, max_grad_norm: float) ->
     from transformers.integrations import unset_hf_deepspeed_config
 
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
-    settings.pop("train_batch_size", None)  # DeepSpeed multiplies it itself
-    settings["train_micro_batch_size_per_gpu"] = micro_batch_size  # only used in its own reports
-    settings["gradient_accumulation_steps"] = 1  # a loss would be divided by it
+    settings.pop("train_batch_size", None)  # DeepSpeed computes the product itself
+    settings["train_micro_batch_size_per_gpu"] = micro_batch_size  # used only in its own reports
+    settings["gradient_accumulation_steps"] = 1  # it would divide the loss by this
     settings["gradient_clipping"] = max_grad_norm
     settings["fp16"] = settings["bf16"] = {"enabled": False}
     # Under ZeRO-3 `from_pretrained` would now load empty shards, even with zero3_init_flag: false; the reference and
@@ -106,14 +106,14 @@ def _fill_deepspeed(accelerator, micro_batch_size: int, max_grad_norm: float) ->
 
 
 def _save(models: list[torch.nn.Module], weights: list[dict], path: str) -> None:
-    """Write the policy as a Hugging Face directory, instead of the weights as Accelerate would write them."""
+    """Write the policy as a Hugging Face directory, instead of the weights in Accelerate's format."""
     for model in models:
         save_policy(_policy_in(model), Path(path))
     weights.clear()
 
 
 def _load(models: list[torch.nn.Module], path: str) -> None:
-    while models:  # what is left here, Accelerate would read itself
+    while models:  # Accelerate would write the remaining ones itself
         load_weights(_policy_in(models.pop()), Path(path))
 
 

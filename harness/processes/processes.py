@@ -1,4 +1,4 @@
-"""The processes that a launcher has started: they meet, share devices, and are as many as Accelerate was asked for."""
+"""A launcher's processes: they connect, share devices, and must be as many as the user asked Accelerate for."""
 
 import dataclasses
 import os
@@ -23,18 +23,18 @@ from harness.base.terminal import say
 from harness.run.signals import leave
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator  # experiment_accelerate_ddp does without it
+    from accelerate import Accelerator  # experiment_accelerate_ddp works without it
 
-TIME_TO_MEET = 600.0  # seconds for which the first process waits for the last one
-PATIENCE = timedelta(hours=1)  # for which they wait later: for the longest rollout, or a slow disk
-# Accelerate's ways of sharding: their types, and files that ask for them
+TIME_TO_MEET = 600.0  # seconds that the first process waits for the last one
+PATIENCE = timedelta(hours=1)  # the limit for later waits: for the longest rollout, or a slow disk
+# Accelerate's ways of sharding: their types, and the files that request them
 SHARDED = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}
 FILES = {"fsdp": "accelerate_configs/fsdp2.yaml", "deepspeed": "accelerate_configs/deepspeed_zero2.yaml"}
 WHERE = "in the configuration file or on the command line of accelerate"
 
 
 def start_processes(config: ConfigT) -> ConfigT:
-    """Meet the other processes, or be one alone; the settings with the device of this one."""
+    """Connect to the other processes, or run as a single one; returns the settings with this process's device."""
     config = dataclasses.replace(config, device=own_device(config.device))
     if torch.device(config.device).type == "cuda":
         torch.cuda.set_device(torch.device(config.device).index or 0)
@@ -45,7 +45,7 @@ def start_processes(config: ConfigT) -> ConfigT:
 
 
 def own_device(device: str) -> str:
-    """The device of this process where the settings say `device`: of several processes, one GPU each."""
+    """The device of this process when the settings say `device`: each of several processes has its own GPU."""
     if num_launched() == 1 or torch.device(device).type != "cuda":
         return device
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -55,7 +55,7 @@ def own_device(device: str) -> str:
 
 
 def check_divides(name: str, count: int, what: str) -> None:
-    """Refuse what the processes cannot have equal parts of."""
+    """Refuse a count that the processes cannot divide equally."""
     if count % world_size():
         raise UserError(
             f"{name}: {count} {what} cannot be divided among {world_size()} processes: use a multiple of "
@@ -64,13 +64,13 @@ def check_divides(name: str, count: int, what: str) -> None:
 
 
 def meet(backend: str) -> None:
-    """Start the process group, through which ranks talk to each other; also that of one process."""
+    """Start the process group that ranks communicate through, even for a single process."""
     if distributed.is_initialized():
         return
     place = {}
     if num_launched() == 1:
         place = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
-    elif num_restarts():  # torchrun's store can hold the addresses of processes that have ended
+    elif num_restarts():  # torchrun's store can still hold the addresses of processes that have ended
         rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
         store = distributed.TCPStore(address, port, is_master=is_master, timeout=PATIENCE)
@@ -81,13 +81,13 @@ def meet(backend: str) -> None:
 
 
 def num_restarts() -> int:
-    """How often torchrun has started the processes again (--max-restarts)."""
+    """How often torchrun has restarted the processes (--max-restarts)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """End the process, with a sentence, if it does not meet the others in the block within `TIME_TO_MEET`."""
+    """End the process, with a sentence, if the block does not connect it to the others within `TIME_TO_MEET`."""
 
     def explain(error: object) -> str:
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
@@ -100,7 +100,7 @@ def meeting() -> Iterator[None]:
         say("error: " + explain(f"waited for {TIME_TO_MEET:.0f} s"), sys.stderr, anyway=True)
         leave(2)
 
-    timer = threading.Timer(TIME_TO_MEET, give_up)  # torch has no limit for a port where a stranger is silent
+    timer = threading.Timer(TIME_TO_MEET, give_up)  # torch has no time limit for a port where a stranger stays silent
     timer.daemon = True
     timer.start()
     try:
@@ -112,16 +112,16 @@ def meeting() -> Iterator[None]:
 
 
 class Requested(NamedTuple):
-    """What Accelerate was asked for."""
+    """The launch that the user requested from Accelerate."""
 
-    num_processes: int | None  # on all machines together; None: not said
-    sharding: str | None  # "fsdp" or "deepspeed"; None: not asked for
+    num_processes: int | None  # on all machines together; None: not given
+    sharding: str | None  # "fsdp" or "deepspeed"; None: not requested
     accumulation: int = 1  # Accelerate's gradient_accumulation_steps
-    on_gpus: bool = False  # whether several GPUs were asked for
+    on_gpus: bool = False  # whether several GPUs were requested
 
 
 def requested_launch() -> Requested:
-    """What the environment asks for, and the command line of `accelerate launch` with its configuration file."""
+    """Read the request from the environment and from `accelerate launch`'s command line and configuration file."""
     processes = num_launched() if "WORLD_SIZE" in os.environ else 0
     accumulation, on_gpus = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)), False
     sharding = [name for name in SHARDED if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true"]
@@ -131,10 +131,10 @@ def requested_launch() -> Requested:
 
         args = launch_command_parser().parse_args(arguments)
         asked, on_gpus = args.num_processes or 0, args.multi_gpu
-        if args.config_file or (Path(default_config_file).is_file() and not args.cpu):  # as accelerate launch decides
+        if args.config_file or (Path(default_config_file).is_file() and not args.cpu):  # as accelerate launch does
             config = load_config_from_file(args.config_file)
             asked, on_gpus = asked or config.num_processes, on_gpus or config.distributed_type == "MULTI_GPU"
-            if not args.multi_gpu:  # which overrides the type in the file
+            if not args.multi_gpu:  # it overrides the type in the file
                 sharding += [name for name, kind in SHARDED.items() if config.distributed_type == kind]
         processes = max(processes, asked)
         accumulation = max(accumulation, args.gradient_accumulation_steps or 1)
@@ -142,7 +142,7 @@ def requested_launch() -> Requested:
 
 
 def check_launch(accelerator: "Accelerator") -> None:
-    """Refuse a launch that is not what was asked for, or that the training does not support; on every rank alike."""
+    """Refuse a launch that differs from the request or that training does not support; alike on every rank."""
     asked, got, script = requested_launch(), accelerator.num_processes, sys.argv[0]
     on_cpu, kind = accelerator.device.type == "cpu", accelerator.distributed_type
     if accelerator.mixed_precision not in ("no", "bf16"):
@@ -173,10 +173,10 @@ def check_launch(accelerator: "Accelerator") -> None:
 
 
 def _arguments_of_accelerate_launch() -> list[str] | None:
-    """Those of the process that started this one; None if that is not `accelerate launch`."""
+    """The arguments of the process that started this one; None if that is not `accelerate launch`."""
     try:
         words = psutil.Process(os.getppid()).cmdline()
-    except psutil.Error:  # it has ended, or may not be looked at
+    except psutil.Error:  # it has ended, or we may not inspect it
         return None
     names = [Path(word).name for word in words[:4]]  # perhaps after an interpreter and its -m
     if "launch" in names and {"accelerate", "accelerate.commands.accelerate_cli"} & {*names}:

@@ -1,1 +1,1 @@
-"""A run: its start, its directory, its checkpoints, and how it is stopped and resumed."""
+"""A run: its start, its directory, its checkpoints, and how it stops and resumes."""

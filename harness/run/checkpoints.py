@@ -1,11 +1,11 @@
-"""Checkpoints that survive a kill: written under another name, flushed to the disk, then renamed.
+"""Checkpoints that survive a kill: written under another name, flushed to disk, then renamed.
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
-                     optimizer.pt       what `torch.load(weights_only=True)` reads
-                     checkpoint.json    the step, the number of processes, the size of every other file, and that of the
-                                        run's logs, which a resumed run truncates to it
+                     optimizer.pt       readable by `torch.load(weights_only=True)`
+                     checkpoint.json    the step, the number of processes, the size of every other file, and the lengths
+                                        of the run's logs; a resumed run truncates its logs to them
 
-No state of any random number generator is needed: randomness is keyed by step (keyed.py).
+Random number generators have no state to save: randomness is keyed by step (keyed.py).
 """
 
 import json
@@ -69,7 +69,7 @@ def write_checkpoint(
 
 
 def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
-    """Write the manifest, wait until the disk holds everything, and rename."""
+    """Write the manifest, wait until everything is on disk, and rename."""
     logs = [run / name for name in LOGS if (run / name).exists()]
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     manifest = {
@@ -79,7 +79,7 @@ def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
         "logs": {path.name: path.stat().st_size for path in logs},
     }
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    for path in (*logs, *partial.rglob("*"), partial):  # the logs, too: no checkpoint is newer than they are
+    for path in (*logs, *partial.rglob("*"), partial):  # the logs, too: no checkpoint may be newer than the logs
         flush_to_disk(path)
     partial.rename(target)
     flush_to_disk(target.parent)
@@ -106,7 +106,7 @@ def _size(path: Path) -> int:
 
 
 def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
-    """Bring the logs, which a kill leaves longer, back to the checkpoint; the rows of metrics.jsonl."""
+    """Truncate the logs, which are longer after a kill, to the checkpoint; returns the rows of metrics.jsonl."""
     for name, size in checkpoint.logs.items():
         if _size(run / name) < size:
             raise UserError(
@@ -122,14 +122,14 @@ def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
 
 
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-    """Restore the state of policy and optimizer; Accelerate may not read what other processes or shards wrote."""
+    """Restore policy and optimizer; Accelerate may be unable to read files of other numbers of processes or shards."""
     if accelerator is None:
         load_weights(policy, path)
         optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))
         return
     try:
         accelerator.load_state(str(path))
-    except Exception as error:  # of DeepSpeed or of torch's distributed checkpoints, of many kinds
+    except Exception as error:  # DeepSpeed and torch's distributed checkpoints raise many kinds of errors
         if has_lost_others(error):
             raise
         processes = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["processes"]
@@ -140,6 +140,6 @@ def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer
 
 
 def _finished(directory: Path) -> list[tuple[int, Path]]:
-    """Step and path of every finished checkpoint, the newest first."""
+    """Step and path of every finished checkpoint, newest first."""
     numbered = [(path.name.removeprefix("step_"), path) for path in directory.glob("step_*")]
     return sorted(((int(number), path) for number, path in numbered if number.isdecimal()), reverse=True)

@@ -1,4 +1,4 @@
-"""A run's directory, locked: made for a new run, or brought back to its newest checkpoint, which resumes a run."""
+"""A run's directory, locked: made for a new run, or taken back to its newest checkpoint to resume a run."""
 
 import shutil
 from datetime import datetime
@@ -22,13 +22,13 @@ from harness.run.settings import (
     write_settings,
 )
 
-LOCK = ".lock"  # the operating system releases it when the process ends, however it ends
-BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # what a kill can leave of a run that has not begun
+LOCK = ".lock"  # the operating system releases it when the process ends, for whatever reason
+BEFORE_SETTINGS = {LOCK, "config.json.partial"}  # files that a kill can leave before a run begins
 
 
 class RunDirectory(NamedTuple):
     path: Path
-    lock: FileLock | None  # None: another process, the main one, holds it
+    lock: FileLock | None  # None: the main process, which is another one, holds it
     step: int = 0  # of the checkpoint that the run continues from; 0: there is none
     history: tuple[dict, ...] = ()  # the lines of metrics.jsonl up to that step
 
@@ -65,7 +65,7 @@ def make_directory(experiment: str, config: PolicyConfig, machine: dict, sources
 
 
 def _is_new(directory: Path) -> bool:
-    """Make a directory, unless there is one."""
+    """Make a directory, unless it exists; returns whether it did not."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     try:
         directory.mkdir()
@@ -77,7 +77,7 @@ def _is_new(directory: Path) -> bool:
 
 
 def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sources: dict) -> RunDirectory:
-    """Lock the run, and bring its files back to its newest checkpoint; on a UserError nothing is changed."""
+    """Lock the run, and take its files back to its newest checkpoint; a UserError leaves them unchanged."""
     directory = Path(config.resume).expanduser()
     settings = read_settings(directory)
     if settings["experiment"] != experiment:
@@ -97,7 +97,7 @@ def open_resumed_run(experiment: str, config: PolicyConfig, machine: dict, sourc
 
 
 def lock_directory(directory: Path, doing: str = "running or resuming this run") -> FileLock:
-    """Lock a directory, or refuse to, if another process has: it is `doing` what this one wants to."""
+    """Lock a directory, or refuse if another process holds the lock, which is `doing` something there."""
     lock = FileLock(directory / LOCK, blocking=False)
     try:
         lock.acquire()

@@ -1,4 +1,4 @@
-"""The machine: its description for a figure, the threads of a run, its memory, and what helps where that runs out."""
+"""The machine: its description for a figure, the threads of a run, its memory, and advice when memory runs out."""
 
 import dataclasses
 import errno
@@ -21,10 +21,10 @@ from harness.base.config import ROOT, ConfigT, ModelConfig
 from harness.base.ranks import num_launched
 from harness.run.settings import BATCH_SIZES
 
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: "max 100000", or microseconds of every 100000
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container's limit: "max 100000", or microseconds of every 100000
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
-# What PyTorch calls an allocation that has failed, where it raises a RuntimeError and no OutOfMemoryError: its own
-# allocators, C++'s, and cuBLAS; and oneDNN, of which it is the whole message
+# PyTorch's messages for a failed allocation that raises a RuntimeError and no OutOfMemoryError: from its own
+# allocators, from C++, from cuBLAS, and from oneDNN, where this is the whole message
 NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 NO_KERNEL = "could not create a primitive"
 
@@ -55,7 +55,7 @@ def with_threads(config: ConfigT) -> ConfigT:
 
 
 def usable_cores() -> int:
-    """The physical cores, and no more than this process may use: by its affinity, and by its container's limit."""
+    """The number of physical cores that this process may use under its affinity and its container's limit."""
     cores = psutil.cpu_count(logical=False) or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -66,10 +66,10 @@ def usable_cores() -> int:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """The most memory that the run held: on CUDA of the GPU, else of the process; 0 where nothing tells."""
+    """The run's peak memory: of the GPU on CUDA, else of the process; 0 if it is unknown."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
-    # Linux has it here; getrusage would begin at the peak of the process that started this one
+    # Linux reports it here; getrusage would start at the peak of the parent process
     status = Path("/proc/self/status")
     if status.exists():
         return int(re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8"))[1]) * 1024
@@ -81,7 +81,7 @@ def peak_memory_bytes(device: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, that of a device or that of the machine."""
+    """Whether an error says that a device or the machine is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     is_known = str(error) == NO_KERNEL or any(words in str(error) for words in NO_MEMORY)
@@ -89,13 +89,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(config: ModelConfig, error: BaseException, resume_command: str | None) -> UserError:
-    """One sentence on what helps a program that has run out of memory, and how to resume it if it can be resumed."""
+    """One sentence of advice for a program that ran out of memory and, if possible, how to resume it."""
     sizes = {name: getattr(config, name, None) for name in BATCH_SIZES}
     smaller = [f"{flag(name)} {size // 2}" for name, size in sizes.items() if size is not None and size > 1]
     others = [] if getattr(config, "gradient_checkpointing", True) else ["--gradient-checkpointing"]
     others += [] if getattr(config, "lora_rank", 1) else ["--lora-rank 16"]
     what = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-    # other flags cannot change when it is resumed
+    # other flags cannot change when a run resumes
     resume = "" if resume_command is None else f"; resume with: {' '.join([resume_command, *smaller])}"
     return UserError(
         f"memory ran out ({what}); what helps: {', '.join([*smaller, *others, 'a smaller model'])}{resume}"

@@ -1,4 +1,4 @@
-"""A run: the directory that it writes, its progress, and when it has to stop.
+"""A run: its directory, its progress, and when it has to stop.
 
 runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl  diagnosis.jsonl  events.out...
                          checkpoints/step_N/  before.json  final/  final_merged/  base/  summary.json  curve.png
@@ -39,11 +39,11 @@ from harness.run.directory import RunDirectory
 from harness.run.settings import experiment_of
 from harness.run.signals import StopRequest
 
-MAX_SKIPPED = 3  # consecutive steps with updates that were not finite, after which the run ends
+MAX_SKIPPED = 3  # consecutive steps with updates that are not finite before the run ends
 
 
 class Run:
-    """Where a run writes. `start_run` makes it."""
+    """The outputs of a run. `start_run` makes it."""
 
     def __init__(self, directory: RunDirectory, config: PolicyConfig, task: Task | None, machine: dict):
         self.config, self.task, self.directory = config, task, directory.path
@@ -51,21 +51,21 @@ class Run:
         self._lock = directory.lock  # held until the run is closed
         self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
         self.stop_reason: str | None = None  # why training must end after this step
-        self._machine = machine  # as described when the run started: the checkout may have changed since
+        self._machine = machine  # as described at the start: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
         self._num_skipped = 0  # consecutive steps
-        self._parameters: dict[str, int] = {}  # how many, for the summary
-        self._tokens: TokenTexts | None = None  # None: not known before `restore`
+        self._parameters: dict[str, int] = {}  # counts, for the summary
+        self._tokens: TokenTexts | None = None  # None: unknown before `restore`
         self.stop = StopRequest(self.tell, self.resume_command)
         self._bar = None
         self._last_step = 0
         self._clock = StepClock(config.device)
-        self.contexts = ExitStack()  # left when the run is closed
-        # What the newest complete step has left, while nothing has changed it: `checkpoint`'s first arguments
+        self.contexts = ExitStack()  # closed with the run
+        # The results of the newest complete step, as long as nothing has changed them: `checkpoint`'s first arguments
         self._complete: tuple | None = None
         self.newest: dict[str, float] = dict(directory.history[-1]) if directory.history else {}  # the last metrics
         for row in directory.history:
-            self._diagnosis.check(row)  # what it has said already
+            self._diagnosis.check(row)  # already printed
         if is_main():
             wandb = {"project": experiment_of(config), "name": self.directory.name, "config": vars(config)}
             history = list(directory.history)
@@ -80,14 +80,14 @@ class Run:
         self.stop.is_made |= not say_above_progress(sentence)
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Read a resumed run's checkpoint into policy and optimizer; by `accelerator`, if that has prepared them."""
+        """Read a resumed run's checkpoint into policy and optimizer, through `accelerator` if it prepared them."""
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, accelerator)
         self._tokens = TokenTexts(self.directory / TOKENS, policy.tokenizer, policy.end_of_turn_ids)
 
     def steps(self, num_steps: int) -> Iterator[int]:
-        """Count the steps that are left, behind a progress bar; ends after a step by Ctrl-C or a `stop_reason`."""
+        """Yield the remaining steps, with a progress bar; Ctrl-C or a `stop_reason` ends it after a step."""
         self._last_step = num_steps
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
         for step in self._bar:
@@ -105,17 +105,17 @@ class Run:
         return self._clock.waiting()
 
     def lap(self, phase: str) -> None:
-        """Say that a phase of the step has ended: its seconds are logged as `time/<phase>`, see `costs`."""
+        """Mark the end of a phase of the step: its seconds are logged as `time/<phase>`, see `costs`."""
         self._clock.lap(phase)
         if phase == "log_probs":  # the update follows
             self._complete = None
 
     def costs(self, num_tokens: int) -> dict[str, float]:
-        """Seconds of this step up to now, tokens per second for so many tokens, and peak memory."""
+        """Seconds of this step so far, tokens per second for `num_tokens`, and peak memory."""
         return self._clock.costs(num_tokens)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one step's metrics, show the progress, say what looks wrong, and see whether training must stop."""
+        """Write one step's metrics, show the progress, report what looks wrong, and check if training must stop."""
         on_main(lambda: self._metrics.write(step, metrics))
         self.newest |= metrics
         if self._bar is not None:
@@ -139,7 +139,7 @@ class Run:
     def log_samples(
         self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics
     ) -> None:
-        """Keep what was sampled, and print one completion now and then."""
+        """Save the samples, and print one completion now and then."""
         if not self.config.samples_every or step % self.config.samples_every:
             return
         if step % 10 == 0 or step == 1:
@@ -169,7 +169,7 @@ class Run:
         return on_main(lambda: read_before(self.directory / BEFORE) is not None)
 
     def log_before(self, evaluation: Evaluation) -> None:
-        """Log the evaluation before training as step 0, and keep it for a run that is resumed."""
+        """Log the evaluation before training as step 0, and save it for when the run is resumed."""
         on_main(lambda: replace_file(self.directory / BEFORE, json.dumps(evaluation).encode()))
         if not self.resumed_at:
             self.log(0, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
@@ -185,7 +185,7 @@ class Run:
         return path
 
     def finish(self, after: Evaluation) -> None:
-        """Log the evaluation after training, write the summary and the figure, and print what was gained."""
+        """Log the evaluation after training, write the summary and the figure, and print the gain."""
         self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
 
         def finish() -> None:

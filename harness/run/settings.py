@@ -19,13 +19,13 @@ from harness.base.ranks import is_first_here
 from harness.base.terminal import say
 from harness.data.task import Task
 
-# What config.json holds besides flags
+# The entries of config.json that are not flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
 NOT_FLAGS |= {"about", "loss"}  # what train.py says about itself, and about the terms of its loss
-# Flags of where a run finds its engine, which a resumed run may change; experiments without an engine have none
+# Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
-BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they bound memory and change no update
-MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # of a Hugging Face directory
+BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they limit memory and change no update
+MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 
 
 def write_settings(directory: Path, settings: dict) -> None:
@@ -34,7 +34,7 @@ def write_settings(directory: Path, settings: dict) -> None:
 
 
 def read_settings(directory: Path, what: str = "--resume") -> dict:
-    """The settings of a run, whose directory the user has named by `what`."""
+    """The settings of a run; the user named its directory through `what`."""
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -61,7 +61,7 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
 
 
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
-    """By flag: where it is from, and its SHA-256 or the hub's commit; the model's in one process of each machine."""
+    """By flag: the source and its SHA-256 or hub commit; one process of each machine computes the model's."""
     sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools")}
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
@@ -73,8 +73,8 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
 
 
 def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict], has_failed: bool) -> None:
-    """Refuse to resume a run from other content, but for a task and data after an error of the task (`has_failed`)."""
-    # A hub dataset that is in one of them only is no sign of a change: its commit may not have been known
+    """Refuse to resume with other content, except a corrected task and its data after a task error (`has_failed`)."""
+    # A hub dataset that only one of them lists is no sign of a change: its commit may have been unknown
     then, eval_data = (Path(sources.get("eval_data", {"source": "."})["source"]) for sources in (before, now))
     if then == Path() and eval_data.is_file():
         raise UserError(f"{eval_data} was not there when {directory} began, which held out rows of --data: move it")

@@ -1,4 +1,4 @@
-"""How a program ends: on Ctrl-C or SIGTERM, and which of several processes says why."""
+"""How a program ends: on Ctrl-C or SIGTERM, and which of several processes reports the reason."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from common.parallel import gather, rank
 
 from harness.base.ranks import num_launched
 
-SAME_CTRL_C = 2.0  # seconds in which signals to several processes count as one
-# Seconds after which torchrun kills what it has asked to end; its option --shutdown-timeout cannot be seen from here
+SAME_CTRL_C = 2.0  # signals to several processes within so many seconds count as one
+# torchrun kills a process so many seconds after asking it to end; its option --shutdown-timeout is not visible here
 GRACE = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
-HEAD_START = 3.0  # seconds for the main process, which often finds the same error, and says it best
-LONGEST_END = 20.0  # seconds of a main process that has an error: it may have files to close
-# Another one after torchrun has started the processes again: its store is still the same
+HEAD_START = 3.0  # seconds for the main process, which often finds the same error and reports it best
+LONGEST_END = 20.0  # seconds for a main process with an error: it may have files to close
+# A new key after torchrun restarted the processes: its store is still the same
 SAID = f"said {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 LOST = "the connection to another process was lost: its own message, or the launcher's, says why it ended"
 
@@ -43,7 +43,7 @@ def signals_to(handler: Callable[..., None]) -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether a run has been asked to stop, in this process and in any. `tell` prints a sentence."""
+    """Whether somebody asked the run to stop, in this process or in any other. `tell` prints a sentence."""
 
     def __init__(self, tell: Callable[[str], None], resume_command: str):
         self._tell, self._resume_command = tell, resume_command
@@ -53,44 +53,44 @@ class StopRequest:
         self.is_interrupted = False  # stopped at once, not at the end of a step
 
     def agree(self) -> bool:
-        """Whether any process has been asked; all call it together."""
+        """Whether any process was asked to stop; all call it together."""
         self.is_agreed = any(gather(self.is_made))
         return self.is_agreed
 
     def receive(self, is_in_step: bool) -> None:
-        """On a signal: in a step, let it end and write a checkpoint; elsewhere, or a second time, stop now."""
+        """Handle a signal: in a step, finish it and write a checkpoint; elsewhere, or a second time, stop now."""
         now = time.monotonic()
         if num_launched() > 1 and now < self._received_at + SAME_CTRL_C:
-            return  # the terminal signals every process, and then torchrun passes its own signal on
+            return  # the terminal signals every process, and then torchrun passes on its own signal
         self._received_at = now
         if not is_in_step or self.is_made:
             self.is_interrupted = True
             raise KeyboardInterrupt
         self.is_made = True
         sentence = "stopping: this step is finished first, and a checkpoint written (Ctrl-C again: at once)"
-        if num_launched() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # also accelerate launch, which is torchrun
+        if num_launched() > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # also accelerate launch, which uses torchrun
             sentence += f"; the launcher kills a step that takes longer than {GRACE:g} s: then resume with: "
             sentence += self._resume_command
         self._tell(sentence)
 
 
 def may_say_why(otherwise: bool = True) -> bool:
-    """Whether this process says why the launch ends: the main one, else the first that knows; `otherwise` if alone."""
-    with suppress(distributed.DistError):  # the process that held the store has gone
+    """Whether this process reports why the launch ends: the main one, else the first to know; `otherwise` if alone."""
+    with suppress(distributed.DistError):  # the process with the store is gone
         if (store := _find_store()) is not None:
             return not (rank() > 0 and _is_said(store, HEAD_START)) and store.add(SAID, 1) == 1
     return otherwise or num_launched() == 1
 
 
 def wait_until_said() -> None:
-    """Wait for the main process, which has an error that this one only knows of."""
+    """Wait for the main process to report its error, which this process only heard of."""
     with suppress(distributed.DistError):
         if (store := _find_store()) is not None:
             _is_said(store, LONGEST_END)
 
 
 def _find_store() -> distributed.Store | None:
-    """What processes can agree through: that by which they have met, and before that torchrun's."""
+    """The store that processes can agree through: their process group's or, before they connect, torchrun's."""
     if distributed.is_initialized():
         return _get_default_store()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -109,7 +109,7 @@ def _is_said(store: distributed.Store, patience: float) -> bool:
 
 
 def tell_launcher(sentence: str) -> None:
-    """Let torchrun end its own report with the sentence that says why."""
+    """Let torchrun end its own report with the sentence that gives the reason."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"message": sentence, "extraInfo": {"py_callstack": sentence, "timestamp": str(int(time.time()))}}
         with suppress(OSError):
@@ -117,14 +117,14 @@ def tell_launcher(sentence: str) -> None:
 
 
 def ignore_further_signals() -> None:
-    """Let a process that is ending say so: the terminal tells every one of Ctrl-C, and then torchrun does once more."""
+    """Let a process that is ending report it: the terminal and then torchrun signal each process, twice in all."""
     if num_launched() > 1:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 def leave(status: int) -> NoReturn:
-    """End one of several processes at once: the threads of a process group can abort one that ends as usual."""
+    """End one of several processes at once: the threads of a process group can abort an ordinary exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Starting a program and its run: a new directory or a resumed one, and what the user is told when it ends early."""
+"""Starting a program and its run: a new directory or a resumed one, and the message if the run ends early."""
 
 import errno
 import shutil
@@ -27,7 +27,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user
 
 
 def run_main(main: Callable[[], object]) -> None:
-    """Call `main` as a program: what the user can correct is told in one sentence, with exit status 2."""
+    """Call `main` as a program: an error that the user can correct becomes one sentence and exit status 2."""
     prepare_output()
     try:
         status = _call(main)
@@ -44,7 +44,7 @@ def run_main(main: Callable[[], object]) -> None:
 
 
 def _call(main: Callable[[], object]) -> int:
-    """The exit status of a program."""
+    """Call `main`; returns the exit status of the program."""
     try:
         main()
         return 0
@@ -81,7 +81,7 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         )
     torch.set_num_threads(config.threads)
     if config.estimate:
-        from harness.models.estimate import estimate  # not above: it imports much
+        from harness.models.estimate import estimate  # not at the top: it imports much
 
         estimate(config, task)
         raise SystemExit(0)
@@ -99,11 +99,11 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
 
 
 def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseException:
-    """What the user is told of an error that ends a run, with the command that resumes it; else the error itself."""
+    """The message for an error that ends a run, with the command that resumes it; otherwise the error itself."""
     from safetensors import SafetensorError
 
     resume = f"resume with: {run.resume_command}"
-    # during an import, for example, an interrupt can become an error of another kind
+    # an interrupt can become an error of another kind, for example during an import
     if isinstance(error, KeyboardInterrupt) or run.stop.is_interrupted:
         return KeyboardInterrupt(f"interrupted; {resume}")
     is_kept = config.resume or (run.directory / "metrics.jsonl").exists()
@@ -117,17 +117,17 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
         run.keep_progress()
         return UserError(f"{error}; when the engine can be used again, {resume}")
     if isinstance(error, TaskError) and is_kept:
-        # so that a corrected one is accepted
+        # so that resuming accepts a corrected task
         write_settings(run.directory, read_settings(run.directory) | {"task_failed": True})
         return UserError(f"{error}. When it is corrected, {resume}")
-    # what safetensors raises has no errno; it comes from save_final
+    # the errors of safetensors have no errno; they come from save_final
     if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
         return UserError(f"{run.directory} could not be written ({error}); when there is space, {resume}")
     return error
 
 
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
-    """The run, whose directory the main process makes, or brings back to its checkpoint."""
+    """The run; the main process makes its directory, or takes it back to its checkpoint."""
     machine = describe_machine() | {"processes": world_size()}
     with ranks.together():
         sources = describe_sources(config, task) | searched
@@ -137,7 +137,7 @@ def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched
 
     def open_directory() -> RunDirectory:
         opened.append((open_resumed_run if config.resume else make_directory)(experiment, config, machine, sources))
-        return opened[0]._replace(lock=None)  # which cannot be sent to other processes
+        return opened[0]._replace(lock=None)  # a lock cannot be sent to other processes
 
     directory = ranks.on_main(open_directory)
     return Run(opened[0] if opened else directory, config, task, machine)

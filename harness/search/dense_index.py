@@ -1,8 +1,8 @@
 """Search by meaning: vectors of a sentence-transformers model, compared exactly. It needs the extra search.
 
-An index is one safetensors file: the vectors (N, D), of length 1, the documents as lines of JSON, and what they were
-made from. It is read through the page cache, which all processes of a machine share. Every query is compared with every
-document; a corpus of many millions is better left to a server with an approximate index (--search-url).
+An index is one safetensors file: the vectors (N, D), of length 1, the documents as lines of JSON, and a description of
+its sources. It is read through the page cache, which all processes of a machine share. Every query is compared with
+every document; a corpus of many millions is better left to a server with an approximate index (--search-url).
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from harness.base.hub import must_be_cached
 from harness.base.terminal import printable, say
 from harness.search.documents import Document, whole
 
-MAX_QUERY = 2000  # characters: what follows is not encoded; models read 512 tokens, or fewer
+MAX_QUERY = 2000  # characters: the rest is not encoded; models read 512 tokens, or fewer
 BATCH = 128  # texts that are encoded together
 FORMAT = "search by meaning, 1"
 
@@ -40,7 +40,7 @@ def load_encoder(encoder: str):
     is_here = path.is_dir() or must_be_cached("model", encoder)
     try:
         return SentenceTransformer(str(path) if path.is_dir() else encoder, local_files_only=is_here).eval()
-    except Exception as error:  # whatever is wrong with its files; the libraries have no common class for it
+    except Exception as error:  # any fault in its files; the libraries have no common class for it
         problem = printable(f"{type(error).__name__}: {error}", 200)
         raise UserError(f"--encoder {encoder} is not a sentence-transformers model ({problem})") from error
 
@@ -71,11 +71,11 @@ def build_dense(path: Path, documents: Iterable[Document], content: str, encoder
     }
     about = {"format": FORMAT, "content": content, "encoder": checksum(model), "name": encoder}
     save_file(tensors, path, metadata=about)
-    path.chmod(0o644)  # safetensors makes files that no other user can read
+    path.chmod(0o644)  # safetensors makes files that other users cannot read
 
 
 def read_about(path: Path) -> dict[str, str]:
-    """What an index was made from. UserError: it is none."""
+    """The description of an index's sources. UserError: it is not an index."""
     problem = ""
     try:
         with safe_open(path, framework="pt") as file:
@@ -88,10 +88,10 @@ def read_about(path: Path) -> dict[str, str]:
 
 
 class DenseIndex:
-    """Vectors in a file, and the model that has made them; `rebuild` is the command that makes it anew, for errors.
+    """Vectors in a file, and the model that made them; `rebuild` is the command to rebuild it, for errors.
 
-    Several threads may search; one of them does at a time, as tokenizers allow no more. Which queries are encoded
-    together can change a score in its last digits.
+    Several threads may call it; one at a time searches, because tokenizers allow no more. Encoding a query together
+    with others can change the last digits of a score.
     """
 
     def __init__(self, path: Path, model, rebuild: str):

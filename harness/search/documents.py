@@ -1,6 +1,6 @@
 """Documents to search: read from a directory of .txt and .md files or from a JSONL file, and cut into chunks.
 
-Whatever a document says, tool calls and control tokens included, is text. Markdown is cut at its headings, too.
+Everything in a document is text, including tool calls and control tokens. Markdown is also cut at its headings.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from harness.data.rows import FieldsError, find_problem, read_jsonl
 
 SUFFIXES = (".txt", ".md")
 MAX_HEADING = 200  # characters of the headings in front of a chunk
-# The scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, kana and Han characters, for a class of `re`.
+# Scripts without spaces between words, as a class of `re`: Thai, Lao, Burmese, Khmer, kana and Han characters.
 UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff"
 )
-# What counts as a word, and is never cut: 100 characters without a space are one at the most
+# A word, which is never cut: at most 100 characters without a space
 _WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]{{1,100}}")
 _SENTENCE_END = re.compile("[.!?\u2026\u3002\uff01\uff1f][\"'\u201d\u2019)\\]]*$")  # also Chinese and typographic ones
 _MARKDOWN = re.compile(
@@ -38,7 +38,7 @@ _MARKDOWN = re.compile(
 
 
 class Document(NamedTuple):
-    """What a search can find: a document, or a chunk of one."""
+    """An entry that a search can find: a document, or a chunk of one."""
 
     id: str
     text: str
@@ -47,11 +47,11 @@ class Document(NamedTuple):
 def read_corpus(
     path: str, chunk_words: int, chunk_overlap: int, skipped: list[str] | None = None
 ) -> Iterator[Document]:
-    """All chunks of a corpus, in the same order every time; what holds no text is appended to `skipped`.
+    """All chunks of a corpus, always in the same order; entries without text are appended to `skipped`.
 
-    The corpus is a directory, searched with all directories in it but hidden ones, one file of text, or a JSONL file
-    with rows {"id": ..., "text": ...}, or "contents" instead of "text". A file is cut into chunks with the ids path#1,
-    path#2, ...; so is a row of more than `chunk_words` words, and a shorter one keeps its id.
+    The corpus is a directory, searched with all its subdirectories except hidden ones, or one file of text, or a JSONL
+    file with rows {"id": ..., "text": ...}, or "contents" instead of "text". A file is cut into chunks with the ids
+    path#1, path#2, ...; so is a row of more than `chunk_words` words, and a shorter row keeps its id.
     """
     root, skipped, document = local_path(path, "--corpus"), [] if skipped is None else skipped, None
     if not root.exists():
@@ -68,7 +68,7 @@ def read_corpus(
 
 
 def content_hash(documents: Iterable[Document]) -> str:
-    """SHA-256 of the ids and the texts in their order; where a text was cut into chunks changes it, too."""
+    """SHA-256 of the ids and texts in order; other cuts between chunks change it, too."""
     digest = hashlib.sha256()
     for name, text in documents:
         digest.update(f"{len(name)} {len(text)} {name}{text}".encode())
@@ -76,7 +76,7 @@ def content_hash(documents: Iterable[Document]) -> str:
 
 
 def whole(text: str) -> str:
-    """The text as UTF-8 can hold it, without halves of surrogate pairs.
+    """The text without halves of surrogate pairs, which UTF-8 cannot hold.
 
     >>> whole("half \\ud83d")
     'half ?'
@@ -100,17 +100,17 @@ def _read_files(root: Path, num_words: int, overlap: int, skipped: list[str]) ->
 
 
 def _find_files(root: Path) -> Iterator[Path]:
-    """The text files in a directory and in those below it, in the order of their names, none from a directory twice.
+    """The text files in a directory and its subdirectories, in order of name; no directory is read twice.
 
-    The files of runs are no documents: they would change a corpus that the runs are kept in.
+    Files of runs do not count as documents: they would change a corpus in whose directory the runs are.
     """
 
     def fail(error: OSError) -> None:
         raise error
 
-    known = set()  # directories; links can lead to one of them again
+    known = set()  # directories; a link can lead back to one of them
     for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        is_run = {"config.json", "metrics.jsonl"} <= set(names)  # whose adapters, say, have a README.md
+        is_run = {"config.json", "metrics.jsonl"} <= set(names)  # an adapter in it may have a README.md
         is_left_out = is_run or os.path.realpath(folder) in known
         known.add(os.path.realpath(folder))
         folders[:] = [] if is_left_out else sorted(name for name in folders if not name.startswith("."))
@@ -152,9 +152,9 @@ def _read_rows(path: Path, num_words: int, overlap: int, skipped: list[str]) -> 
 
 
 def split(text: str, num_words: int, overlap: int) -> Iterator[str]:
-    """Chunks of at most `num_words` words, each of which begins with the last `overlap` words of the one before.
+    """Chunks of at most `num_words` words; each begins with the last `overlap` words of the previous one.
 
-    A chunk ends with a sentence or a paragraph, if one ends in the second half of its words that are new.
+    A chunk ends with a sentence or a paragraph if one ends in the second half of its new words.
 
     >>> list(split("One two. Three four five six seven.", num_words=4, overlap=1))
     ['One two. Three four', 'four five six seven.']
@@ -178,17 +178,17 @@ def _is_end(text: str, word: re.Match, following: re.Match) -> bool:
 
 
 def _tidy(text: str) -> str:
-    """The text with every run of white space as one space, or as one line break if it holds one."""
+    """The text with every run of white space replaced by one space, or by one line break if the run contains one."""
     return re.sub(r"\s\s+|[^\S\n ]", lambda space: "\n" if "\n" in space[0] else " ", text)
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:
-    """The headings that lead to each part of a Markdown text, as "Guide > Install", and its text, if there is any.
+    """The headings above each part of a Markdown text, as "Guide > Install", and the part's text, if there is any.
 
     >>> list(sections("# Guide\\n## Install\\nRun it.\\n## Use\\n"))
     [('Guide > Install', 'Run it.\\n'), ('Guide > Use', '')]
     """
-    start, titles = 0, []  # where the present part begins; level and text of the headings that are open
+    start, titles = 0, []  # where the current part begins; level and text of the open headings
     for heading in itertools.chain(_MARKDOWN.finditer(text), [None]):
         begin, end, level, title = len(text), len(text), 0, ""
         if heading is not None:

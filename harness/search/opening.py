@@ -1,4 +1,4 @@
-"""Open the index that the flags name, or make it first; and whether questions and documents belong together."""
+"""Open the index that the flags name, or build it first; check that questions and documents belong together."""
 
 import os
 import sqlite3
@@ -26,7 +26,7 @@ from harness.search.sqlite_index import SqliteIndex, build_sqlite, check_is_inde
 
 @together()
 def open_index(config: SearchConfig) -> Index:
-    """The index of the documents of `--corpus`, which is made if there is none; of several processes one makes it."""
+    """The index of the documents of `--corpus`; if there is none, one of the processes builds it."""
     check_search(config)
     if config.search_url is not None:
         from harness.search.remote_index import RemoteIndex
@@ -44,13 +44,13 @@ def open_index(config: SearchConfig) -> Index:
 
 
 def build_index(config: IndexConfig) -> Index:
-    """The index of the documents of `--corpus`; one of other documents is replaced."""
+    """Build the index of the documents of `--corpus`; it replaces an index of other documents."""
     check_search(config)
     return _open_for_corpus(config, seconds=5, replace=True)
 
 
 def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]:
-    """What a run searches, for config.json: a resumed run is refused when its documents are others."""
+    """The searched documents, for config.json: a run cannot resume with other documents."""
     if index is None or config.search_url is not None:
         return {}
     name, source = ("index", config.index) if _is_only_an_index(config) else ("corpus", corpus_of(config))
@@ -58,9 +58,9 @@ def search_sources(config: SearchConfig, index: Index | None) -> dict[str, dict]
 
 
 def check_questions(config: SearchConfig, index: Index | None, task: Task) -> None:
-    """Look for the documents that the rows of a task name as supporting; refuse them if none is there.
+    """Look for the supporting documents that the rows of a task name; refuse the rows if none exists.
 
-    An index without its corpus, and a server, are not asked: they do not list their documents.
+    An index without its corpus and a server are not checked: they do not list their documents.
     """
     named = {name for row in task.train_rows + task.eval_rows for name in supporting(row)}
     if not named or index is None or config.search_url is not None or _is_only_an_index(config):
@@ -109,11 +109,11 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
     if not path.exists() or (replace and not is_there()):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            (lock := path.parent / ".search_index.lock").touch()  # where it cannot be made, FileLock may wait for ever
+            (lock := path.parent / ".search_index.lock").touch()  # if it cannot be created, FileLock may wait for ever
             with FileLock(lock):
-                if not is_there():  # else another process has made it in the meantime
+                if not is_there():  # otherwise another process has built it in the meantime
                     if path.exists():
-                        check(path)  # another file of the user's is not replaced
+                        check(path)  # never replace another file of the user
                     _replace(path, lambda new: build(new, read(), content))
                     is_new = True
         except (OSError, sqlite3.Error, SafetensorError) as error:
@@ -133,7 +133,7 @@ def _open_for_corpus(config: IndexConfig, seconds: float, replace: bool = False)
 def _replace(path: Path, build: Callable[[Path], None]) -> None:
     """Have a file written, completely or not at all."""
     new = path.with_name(f".{path.name}.partial")
-    new.unlink(missing_ok=True)  # of a build that was killed
+    new.unlink(missing_ok=True)  # from a build that was killed
     try:
         build(new)
         flush_to_disk(new)
@@ -148,6 +148,6 @@ def _index_path(config: IndexConfig, corpus: str, content: str) -> Path:
     encoder = "".join(letter if letter.isalnum() else "-" for letter in config.encoder or "")[-40:]
     kind = "sqlite" if config.encoder is None else f"{encoder}.dense"
     runs = local_path(config.runs_dir, "--runs-dir")
-    if resume := getattr(config, "resume", None):  # perhaps from another directory, to which --runs-dir is relative
+    if resume := getattr(config, "resume", None):  # perhaps from another directory, and --runs-dir is relative
         runs = Path(resume).expanduser().resolve().parents[1]
     return runs / "search_index" / f"{Path(corpus).resolve().stem[:40]}-{content[:12]}.{kind}"

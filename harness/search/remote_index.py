@@ -3,10 +3,10 @@
     POST <url>/retrieve   {"queries": [...], "topk": k, "return_scores": true}
     answer                {"result": [[{"document": {"id": ..., "contents": ...}, "score": ...}, ...], ...]}
 
-`null` in place of a query's list is an addition of experiment_multiturn_qa/serve_index.py: that query has failed.
-Other servers leave out ids (the title is taken), scores (then a hit is the document itself), or `contents` (title and
-text are taken), and give more than k hits. Whatever the server does, or fails to do, becomes a `SearchError` for the
-queries that it concerns, in the time limit.
+`null` in place of a query's list is an extension of experiment_multiturn_qa/serve_index.py: that query has failed.
+Other servers omit ids (then the title is used), scores (then a hit is the document itself), or `contents` (then title
+and text are used). They may also return more than k hits. Any failure of the server becomes a `SearchError` for the
+affected queries, within the time limit.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from common.search import Hit, SearchError
 from harness.base.terminal import printable, say_above_progress
 from harness.search.documents import whole
 
-QUERIES_PER_REQUEST = 16  # a request that fails, or is answered too late, takes all of its queries with it
-# seconds that an unused connection is kept: less than servers do, which would close it while a request is on its way
+QUERIES_PER_REQUEST = 16  # if a request fails or is late, all its queries fail
+# seconds that an unused connection is kept: shorter than on servers, which could close it under a request
 KEPT = 2.0
 
 
 class RemoteIndex:
-    """The index of a server. Several threads may search; the requests have a thread of their own, with its loop.
+    """The index on a server. Several threads may search; one separate thread, with its own loop, sends the requests.
 
-    `url` is with or without `/retrieve`; queries that are not answered within `seconds` have failed.
+    `url` may end with `/retrieve`; queries without an answer within `seconds` have failed.
     """
 
     def __init__(self, url: str, seconds: float):
@@ -40,8 +40,8 @@ class RemoteIndex:
         self._client = httpx2.AsyncClient(
             auth=httpx2.NetRCAuth() if Path("~/.netrc").expanduser().exists() else None,
             limits=httpx2.Limits(max_connections=100, keepalive_expiry=KEPT),
-            timeout=None,  # of all pieces of an answer together, see `_send`
-            # proxies that the environment names are for other machines than this one
+            timeout=None,  # for all pieces of an answer together, see `_send`
+            # the environment's proxies are not meant for this machine
             trust_env=self._url.host not in ("localhost", "127.0.0.1", "::1"),
         )
         self._loop = asyncio.new_event_loop()
@@ -51,14 +51,14 @@ class RemoteIndex:
         return str(self._url)
 
     def check(self) -> None:
-        """Search once, so that a server which does not answer is found before training."""
+        """Search once, so that a server that does not answer is noticed before training."""
         [answer] = self._ask(["document"], k=1)
         if isinstance(answer, SearchError):
             start = "`python experiment_multiturn_qa/serve_index.py` starts one"
             raise UserError(f"--search-url {self}: {_explain(answer)}; {start}") from answer
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        """The hits of each query, or why there are none; it tells the user when all begin to fail, and to work."""
+        """The hits of each query, or why it failed; tells the user when all begin to fail, and when they work again."""
         answers = self._ask(queries, k)
         failures = [answer for answer in answers if isinstance(answer, SearchError)]
         if self._is_down and len(failures) < len(answers):
@@ -70,7 +70,7 @@ class RemoteIndex:
         return answers
 
     def _ask(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        """All requests at once, over connections that are kept from turn to turn."""
+        """Send all requests at once, over connections that stay open from turn to turn."""
         parts = [queries[start : start + QUERIES_PER_REQUEST] for start in range(0, len(queries), QUERIES_PER_REQUEST)]
         futures = [asyncio.run_coroutine_threadsafe(self._send(part, k), self._loop) for part in parts]
         try:
@@ -80,7 +80,7 @@ class RemoteIndex:
                 future.cancel()
 
     async def _send(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        """One request, and what each of its queries has become."""
+        """Send one request; returns the result of each of its queries."""
         body = {"queries": list(map(whole, queries)), "topk": k, "return_scores": True}
         try:
             async with asyncio.timeout(self._seconds):
@@ -92,7 +92,7 @@ class RemoteIndex:
             failure = error
         except TimeoutError:
             failure = SearchError(f"the search server gave no answer within {self._seconds:g} s")
-        except Exception as error:  # whatever a peer can do to a connection; the libraries have no common class for it
+        except Exception as error:  # a connection can fail in any way; the libraries have no common class for it
             what = "cannot be reached" if isinstance(error, httpx2.ConnectError) else "ended the connection"
             failure = SearchError(f"the search server {what}")
             failure.__cause__ = error
@@ -100,7 +100,7 @@ class RemoteIndex:
 
 
 def _explain(error: SearchError) -> str:
-    """For the user: also what the library said."""
+    """For the user: includes the library's message."""
     cause = printable(str(error.__cause__ or ""), 200)
     return f"{error} ({cause})" if cause else str(error)
 
@@ -127,13 +127,13 @@ class _Document(BaseModel, coerce_numbers_to_str=True):
 
 
 class _Item(_Document):
-    """A document, which may be in a field of its own."""
+    """A document, which may be in a separate field."""
 
     document: _Document | None = None
     score: FiniteFloat | None = None
 
     def hit(self, rank: int) -> Hit:
-        """Without a score the order is the server's. ValueError: there is no text."""
+        """Without a score the server's order counts. ValueError if there is no text."""
         found = self.document or self
         name, text = found.title if found.id is None else found.id, found.contents
         if text is None:
@@ -147,9 +147,9 @@ _ITEMS = TypeAdapter(list[_Item])
 
 
 def read_answer(body: bytes, num_queries: int, k: int) -> list[list[Hit] | SearchError]:
-    """The hits that a server's answer has for each query, at most `k`, or an error in their place.
+    """The hits for each query in a server's answer, at most `k`, or an error in their place.
 
-    SearchError: nothing in it can be used.
+    SearchError: nothing in the answer can be used.
     """
     try:
         content = json.loads(body)

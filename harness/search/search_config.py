@@ -13,7 +13,7 @@ from harness.base.config import ROOT, Count, CountOrZero, InputPath, LocalPath, 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexConfig:
-    """Which documents there are to search, and their index."""
+    """The documents to search, and their index."""
 
     # documents to search: a directory of .txt and .md files, or JSONL with id and text; None: data/qa_documents.jsonl
     corpus: OfSearch[InputPath | None] = None
@@ -30,7 +30,7 @@ class IndexConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig(IndexConfig):
-    """What a program that searches needs, in an experiment next to `RunConfig`."""
+    """The settings of a program that searches; in an experiment, together with `RunConfig`."""
 
     ALIASES: ClassVar = {"data": ["--questions"], "eval_data": ["--eval-questions"]}  # other names of flags
 
@@ -47,7 +47,7 @@ def corpus_of(config: IndexConfig) -> str:
 
 
 def build_command(config: IndexConfig, path: Path, corpus: str = "CORPUS") -> str:
-    """What one types to build an index anew."""
+    """The command that rebuilds an index."""
     words = ["python", "experiment_multiturn_qa/build_index.py", "--corpus", corpus, "--index", str(path)]
     for name in ("encoder", "chunk_words", "chunk_overlap"):
         if (value := getattr(config, name)) != getattr(IndexConfig, name):

@@ -1,7 +1,7 @@
-"""Search by words: documents in one SQLite file, whose FTS5 extension ranks them by BM25.
+"""Search by words: documents in one SQLite file, which its FTS5 extension ranks by BM25.
 
-The file is written once and never changed. Readers open it as immutable, so that they need no locks and write nothing,
-and one that is open stays what it was when another file takes its place.
+The file is written once and never changed. Readers open it as immutable, so that they need no locks and write nothing.
+A reader keeps its file when another one takes the file's place.
 """
 
 import itertools
@@ -24,13 +24,13 @@ from harness.base.config import shown
 from harness.base.terminal import printable
 from harness.search.documents import UNSPACED, Document
 
-APPLICATION = 0x524C5458  # in the header of the file; other tables, or other words of a text, need another number
-MAX_QUERY = 100_000  # characters of a query that are read
+APPLICATION = 0x524C5458  # in the file's header; other tables or another way to cut words need another number
+MAX_QUERY = 100_000  # characters of a query that are read; the rest is ignored
 MAX_TERMS = 64  # distinct terms of a query that are searched for, the first ones
-# Documents that a query may touch, summed over its terms: the rarest terms are searched for, as far as this reaches.
+# Documents that a query may touch, summed over its terms: the search uses the rarest terms until this is spent.
 BUDGET = 20_000
-CHECKSUM = slice(60, 64)  # in the header: the number user_version, which SQLite leaves to us
-COMMON = BUDGET // MAX_TERMS  # the number of documents is stored for terms in more than so many; all others may be used
+CHECKSUM = slice(60, 64)  # in the header: the field user_version, which SQLite reserves for applications
+COMMON = BUDGET // MAX_TERMS  # only terms in more documents than this have a stored count; all others may be used
 # Letters, digits and marks make words, without accents and capitals; `fold` has put spaces between Han characters.
 _SCHEMA = f"""
     PRAGMA journal_mode = OFF;
@@ -55,10 +55,10 @@ _PIECES = re.compile(f"[{UNSPACED}]+|[^ {UNSPACED}]+")
 
 
 class SqliteIndex:
-    """Documents by their words. Equal scores are in the order of the documents, so that every run finds the same.
+    """Documents by their words. Equal scores keep the order of the documents, so that every run finds the same.
 
-    Several threads may search; one of them does at a time, for `seconds` at most. `rebuild` is the command that makes
-    the index anew, for error messages.
+    Several threads may call it; one at a time searches, for at most `seconds`. `rebuild` is the command that rebuilds
+    the index, for error messages.
     """
 
     def __init__(self, path: Path, seconds: float, rebuild: str):
@@ -78,7 +78,7 @@ class SqliteIndex:
             raise UserError(f"the index {shown(path)} is damaged ({error}): build it with {rebuild}") from error
 
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Hit] | SearchError]:
-        """At most `k` hits for each query, a set of words, of which a document needs one: nothing is an operator."""
+        """At most `k` hits for each query, a set of words; one matching word is enough, and nothing is an operator."""
         return [self._search(query_phrases(query), k) for query in queries]
 
     def _search(self, phrases: dict[str, tuple[str, ...]], k: int) -> list[Hit] | SearchError:
@@ -97,16 +97,16 @@ class SqliteIndex:
         return [Hit(*row) for row in rows]
 
     def _choose(self, phrases: dict[str, tuple[str, ...]]) -> tuple[list[str], int]:
-        """The phrases to search for, and the number of the last document to look at.
+        """The phrases to search for, and the number of the last document to consider.
 
-        Rare words say most about what is wanted, and common ones cost most: a word that half of a million documents
-        hold would take long. If even the rarest one exceeds the budget, only the first documents are looked at.
+        Rare words are the most specific, and common ones cost most: a word in half of a million documents would take
+        long. If even the rarest word exceeds the budget, only the first documents are searched.
         """
         words = {word for words in phrases.values() for word in words}
         select = f"SELECT term, documents FROM common WHERE term IN ({','.join('?' * len(words))})"
         counts = dict(self._connection.execute(select, tuple(words)))
         costs = {phrase: min(counts.get(word, COMMON) for word in words) for phrase, words in phrases.items()}
-        ranked = sorted(phrases, key=costs.__getitem__)  # those that are equally rare in the order of the query
+        ranked = sorted(phrases, key=costs.__getitem__)  # equally rare ones keep the order of the query
         totals = itertools.accumulate(costs[phrase] for phrase in ranked)
         rarest = costs[ranked[0]]
         last = self.num_documents * BUDGET // rarest if rarest > BUDGET else self.num_documents
@@ -114,7 +114,7 @@ class SqliteIndex:
 
 
 def check_is_index(path: Path) -> None:
-    """UserError: the header of a file does not say that it is an index by words."""
+    """Raise a UserError unless the header of a file says that it is an index by words."""
     header = b""
     if path.is_file():
         with path.open("rb") as file:
@@ -124,7 +124,7 @@ def check_is_index(path: Path) -> None:
 
 
 def _checksum(content: np.memmap) -> bytes:
-    """CRC-32 of a file without its place in SQLite's header: flipped bits are found."""
+    """CRC-32 of a file, except the checksum's own field in SQLite's header; detects flipped bits."""
     return zlib.crc32(content[CHECKSUM.stop :], zlib.crc32(content[: CHECKSUM.start])).to_bytes(4, "big")
 
 
@@ -147,16 +147,16 @@ def build_sqlite(path: Path, documents: Iterable[Document], content: str) -> Non
 
 
 def query_phrases(query: str) -> dict[str, tuple[str, ...]]:
-    """What a query searches for, in the syntax of FTS5, and the words of each: single words, quoted.
+    """The terms of a query in FTS5 syntax, each with its words: single words, quoted.
 
-    Where there are no spaces, every two neighbouring characters are a phrase.
+    In text without spaces, every two neighbouring characters form a phrase.
 
     >>> query_phrases('Who built "Fardil" AND -Jarce*?')
     {'"who"': ('who',), '"built"': ('built',), '"fardil"': ('fardil',), '"and"': ('and',), '"jarce"': ('jarce',)}
     >>> list(query_phrases("東京都"))
     ['"東 京"', '"京 都"']
     """
-    # cut again: NFKC makes up to 18 characters of one
+    # cut again: NFKC can expand one character to 18
     text = unicodedata.normalize("NFKC", query[:MAX_QUERY])[:MAX_QUERY].lower()
     # letters, digits and marks
     text = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in text)
@@ -171,5 +171,5 @@ def query_phrases(query: str) -> dict[str, tuple[str, ...]]:
 
 
 def fold(text: str) -> str:
-    """A text as it is indexed: in one of Unicode's forms of writing it, and with spaces where its script has none."""
+    """A text as the index stores it: in one Unicode normal form, with spaces where its script has none."""
     return text if text.isascii() else _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", text))

@@ -1,1 +1,1 @@
-"""Tools of a user, read from a file and called in processes of their own, as are the verdicts of mathematics."""
+"""A user's tools, read from a file and called in separate processes, as is the verification of mathematics."""

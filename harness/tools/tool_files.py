@@ -1,4 +1,4 @@
-"""Tools of the user's own, the functions that the file of `--tools` defines; and what a chat template must know."""
+"""The user's tools: the functions in the file of `--tools`; and the demands that they make on a chat template."""
 
 import functools
 import inspect
@@ -21,9 +21,9 @@ from harness.tools.tool_processes import Workers
 def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) -> dict[str, Callable[..., str]]:
     """The public functions that the user's file defines, by name; none without a file.
 
-    A function that is returned has the name, docstring and signature of the user's, so that a schema can be made of it.
-    Where the user's code raises, crashes, or takes longer than `seconds`, it returns a line that begins with "error:".
-    `taken` are the names of other tools.
+    Each returned function has the name, docstring and signature of the user's function, so that a schema can be built
+    from it. If the user's code raises, crashes, or takes longer than `seconds`, the function returns a line that begins
+    with "error:". `taken` are the names of other tools.
     """
     if name is None:
         return {}
@@ -35,13 +35,13 @@ def load_tools(name: str | None, seconds: float, taken: Collection[str] = ()) ->
     if used := functions.keys() & set(taken):
         raise UserError(f"--tools {name}: there is another tool called {min(used)}: rename this one")
     workers = Workers(module.__file__, source, f"--tools {name}", seconds)
-    workers.start_one()  # what fails only there is found before training
+    workers.start_one()  # faults that show only there are found before training
     say(f"--tools {name}: the policy may call {', '.join(functions)}")
     return {name: _make_tool(function, workers) for name, function in functions.items()}
 
 
 def check_turns(policy: Policy) -> None:
-    """Refuse a template without calls or answers of tools; say so if it removes the thoughts of earlier turns."""
+    """Refuse a template without tool calls or tool answers; say so if it removes the thoughts of earlier turns."""
     call_form(policy.tokenizer)
     encode_observation(policy.tokenizer, ["?"], policy.end_of_turn_ids)
     if removes_thoughts(policy.tokenizer):
@@ -52,7 +52,7 @@ def check_turns(policy: Policy) -> None:
 
 
 def _public_functions(module: ModuleType, shown: str) -> dict[str, FunctionType]:
-    """The functions that a file itself defines, in its order. UserError: none, or one that cannot be a tool."""
+    """The functions that a file itself defines, in order. UserError: there are none, or one cannot be a tool."""
     functions = {}
     for name, value in vars(module).items():
         is_own = callable(value) and getattr(value, "__module__", None) == module.__name__

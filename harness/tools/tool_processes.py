@@ -1,7 +1,7 @@
-"""Calls of the functions of one file in processes of their own, with a time limit: a user's tools, and math-verify.
+"""Call the functions of one file in separate processes with a time limit: a user's tools, and math-verify.
 
-A function that loops, crashes or prints can harm neither the run nor other functions. Each process is a new Python that
-imports nothing but the file (`tool_worker.py`), so that it needs little memory and shares no accelerator.
+A function that loops, crashes or prints cannot harm the run or other functions. Each process is a new Python that
+imports only the file (`tool_worker.py`), so that it needs little memory and shares no accelerator.
 """
 
 import atexit
@@ -23,16 +23,16 @@ from common.errors import UserError
 
 from harness.base.terminal import printable
 
-NUM_WORKERS = 4  # processes a file, and calls at the same time
+NUM_WORKERS = 4  # processes per file, and calls at the same time
 START_SECONDS = 120.0  # for a process to start and to import the file, which may read a table
 WORKER = Path(__file__).with_name("tool_worker.py")
 Result = TypeVar("Result")
 
 
 def in_threads(function: Callable[..., Result], *items: Sequence, parallel: bool) -> list[Result]:
-    """`list(map(function, *items))`, some calls at a time or one after the other.
+    """`list(map(function, *items))`, with several calls at a time or one after the other.
 
-    Threads cost more than a short call, and gain where one waits: `parallel` is for functions of a user's file.
+    Threads cost more than a short call, and gain time if a call waits: `parallel` is for functions of a user's file.
     """
     if not parallel or len(items[0]) < 2:
         return list(map(function, *items))
@@ -41,7 +41,7 @@ def in_threads(function: Callable[..., Result], *items: Sequence, parallel: bool
         return list(pool.map(function, *items))
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
-        if not isinstance(error, Exception):  # Ctrl-C: nobody waits for what is being computed
+        if not isinstance(error, Exception):  # Ctrl-C: nobody needs the pending results
             close()
         raise
     finally:
@@ -53,7 +53,7 @@ _running: set["Worker"] = set()
 
 @atexit.register
 def close() -> None:
-    """End all workers, also those that are busy, whose calls return an error. Later calls start new ones."""
+    """End all workers, even busy ones, whose calls then return an error. Later calls start new workers."""
     for worker in list(_running):
         worker.kill()
 
@@ -67,18 +67,18 @@ class NoAnswerError(Exception):
 
 
 class Worker:
-    """A process that imports a file, and then does one call at a time. It starts without being waited for."""
+    """A process that imports a file, and then executes one call at a time. Its start does not block."""
 
     def __init__(self, request: dict):
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
         pipe, writing_end = os.pipe()
-        self._lifeline = os.fdopen(writing_end, "wb", buffering=0)  # the worker ends when nobody holds it any more
+        self._lifeline = os.fdopen(writing_end, "wb", buffering=0)  # the worker ends when nobody holds this any more
         self._is_ready = False
         try:
-            # -P: beside the worker's file are modules that must not be found in place of Python's own
+            # -P: modules beside the worker's file must not shadow Python's own
             command = [sys.executable, "-P", str(WORKER)]
-            # a session of its own: Ctrl-C in the terminal does not reach it
+            # its own session: Ctrl-C in the terminal does not reach it
             self._process = subprocess.Popen(command, stdin=theirs, stdout=pipe, start_new_session=True)
         finally:
             theirs.close()
@@ -87,7 +87,7 @@ class Worker:
         self._send(json.dumps(request))
 
     def when_ready(self) -> "Worker":
-        """Itself, once it has imported the file; NoAnswerError: it cannot, or took too long."""
+        """Returns the worker once it has imported the file; NoAnswerError if it cannot, or takes too long."""
         if not self._is_ready:
             self._is_ready = True
             answer = self._receive(START_SECONDS)
@@ -106,22 +106,22 @@ class Worker:
         return self._process.poll() is None
 
     def kill(self) -> int:
-        """Kill the process and those that it has started; the status that it ended with."""
+        """Kill the process and its children; returns its exit status."""
         _running.discard(self)
-        if self._process.returncode is None:  # else its number may be another's
+        if self._process.returncode is None:  # otherwise another process may have its number
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # one that is ending already keeps its status
+                os.killpg(self._process.pid, signal.SIGKILL)  # a process that is already ending keeps its status
         return self._process.wait()
 
     def end(self) -> int:
-        """The same, by the thread that uses it: another one could still be reading."""
+        """The same, called by the thread that uses the worker: another thread could still be reading."""
         status = self.kill()
         for file in (self._answers, self._socket, self._lifeline):
             file.close()
         return status
 
     def _send(self, request: str) -> None:
-        with suppress(OSError):  # it has ended already, which `_receive` finds out
+        with suppress(OSError):  # it has already ended; `_receive` will notice
             self._socket.sendall(request.encode() + b"\n")
 
     def _receive(self, seconds: float) -> str:
@@ -136,21 +136,21 @@ class Worker:
             status = self.end()
             how = signal.strsignal(-status) if status < 0 else f"status {status}"
             raise NoAnswerError(f"ended its process ({how})", is_slow=status == -signal.SIGVTALRM) from None
-        except BaseException:  # Ctrl-C: its answer would be taken for that to another request
+        except BaseException:  # Ctrl-C: the next request would read this one's answer
             self.end()
             raise
 
 
 @dataclass
 class Workers:
-    """The workers of one file. They are started when they are needed, and again when one has been ended."""
+    """The workers of one file. They start on demand, and again after one has been ended."""
 
     path: str
-    source: bytes  # the text of the file, as it was when the run read it
-    shown: str  # what the user calls the file
-    seconds: float  # what a call may take
-    number: int = NUM_WORKERS  # processes, and so calls at the same time
-    memory: int | None = None  # bytes of address space that each may use; None: as much as there is
+    source: bytes  # the text of the file when the run read it
+    shown: str  # the user's name for the file
+    seconds: float  # limit for a call
+    number: int = NUM_WORKERS  # processes, and therefore calls at the same time
+    memory: int | None = None  # bytes of address space per process; None: unlimited
     first: str | None = None  # a function that a process calls before it is ready
 
     def __post_init__(self) -> None:
@@ -162,11 +162,11 @@ class Workers:
         self._idle += [self._new() for _ in range(self.number - len(self._idle))]
 
     def start_one(self) -> None:
-        """Have one ready, so that what fails only there is found before training."""
+        """Start one and wait for it, so that faults that show only there are found before training."""
         self._idle.append(self._take())
 
     def ask(self, name: str, arguments: dict) -> str:
-        """What a function answers, or a line that begins with "error:" if it raised; see `Worker.ask`."""
+        """The result of a function, or a line that begins with "error:" if it raised; see `Worker.ask`."""
         request = json.dumps({"name": name, "arguments": arguments})
         with self._free:
             worker = self._take()
@@ -175,7 +175,7 @@ class Workers:
             return answer
 
     def call(self, name: str, arguments: dict) -> str:
-        """The same for a policy, which reads also why there is no answer."""
+        """The same for a policy, which also reads why there is no answer."""
         try:
             return self.ask(name, arguments)
         except NoAnswerError as error:
@@ -193,7 +193,7 @@ class Workers:
         )
 
     def _take(self) -> Worker:
-        """An idle worker, or a new one. UserError: none can be started, which is no fault of the policy."""
+        """An idle worker, or a new one. UserError: none can be started, which is not the policy's fault."""
         try:
             with suppress(IndexError):
                 while True:

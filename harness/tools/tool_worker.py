@@ -1,7 +1,7 @@
-"""The process in which the functions of one file are called. It imports nothing but that file.
+"""The process that calls the functions of one file. It imports nothing but that file.
 
 `tool_processes.py` starts it by its path. It reads and answers lines of JSON on a socket, its stdin. Its stdout is the
-reading end of a pipe on which nothing ever comes; the other end closes when the parent ends, even if it is killed.
+reading end of a pipe that never carries data; the other end closes when the parent ends, even if it is killed.
 """
 
 import fcntl
@@ -15,12 +15,12 @@ import threading
 from contextlib import suppress
 from types import ModuleType
 
-LONGEST = 4000  # characters of an answer; a policy reads few more
+LONGEST = 4000  # characters of an answer; a policy hardly reads more
 FIRST_FREE = 3  # the number of the first file that is not stdin, stdout or stderr
 
 
 class Harmless(io.RawIOBase):
-    """What the user's code prints: on stderr, where neither it nor a model's text in it can control a terminal."""
+    """Output of the user's code: goes to stderr, and cannot control a terminal even if it contains a model's text."""
 
     def __init__(self, file: int):
         self._file = file
@@ -51,7 +51,7 @@ def main() -> None:
                     answer = {"text": "ready"}
                 else:
                     answer = {"text": _as_text(getattr(module, request["name"])(**request["arguments"]))}
-            except BaseException as error:  # also SystemExit: it is an answer like others
+            except BaseException as error:  # also SystemExit: an answer like any other
                 answer = {"error": _describe(error)}
             if os.getpid() != own_number:  # the tool has forked, and this is its child
                 os._exit(0)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _end_with_parent(pipe: int) -> None:
-    """Let this process, and those that it starts, be killed as soon as the parent is gone."""
+    """Make sure that this process and its children are killed as soon as the parent is gone."""
 
     def wait() -> None:
         os.read(pipe, 1)
@@ -70,21 +70,21 @@ def _end_with_parent(pipe: int) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     if hasattr(fcntl, "F_SETSIG"):
-        # a thread has to wait for a computation in C, such as 9**9**9 or a regular expression; the kernel does not
+        # a thread would wait for a computation in C, such as 9**9**9 or a regular expression; the kernel does not
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgid(0))
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _leave_signals_to_parent() -> None:
-    """Whether the run ends is for it to decide. Processes that a tool starts can be ended by signals as usual."""
+    """The parent decides whether the run ends. Signals end processes that a tool starts, as usual."""
     numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(number, lambda *_: None) for number in numbers]  # what is ignored, programs inherit
+    previous = [signal.signal(number, lambda *_: None) for number in numbers]  # programs inherit ignored signals
     os.register_at_fork(after_in_child=lambda: [*map(signal.signal, numbers, previous)])
 
 
 def _replace_standard_files() -> None:
-    """Nothing can be read, and only Python's `print` and the like are shown."""
+    """Make stdin empty, and show only the output of Python's `print` and the like."""
     shown, nowhere = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE), os.open(os.devnull, os.O_RDWR)
     for number in range(FIRST_FREE):
         os.dup2(nowhere, number)
@@ -94,7 +94,7 @@ def _replace_standard_files() -> None:
 
 
 def _import(path: str, source: str, search: list[str], memory: int | None, first: str | None) -> ModuleType:
-    """The file as it was when the run read it, whatever it is now, after a call of its function `first`."""
+    """Import the file as it was when the run read it, even if it has changed, and call its function `first`."""
     with suppress(ValueError, OSError):  # the user's own limit is lower
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if memory is not None:
@@ -110,7 +110,7 @@ def _import(path: str, source: str, search: list[str], memory: int | None, first
 
 
 def _as_text(result: object) -> str:
-    """Text as it is, JSON where there is one, else `str`; cut, and such that it can be encoded."""
+    """Text unchanged, other values as JSON if possible, else `str`; shortened, and always encodable."""
     if not isinstance(result, str):
         try:
             result = json.dumps(result, ensure_ascii=False)
@@ -122,7 +122,7 @@ def _as_text(result: object) -> str:
 
 def _describe(error: BaseException) -> str:
     text = ""
-    with suppress(Exception):  # of the error's own __str__
+    with suppress(Exception):  # from the error's own __str__
         text = str(error)[:LONGEST]
     return ": ".join(filter(None, [type(error).__name__, text]))
 

@@ -1,4 +1,4 @@
-"""A real browser, and runs made by short real trainings."""
+"""A real browser, and runs from short real trainings."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ import pytest
 CHROMIUM = Path(os.environ.get("CHROMIUM", "/usr/bin/chromium"))
 QUIET = ("--disable-gpu", "--disable-background-networking", "--no-first-run", "--no-sandbox")  # root has no sandbox
 
-# Two steps; the learning rate and the narrow clip let ratios differ from 1 in the later updates, and some be clipped.
+# Two steps; the learning rate and the narrow clip make ratios differ from 1 in the later updates, and clip some.
 SMALL = (
     *("--steps", "2", "--group-size", "4", "--eval-prompts", "2", "--eval-every", "0", "--checkpoint-every", "0"),
     *("--device", "cpu", "--seed", "5", "--lr", "3e-5", "--name", "x"),
@@ -24,7 +24,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator:
-    """Closed after the file: it keeps an event loop running, beside which later tests could start none."""
+    """Closed after the file: it keeps an event loop running, which would keep later tests from starting one."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra browser")
     pytest.importorskip("axe_playwright_python", reason="axe is not installed: the extra browser")
     if not CHROMIUM.exists():
@@ -37,7 +37,7 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def open_page(browser) -> Iterator[Callable]:
-    """Open an address: a page with the lists `faults` (errors, dialogs) and `requests`, both of which tests look at.
+    """Open an address: a page with the lists `faults` (errors, dialogs) and `requests`; tests can inspect both.
 
     At the end no page may have had a fault or a request elsewhere.
     """
@@ -69,7 +69,7 @@ def open_page(browser) -> Iterator[Callable]:
 
 @pytest.fixture(scope="module")
 def runs(browser, load_script, experiment_mine, tmp_path_factory) -> dict[str, Path]:
-    """The directories of runs, by their names in RUNS; `browser` comes first because without it nothing is needed."""
+    """The directories of runs, by their names in RUNS; `browser` comes first because nothing is needed without it."""
     from viewer.report import write_report
 
     place = tmp_path_factory.mktemp("runs")

@@ -1,6 +1,6 @@
-"""The page of a run in a real browser: its numbers are those of the run, and text of a model stays text.
+"""The page of a run in a real browser: its numbers equal the run's, and a model's text stays text.
 
-Whatever page is opened, at its end there was no error, no dialog, and no request but its own (`open_page`).
+Every page that a test opens must end without an error, a dialog, or a request to anything else (`open_page`).
 """
 
 import json
@@ -26,7 +26,7 @@ def logged(directory: Path, key: str) -> dict[int, float]:
 
 
 def row_sum(row: dict) -> float:
-    """The terms of a row of samples.jsonl in all of its updates."""
+    """The sum of a samples.jsonl row's terms over all its updates."""
     return sum(sum(update["terms"]) for update in row["updates"])
 
 
@@ -36,7 +36,7 @@ def choose_step(page, step: int) -> None:
 
 
 def shown_row(page, directory: Path, rank: int) -> dict:
-    """The row of samples.jsonl whose completion is shown in this place."""
+    """The row of samples.jsonl whose completion is shown at this place."""
     completion = int(page.locator(f".completion[data-rank='{rank}']").get_attribute("data-completion"))
     prompt = int(page.locator("input[name=prompt]:checked").get_attribute("data-prompt"))
     key = {"step": int(page.input_value("#step")), "prompt_index": prompt, "completion_index": completion}
@@ -45,7 +45,7 @@ def shown_row(page, directory: Path, rank: int) -> dict:
 
 
 def assert_shows_token(page, row: dict, place: int) -> None:
-    """The panel shows the numbers of a row's token, counted from the first after the prompt."""
+    """The panel shows the numbers of a row's token; tokens count from the first after the prompt."""
     t = row["prompt_length"] + place
     values = {name: page.inner_text(f"#readout [data-key={name}]") for name in ("id", "position")}
     assert values == {"id": str(row["ids"][t]), "position": str(t)}
@@ -67,7 +67,7 @@ def assert_shows_token(page, row: dict, place: int) -> None:
 
 
 def tab_to(page, selector: str) -> None:
-    """Press the tab key until something that matches has the focus."""
+    """Press the tab key until a matching element has the focus."""
     for _ in range(80):
         page.keyboard.press("Tab")
         if page.evaluate("selector => document.activeElement.matches(selector)", selector):
@@ -80,7 +80,7 @@ def tab_to(page, selector: str) -> None:
 
 @pytest.mark.parametrize("name", ["base", "mine"])
 def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
-    """Over two minibatches and two epochs, with a loss of which the viewer has never heard, too."""
+    """Over two minibatches and two epochs, also with a loss that the viewer does not know."""
     directory = runs[name]
     rows, loss = read(directory, "samples.jsonl"), logged(directory, "loss/total")
     assert max(logged(directory, "policy/clipped").values()) > 0
@@ -91,7 +91,7 @@ def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
         check = page.locator("#loss-check")
         assert check.get_attribute("data-state") == "equal"
         total = float(check.get_attribute("data-sum"))
-        assert abs(loss[step]) > 1e-4  # else 1e-5 would not say much
+        assert abs(loss[step]) > 1e-4  # otherwise 1e-5 would not say much
         assert total == pytest.approx(loss[step], abs=1e-6)
         assert total == pytest.approx(sum(row_sum(row) for row in rows if row["step"] == step) / 4, abs=1e-9)
         assert f"{abs(loss[step]):.6f}" in check.inner_text()
@@ -106,7 +106,7 @@ def test_the_terms_of_a_step_add_up_to_the_logged_loss(runs, open_page, name):
 
 
 def test_tokens_are_coloured_by_what_the_loss_says(runs, open_page):
-    """By push at first; what the loss alone knows is a choice, too, and an unknown name in an address is none."""
+    """By push at first; a choice offers the loss's own values, too; an unknown name in an address is ignored."""
     page = open_page(runs["mine"] / "report.html")
     choices = page.locator("#color option").evaluate_all("options => options.map((option) => option.value)")
     assert choices[:2] == ["push", "terms"]
@@ -123,7 +123,7 @@ def test_tokens_are_coloured_by_what_the_loss_says(runs, open_page):
 
 
 def test_a_loss_that_differs_is_said(runs, open_page):
-    """To 1e-5, of the loss itself where it is large; a step that is not all there has no sum."""
+    """To 1e-5, relative to a large loss; an incomplete step has no sum."""
     page = open_page(runs["turns"] / "report.html")
     assert page.locator("#loss-check").get_attribute("data-state") == "part"
     assert "8 of 16 rows" in page.inner_text("#loss-check")
@@ -139,7 +139,7 @@ def test_a_loss_that_differs_is_said(runs, open_page):
             assert check([[2 * total], [0]], total + factor * tolerance)["state"] == state  # the mean over two updates
     assert check([[0.5]], None)["state"] == "missing"
     assert check([[0.5], [None]], 0.25)["state"] == "missing"
-    assert check([], 0.25)["state"] == "unknown"  # of an older version, or without an update
+    assert check([], 0.25)["state"] == "unknown"  # from an older version, or without an update
     assert [update["total"] for update in check([[0.5], [0.25]], 0)["updates"]] == [0.5, 0.25]
 
 
@@ -190,7 +190,7 @@ def test_a_token_is_chosen_by_keyboard_alone(runs, open_page):
     row = shown_row(page, directory, 0)
     place = len(row["ids"]) - row["prompt_length"] - 2
     assert_shows_token(page, row, place)
-    assert f"{row['sampler_log_probs'][-2]:.6f}" in page.inner_text("#token-status")  # for a screen reader
+    assert f"{row['sampler_log_probs'][-2]:.6f}" in page.inner_text("#token-status")  # for screen readers
     page.keyboard.press("PageDown")
     assert page.evaluate("document.activeElement.closest('.completion').dataset.rank") == "1"
     page.keyboard.press("Escape")
@@ -203,7 +203,7 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     page = open_page(directory / "report.html")
     panel = page.locator("[data-panel='Entropy']")
     panel.locator("summary").click()
-    assert panel.locator("tr").count() == 3  # the head, and the two steps
+    assert panel.locator("tr").count() == 3  # the header, and the two steps
     panel.locator(".plot").focus()
     entropy = logged(directory, "policy/entropy")
     for key, step in (("Home", 0), ("ArrowRight", 1), ("ArrowRight", 2)):
@@ -217,12 +217,12 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     assert "step" in page.inner_text("[data-panel='Entropy'] .at")
 
 
-# Whose text it is, and where it is shown
+# Text from others, and where it is shown
 
 
 @pytest.fixture(scope="module")
 def planted(runs, tmp_path_factory) -> Path:
-    """The page of a copy of the run with conversations, with a script wherever a file of a run holds text."""
+    """The page of a copy of the run with conversations, with a script wherever a file of a run contains text."""
     directory = tmp_path_factory.mktemp("planted") / "<b onclick=hacked()>"
     shutil.copytree(runs["turns"], directory)
     texts = {"question": HOSTILE, "answer": HOSTILE, "text": HOSTILE, "finish_reason": HOSTILE}
@@ -239,7 +239,7 @@ def planted(runs, tmp_path_factory) -> Path:
 
 
 def test_a_script_in_a_text_is_shown_and_does_not_run(planted, open_page):
-    """Even if the page allowed all scripts: it is escaped."""
+    """Even if the page allowed all scripts: the text is escaped."""
     page = open_page(planted, bypass_csp=True)
     page.wait_for_selector(".completion")
     page.evaluate("document.querySelectorAll('details').forEach(details => details.open = true)")
@@ -247,7 +247,7 @@ def test_a_script_in_a_text_is_shown_and_does_not_run(planted, open_page):
     places = ("#diagnosis", "header", ".formula", ".question", ".completion .token >> nth=0", ".prompt", "#readout")
     for place in places:
         assert SHOWN[:60] in page.inner_text(place), place
-    page.click("#diagnosis a >> nth=0")  # a finding leads to its step
+    page.click("#diagnosis a >> nth=0")  # a finding links to its step
     page.wait_for_function("() => report.chosen().step === 2")
     page.check("input[name=view][value=turns]")
     assert SHOWN in page.inner_text(".turn.tool >> nth=0")
@@ -256,7 +256,7 @@ def test_a_script_in_a_text_is_shown_and_does_not_run(planted, open_page):
 
 
 def test_the_page_runs_no_script_that_is_put_into_it(runs, open_page):
-    """The second line of defence: its Content-Security-Policy."""
+    """The second line of defence: the Content-Security-Policy."""
     page = open_page(runs["base"] / "report.html")
     page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.hacked = 1'}))")
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=http://127.0.0.1:9/x onerror=hacked=1>')")

@@ -1,4 +1,4 @@
-"""What the tests of engines ask: the stand-in of ../conftest.py, or a real vLLM whose address is in VLLM_URL."""
+"""The server for the tests of engines: the stand-in of ../conftest.py, or a real vLLM whose address is in VLLM_URL."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ def engine_url(request) -> str:
 
 @pytest.fixture
 def connect(tmp_path) -> Iterator[Callable[..., Engine]]:
-    """Make an engine of a server's address; in the end requests that wait are given up."""
+    """Make an engine from a server's address; at the end, waiting requests are cancelled."""
     engines = []
 
     def start(url: str, *settings) -> Engine:
@@ -47,7 +47,7 @@ def loaded() -> Policy:
 
 @pytest.fixture
 def policy(loaded) -> Iterator[Policy]:
-    """The tiny policy, for a test that may change it."""
+    """The tiny policy, for tests that may change it."""
     weights = copy.deepcopy(loaded.state_dict())
     yield loaded
     loaded.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""Training on samples of an engine: the update of experiment_base, importance weights, and what ends a run."""
+"""Training on an engine's samples: the update of experiment_base, importance weights, and the ends of runs."""
 
 import copy
 import math
@@ -31,7 +31,7 @@ def train(load_script):
 
 
 def made_up(policy) -> Experience:
-    """Rows of our own sampler whose recorded log-probs are far off."""
+    """Rows of our own sampler with recorded log-probs that are far off."""
     rows = sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
     experience = collate(rows, policy.pad_id)
     experience.advantages = torch.tensor([1.0, -0.5, 2.0, 0.0, -1.0, 0.25])[:, None]
@@ -42,13 +42,13 @@ def made_up(policy) -> Experience:
 
 
 def gaps(experience: Experience) -> list[tuple[int, int, float]]:
-    """Row, place and old log-prob minus the sampler's, of each action token."""
+    """Row, place, and old log-prob minus the sampler's, for each action token."""
     found = (experience.old_log_probs - experience.sampler_log_probs).tolist()
     return [(row, place, found[row][place]) for row, place in experience.action_mask.nonzero().tolist()]
 
 
 def test_the_update_is_that_of_experiment_base(engine, policy, base, train, update):
-    """On the same tokens, whose weights are 1."""
+    """On the same tokens, with weights of 1."""
     rows = engine.sample(policy, PROMPTS, GROUP_SIZE, max_new_tokens=8, key=(0, 1))
     settings = SETTINGS | {"epochs_per_step": 2, "minibatch_size": GROUP_SIZE}
     found = []
@@ -80,7 +80,7 @@ def test_the_update_is_that_of_experiment_base(engine, policy, base, train, upda
 @pytest.mark.parametrize("cap", [2.0, 1.0, 0.0])
 def test_importance_weights_equal_a_slow_loop(policy, train, cap):
     experience = made_up(policy)
-    experience.sampler_log_probs[0, -1] = math.nan  # behind the end of a row, where nothing is read
+    experience.sampler_log_probs[0, -1] = math.nan  # after the end of a row, where nothing is read
     assert not experience.action_mask[0, -1]
     weights = train.importance_weights(train.Config(importance_cap=cap, **SETTINGS), experience)
     assert not weights.requires_grad
@@ -93,7 +93,7 @@ def test_importance_weights_equal_a_slow_loop(policy, train, cap):
 
 
 def test_the_loss_multiplies_advantages_by_the_weights(policy, train):
-    """Its value and its gradient, against a slow loop, after the policy has moved from the old one."""
+    """Value and gradient, against a slow loop, after the policy has moved away from the old one."""
     experience = made_up(policy)
     config = train.Config(kl_weight=0.0, **SETTINGS)
     experience.importance_weights = train.importance_weights(config, experience)
@@ -114,7 +114,7 @@ def test_the_loss_multiplies_advantages_by_the_weights(policy, train):
 
 
 def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatch, tmp_path):
-    """Also with a second epoch, for which experiment_base takes what its sampler recorded."""
+    """Also with a second epoch, when experiment_base uses the recorded log-probs of its sampler."""
     caught, real = [], train.update
 
     def update(config, accelerator, policy, optimizer, experience, step):
@@ -131,10 +131,10 @@ def test_old_log_probs_are_never_those_of_the_engine(stand_in, train, monkeypatc
         assert torch.equal(experience.old_log_probs, log_probs)
         weights = (log_probs - experience.sampler_log_probs).exp().clamp(max=2.0)
         torch.testing.assert_close(experience.importance_weights, weights)
-    assert (experience.sampler_log_probs - log_probs).abs().max() > 1e-3  # of weights that were trained, and rounded
+    assert (experience.sampler_log_probs - log_probs).abs().max() > 1e-3  # for trained and then rounded weights
 
 
-# What ends a run -----------------------------------------------------------------------------------------------------
+# The ends of runs -----------------------------------------------------------------------------------------------------
 
 
 def test_the_comparison_with_the_engine_equals_a_slow_loop(policy, train):

@@ -1,4 +1,4 @@
-"""A policy as a Hugging Face folder: what any program that reads it computes is what the policy computes."""
+"""A policy as a Hugging Face folder: any program that reads it computes the same as the policy."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ SEQUENCES = torch.randint(5, 1000, (3, 20), generator=torch.manual_seed(0))
 
 
 def with_details() -> Policy:
-    """An adapter of two ranks and scales, with rsLoRA, a trained bias in one layer, and dropout that is off."""
+    """An adapter with two ranks and scales, rsLoRA, a trained bias in one layer, and dropout that is off."""
     from peft import LoraConfig, get_peft_model
 
     policy = load()
@@ -46,7 +46,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
 
 
 def everything(policy: Policy) -> tuple:
-    """What an export must leave as it is."""
+    """Everything that an export must leave unchanged."""
     model = policy.model
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     texts = json.dumps([base.config.to_dict(), base.generation_config.to_dict()], default=str)
@@ -102,7 +102,7 @@ def test_an_adapter_with_details_is_merged_with_them(tmp_path):
 
 
 def test_all_active_adapters_are_merged():
-    """Two on one layer: both of their changes are in what the engine gets."""
+    """Two adapters on one layer: the engine gets both changes."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

@@ -52,7 +52,7 @@ def script(load_script):
 
 @pytest.fixture
 def train(script, tmp_path) -> Callable[..., Path]:
-    """A run in this process; its directory."""
+    """Make a run in this process; returns its directory."""
 
     def train(place: str, *arguments: str) -> Path:
         script.main([*FLAGS, "--runs-dir", str(tmp_path / place), *arguments])
@@ -63,7 +63,7 @@ def train(script, tmp_path) -> Callable[..., Path]:
 
 @pytest.fixture
 def at_step(script, monkeypatch) -> Callable:
-    """at_step(3, function): call it, once, before the engine is asked for the samples of step 3."""
+    """at_step(3, function): call it, once, before the run asks the engine for the samples of step 3."""
     begin = script.begin_sampling
 
     def set_up(number: int, function: Callable[[], object]) -> None:
@@ -91,14 +91,14 @@ def assert_same_run(directory: Path, expected: Path) -> None:
     for row, other in zip(rows_of(directory), rows_of(expected), strict=True):
         assert row.keys() == other.keys()
         for name in other.keys() - {key for key in other if key.startswith(("time/", "memory/"))}:
-            rounding = 1e-4 if "difference" in name else 1e-5  # a difference is nothing but rounding here
+            rounding = 1e-4 if "difference" in name else 1e-5  # differences are only rounding here
             assert row[name] == pytest.approx(other[name], rel=1e-3, abs=rounding), name
     weights, others = (load_file(place / "final" / "model.safetensors") for place in (directory, expected))
     assert max((weights[name] - others[name]).abs().max() for name in others) < 1e-5
 
 
 def differences(directory: Path) -> list[float]:
-    """Between the log-probs of engine and trainer, by step."""
+    """The differences between the log-probs of engine and trainer, by step."""
     return [x["policy/sampling_log_prob_difference"] for x in rows_of(directory) if "loss/total" in x]
 
 
@@ -123,7 +123,7 @@ def test_engines_that_cannot_be_are_refused(tmp_path, train, flags, sentence):
 
 
 def test_a_server_that_does_not_fit_the_run_is_refused(stand_in, train):
-    """Before the first sample: a prompt that is too long for it, and another type than that of the flags."""
+    """Before the first sample: a prompt that is too long for the server, and a dtype that differs from the flags."""
     with pytest.raises(UserError, match=r"exceed the engine's context of 24 tokens: .* a longer --max-model-len"):
         train("short", "--steps", "1", "--engine-url", stand_in(max_model_len=24).url)
     server = stand_in(dtype="bfloat16")
@@ -135,17 +135,17 @@ def test_a_server_that_does_not_fit_the_run_is_refused(stand_in, train):
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "pushes", "is_close"), [("1", 3, [True] * 4), ("2", 1, [True, False] * 2)])
 def test_weights_are_pushed_every_so_many_steps(stand_in, train, every, pushes, is_close):
-    """In a run of four steps, also before each evaluation, of which there are two."""
+    """In a run of four steps; also before each of the two evaluations."""
     server = stand_in()
     flags = ("--steps", "4", "--eval-every", "0", "--push-every", every)
     found = differences(train("each", *flags, "--engine-url", server.url))
     assert [value < 1e-4 for value in found] == is_close
-    assert server.calls[RELOAD] == 1 + pushes + 1  # in step 1 the engine has the weights already
+    assert server.calls[RELOAD] == 1 + pushes + 1  # in step 1 the engine already has the weights
 
 
 @pytest.mark.slow
 def test_one_step_ahead_samples_with_the_weights_before(stand_in, train):
-    """Step t is sampled with the weights before the update of step t-1. The last step begins no other."""
+    """Step t is sampled with the weights before the update of step t-1. The last step starts no further sampling."""
     server = stand_in()
     flags = ("--steps", "3", "--eval-every", "0", "--temperature", "0.9")
     flags += ("--checkpoint-every", "1", "--keep-checkpoints", "3")
@@ -172,7 +172,7 @@ def test_one_step_ahead_samples_with_the_weights_before(stand_in, train):
 
 @pytest.mark.slow
 def test_one_step_ahead_asks_for_the_questions_of_the_next_step(stand_in, train, monkeypatch):
-    """Each step's questions and seeds are those of the run that waits, also where the samples come a step earlier."""
+    """Each step has the same questions and seeds as in the run that waits, although its samples come a step earlier."""
     asked = {}
     begin = Engine.begin
 
@@ -189,7 +189,7 @@ def test_one_step_ahead_asks_for_the_questions_of_the_next_step(stand_in, train,
 
 
 def test_a_push_without_effect_ends_the_run_before_an_update(stand_in, train, tmp_path, at_step):
-    """The server says that it has loaded the weights of step 1, and keeps those before."""
+    """The server claims to have loaded the weights of step 1, but keeps the old ones."""
     server = stand_in()
     at_step(2, lambda: setattr(server.engine, "reload", lambda folder: None))
     with pytest.raises(UserError, match=r"log-probs of the engine differ .* no update was made.* --resume"):
@@ -222,7 +222,7 @@ def uninterrupted(api_server, load_script, tmp_path_factory) -> Path:
     ],
 )
 def test_the_path_of_an_engine_is_kept_absolute(script, tmp_path, monkeypatch, start, kept):
-    """And is that of a link, as the Python of an environment is one."""
+    """The path may be a link, like the Python of an environment."""
     for name in ("an-env", "my env"):
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
@@ -234,7 +234,7 @@ def test_the_path_of_an_engine_is_kept_absolute(script, tmp_path, monkeypatch, s
 
 @pytest.mark.slow
 def test_a_run_resumes_with_an_engine_elsewhere(stand_in, script, train, tmp_path, at_step, uninterrupted):
-    """The new address is kept, and a server that the run starts can take its place."""
+    """The new address is kept, and a server started by the run can take its place."""
     first, second = stand_in(), stand_in()
     at_step(3, first.stop)
     with pytest.raises(UserError, match=r"nothing listens there.*; when the engine can be used again, resume with: "):
@@ -252,7 +252,7 @@ def test_a_run_resumes_with_an_engine_elsewhere(stand_in, script, train, tmp_pat
 
 
 def servers_of(process: psutil.Process) -> list[psutil.Process]:
-    """The servers that a run has started, without what guards them."""
+    """The servers that a run started, without their guards."""
     found = []
     for child in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -264,7 +264,7 @@ def servers_of(process: psutil.Process) -> list[psutil.Process]:
 @pytest.mark.slow
 @posix
 def test_a_run_whose_server_is_killed_resumes(script, stand_in, tmp_path, at_step, uninterrupted, capsys):
-    """At step 3 the server hangs, and is killed with SIGKILL; then a server of another one takes its place."""
+    """At step 3 the server hangs, and is killed with SIGKILL; then a server of another run takes its place."""
 
     def kill() -> None:
         (server,) = servers_of(psutil.Process())

@@ -1,4 +1,4 @@
-"""A server as a child process: it is healthy at the beginning, and nothing of it is left when the run is gone."""
+"""A server as a child process: it is healthy at the beginning, and leaves nothing behind when the run is gone."""
 
 import os
 import signal
@@ -18,8 +18,8 @@ from harness.engines.server import ChildServer, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="what is left is found by Linux")]
 
-# A server with up to three children, which are still there when it has ended: one writes a file after SIGTERM, the
-# others ignore it, the last one in a process group of its own. It writes the ids of guard, server and children.
+# A server with up to three children that outlive it: one writes a file after SIGTERM, the others ignore it, and the
+# last one is in its own process group. It writes the ids of guard, server and children.
 SERVER = """
 import http.server, os, signal, sys, time
 port, status, children = (int(argument) for argument in sys.argv[1:4])
@@ -47,7 +47,7 @@ with open(sys.argv[4], "w") as file:
 listener.serve_forever()
 """
 
-# A run with a server, and with a child that was forked and holds copies of all that is open.
+# A run with a server, and with a forked child that holds copies of everything open.
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
@@ -70,7 +70,7 @@ def port() -> int:
 
 @pytest.fixture
 def command(port, tmp_path):
-    """Returns a server's command, with this status of its answers, and so many children."""
+    """Returns the command of a server that answers with this status and has so many children."""
     script = tmp_path / "server.py"
     script.write_text(SERVER, encoding="utf-8")
 
@@ -100,13 +100,13 @@ def wait_for(condition) -> None:
 
 
 def living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Without those that have ended and that nobody has waited for."""
+    """Without processes that have ended but are not yet reaped."""
     return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_no_process_is_left_of_a_server(command, start, tmp_path, is_killed):
-    """Neither one that ignores SIGTERM nor one that has left the group. A terminal's Ctrl-C reaches none."""
+    """Not even one that ignores SIGTERM or has left the group. A terminal's Ctrl-C reaches none."""
     with closing(start(command(children=3))) as server:
         processes = processes_in(tmp_path)
         assert len(living(processes)) == 5
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_the_wait_for_a_server(command, port, tmp_path):
     run = [sys.executable, "-c", RUN, str(port), str(tmp_path / "log"), *command(status=503)]
     with subprocess.Popen(run, stderr=subprocess.PIPE, text=True, cwd=ROOT) as run:
         processes = processes_in(tmp_path)
-        wait_for(lambda: (tmp_path / "log").read_text().count("503") > 1)  # it has asked, and asks again
+        wait_for(lambda: (tmp_path / "log").read_text().count("503") > 1)  # it has asked once, and asks again
         run.send_signal(signal.SIGINT)
         assert run.stderr.read().endswith("KeyboardInterrupt\n")
     assert not living(processes)
@@ -159,7 +159,7 @@ def test_a_server_that_does_not_become_healthy(command, start, tmp_path):
 
 
 def test_a_server_that_ends_before_it_is_ready(start, tmp_path):
-    """The sentence has the last line with an error, without colors; what an earlier server wrote is kept, not read."""
+    """The sentence has the last line with an error, without colors; an earlier server's output is kept, not read."""
     log = tmp_path / "log"
     log.write_text("OldError: of an earlier run\n", encoding="utf-8")
     text = "print('\\x1b[31mValueError: 7 is odd ' + 9999 * 'x'); print('good bye'); raise SystemExit(3)"
@@ -168,6 +168,6 @@ def test_a_server_that_ends_before_it_is_ready(start, tmp_path):
     assert str(caught.value).endswith(f"ended with status 3 before it was ready; the log {log} says: "
                                       "ValueError: 7 is odd ...")  # fmt: skip
     assert log.read_text(encoding="utf-8").startswith("OldError: of an earlier run\n\x1b[31mValueError")
-    (tmp_path / "text").touch()  # no program
+    (tmp_path / "text").touch()  # not a program
     with pytest.raises(UserError, match=r"/text could not be started: check the path of the program"):
         start([str(tmp_path / "text")])

@@ -1,4 +1,4 @@
-"""The stand-in for vLLM answers as vLLM does. With VLLM_URL the first tests ask a real server."""
+"""The stand-in for vLLM answers like vLLM. With VLLM_URL the first tests ask a real server."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +70,7 @@ def test_wrong_requests_are_refused(engine_url):
 
 @pytest.fixture
 def reload(tmp_path):
-    """Let a server load the tiny policy with a head of its own, after `change(weights)`; the status."""
+    """Make a server load the tiny policy with an untied head, after `change(weights)`; returns the status."""
 
     def reload(server, change) -> int:
         folder = tmp_path / "new"
@@ -102,7 +102,7 @@ def test_new_weights_are_used_and_absent_ones_kept(stand_in, reload):
 
 def test_a_failed_reload_leaves_no_weights(stand_in, reload):
     server = stand_in()
-    for name in ("model.norm.weight", "unknown"):  # of another shape, or not known
+    for name in ("model.norm.weight", "unknown"):  # of another shape, or unknown
         assert reload(server, lambda weights, name=name: weights.update({name: torch.ones(3)})) == 500
         assert reload(server, lambda weights: None) == 200
         assert complete(server.url)

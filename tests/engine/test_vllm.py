@@ -1,4 +1,4 @@
-"""vLLM samples from the policy as it is now. With VLLM_URL from a real server of assets/tiny_policy, else a stand-in.
+"""vLLM samples from the current policy. With VLLM_URL on a real server of assets/tiny_policy, else on a stand-in.
 
 VLLM_URL=http://127.0.0.1:8000 python -m pytest -n 0 tests/engine/test_vllm.py
 """
@@ -30,7 +30,7 @@ SETTINGS = {"max_new_tokens": 12, "key": (0, 1)}
 
 @pytest.fixture(scope="module")
 def prompts(loaded) -> list[list[int]]:
-    """Of 18, 16 and 27 tokens."""
+    """With 18, 16 and 27 tokens."""
     return [encode_prompt(loaded.tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
 
 
@@ -42,7 +42,7 @@ def ids_of(rows: list[Trajectory]) -> list[list[int]]:
 
 
 def test_an_engine_returns_what_sample_returns(engine, policy, prompts):
-    """The same fields for other draws, with the log-probs of training."""
+    """Same fields, other draws, and the log-probs of training."""
     policy.temperature = 0.7
     names = {"prompt_index": [7, 3, 11]}
     rows, own = (draw(policy, prompts, 6, **SETTINGS, **names) for draw in (engine.sample, sample))
@@ -61,11 +61,11 @@ def test_an_engine_returns_what_sample_returns(engine, policy, prompts):
     assert {row.finish_reason for row in rows} == {"stop", "length"}
     assert gap(policy, rows) < CLOSE
     policy.temperature = 1.0
-    assert gap(policy, rows) > 0.01  # the temperature is in the log-probs
+    assert gap(policy, rows) > 0.01  # the log-probs include the temperature
 
 
 def test_only_our_end_of_turn_ids_end_a_completion_and_nothing_is_penalised(stand_in, connect, policy):
-    """Whatever the server's own defaults are."""
+    """Whatever the server's defaults are."""
     server = stand_in()
     connect(server.url).sample(policy, [[5, 6, 7]], 1, max_new_tokens=4, key=(0, 1))
     neutral = {"ignore_eos": True, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -81,7 +81,7 @@ def test_greedy_completions_are_our_own(engine, policy, prompts):
 
 
 def test_parts_of_groups_are_those_of_the_whole(engine, policy, prompts):
-    scale(policy, 0.5)  # nearer to uniform: completions differ
+    scale(policy, 0.5)  # closer to uniform: completions differ
     whole = engine.sample(policy, prompts, 3, **SETTINGS)
     assert len({tuple(row.ids) for row in whole}) > 6
     parts = [range(4), range(4, 5), range(5, 9), range(9, 9)]
@@ -103,12 +103,12 @@ def test_a_prompt_without_room_is_refused_unsent(engine, policy):
     """The server would cut the budget, without an error."""
     room = engine.max_length - 12
     assert engine.sample(policy, [[5] * room], 1, **SETTINGS)[0].num_action_tokens <= 12
-    engine.server.about, engine.push = "the engine", None  # which is not reached
+    engine.server.about, engine.push = "the engine", None  # must not be reached
     with pytest.raises(EngineError, match=f"^the engine takes sequences of up to {engine.max_length} tokens, not a "):
         engine.sample(policy, [[5, 6], [5] * (room + 1)], 1, **SETTINGS)
 
 
-# Whose weights -------------------------------------------------------------------------------------------------------
+# Which weights --------------------------------------------------------------------------------------------------------
 
 
 def step(policy: Policy) -> None:
@@ -120,7 +120,7 @@ def step(policy: Policy) -> None:
 
 
 def assign(policy: Policy) -> None:
-    """Twice, which can put the weights where they were."""
+    """Twice, so that the weights may return to their old address."""
     for factor in (2.0, 0.6):
         for weight in policy.parameters():
             weight.data = weight.data * factor
@@ -128,7 +128,7 @@ def assign(policy: Policy) -> None:
 
 def write_past_autograd(policy: Policy) -> None:
     for weight in policy.parameters():
-        weight.data.mul_(1.2)  # which torch does not count as a write into `weight`
+        weight.data.mul_(1.2)  # torch does not count this as a write to `weight`
 
 
 def write_one(policy: Policy) -> None:
@@ -165,7 +165,7 @@ def test_weights_are_pushed_only_when_they_have_changed(stand_in, connect, polic
     engine.sample(policy, prompts, 1, **SETTINGS)  # of an evaluation
     assert engine.costs()["time/weights"] == 0
     rollout.result()
-    assert engine.costs()["time/weights"] > 0  # whose own they are
+    assert engine.costs()["time/weights"] > 0  # for its own weights
 
 
 def test_a_long_prompt_is_not_remembered_under_old_weights(engine, policy):
@@ -179,7 +179,7 @@ def test_a_long_prompt_is_not_remembered_under_old_weights(engine, policy):
 
 
 def test_a_policy_with_a_head_of_its_own_is_pushed(engine, policy, prompts, tmp_path):
-    """The bundled one has tied embeddings. Each is given to a server of a model that is tied."""
+    """The bundled policy has tied embeddings. Each policy is pushed to a server whose model is tied."""
     export(policy, tmp_path / "untied")
     untied = load(tmp_path / "untied")
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_without_a_push_or_in_the_background_samples_are_of_the_weights_before(e
 
 
 def test_new_weights_wait_for_samples_of_the_old_ones(stand_in, connect, policy, prompts, monkeypatch):
-    """The server samples nothing until it is waited for, or gets new weights."""
+    """The server samples nothing until somebody waits for it, or gives it new weights."""
     server, are_sampled = stand_in(), []
     engine = connect(server.url)
     engine.push(policy)
@@ -231,10 +231,10 @@ def test_new_weights_wait_for_samples_of_the_old_ones(stand_in, connect, policy,
 
 
 def test_the_key_decides_whatever_else_is_sampled(engine, policy, prompts):
-    scale(policy, 0.5)  # nearer to uniform: completions differ
+    scale(policy, 0.5)  # closer to uniform: completions differ
 
     def draw(key: tuple[int, int], chosen: list[int]) -> list[list[int]]:
-        asked = [prompts[1] for _ in chosen]  # equal: what differs is drawn
+        asked = [prompts[1] for _ in chosen]  # equal: differences come from the draws
         return ids_of(engine.sample(policy, asked, 2, max_new_tokens=8, key=key, prompt_index=chosen))
 
     first = draw((0, 1), [0, 1, 2, 3])
@@ -245,7 +245,7 @@ def test_the_key_decides_whatever_else_is_sampled(engine, policy, prompts):
 
 
 def test_seeds_of_different_prompts_are_far_apart():
-    """Completion j of a prompt has its seed + j."""
+    """Completion j of a prompt has the prompt's seed + j."""
     rows = begin_rows([[5]] * 1000, 2)
     seeds = [seed_of((0, number), row) for number in range(4) for row in rows]
     assert all(later == earlier + 1 for earlier, later in zip(seeds[::2], seeds[1::2], strict=True))

@@ -1,4 +1,4 @@
-"""What can be wrong with a server is one sentence, nothing waits for good, and the next good request is answered."""
+"""Every fault of a server becomes one sentence, nothing waits forever, and the next good request succeeds."""
 
 import math
 import socket
@@ -23,7 +23,7 @@ PAGE = b"<!DOCTYPE html><title>Directory listing</title>"
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[bytes], str]]:
-    """answering(content) is the address of a program that sends `content` for each request, and hangs up."""
+    """answering(content) returns the address of a program that sends `content` for each request, and hangs up."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         contents = []
 
@@ -88,7 +88,7 @@ def test_another_program_is_told_from_an_engine(connect, answering, content, fou
 
 
 def test_a_key_is_sent(server, connect, policy, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "sk-1")  # of the server, too
+    monkeypatch.setenv("VLLM_API_KEY", "sk-1")  # the server reads it, too
     assert connect(server.url).sample(policy, PROMPTS, 1, **SETTINGS)
 
 
@@ -107,7 +107,7 @@ def test_a_server_with_other_settings_is_refused(stand_in, server, connect):
 # Wrong answers -------------------------------------------------------------------------------------------------------
 
 NEVER_ENDS = [3, 5, 3]  # ids without an end of turn
-DAMAGED = [  # what is changed in the last of two completions, whose end of turn is 2
+DAMAGED = [  # the change to the last of two completions, whose end of turn is 2
     ({"prompt_token_ids": [1]}, "a completion of another prompt"),
     ({"token_ids": [1024, 2]}, "ids that are not tokens of the policy, which has 1024"),
     ({"token_ids": None}, "completions without ids, log-probs or a reason to finish"),
@@ -121,7 +121,7 @@ DAMAGED = [  # what is changed in the last of two completions, whose end of turn
     ({"finish_reason": "length"}, "a completion whose end does not agree with its reason to finish"),
     ({"token_ids": [2, 3]}, "tokens after an end of turn"),
     ({"token_ids": NEVER_ENDS * 3, "logprobs": {"token_logprobs": [-1.0] * 9}}, "9 tokens, with a budget of 6"),
-    # It would be trained as if the policy had wanted to go on
+    # Training would treat it as if the policy had wanted to continue
     ({"token_ids": [3, 5], "finish_reason": "length"}, "a completion whose end does not agree"),
 ]
 
@@ -134,7 +134,7 @@ def test_malformed_answers_are_refused(server, engine, policy):
         assert found in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS), change
     server.damage = lambda choices: choices.pop()
     assert "1 completions instead of 2" in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
-    server.damage = lambda choices: choices.reverse()  # vLLM answers them as they end: that is no fault
+    server.damage = lambda choices: choices.reverse()  # vLLM returns them as they end: that is not a fault
     assert [row.ids for row in engine.sample(policy, PROMPTS, 2, **SETTINGS)] == [row.ids for row in good]
     for name, found in (
         ("invalid_json", "something other than a JSON object"),
@@ -151,7 +151,7 @@ def test_malformed_answers_are_refused(server, engine, policy):
 
 
 def test_the_next_good_push_repairs_a_failed_one(server, engine, policy):
-    """Even of the weights that the engine had before, of which it may have lost a part."""
+    """Even a push of the old weights, because the engine may have lost some of them."""
     engine.sample(policy, PROMPTS, 2, **SETTINGS)
     before = {name: weight.clone() for name, weight in policy.state_dict().items()}
     scale(policy)
@@ -159,7 +159,7 @@ def test_the_next_good_push_repairs_a_failed_one(server, engine, policy):
     found = sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
     assert "Worker failed with error" in found
     assert found.endswith("its weights may be incomplete until it has loaded others")
-    assert server.calls[COMPLETIONS] == len(PROMPTS)  # nothing was sampled with them
+    assert server.calls[COMPLETIONS] == len(PROMPTS)  # they were never used for sampling
     policy.load_state_dict(before)
     rows = engine.sample(policy, PROMPTS, 2, push=False, **SETTINGS)
     assert gap(policy, rows) < 1e-4
@@ -182,7 +182,7 @@ def test_a_busy_cache_is_waited_for(server, engine, policy, monkeypatch):
     assert server.calls[COMPLETIONS] == len(PROMPTS)
 
 
-# Servers that are silent ---------------------------------------------------------------------------------------------
+# Servers that do not respond -----------------------------------------------------------------------------------------
 
 
 def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(server, engine, policy, monkeypatch):
@@ -199,7 +199,7 @@ def test_a_slow_answer_is_waited_for_until_the_engine_is_closed(server, engine, 
 
 
 def test_a_server_that_hangs_is_given_up(server, engine, policy, monkeypatch):
-    """It is asked whether it is alive, and does not say so."""
+    """The client asks whether the server is alive, and gets no answer."""
     for name in ("HEALTH", "ALIVE"):
         monkeypatch.setattr(harness.engines.vllm, name, 0.3)
     engine.push(policy)

@@ -1,4 +1,4 @@
-"""Runs that are exported: trained once, for two steps."""
+"""The runs to export: trained once, for two steps."""
 
 import shutil
 
@@ -12,7 +12,7 @@ SHORT = (
 
 @pytest.fixture(scope="session")
 def runs(load_script, tmp_path_factory):
-    """The runs "full" and "lora" of experiment_base, with the learning rates that change answers."""
+    """The runs "full" and "lora" of experiment_base, with learning rates that change answers."""
     parent = tmp_path_factory.mktemp("runs")
     main = load_script("experiment_base/train.py").main
     main([*SHORT, "--runs-dir", str(parent), "--name", "full", "--lr", "1e-3"])
@@ -22,7 +22,7 @@ def runs(load_script, tmp_path_factory):
 
 @pytest.fixture
 def copied(runs, tmp_path):
-    """A run of one's own, to be spoiled: copied("full")."""
+    """A copy of a run that a test can damage: copied("full")."""
     return lambda name: shutil.copytree(runs / name, tmp_path / name)
 
 

@@ -1,7 +1,7 @@
 """A stand-in for the HTTP interface of the Hugging Face hub, as far as huggingface_hub uses it for an upload.
 
-It answers the requests of `create_repo`, `repo_info` and `upload_folder` with the storage protocol of Git LFS (not Xet,
-which the hub prefers), refuses other tokens than TOKEN, and keeps what arrives.
+It answers the requests of `create_repo`, `repo_info` and `upload_folder` with the Git LFS storage protocol (not Xet,
+which the hub prefers), refuses all tokens except TOKEN, and keeps the uploads.
 """
 
 import base64

@@ -1,7 +1,7 @@
-"""export.py: what it writes loads, answers and describes itself; what fails or is interrupted leaves nothing.
+"""export.py: its output loads, answers and describes itself; a failed or interrupted export leaves nothing.
 
---push, against a stand-in for the hub: what arrives, byte by byte, and what is refused. The model card holds hostile
-names and texts, and nothing that says where they came from.
+--push, to a stand-in for the hub: the uploads, byte by byte, and the refusals. The model card holds hostile
+names and texts, but no paths of this machine.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def change(path: Path, **settings) -> None:
 
 @pytest.mark.slow
 def test_a_full_run_loads_answers_and_is_described(runs, export, tmp_path):
-    """The card's own code is run, and prints the greedy answer of the run's final policy."""
+    """The card's own code runs, and prints the greedy answer of the run's final policy."""
     export(runs / "full")
     written = tmp_path / "exports/full"
     found, trained = (load_file(path / "model.safetensors") for path in (written, runs / "full/final"))
@@ -67,7 +67,7 @@ def test_a_full_run_loads_answers_and_is_described(runs, export, tmp_path):
 
 
 def test_no_file_names_a_place_of_this_machine(runs, export, tmp_path, capsys):
-    """Of an adapter run, whose adapter_config.json holds the absolute path of its base; it is merged."""
+    """An adapter run, whose adapter_config.json contains the absolute path of its base; the adapter is merged."""
     export(runs / "lora")
     assert "evaluate it with: python evaluate.py --model exports/lora --task arithmetic\n" in capsys.readouterr().out
     written = tmp_path / "exports/lora"
@@ -83,7 +83,7 @@ def test_no_file_names_a_place_of_this_machine(runs, export, tmp_path, capsys):
 
 
 def test_an_adapter_of_a_hub_model_is_kept_or_merged(copied, export, tmp_path, monkeypatch):
-    """The base is in the cache of the hub, under its id."""
+    """The base is in the hub's cache, under its id."""
     from huggingface_hub import constants
 
     cache = tmp_path / "cache/models--owner--base"
@@ -219,7 +219,7 @@ def test_a_run_that_cannot_be_exported_says_why(copied, export):
 
 @pytest.fixture
 def hub(load_script, monkeypatch):
-    """A hub that the library talks to, with its token, by the protocol of Git LFS."""
+    """A hub that the library talks to with its token, using the Git LFS protocol."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
@@ -286,7 +286,7 @@ HOSTILE = "x`\n---\nlicense: mit\n```\n# Big <script>alert(1)</script> | [a](b) 
 
 @pytest.fixture
 def card(tmp_path):
-    """A card whose every text is hostile."""
+    """A card that has only hostile texts."""
     settings = {"experiment": HOSTILE, "task": f"/home/ada/{HOSTILE}", "model": f"/home/ada/{HOSTILE}", "command": []}
     settings |= {"commit": HOSTILE, "versions": {HOSTILE: HOSTILE}, "machine": HOSTILE, "completion_prefix": HOSTILE}
     settings |= {"system_prompt": HOSTILE, "seed": HOSTILE, "about": HOSTILE}

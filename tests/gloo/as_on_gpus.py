@@ -1,7 +1,7 @@
-"""Runs a program while Accelerate takes the processes of a CPU for those of GPUs.
+"""Runs a program while Accelerate takes CPU processes for GPU processes.
 
-On a CPU Accelerate gives plain data parallelism instead of FSDP2, without a word. One field of its state makes the
-difference; with it, all of its code for FSDP2 runs over gloo.
+On a CPU Accelerate silently replaces FSDP2 with plain data parallelism. One field of its state makes the difference;
+with this field set, all of its code for FSDP2 runs over gloo.
 """
 
 import runpy

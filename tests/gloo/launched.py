@@ -1,4 +1,4 @@
-"""What test_launch.py starts through a launcher: each process says what it has become, or why it ends."""
+"""Started by test_launch.py through a launcher: each process reports its role, or why it ends."""
 
 import sys
 
@@ -8,7 +8,7 @@ from common.errors import UserError
 
 from harness.processes.processes import check_launch
 
-# write and not print, which puts the end of a line after it by itself: two processes share the output
+# write instead of print, which adds the line end separately: two processes share the output
 accelerator = Accelerator(cpu="--not-on-cpu" not in sys.argv)  # with cpu=False, processes without a GPU do not connect
 try:
     check_launch(accelerator)

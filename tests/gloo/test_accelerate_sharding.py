@@ -1,4 +1,4 @@
-"""experiment_accelerate with a model that Accelerate shards over two processes: the training of one process."""
+"""experiment_accelerate with a model that Accelerate shards over two processes trains like one process."""
 
 import json
 import os
@@ -56,14 +56,14 @@ def check_same_training(found: Path, expected: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, load_script) -> Path:
-    """The run of experiment_base in one process, this one."""
+    """The run of experiment_base in this single process."""
     runs = tmp_path_factory.mktemp("alone")
     load_script("experiment_base/train.py").main([*FLAGS, "--runs-dir", str(runs)])
     return runs / "experiment_base" / "x"
 
 
 def test_fsdp2_of_accelerate_trains_as_one_process(alone, tmp_path, load_script):
-    """Weights, gradients and optimizer state are sharded; a run of a killed launch is resumed, bit for bit."""
+    """Weights, gradients and optimizer state are sharded; a killed launch resumes bit for bit."""
     train_on_two(*FLAGS, "--runs-dir", str(tmp_path))
     directory = tmp_path / "experiment_accelerate" / "x"
     check_same_training(directory, alone)

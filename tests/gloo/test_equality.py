@@ -1,7 +1,7 @@
-"""One, two and three processes take the same updates, for rows that differ between ranks as much as they can.
+"""One, two and three processes make the same updates, for rows that differ between ranks as much as possible.
 
-Every number of processes is started once, for all scenarios of both experiments; the tests compare what came out with
-the update of experiment_base, in this process, on all rows. Whole runs: test_runs.py.
+Every number of processes is started once, for all scenarios of both experiments; the tests compare the results with
+experiment_base's update of all rows in this process. Whole runs: test_runs.py.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ SCENARIOS = ("ragged", "no_signal", "none_at_all", "longest", "minibatches", "co
 FOUR_BIT = "lora_4bit"  # with three processes only: it loads the bundled policy
 
 
-# What every process does
+# Run by every process
 
 
 def load(experiment: str) -> ModuleType:
@@ -68,7 +68,7 @@ def make_policy(scenario: str) -> Policy:
 
 @torch.no_grad()
 def train_adapter(policy: Policy) -> None:
-    """Let B be something: while it is 0, A has no gradient."""
+    """Make B nonzero: while it is 0, A has no gradient."""
     for name, weight in policy.named_parameters():
         if "lora_B" in name:
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))) / 10)
@@ -93,7 +93,7 @@ def make_rows(group_size: int, scenario: str) -> tuple[list[Trajectory], torch.T
             rows.append(row)
     advantages = torch.randn(ROWS, 1, generator=generator)
     if scenario == "no_signal":
-        advantages[: ROWS // 2] = 0.0  # the first of two ranks, or more than that of three, has nothing to learn
+        advantages[: ROWS // 2] = 0.0  # the first of two ranks, and more than the first of three, has nothing to learn
     if scenario == "none_at_all":
         advantages[:] = 0.0
     if scenario == "skipped":
@@ -102,7 +102,7 @@ def make_rows(group_size: int, scenario: str) -> tuple[list[Trajectory], torch.T
 
 
 def run_scenario(train: ModuleType, scenario: str, wrap: Callable, group_size: int) -> dict:
-    """Some rollouts' updates: the parameters after each, the metrics, and what each token has added to the loss."""
+    """The updates of several rollouts: the parameters after each, the metrics, and each token's part of the loss."""
     policy = make_policy(scenario)
     reference = make_policy(scenario)
     rows, advantages = make_rows(group_size, scenario)
@@ -156,7 +156,7 @@ def run_scenarios(experiment: str, wrap: Callable, group_size: int, scenarios: t
 
 
 class PastTheWrapper(torch.nn.Module):
-    """A planted fault: DistributedDataParallel never sees the forward pass, so that it synchronises nothing."""
+    """A planted fault: DistributedDataParallel never sees the forward pass, so it synchronises nothing."""
 
     def __init__(self, model):
         super().__init__()
@@ -183,7 +183,7 @@ def gradients_differ(wrap: Callable) -> bool:
 
 
 def is_frozen_base_left_alone() -> bool:
-    """Whether a frozen weight that differs between the ranks still does after wrapping, and the adapters do not."""
+    """Whether a frozen weight that differs between the ranks still differs after wrapping, and the adapters do not."""
     policy = make_policy("lora")
     with torch.no_grad():
         for weight in policy.parameters():
@@ -240,7 +240,7 @@ def results_of(tmp_path_factory) -> Callable[[int], dict]:
 
 @pytest.fixture(scope="module")
 def alone() -> Callable[[str, str], dict]:
-    """What experiment_base does in one process, with the groups of an experiment."""
+    """The results of experiment_base in one process, with the groups of an experiment."""
 
     @functools.cache
     def start(experiment: str, scenario: str) -> dict:
@@ -256,7 +256,7 @@ each_number = pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks
 @pytest.mark.parametrize("experiment", GROUP_SIZES)
 @pytest.mark.parametrize("scenario", [*SCENARIOS, pytest.param(FOUR_BIT, marks=pytest.mark.slow)])
 def test_the_update_is_that_of_one_process(results_of, alone, num_processes, experiment, scenario):
-    """Parameters after each of two updates, and everything that is logged of them."""
+    """Parameters after each of two updates, and everything that is logged about them."""
     if scenario == FOUR_BIT and (num_processes == 2 or importlib.util.find_spec("bitsandbytes") is None):
         pytest.skip("in three processes, with bitsandbytes")
     found, expected = results_of(num_processes)[experiment][scenario], alone(experiment, scenario)
@@ -264,21 +264,21 @@ def test_the_update_is_that_of_one_process(results_of, alone, num_processes, exp
         before = expected["parameters"][update - 1] if update else None
         assert (new - old).abs().max() <= 1e-5
         if before is not None and scenario not in ("skipped", "none_at_all"):
-            assert (new - old).norm() <= 1e-3 * (old - before).norm()  # small against what the update did
+            assert (new - old).norm() <= 1e-3 * (old - before).norm()  # small compared with the update's effect
             assert (old - before).norm() > 1e-3
     for new, old in zip(found["metrics"], expected["metrics"], strict=True):
         assert new.keys() == old.keys()
         for name in old:
             assert new[name] == pytest.approx(old[name], rel=1e-4, abs=1e-5, nan_ok=True), name
     for new, old in zip(found["tokens"], expected["tokens"], strict=True):
-        for name in ("terms", "push"):  # of a minibatch of all ranks, whichever rank has the row
+        for name in ("terms", "push"):  # for the minibatch of all ranks, whichever rank has the row
             torch.testing.assert_close(new[name], old[name], atol=1e-6, rtol=1e-4, equal_nan=True)
 
 
 @each_number
 @pytest.mark.parametrize("experiment", GROUP_SIZES)
 def test_one_rank_that_is_not_finite_makes_all_skip(results_of, num_processes, experiment):
-    """Its last row has a NaN for an advantage: no rank takes a step, and each step is counted once."""
+    """The last row has a NaN as its advantage: no rank takes a step, and each step is counted once."""
     result = results_of(num_processes)[experiment]["skipped"]
     assert [metrics["loss/skipped"] for metrics in result["metrics"]] == [1] * STEPS
     start = torch.cat([weight.detach().flatten() for weight in make_policy("skipped").parameters()])

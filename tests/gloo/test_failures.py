@@ -1,6 +1,6 @@
-"""What goes wrong with several processes ends all of them, soon, with one sentence; and what was learned is not lost.
+"""A failure in one of several processes ends all of them, soon, with one sentence; and no progress is lost.
 
-Every launch is a real one, of `torchrun` or by hand, and ends with a timeout if a process waits in vain.
+Every launch is real, started by `torchrun` or by hand, and ends with a timeout if a process waits in vain.
 """
 
 import json
@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# arithmetic, with rewards that are not numbers, or that raise an error, for the last prompt of step 2: on the last rank
+# arithmetic, but the rewards for the last prompt of step 2, on the last rank, are not numbers or raise an error
 TASK = """
 import os
 from tasks.arithmetic import *
@@ -48,7 +48,7 @@ def reward(row, text):
         rewards["correct"] = float("nan")
     return rewards
 """
-# The unchanged program; it writes its process id, and at its end all processes compare the policies that they hold.
+# The unchanged program; it writes its process id, and at its end all processes compare their policies.
 OBSERVED = """
 import os, runpy, sys
 from pathlib import Path
@@ -64,7 +64,7 @@ sys.argv = sys.argv[1:]
 Path("rank" + os.environ["RANK"]).write_text(str(os.getpid()))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# The unchanged program, which waits less for the others.
+# The unchanged program, with a shorter wait for the others.
 WITHOUT_PATIENCE = """
 import runpy, sys
 from harness.processes import processes
@@ -79,7 +79,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @contextmanager
 def started(*command: str | Path, cwd: Path, **environment: str) -> Iterator[subprocess.Popen]:
-    """A program started as from a user's shell, with what it starts; all of them end with the block."""
+    """A program started as from a user's shell, with its children; all of them end with the block."""
     process = subprocess.Popen(
         [str(part) for part in command], cwd=cwd, env=ENVIRONMENT | environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -101,7 +101,7 @@ AS_OBSERVED = ("--no-python", sys.executable, "-c", OBSERVED)
 
 
 def by_hand(rank: int, port: int) -> dict[str, str]:
-    """The environment of one of two processes that no launcher has started."""
+    """The environment of one of two processes without a launcher."""
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
@@ -112,7 +112,7 @@ def free_port() -> int:
 
 
 def end(process: subprocess.Popen) -> str:
-    """What was printed, also by all that it has started; there is no traceback of ours."""
+    """The output of the process and its children; no traceback may come from our code."""
     output = process.communicate(timeout=PATIENCE)[0]
     assert 'train.py", line' not in output, output
     assert "terminate called" not in output, output  # an abort at the very end
@@ -120,7 +120,7 @@ def end(process: subprocess.Popen) -> str:
 
 
 def refusal(process: subprocess.Popen) -> str:
-    """The one sentence of a launch that has failed."""
+    """The one sentence of a failed launch."""
     output = end(process)
     assert process.returncode != 0
     sentences = re.findall("^error: (.*)$", output, re.MULTILINE)
@@ -132,7 +132,7 @@ def refusal(process: subprocess.Popen) -> str:
 
 
 def last_step(directory: Path) -> int:
-    """Of the complete lines of metrics.jsonl."""
+    """The last step with a complete line in metrics.jsonl."""
     path = directory / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
@@ -140,7 +140,7 @@ def last_step(directory: Path) -> int:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Where launches start; it has a task whose rewards fail when FAULT says so."""
+    """The working directory of launches, with a task whose rewards fail when FAULT says so."""
     from harness.data.data import prompts_of_step, read_rows
 
     place = tmp_path_factory.mktemp("place")
@@ -152,7 +152,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(place) -> tuple[Path, str]:
-    """A run of two processes without interruption, and what it printed; it skips the update of step 2."""
+    """A run of two processes without interruption, and its output; it skips the update of step 2."""
     command = torchrun(DDP, *SMALL, "--task", "task.py", "--name", "uninterrupted", options=AS_OBSERVED)
     with started(*command, cwd=place, FAULT="nan") as process:
         output = end(process)
@@ -176,7 +176,7 @@ def test_a_wrong_command_line_is_explained_once(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_cannot_meet_say_so(tmp_path):
-    """Of two started by hand, the main one finds its port taken; another one is alone."""
+    """Two processes started by hand: the main one finds its port taken, and the other one is alone."""
     programs = [(sys.executable, "-c", WITHOUT_PATIENCE, ROOT / script / "train.py") for script in (ACCELERATE, DDP)]
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
@@ -200,7 +200,7 @@ DIFFERENCES = {  # experiment; first row of the second process's data, None: it 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_processes_that_differ_are_refused(tmp_path, what):
-    """The main process says it; the other one has nothing to add. Each has a directory, as on two machines."""
+    """The main process reports it; the other one adds nothing. Each has its own directory, as on two machines."""
     script, first, sentence = DIFFERENCES[what]
     rows = (ROOT / "data" / "math_tasks.jsonl").read_text().splitlines(keepends=True)
     for place, start in (("a", 0), ("b", first)):
@@ -224,17 +224,17 @@ def test_processes_that_differ_are_refused(tmp_path, what):
 
 @pytest.mark.slow
 def test_an_update_is_skipped_by_all_together(uninterrupted):
-    """Where one rank has a reward that is not a number; the policies of the ranks remain equal."""
+    """One rank has a reward that is not a number; the policies of the ranks remain equal."""
     directory, output = uninterrupted
     assert "equal policies: True, 2 processes" in output
     assert [row["loss/skipped"] for row in metrics_of(directory)[1:-1]] == [0, 1, 0, 0, 0, 0]
     assert len(re.findall("step 2: the gradient was not finite", output)) == 1
-    assert len(re.findall("an update with it is skipped", output)) == 1  # by the rank that has the row
+    assert len(re.findall("an update with it is skipped", output)) == 1  # only the rank with the row prints it
 
 
 @pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(place):
-    """Of the task, in a step; the directory stays, and what the run began with."""
+    """The task raises it in a step; the directory stays, with the run's initial files."""
     flags = (*SMALL, "--task", "task.py", "--name", "broken")
     with started(*torchrun(ACCELERATE, *flags), cwd=place, FAULT="raise") as process:
         sentence = refusal(process)
@@ -246,9 +246,9 @@ def test_an_error_of_one_rank_ends_all(place):
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_path):
-    """kill -9 of the main process; then torchrun restarts all after another kill. The result is bit for bit the same.
+    """kill -9 of the main process; after another kill torchrun restarts all. The result is the same bit for bit.
 
-    Meanwhile no other launch can have the run.
+    Meanwhile no other launch can take the run.
     """
     directory = place / "runs" / DDP / "killed"
     flags = (*SMALL, "--task", "task.py", "--name", "killed")
@@ -278,11 +278,11 @@ def test_a_killed_rank_ends_the_launch_and_it_resumes(place, uninterrupted, tmp_
 
 @pytest.fixture(scope="module")
 def interrupted(place) -> tuple[Path, str]:
-    """A run of experiment_accelerate that Ctrl-C in a terminal has ended in a step, and what it printed."""
+    """A run of experiment_accelerate that Ctrl-C in a terminal ended in a step, and its output."""
     directory = place / "runs" / ACCELERATE / "interrupted"
     flags = (*SMALL, "--checkpoint-every", "6", "--task", "task.py", "--name", "interrupted")
     with started(*torchrun(ACCELERATE, *flags), cwd=place, FAULT="nan") as process:
-        wait_until(lambda: last_step(directory) >= 3, process)  # no checkpoint is written where an update is skipped
+        wait_until(lambda: last_step(directory) >= 3, process)  # a skipped update writes no checkpoint
         os.killpg(process.pid, signal.SIGINT)
         output = end(process)
     assert process.returncode != 0
@@ -298,7 +298,7 @@ def test_ctrl_c_ends_all_after_the_step_with_a_checkpoint(interrupted):
 
 
 def test_a_run_is_not_resumed_in_another_arithmetic(interrupted):
-    """Which Accelerate would bring without a word."""
+    """Accelerate would otherwise restore the old arithmetic silently."""
     bf16 = ENVIRONMENT | {"ACCELERATE_MIXED_PRECISION": "bf16"}
     result = finished(ROOT / ACCELERATE / "train.py", "--resume", interrupted[0], cwd=interrupted[0], env=bf16)
     assert result.returncode == 2
@@ -307,7 +307,7 @@ def test_a_run_is_not_resumed_in_another_arithmetic(interrupted):
 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_processes(interrupted, uninterrupted, load_script, monkeypatch, capsys):
-    """One, of a checkpoint that two have written, with a sentence; the result is that of two."""
+    """One process resumes a checkpoint of two, with a sentence, and gets the result of two."""
     directory = interrupted[0]
     monkeypatch.setenv("FAULT", "nan")
     load_script(f"{ACCELERATE}/train.py").main(["--resume", str(directory)])

@@ -1,4 +1,4 @@
-"""A launch that starts less than it was asked for, or what the training does not support, is refused."""
+"""A launch is refused if it starts less than requested, or a variant that training does not support."""
 
 import os
 import socket
@@ -84,7 +84,7 @@ SLURM_NODEID=0 "$@" && wait $!
 
 @pytest.mark.slow
 def test_the_slurm_script_connects_two_launchers(launch, tmp_path):
-    """Commands in place of SLURM's start both machines' launchers here; each starts one process."""
+    """Replacements for SLURM's commands start both machines' launchers here; each starts one process."""
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -117,8 +117,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
     ids=["the user's file", "fsdp", "each alone"],
 )
 def test_what_was_asked_for_is_read_where_it_was_said(launch, tmp_path, command, flags, sentence):
-    """By one process at least: the launcher ends the other one, perhaps before it has spoken."""
-    path = tmp_path / "accelerate/default_config.yaml"  # where `accelerate config` writes
+    """At least one process says it: the launcher ends the other one, perhaps before it has printed."""
+    path = tmp_path / "accelerate/default_config.yaml"  # the path that `accelerate config` writes to
     path.parent.mkdir()
     path.write_text(yaml.safe_dump({"distributed_type": "MULTI_CPU", "num_processes": 2, "use_cpu": True}))
     result = launch(command, *flags, CUDA_VISIBLE_DEVICES="")

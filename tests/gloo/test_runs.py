@@ -1,6 +1,6 @@
-"""Runs of several processes are those of one process: groups that are split, tools, search, and an inference engine.
+"""Runs of several processes equal runs of one: with split groups, tools, search, and an inference engine.
 
-Every number of processes is started once, for runs of several experiments; `main` below is what a rank does. The engine
+Every number of processes is started once, for runs of several experiments; each rank executes `main` below. The engine
 is a stand-in for vLLM in the process of the tests.
 """
 
@@ -31,11 +31,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
 ENGINE, TOOLS, SEARCH = "experiment_engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
 ACCELERATE, DDP = "experiment_accelerate", "experiment_accelerate_ddp"
-# Of six prompts with groups of four, ranks have conversations of different numbers of turns and lengths.
+# With six prompts and groups of four, the conversations of the ranks differ in the number of turns and in length.
 DESCENDANT = "--steps 2 --prompts-per-step 6 --group-size 4 --eval-prompts 5 --lr 1e-5 --micro-batch-size 4 --seed 1"
 CALLS = f"{DESCENDANT} --max-new-tokens 64 --tools tools.py"
 SAMPLED = f"{DESCENDANT} --max-new-tokens 20 --engine-url URL"
-# Of four prompts with groups of six, rank 0 of three samples the first group and two rows of the second.
+# With four prompts and groups of six, rank 0 of three samples the first group and two rows of the second.
 SPLIT = (
     "--steps 2 --prompts-per-step 4 --group-size 6 --eval-prompts 5 --max-new-tokens 24 --micro-batch-size 3 --lr 1e-5"
 )
@@ -49,7 +49,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
     },
     3: {TOOLS: CALLS, SEARCH: CALLS, ENGINE: SAMPLED, DDP: SPLIT},
 }
-PARENT = {DDP: "experiment_base", ACCELERATE: "experiment_base"}  # which is what these are in one process
+PARENT = {DDP: "experiment_base", ACCELERATE: "experiment_base"}  # the experiment that equals these in one process
 A_TOOL = '''def tripled(number: int) -> str:
     """Three times a number.
 
@@ -65,7 +65,7 @@ def train(script: ModuleType, flags: str, url: str) -> None:
     script.main([*flags.replace("URL", url).split(), "--runs-dir", ".", "--name", "x"])
 
 
-# What every process does
+# Run by every process
 
 
 def load(experiment: str) -> ModuleType:
@@ -76,7 +76,7 @@ def load(experiment: str) -> ModuleType:
 
 
 def main(place: str, url: str) -> None:
-    """One rank: the runs; then one in which a request of one rank gets a wrong answer from the engine."""
+    """One rank: all runs, and then one in which the engine answers a request of one rank wrongly."""
     torch.set_num_threads(1)
     os.chdir(place)
     viewer.draw_run = lambda _: None  # a figure and a page take a second
@@ -86,7 +86,7 @@ def main(place: str, url: str) -> None:
     if len(gather(None)) == 2:
         train_with_a_fault(sys.modules[ENGINE], url)
     distributed.barrier()
-    leave(0)  # as programs of several processes end: threads of a process group can abort one that ends as usual
+    leave(0)  # the usual end of several processes: threads of a process group can abort an ordinary exit
 
 
 def train_with_a_fault(script: ModuleType, url: str) -> None:
@@ -124,7 +124,7 @@ def server(api_server) -> Iterator:
 
 @pytest.fixture(scope="module")
 def together(server, tmp_path_factory) -> Callable[[int], tuple[Path, int]]:
-    """What so many ranks have written, and how often they have pushed weights to the engine."""
+    """The files of so many ranks, and how often they pushed weights to the engine."""
 
     @functools.cache
     def start(num_processes: int) -> tuple[Path, int]:
@@ -162,25 +162,25 @@ def test_several_processes_train_as_one(together, alone, num_processes, experime
     for metrics, others in zip(metrics_of(new), metrics_of(old), strict=True):
         assert metrics.keys() == others.keys()
         for name in others:
-            rounding = 1e-4 if "difference" in name else 1e-5  # a difference is nothing but rounding here
+            rounding = 1e-4 if "difference" in name else 1e-5  # differences are only rounding here
             assert metrics[name] == pytest.approx(others[name], rel=1e-4, abs=rounding), name
     assert (experiment == DDP) == ("time/waiting" in rows_of(new)[1])
     weights, others = (load_file(directory / "final" / "model.safetensors") for directory in (new, old))
     assert weights.keys() == others.keys()
     assert all((weights[name] - others[name]).abs().max() <= 1e-5 for name in weights)
-    if experiment != ACCELERATE:  # which has only to judge a task's answers
+    if experiment != ACCELERATE:  # the other one only has to judge a task's answers
         assert any(row["advantage"] for row in expected)
     if flags == CALLS:
         assert {len(row["turns"]) for row in expected} >= {1, 3}
 
 
 def test_three_ranks_split_groups(alone):
-    """Rank 0 has rows of the second group that are learned from."""
+    """Training uses rows of the second group on rank 0."""
     assert any(row["advantage"] for row in rows_of(alone("experiment_base", SPLIT)[0], "samples")[6:8])
 
 
 def test_one_rank_pushes_weights_for_all(together, alone):
-    """Before training and after each of two steps. DistributedDataParallel writes all weights once: one push more."""
+    """Before training and after each of two steps. DistributedDataParallel writes all weights once: one more push."""
     assert alone(ENGINE, SAMPLED)[1] == 3
     assert together(2)[1] == 4 + 2  # the run with a fault has no update
 
@@ -189,7 +189,7 @@ def test_a_wrong_answer_to_one_rank_ends_all_with_its_sentence(together):
     ending, other = json.loads((together(2)[0] / "endings.json").read_text())
     assert "log-probs for" in ending
     assert ending.startswith("UserError: the engine at http://127.0.0.1:")
-    assert other == ending  # one of them is said, see test_failures.py
+    assert other == ending  # one of them is printed, see test_failures.py
 
 
 if __name__ == "__main__":

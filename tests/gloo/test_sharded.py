@@ -1,7 +1,7 @@
-"""Weights sharded over two processes: sampling, training and clipping give what whole weights give.
+"""With weights sharded over two processes, sampling, training and clipping give the same results as whole weights.
 
 Both processes are started once. Each does everything with a sharded policy and with a whole one, and writes the results
-into a file; the tests compare them. A rank that waits for the other in vain ends the start with a timeout.
+to a file; the tests compare them. A rank that waits for the other in vain ends the start with a timeout.
 """
 
 import os
@@ -27,11 +27,11 @@ PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [14, 15]]
 NEVER = 10_000  # a token that cannot be drawn
 
 
-# What each process does
+# Run by each process
 
 
 def make_policy() -> Policy:
-    """A random Llama with tied embeddings, which are the root's own weights, and three layers."""
+    """A random Llama with tied embeddings, which belong to the root module, and three layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def make_policy() -> Policy:
 
 
 def shard(policy: Policy) -> Policy:
-    """As Accelerate does: the layers first, then the rest."""
+    """Like Accelerate: the layers first, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in policy.model.model.layers:
@@ -53,7 +53,7 @@ def shard(policy: Policy) -> Policy:
 
 
 def rollouts(policy: Policy, rank: int) -> dict:
-    """Samples of parts of the rows that differ as much as they can between the ranks."""
+    """Samples of parts of the rows that differ as much as possible between the ranks."""
     settings = {"max_new_tokens": BUDGET, "key": (0, 1)}
     unequal = [range(6), range(6, 16)][rank]  # a group is split, and one rank has two batches more
     results = {
@@ -101,7 +101,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def train(policy: Policy, rank: int, is_whole: bool, max_logits: int = MAX_LOGITS) -> dict[str, torch.Tensor]:
-    """The gradient of all rows. Of a sharded policy rank 1 has all of them, and rank 0 no micro-batch of its own."""
+    """The gradient of all rows. With a sharded policy rank 1 has all of them, and rank 0 only fillers."""
     experience = make_experience()
     micros = list(experience.split(5))
     if not is_whole:
@@ -118,8 +118,7 @@ def work(rank: int) -> dict:
     plain, sharded = make_policy(), shard(make_policy())
     results: dict = {"plain": {}, "sharded": {}}
 
-    # Sampling comes first, when no forward pass of the whole module has been made; it must leave weights that can be
-    # trained.
+    # Sampling comes first, before any forward pass of the whole module; it must leave trainable weights.
     results["rollouts"] = {"plain": rollouts(plain, rank), "sharded": rollouts(sharded, rank)}
     context: dict = {"before": [is_sharded(weight) for weight in sharded.parameters()]}
 
@@ -140,7 +139,7 @@ def work(rank: int) -> dict:
     ]
     results["context"] = context
 
-    # log-probs, with another number of rows, and so of calls, on each rank
+    # log-probs, with a different number of rows, and therefore of calls, on each rank
     part = experience.select(torch.arange(2) if rank == 0 else torch.arange(2, 12))
     for name, policy in (("plain", plain), ("sharded", sharded)):
         results[name]["log-probs"] = token_log_probs(policy, part, micro_batch_size=3)
@@ -156,13 +155,13 @@ def work(rank: int) -> dict:
         policy.gradient_checkpointing = False
         policy.model.gradient_checkpointing_disable()
 
-    # clipping: by each rank's shard, which is wrong; then as it should be, followed by a step and another rollout
+    # clipping: by each rank's shard, which is wrong; then correctly, followed by a step and another rollout
     by_shard = {name: weight.grad.to_local().clone() for name, weight in sharded.named_parameters()}
     norm_of_shard = torch.nn.utils.get_total_norm(by_shard.values())
     parts = gather({name: part / norm_of_shard for name, part in by_shard.items()})
     results["clipped by shard"] = {name: torch.cat([part[name] for part in parts]) for name in by_shard}
     for name, policy in (("plain", plain), ("sharded", sharded)):
-        extra = torch.nn.Parameter(torch.ones(3))  # a weight that every rank has whole, in one list with sharded ones
+        extra = torch.nn.Parameter(torch.ones(3))  # whole on every rank, in one list with sharded ones
         extra.grad = torch.tensor([3.0, 0.0, 4.0])
         results[name]["norm with a whole weight"] = clip_grad_norm_([extra, *policy.parameters()], 1e9)
         results[name]["norm"] = clip_grad_norm_(policy.parameters(), 1.0)
@@ -206,7 +205,7 @@ def test_sampling_is_that_of_whole_weights(ranks, when):
 
 
 def test_the_ranks_sample_as_differently_as_they_should(ranks):
-    """That the other tests show what their names say."""
+    """Check that the other tests show what their names say."""
     first, second = (results["rollouts"]["plain"] for results in ranks)
     assert [len(first[name]) for name in first] == [6, 0, 0, 6, 6]
     assert [len(second[name]) for name in second] == [10, 16, 16, 10, 10]
@@ -220,11 +219,11 @@ def test_the_ranks_sample_as_differently_as_they_should(ranks):
 def test_gathered_weights_are_whole_inside_and_sharded_after(ranks):
     """Also after an inner context, which changes nothing."""
     for context in (results["context"] for results in ranks):
-        assert all(context["before"])  # after a rollout that has gathered them
+        assert all(context["before"])  # after a rollout that gathered them
         assert not any(context["inside"])
         assert not any(context["after the inner one"])
         assert all(context["after"])
-        assert all(context["layers after a forward pass"])  # the context has changed nothing for later passes
+        assert all(context["layers after a forward pass"])  # the context changed nothing for later passes
 
 
 def test_log_probs_are_those_of_whole_weights(ranks):
@@ -241,7 +240,7 @@ def test_gradients_are_those_of_whole_weights(ranks, how):
 
 
 def test_clipping_is_that_of_whole_gradients(ranks):
-    """And so is their norm, also with a weight in the list that is not sharded, whose gradient has norm 5."""
+    """The norm is also the same, even with an unsharded weight in the list, whose gradient has norm 5."""
     for results in ranks:
         plain, sharded = results["plain"], results["sharded"]
         assert sharded["norm"].item() == ranks[0]["sharded"]["norm"].item()
@@ -253,7 +252,7 @@ def test_clipping_is_that_of_whole_gradients(ranks):
 
 
 def test_clipping_each_shard_by_its_own_norm_is_found(ranks):
-    """What the other tests exclude: a gradient of norm 1.41 instead of 1, and of another direction."""
+    """The fault that the other tests exclude: a gradient of norm 1.41 instead of 1, in another direction."""
     wrong = torch.cat([part.flatten() for part in ranks[0]["clipped by shard"].values()])
     right = torch.cat([part.flatten() for part in ranks[0]["plain"]["clipped"].values()])
     assert wrong.norm() == pytest.approx(2**0.5, rel=1e-3)
@@ -263,7 +262,7 @@ def test_clipping_each_shard_by_its_own_norm_is_found(ranks):
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e3])
 def test_clipping_of_whole_gradients_is_that_of_torch(max_norm):
-    """To the last bit; a parameter without gradient is left out."""
+    """Bit for bit; a parameter without a gradient is skipped."""
     found, expected = ([torch.nn.Parameter(torch.zeros(5, 3)) for _ in range(3)] for _ in range(2))
     for index, pair in enumerate(zip(found[:2], expected[:2], strict=True)):
         for parameter in pair:

@@ -1,4 +1,4 @@
-"""The bundled policy really learns, and what a run saves is what it reports."""
+"""The bundled policy really learns, and a saved policy is as good as the run reports."""
 
 import statistics
 
@@ -70,7 +70,7 @@ def test_the_bundled_policy_can_reason_and_mostly_does_not():
     [("experiment_multiturn_tool_calling", 14, 0.7), ("experiment_multiturn_qa", 10, 0.3)],
 )
 def test_the_policy_learns_to_call_its_tool(tmp_path, load_script, experiment, steps, share_right):
-    """Before, it calls now and then, which is often right; afterwards it calls because that pays."""
+    """Before, it calls now and then, and is often right then; afterwards it calls because that pays."""
     sizes = f"--steps {steps} --prompts-per-step 6 --samples-every 0 --eval-prompts 16 --lr 1e-4".split()
     load_script(f"{experiment}/train.py").main([*sizes, *OFF, "--runs-dir", str(tmp_path)])
     summary = json_of(tmp_path / experiment / "short" / "summary.json")

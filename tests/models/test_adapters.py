@@ -1,4 +1,4 @@
-"""Adapters, quantised weights and gradient checkpointing: log-probs and gradients are those of plain models."""
+"""Adapters, quantised weights and gradient checkpointing: log-probs and gradients equal a plain model's."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ A_RUN = (
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """Those of the mean negative log-prob, by the name of the weight."""
+    """The gradients of the mean negative log-prob, by the name of the weight."""
     policy.zero_grad()
     sequences, mask = random_rows(policy.model.config.vocab_size)
     (-policy(sequences, mask).log_probs.sum() / mask.sum()).backward()
@@ -39,7 +39,7 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The cosine of two sets of gradients, each concatenated."""
+    """The cosine between two sets of gradients, each concatenated."""
     assert a.keys() == b.keys()
     flat = [torch.cat([grads[name].flatten().double() for name in a]) for grads in (a, b)]
     return torch.nn.functional.cosine_similarity(*flat, dim=0).item()
@@ -77,7 +77,7 @@ def trained(load_script, tmp_path_factory) -> SimpleNamespace:
 
 
 def test_training_changes_all_adapters_and_never_the_base(trained):
-    """The base stays equal bit for bit."""
+    """The base stays the same bit for bit."""
     start = dict(load(lora_rank=4).named_parameters())
     moved = {name for name, weight in trained.policy.named_parameters() if not torch.equal(weight, start[name])}
     assert moved == {name for name in start if "lora_" in name}
@@ -90,7 +90,7 @@ def test_training_changes_all_adapters_and_never_the_base(trained):
 
 
 def test_the_reference_of_an_adapter_is_the_unchanged_model():
-    """Also after training, at no memory of its own; scoring with it leaves the adapter on."""
+    """Also after training, without additional memory; scoring with it leaves the adapter on."""
     policy = load(lora_rank=4)
     reference = make_reference(policy)
     before = log_probs_of(fill_adapters(policy))
@@ -102,9 +102,9 @@ def test_the_reference_of_an_adapter_is_the_unchanged_model():
 
 
 def test_training_mode_changes_no_log_prob(trained, monkeypatch):
-    """It would change them with dropout, in the model or in its adapter."""
+    """It would, with dropout in the model or in its adapter."""
     policy = trained.policy
-    monkeypatch.setattr(policy, "gradient_checkpointing", True)  # which is what enters training mode
+    monkeypatch.setattr(policy, "gradient_checkpointing", True)  # this enters training mode
     with_gradient = policy(*random_rows(policy.model.config.vocab_size)).log_probs
     assert policy.model.training
     assert torch.equal(with_gradient.detach(), log_probs_of(policy))
@@ -149,7 +149,7 @@ def test_an_adapter_adds_alpha_over_rank_times_b_a_x(settings, scale):
 
 
 def test_the_default_lr_is_ten_times_as_high_with_an_adapter(load_script, save_checkpoint, tmp_path):
-    """A learning rate that is given is used as it is."""
+    """An explicit learning rate stays as it is."""
     config_class = load_script("experiment_base/train.py").Config
     save_checkpoint("llama", tmp_path / "model")
 
@@ -183,9 +183,9 @@ def test_eager_attention_and_sdpa_give_the_same_log_probs():
 
 @pytest.fixture
 def widths(monkeypatch) -> list[int]:
-    """The number of tokens per row that every Llama layer is given, in the order of the calls.
+    """The number of tokens per row in every call of a Llama layer, in order.
 
-    Counted in the MLP: a layer whose own `forward` is replaced is no longer checkpointed.
+    Counted in the MLP: replacing a layer's own `forward` would end its checkpointing.
     """
     calls, real = [], LlamaMLP.forward
 
@@ -224,7 +224,7 @@ def test_gradient_checkpointing_changes_no_sample(widths):
     rows = {}
     for checkpointing in (False, True):
         policy = load(gradient_checkpointing=checkpointing)
-        gradients(policy)  # enters training mode, in which checkpointing would switch the cache off
+        gradients(policy)  # enters training mode, where checkpointing would switch off the cache
         widths.clear()
         rows[checkpointing] = sample(policy, PROMPTS, 3, max_new_tokens=8, key=(0,))
         assert set(widths[4:]) == {1}  # after the prompts one token at a time
@@ -240,7 +240,7 @@ def test_a_rollout_does_not_change_gradients_over_4_bit_weights(monkeypatch, dty
     """On CPUs with AVX512-BF16 bitsandbytes repacks the weights in the first forward pass without gradient."""
     pytest.importorskip("bitsandbytes")
     with monkeypatch.context() as patch:
-        patch.setattr(harness.models.loading, "check_computation", lambda policy: None)  # it would be that first pass
+        patch.setattr(harness.models.loading, "check_computation", lambda policy: None)  # this would be that pass
         policy = fill_adapters(load(load_in="4bit", lora_rank=4, dtype=dtype))
     before = gradients(policy)
     assert all(gradient.abs().max() > 0 for gradient in before.values())
@@ -262,7 +262,7 @@ def test_gradients_over_4_bit_weights_equal_dequantised_ones():
             weight.copy_(bitsandbytes.functional.dequantize_4bit(packed, state))
     torch.testing.assert_close(log_probs_of(quantised), log_probs_of(rounded), atol=1e-3, rtol=0)
     assert cosine(gradients(quantised), gradients(rounded)) > 0.999
-    assert cosine(gradients(quantised), gradients(exact)) < 0.999  # the agreement is due to the same rounding
+    assert cosine(gradients(quantised), gradients(exact)) < 0.999  # the gradients agree because they share the rounding
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_peft_loads_the_adapter_of_a_run_over_quantised_weights(load_script, tmp
         if "lora_" in name:
             assert torch.equal(weight, adapters.pop("model." + name)), name
     assert not adapters
-    if dtype == "float32":  # merged into the weights as they were before they were quantised
+    if dtype == "float32":  # merged into the weights before quantisation
         merged = plain_log_probs(read_plain(directory / "final_merged"))
         torch.testing.assert_close(merged, plain_log_probs(loaded), atol=1e-5, rtol=0)
 
@@ -292,7 +292,7 @@ def test_peft_loads_the_adapter_of_a_run_over_quantised_weights(load_script, tmp
 
 
 def test_llama_8b_has_the_published_number_of_lora_parameters():
-    """20,971,520 at rank 8, of all linear layers; tensors on the meta device have shapes and no data."""
+    """20,971,520 at rank 8, for all linear layers; tensors on the meta device have shapes and no data."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
@@ -303,7 +303,7 @@ def test_llama_8b_has_the_published_number_of_lora_parameters():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_are_counted_whatever_holds_them(capsys, way):
-    """Tied weights once, packed 4-bit weights each."""
+    """Tied weights count once, packed 4-bit weights individually."""
     if "load_in" in WAYS[way]:
         pytest.importorskip("bitsandbytes")
     stored = sum(weight.numel() for weight in load_file(TINY_POLICY / "model.safetensors").values())

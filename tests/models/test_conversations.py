@@ -1,7 +1,7 @@
-"""Conversations of several turns, token by token: what is trained on is what the policy has seen and sampled.
+"""Conversations of several turns, token by token: training uses exactly what the policy saw and sampled.
 
-The policies are small, and memorise a few conversations here. Drawn at temperature 1 they then talk in one, two or
-three turns, with calls of every kind, and in letters that no tokenizer would choose.
+The policies are small and memorise a few conversations. At temperature 1 they then talk in one, two or three turns,
+with calls of every kind, and spell words in letters that no tokenizer would choose.
 """
 
 import json
@@ -52,7 +52,7 @@ def quote(page: str) -> str:
 
 TOOLS = {"calculator": calculator, "quote": quote}
 
-# As Qwen2.5's: answers of tools stand in a user turn, and consecutive ones in the same.
+# Like Qwen2.5's: tool answers are in a user turn, and consecutive answers share a turn.
 QWEN_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
@@ -77,7 +77,7 @@ QWEN_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-# As Llama 3.1's: a turn of its own for each answer, as a JSON string; contents are trimmed.
+# Like Llama 3.1's: each answer is a separate turn, as a JSON string; contents are trimmed.
 LLAMA_TEMPLATE = """\
 {{- '<|begin_of_text|>' }}
 {%- for message in messages %}
@@ -102,7 +102,7 @@ LLAMA_TEMPLATE = """\
 
 
 class Family(NamedTuple):
-    """How a family of models writes, spelled out here once more."""
+    """The format of a family of models, written out independently."""
 
     form: str
     ends: list[str]  # the end-of-turn tokens; the template writes the first of them
@@ -146,7 +146,7 @@ FAMILIES = {
 
 
 def scripts(family: Family) -> list[list[list[str]]]:
-    """What the policies memorise: for each question, the texts of all turns of some conversations."""
+    """The texts that the policies memorise: for each question, all turns of some conversations."""
     product, other = family.write("calculator", expression="17*23"), family.write("calculator", expression="2")
     malformed = product.replace('"17*23"', "17*23")
     first = [
@@ -167,7 +167,7 @@ def scripts(family: Family) -> list[list[list[str]]]:
 
 
 def train_tokenizer(texts: list[str], specials: list[str], added: list[str], template: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose merges are those of the texts."""
+    """A byte-level BPE with merges from the texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
@@ -199,7 +199,7 @@ def make_tokenizer(name: str):
 
 
 def memorised(family: Family, tokenizer, end_of_turn_ids: list[int]) -> list[Trajectory]:
-    """The scripts as rows; and, of each question, one whose answer is spelled letter by letter."""
+    """The scripts as rows; and, for each question, one whose answer is spelled letter by letter."""
     rows = []
     for index, (question, of_question) in enumerate(zip(QUESTIONS, scripts(family), strict=True)):
         asked = calculator_task.messages(question)
@@ -215,7 +215,7 @@ def memorised(family: Family, tokenizer, end_of_turn_ids: list[int]) -> list[Tra
             rows.append(Trajectory(ids, 0, mask, [0.0] * len(ids), index))
         prompt = encode_prompt(tokenizer, asked, schemas(TOOLS))
         letters = [token for letter in "it is 25" for token in tokenizer.encode(letter)]
-        ids = prompt + letters + end_of_turn_ids[-1:]  # another end of turn than the template's, if there is one
+        ids = prompt + letters + end_of_turn_ids[-1:]  # the model's other end of turn, if it has one
         mask = [0] * len(prompt) + [1] * (len(ids) - len(prompt))
         rows.append(Trajectory(ids, 0, mask, [0.0] * len(ids), index))
     return rows
@@ -253,7 +253,7 @@ def train(load_script):
 
 @pytest.fixture(scope="module")
 def converse(train):
-    """Converse with a policy about the questions, with settings of the command line."""
+    """Converse with a policy about the questions, with settings from the command line."""
     task = Task(calculator_task, "calculator", more_weights=CALL_WEIGHTS)
     task.tools = schemas(TOOLS)
 
@@ -272,7 +272,7 @@ def talk(request, converse):
     policy = make_policy(tokenizer, end_of_turn_ids)
     memorise(policy, memorised(family, tokenizer, end_of_turn_ids), steps=50, lr=1.2e-2)
     rows = converse(policy)
-    assert {row.num_turns for row in rows} == {1, 2, 3}  # else the tests would show little
+    assert {row.num_turns for row in rows} == {1, 2, 3}  # otherwise the tests would show little
     assert {row.finish_reason for row in rows} == {"stop", "length"}
     answers = [text for row in rows for role, text in row.turns if role == "tool"]
     assert 0 < sum("malformed" in text for text in answers) < len(answers)
@@ -280,7 +280,7 @@ def talk(request, converse):
 
 
 def actions(row: Trajectory) -> list[range]:
-    """The positions of what was sampled, turn by turn."""
+    """The positions of sampled tokens, turn by turn."""
     runs, start = [], 0
     for is_action, run in groupby(row.action_mask):
         end = start + len(list(run))
@@ -300,11 +300,11 @@ def summary(rows: list[Trajectory]) -> dict:
     }
 
 
-# What the policy has seen is what it is trained on --------------------------------------------------------------------
+# Training uses exactly what the policy has seen -----------------------------------------------------------------------
 
 
 def test_recomputed_log_probs_equal_the_recorded_ones(talk):
-    """Of all rows together, which share prompts, and of each alone."""
+    """For all rows together, which share prompts, and for each row alone."""
     experience = collate(talk.rows, talk.policy.pad_id)
     with torch.no_grad():
         together = talk.policy(experience.sequences, experience.action_mask).log_probs
@@ -319,7 +319,7 @@ def test_recomputed_log_probs_equal_the_recorded_ones(talk):
 
 
 def slow_mask(talk, row: Trajectory) -> list[int]:
-    """The prompt; then what was sampled up to an end of turn or the budget; then what the tools said, as text."""
+    """The prompt; then the sampled tokens up to an end of turn or the budget; then the tools' answers, as text."""
     prompt = encode_prompt(talk.tokenizer, calculator_task.messages(QUESTIONS[row.prompt_index]), schemas(TOOLS))
     assert row.ids[: len(prompt)] == prompt
     mask = [0] * len(prompt)
@@ -348,7 +348,7 @@ def test_masks_equal_a_slow_construction_for_every_row(talk):
 
 
 def test_what_was_sampled_is_never_tokenised_again(talk):
-    """Its text is decoded, for rewards; some of it would be encoded as other ids."""
+    """The text is decoded for rewards; encoding it again would change some ids."""
     encode, skip = partial(talk.tokenizer.encode, add_special_tokens=False), {"skip_special_tokens": True}
     changed = 0
     for row in talk.rows:
@@ -362,7 +362,7 @@ def test_what_was_sampled_is_never_tokenised_again(talk):
 
 
 def test_a_conversation_depends_on_its_own_key_alone(talk, converse):
-    """Not on the others, whose turns end elsewhere, on their order, or on how many are sampled at the same time."""
+    """It does not depend on the others, their lengths, their order, or how many are sampled at the same time."""
     expected = summary(talk.rows)
     for settings in ({"generation_batch_size": 7, "prompt_index": (1, 0)}, {"prompt_index": (1,), "group_size": 3}):
         found = summary(converse(talk.policy, **settings))
@@ -377,7 +377,7 @@ def test_a_conversation_depends_on_its_own_key_alone(talk, converse):
 
 
 def test_the_budget_counts_sampled_tokens_of_all_turns(talk, converse):
-    """A row that reaches it ends there, and calls of that turn are not executed; before, nothing is different."""
+    """A row that reaches it ends there, and the calls of that turn are not executed; earlier turns do not change."""
     called = next(row for row in talk.rows if row.num_turns > 1)
     within, at_its_end = len(sampled(called)[0]) + 1, len(sampled(called)[0])
     for budget in (within, at_its_end):
@@ -408,7 +408,7 @@ def test_calls_of_the_last_turn_are_unanswered(talk, converse):
 
 
 def test_a_row_ends_at_the_context_of_the_model(talk, converse, monkeypatch):
-    """Within a turn, or within what a tool answers."""
+    """Within a turn, or within a tool's answer."""
     prompt = max(row.prompt_length for row in talk.rows)
     called = next(row for row in talk.rows if row.num_turns > 1)
     ends = set()
@@ -429,7 +429,7 @@ def test_a_row_ends_at_the_context_of_the_model(talk, converse, monkeypatch):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def written(request):
-    """A family, its tokenizer and the ids that it writes around turns, calls and answers of tools."""
+    """A family, its tokenizer and the ids that it writes around turns, calls and tool answers."""
     tokenizer = make_tokenizer(request.param)
     added = [token for token, entry in tokenizer.added_tokens_decoder.items() if re.search(r"\w", entry.content)]
     family = FAMILIES[request.param]
@@ -451,7 +451,7 @@ HOSTILE = [
 
 
 def test_answers_of_tools_hold_no_control_token(written):
-    """One by one and together: the ids around turns and answers are those of harmless answers, the text is kept."""
+    """One by one and together: the ids around turns and answers are the same as for harmless answers; text is kept."""
     encode = partial(encode_observation, written.tokenizer, end_of_turn_ids=written.ends)
 
     def control(ids: list[int]) -> list[int]:
@@ -464,14 +464,14 @@ def test_answers_of_tools_hold_no_control_token(written):
     assert len(control(encode(["5"] * 2))) > len(control(encode(["5"]))) >= 2
 
 
-# Templates that cannot be used as they are ----------------------------------------------------------------------------
+# Templates that need changes ------------------------------------------------------------------------------------------
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONTENT = "(message.content or '')"
-AFTER_THOUGHT = "(message.content or '').split('</think>')[-1]"  # Qwen3's and DeepSeek-R1's way to drop a thought
+AFTER_THOUGHT = "(message.content or '').split('</think>')[-1]"  # how Qwen3 and DeepSeek-R1 drop a thought
 NO_LATER_ANSWER = "messages[loop.index0 + 1:] | selectattr('role', 'equalto', 'assistant') | list | length == 0"
 ONLY_AFTER_CALLS = """{%- for message in messages %}
     {%- if message.role == 'tool' %}
@@ -507,7 +507,7 @@ def with_template(template: str):
 
 
 def since_question(content: str) -> str:
-    """As Qwen3's: all thoughts since the last question are kept."""
+    """Like Qwen3's: all thoughts since the last question are kept."""
     return f"({content} if messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list else {CONTENT})"
 
 
@@ -550,14 +550,14 @@ def test_a_template_without_turns_for_tools_is_refused(template, reason):
 
 
 def test_no_tools_are_none_also_for_a_template_that_asks_so():
-    """Llama 3.1's does: it would present an empty list."""
+    """Llama 3.1's asks: it would present an empty list."""
     tokenizer = with_template("{% if tools is not none %}Tools: {{ tools | length }}{% endif %}" + CHATML)
     prompts = [encode_prompt(tokenizer, calculator_task.messages(QUESTIONS[0]), tools) for tools in (None, [])]
     assert prompts[0] == prompts[1]
 
 
 def test_a_template_whose_tools_only_answer_calls_is_used():
-    """With call ids of nine letters, as Mistral's wants them. Its form of calls is another one, though."""
+    """With call ids of nine letters, which Mistral's template wants. Its form of calls is different, though."""
     tokenizer = with_template(ONLY_AFTER_CALLS.replace("CALL", HERMES_CALL))
     ends = [tokenizer.eos_token_id]
     check_turns(SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=ends))

@@ -1,4 +1,4 @@
-"""`--estimate`: its formula against measured runs, and against what models, caches and passes hold; what it prints."""
+"""`--estimate`: its formula against measured runs, and against the sizes of models, caches and passes; its output."""
 
 import json
 import shutil
@@ -89,19 +89,19 @@ def test_the_cache_is_that_of_all_rows(configure):
     ids = torch.ones(8, PROMPT + COMPLETION, dtype=torch.long)
     next_logits(policy, ids, torch.ones_like(ids), cache)
     rooms = sum(room.nbytes for layer in cache.layers for room in layer._room)
-    one_more_layer = 1 + 1 / shape.layers  # which is copied when it grows
+    one_more_layer = 1 + 1 / shape.layers  # the copy when it grows
     logits = 32 * 8 * shape.vocabulary
     assert memory_of(config, shape, PROMPT)["sampling: KV cache, logits"] == rooms * one_more_layer + logits
 
 
 def test_each_flag_that_helps_saves_what_it_says(configure, monkeypatch):
-    monkeypatch.setattr(estimating, "PROGRAM", 0)  # beside which this model is nothing
+    monkeypatch.setattr(estimating, "PROGRAM", 0)  # it would dwarf this model
     config, shape = configure("--micro-batch-size", "8")
     found = savings(config, shape, PROMPT)
     assert found == sorted(found, reverse=True)
     assert any("--lora-rank 16" in flags for _, flags in found)
     for size, flags in found:
-        if "--load-in" not in flags:  # which needs a package
+        if "--load-in" not in flags:  # it needs a package
             changed, _ = configure("--micro-batch-size", "8", *flags.split())
             totals = [memory_of(each, shape, PROMPT)["total"] for each in (config, changed)]
             assert totals[0] - totals[1] == pytest.approx(size), flags
@@ -118,7 +118,7 @@ def test_each_flag_that_helps_saves_what_it_says(configure, monkeypatch):
 def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, monkeypatch, capsys, experiment, flags):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TINY_POLICY, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    monkeypatch.syspath_prepend(ROOT / experiment)  # where python puts the script's directory
+    monkeypatch.syspath_prepend(ROOT / experiment)  # python would put the script's directory there
     every = "--model ./model --device cpu --estimate --eval-prompts 2"
     with pytest.raises(SystemExit) as ended:
         load_script(f"{experiment}/train.py").main([*every.split(), *flags.split()])
@@ -138,7 +138,7 @@ def test_the_limit_of_a_container_is_respected(monkeypatch, tmp_path):
 
 
 def test_a_model_too_large_does_not_fit_and_an_unknown_one_has_no_estimate(configure, monkeypatch, capsys):
-    """With the shape of a model of 70 billion parameters, which nobody builds for it."""
+    """With the shape of a model of 70 billion parameters, which the test never builds."""
     config, _ = configure()
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     shape |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama", "tie_word_embeddings": False}

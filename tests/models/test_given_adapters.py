@@ -1,4 +1,4 @@
-"""--model names a LoRA adapter: it is trained further, or merged under a new one; what is not plain LoRA is refused."""
+"""--model names a LoRA adapter: it is trained further, or merged under a new one; adapters beyond LoRA are refused."""
 
 import dataclasses
 import importlib.util
@@ -56,12 +56,12 @@ def first(train) -> Path:
 
 @pytest.fixture(scope="module")
 def second(train, first) -> dict[str, Path]:
-    """Runs of three steps that begin with the adapter of the first one, one for each way."""
+    """Runs of three steps that begin with the first run's adapter, one for each way."""
     return {way: train(way, "--model", str(first / "final"), "--steps", "3", *WAYS[way]) for way in WAYS}
 
 
 def read_with_peft(adapter: Path) -> torch.nn.Module:
-    """As anybody would who has only the adapter: its settings name the base."""
+    """Like a user who has only the adapter: its settings name the base."""
     base = adapter_settings(adapter)["base_model_name_or_path"]
     assert os.path.isabs(base)
     return PeftModel.from_pretrained(read_plain(base), adapter)
@@ -72,7 +72,7 @@ def adapter_settings(adapter: Path) -> dict:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The lines of a JSONL file without what a clock or the machine says."""
+    """The lines of a JSONL file without values that depend on the clock or the machine."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows]
 
@@ -89,7 +89,7 @@ def evaluations(directory: Path) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_begins_where_the_run_of_its_adapter_ended(first, second, way):
-    """Also the KL, to the policy as it began, is 0 in the first step and not later."""
+    """The KL to the initial policy is also 0 in the first step, and not later."""
     assert evaluations(first)[0] != evaluations(first)[1]
     assert evaluations(second[way])[0] == evaluations(first)[1]
     _, *steps, _ = read_lines(second[way] / "metrics.jsonl")
@@ -102,7 +102,7 @@ def test_a_run_begins_where_the_run_of_its_adapter_ended(first, second, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_saved_is_complete_without_this_code(first, second, way):
-    """peft finds the base of the adapter, and a checkpoint is as good a --model as final/."""
+    """peft finds the adapter's base, and --model accepts a checkpoint as well as final/."""
     directory = second[way]
     rank = adapter_settings(directory / "final")["r"]
     assert rank == (2 if way == "on top" else 4)
@@ -115,7 +115,7 @@ def test_what_is_saved_is_complete_without_this_code(first, second, way):
 
 
 def test_a_merged_base_is_the_first_policy_bit_for_bit(first, second):
-    """base/ holds the weights that the run has computed with."""
+    """base/ holds the weights that the run computed with."""
     base = load(second["on top"] / "base").model.state_dict()
     weights = load(first / "final", lora_rank=2).model.get_base_model().state_dict()
     for name, weight in base.items():
@@ -124,7 +124,7 @@ def test_a_merged_base_is_the_first_policy_bit_for_bit(first, second):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_given_adapter_resumes_to_the_same_run(train, first, second, way):
-    """Metrics, samples and weights are bit for bit those without a stop, so the reference is the same as well."""
+    """Metrics, samples and weights equal an uninterrupted run's bit for bit, so the reference does, too."""
     name = f"{way}, resumed"
     directory = train(name, "--model", str(first / "final"), "--steps", "1", *WAYS[way])
     for path in ("final", "base", "summary.json"):  # as if it had been killed after the checkpoint
@@ -149,7 +149,7 @@ def test_a_given_adapter_resumes_to_the_same_run(train, first, second, way):
 
 
 def test_a_run_is_not_resumed_over_another_base(first, tmp_path):
-    """The base that the adapter names is one of the things that a run is made from."""
+    """The base that the adapter names is one of the inputs that a run records."""
     adapter, base = (Path(shutil.copytree(x, tmp_path / x.name)) for x in (first / "final", TINY_POLICY))
     named = adapter_settings(adapter) | {"base_model_name_or_path": str(base)}
     (adapter / "adapter_config.json").write_text(json.dumps(named))
@@ -165,7 +165,7 @@ def test_a_run_is_not_resumed_over_another_base(first, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_third_run_continues_the_second(train, second, way, capsys):
-    """Its adapter is on a base that a run may have written; --save-merged adds it to that one."""
+    """Its adapter is on a base that a run may have written; --save-merged merges it into that base."""
     directory = train(f"third, {way}", "--model", str(second[way] / "final"), "--steps", "1", "--save-merged")
     base = adapter_settings(second[way] / "final")["base_model_name_or_path"]
     rank = adapter_settings(second[way] / "final")["r"]
@@ -177,7 +177,7 @@ def test_a_third_run_continues_the_second(train, second, way, capsys):
 
 
 def test_an_adapter_saved_in_bfloat16_is_trained_in_float32(first, tmp_path):
-    """As experiment_sft saves it with --save-dtype bfloat16; here its base is held in bfloat16 too."""
+    """As experiment_sft saves it with --save-dtype bfloat16; here the base is held in bfloat16, too."""
     adapter = shutil.copytree(first / "final", tmp_path / "adapter")
     change_weights(lambda weights: {name: weight.bfloat16() for name, weight in weights.items()})(adapter)
     policy = load(adapter, dtype="bfloat16")
@@ -192,7 +192,7 @@ def test_an_adapter_saved_in_bfloat16_is_trained_in_float32(first, tmp_path):
 
 
 def test_an_adapter_has_the_defaults_of_its_base(load_script, save_checkpoint, first, tmp_path):
-    """But ten times the learning rate, with and without --lora-rank."""
+    """Except for ten times the learning rate, with and without --lora-rank."""
     save_checkpoint("llama", tmp_path / "model")
     other = shutil.copytree(first / "final", tmp_path / "other")
     change_settings(other, base_model_name_or_path=str(tmp_path / "model"))
@@ -240,7 +240,7 @@ def test_the_tokenizer_is_that_of_the_adapter_or_of_its_base(first, tmp_path):
     assert load(adapter).tokenizer.chat_template == AutoTokenizer.from_pretrained(TINY_POLICY).chat_template
 
 
-# Adapters of others --------------------------------------------------------------------------------------------------
+# Adapters from elsewhere ----------------------------------------------------------------------------------------------
 
 
 def change_settings(adapter: Path, **changes) -> None:
@@ -289,10 +289,10 @@ def without(name: str) -> Callable[[dict], dict]:
     ],
 )  # fmt: skip
 def test_an_adapter_that_cannot_be_trained_is_refused(load_script, first, tmp_path, damage, sentence):
-    """In one sentence, and the name of the run stays free."""
+    """In one sentence, and the run's name stays available."""
     adapter = shutil.copytree(first / "final", tmp_path / "adapter")
     damage(adapter)
-    few_rows = ("--data", str(arithmetic.EVAL_DATA), "--eval-data", str(arithmetic.EVAL_DATA))  # sooner read
+    few_rows = ("--data", str(arithmetic.EVAL_DATA), "--eval-data", str(arithmetic.EVAL_DATA))  # faster to read
     flags = ("--runs-dir", str(tmp_path / "runs"), "--name", "x", "--model", str(adapter), *few_rows)
     with pytest.raises(UserError, match=sentence) as caught:
         load_script("experiment_base/train.py").main([*FLAGS, *flags])
@@ -329,7 +329,7 @@ def adapter_of_peft(tmp_path) -> Callable[..., Path]:
     ids=["dropout", "rslora", "patterns", "layers"],
 )
 def test_plain_adapters_of_others_are_computed_as_peft_does(adapter_of_peft, settings):
-    """Without their dropout, in training mode too; merged, they compute the same."""
+    """Without their dropout, even in training mode; merged, they compute the same."""
     adapter = adapter_of_peft(**settings)
     expected = plain_log_probs(read_with_peft(adapter))
     policy = load(adapter, gradient_checkpointing=True)
@@ -342,13 +342,13 @@ def test_plain_adapters_of_others_are_computed_as_peft_does(adapter_of_peft, set
 
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
 def test_an_adapter_of_tied_embeddings_is_refused(adapter_of_peft, end):
-    """Merged, it would change both ends."""
+    """Merging it would change both ends."""
     with pytest.raises(UserError, match="adapts one of the embeddings and the LM head, which share their weights"):
         load(adapter_of_peft(target_modules=[end, "q_proj"]))
 
 
 def test_a_hub_repository_with_an_adapter_is_refused(tmp_path, first, monkeypatch):
-    """transformers would load its base, with the adapter as something that is neither trained nor saved."""
+    """transformers would load its base, with the adapter in a form that is neither trained nor saved."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -362,7 +362,7 @@ def test_a_hub_repository_with_an_adapter_is_refused(tmp_path, first, monkeypatc
 
 
 def test_every_setting_of_peft_is_known_or_off_by_default():
-    """Otherwise an adapter that peft writes by default would be refused, or a new feature would be ignored."""
+    """Otherwise a default adapter of peft could be refused, or a new feature ignored."""
     from harness.models import adapters
 
     unknown = {

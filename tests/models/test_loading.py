@@ -1,6 +1,6 @@
 """Loading a policy: dropout is switched off, and models that this code would score wrongly are refused.
 
-The model's context: prompts that do not fit are found before training, by row, and few are encoded for it.
+The model's context: oversized prompts are found before training, by row, and few are encoded to find them.
 """
 
 import json
@@ -89,7 +89,7 @@ def test_dropout_of_the_config_is_switched_off(load, name, attention):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_checkpointing_trains_without_the_dropout_of_the_config(load, name):
-    """It is in training mode, and computes every layer twice, which dropout would make two different layers."""
+    """Checkpointing runs in training mode and computes every layer twice; dropout would make the two passes differ."""
     policy = load(with_dropout(name), gradient_checkpointing=True)
     with torch.no_grad():
         expected = policy(IDS, MASK).log_probs
@@ -115,7 +115,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_would_be_scored_wrongly_is_refused(load, name):
     config, reason = REFUSED[name]
-    attention = "eager" if name in ("soft-capped", "mamba") else "sdpa"  # transformers refuses theirs
+    attention = "eager" if name in ("soft-capped", "mamba") else "sdpa"  # transformers refuses sdpa for them
     with pytest.raises(UserError, match=rf"^\w+For(Causal)?\w+ {reason}"):
         load(config, attn_implementation=attention)
 
@@ -143,7 +143,7 @@ NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bi
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory) -> dict[str, str]:
-    """The bundled policy, saved with weights of 4 bits (as by --load-in 4bit) and of 8 bits: their directories."""
+    """The bundled policy, saved with 4-bit weights (as by --load-in 4bit) and with 8-bit weights: the directories."""
     pytest.importorskip("bitsandbytes")
     places = {}
     for bits, settings in (("4bit", NF4), ("8bit", {})):
@@ -219,7 +219,7 @@ def write_rows(path: Path, lengths: list[int]) -> str:
 
 @pytest.mark.parametrize(("experiment", "name"), [("experiment_drgrpo", "--data"), ("experiment_base", "--eval-data")])
 def test_a_question_beyond_the_context_is_refused_at_the_start(tmp_path, monkeypatch, load_script, experiment, name):
-    """It is named, whether it would be trained on or only asked, and no run is left behind."""
+    """The error names the question, whether it is for training or evaluation, and no run is left behind."""
     monkeypatch.chdir(tmp_path)
     data = write_rows(tmp_path / "d.jsonl", [5, 5, 30_000, 5, 5, 5])
     main = load_script(f"{experiment}/train.py").main
@@ -250,7 +250,7 @@ def test_learned_positions_are_never_exceeded(tmp_path, monkeypatch, load_script
 
 
 def make_policy(tokenizer, **settings) -> SimpleNamespace:
-    """What the check needs of a policy."""
+    """As much of a policy as the check needs."""
     return SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=LlamaConfig(**settings)))
 
 
@@ -300,7 +300,7 @@ STRETCHED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_ma
         (LlamaConfig(max_position_embeddings=64, rope_parameters=STRETCHED), 256),
         (LlamaConfig(max_position_embeddings=256, rope_parameters=STRETCHED), 256),
         (GPT2Config(n_positions=77), 77),
-        (BloomConfig(), float("inf")),  # it has no positions that could end
+        (BloomConfig(), float("inf")),  # its positions have no limit
     ],
 )
 def test_the_context_is_what_the_config_says(config, length):

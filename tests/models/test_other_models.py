@@ -1,6 +1,6 @@
 """The same train.py on other architectures, tokenizers and chat templates, freshly made.
 
-The tasks that others publish figures for, on real rows where those are at hand: trained, evaluated, resumed.
+Tasks with published figures, on real rows if available: trained, evaluated, resumed.
 """
 
 import json
@@ -32,7 +32,7 @@ def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script,
     model, flags, max_difference = WAYS[way]
     script = load_script("experiment_base/train.py")
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
-    monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
+    monkeypatch.delattr(arithmetic, "solution", raising=False)  # this reward would not pay for it
     monkeypatch.chdir(tmp_path)
     save_checkpoint(model, tmp_path / "model")
     script.main(
@@ -48,7 +48,7 @@ def test_experiment_base_trains_it_unchanged(tmp_path, monkeypatch, load_script,
     assert first["policy/sampling_log_prob_difference"] < max_difference
     assert first["loss/grad_norm"] > 0
     assert second["step"] == 2
-    assert second["loss/kl"] > first["loss/kl"]  # what was learned is in the weights that are trained on
+    assert second["loss/kl"] > first["loss/kl"]  # training continues from the first run's progress
     weights = "adapter_model.safetensors" if "--lora-rank" in flags else "model.safetensors"
     assert (directory / "final" / weights).exists()
 
@@ -60,7 +60,7 @@ def action_tokens(sequences: torch.Tensor, action_mask: torch.Tensor) -> set[tup
 
 
 def test_the_sampled_ids_are_trained_and_not_those_of_their_text(tmp_path, monkeypatch, load_script, save_checkpoint):
-    """A random policy samples bytes that are no text: decoded and encoded again, its completions have other ids."""
+    """A random policy samples bytes that are not text: after decoding and encoding, its completions have other ids."""
     script = load_script("experiment_base/train.py")
     sampled, trained, policies = [], set(), []
     forward, sample = Policy.forward, script.sample
@@ -79,7 +79,7 @@ def test_the_sampled_ids_are_trained_and_not_those_of_their_text(tmp_path, monke
     monkeypatch.setattr(script, "sample", keep_samples)
     monkeypatch.setattr(Policy, "forward", keep_trained)
     monkeypatch.setattr(arithmetic, "reward", reward_of_any_text)
-    monkeypatch.delattr(arithmetic, "solution", raising=False)  # which this reward would not pay
+    monkeypatch.delattr(arithmetic, "solution", raising=False)  # this reward would not pay for it
     monkeypatch.chdir(tmp_path)
     save_checkpoint("llama", tmp_path / "model", initializer_range=0.1)
     script.main(
@@ -103,7 +103,7 @@ def test_the_sampled_ids_are_trained_and_not_those_of_their_text(tmp_path, monke
     assert trained == {ids[length:] for ids, _, length in sampled}
 
 
-# Tasks that others publish figures for --------------------------------------------------------------------------------
+# Tasks with published figures -----------------------------------------------------------------------------------------
 
 # Two steps of the bundled policy
 SHORT = (

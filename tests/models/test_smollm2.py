@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M-Instruct, through the programs: tests/models has the small ones that we make."""
+"""A real model, SmolLM2-135M-Instruct, through the programs; the other tests in tests/models use small fresh models."""
 
 import json
 import os
@@ -33,7 +33,7 @@ SHORT = (
 @pytest.fixture(scope="module")
 def smollm2(load_script, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "smollm2"
-    load_script("recipes/smollm2.py").main([str(folder)])  # no hub answers in tests
+    load_script("recipes/smollm2.py").main([str(folder)])  # tests reach no hub
     return folder
 
 
@@ -48,13 +48,13 @@ def train(load_script, smollm2, tmp_path):
 
 
 def metrics_of(run: Path) -> dict:
-    """Of its only step."""
+    """The metrics of its only step."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return next(row for row in rows if "loss/grad_norm" in row)
 
 
 def test_it_says_what_transformers_lets_it_say(smollm2):
-    """The sampler's tokens are those of `generate`; training's log-probs are those of sampling, of the end of turn too.
+    """The sampler's tokens match `generate`; training's log-probs match sampling's, also at the end of turn.
 
     Its padding token is its end of turn.
     """

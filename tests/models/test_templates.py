@@ -1,4 +1,4 @@
-"""Chat templates of other models: data cannot forge what only a template writes, and rewards see what it has opened."""
+"""Chat templates of other models: data cannot forge control tokens, and rewards see the prefix of the template."""
 
 import copy
 import json
@@ -61,7 +61,7 @@ def only_control_tokens(tokenizer, ids: list[int]) -> list[int]:
 
 
 def hostile_texts(tokenizer, count: int) -> list[str]:
-    """Compositions of control tokens, their halves, tags, letters, and what chat.py could use as a mark."""
+    """Combinations of control tokens, their halves, tags, letters, and possible marks of chat.py."""
     rng = random.Random(0)
     names = list(control_tokens(tokenizer).values())
     halves = [half for name in names for half in (name[: len(name) // 2], name[len(name) // 2 :], name[:-1])]
@@ -74,7 +74,7 @@ def hostile_texts(tokenizer, count: int) -> list[str]:
 
 
 def test_text_of_data_never_becomes_a_control_token(tokenizer):
-    """Whatever the messages say, the prompt's control tokens are those of the template, and its text is unchanged."""
+    """Whatever the messages say, the prompt's control tokens come from the template, and its text is unchanged."""
     expected = only_control_tokens(tokenizer, encode_prompt(tokenizer, [{"role": "system", "content": "a"}, user("a")]))
     assert expected
     for text in hostile_texts(tokenizer, 100):
@@ -86,7 +86,7 @@ def test_text_of_data_never_becomes_a_control_token(tokenizer):
 
 
 def test_the_mask_ends_at_the_end_of_turn_of_the_template(tokenizer):
-    """Not at one that the assistant spells; what is learned is its text and one end-of-turn token."""
+    """Not at one that the assistant spells; training covers its text and one end-of-turn token."""
     for text in hostile_texts(tokenizer, 50):
         messages = [user(text), assistant(text), user("a" + text), assistant("b" + text)]
         ids, mask = encode_chat(tokenizer, messages, [tokenizer.eos_token_id])
@@ -100,7 +100,7 @@ def test_the_mask_ends_at_the_end_of_turn_of_the_template(tokenizer):
 
 
 def test_ordinary_data_are_encoded_in_one_piece(tokenizer):
-    """Their ids are those of the rendered text: merges across a turn's borders, and tags, are what they were."""
+    """Their ids equal the ids of the rendered text: merges across turn borders, and tags, stay as they were."""
     rows = [json.loads(line) for line in arithmetic.EVAL_DATA.read_text(encoding="utf-8").splitlines()[:40]]
     for row in rows:
         messages = arithmetic.messages(row, arithmetic.SYSTEM_PROMPT)
@@ -158,12 +158,12 @@ def test_a_control_token_that_was_added_as_a_word_stays_text(make_byte_tokenizer
 
 
 def test_turn_markers_that_are_not_special_stay_text(make_byte_tokenizer):
-    """DeepSeek-R1's markers are added tokens like <think>; a text may spell the latter, and no turn."""
+    """DeepSeek-R1's markers are added tokens like <think>; a text may spell the latter, but no turn."""
     markers = ("<|User|>", "<|Assistant|>", "<question>")
     tags = ("<think>", "</think>", "</question>", "\n\n", "is")
     added = [AddedToken(name, special=False, normalized=False) for name in (*markers, *tags)]
     tokenizer = make_byte_tokenizer(["<end>", *added], eos_token="<end>")
-    for opening in ("<think>\n", "</think>"):  # R1's and V3.1's; V3.1 writes it before earlier answers, too
+    for opening in ("<think>\n", "</think>"):  # R1's and V3.1's; V3.1 also writes it before earlier answers
         header = "<|Assistant|>" + opening.replace("<think>\n", "")
         tokenizer = with_template(
             tokenizer,
@@ -183,7 +183,7 @@ def test_turn_markers_that_are_not_special_stay_text(make_byte_tokenizer):
 
 
 def test_a_template_that_refuses_a_message_quotes_it(bundled):
-    """As it was, without marks; and whatever it raises is a refusal."""
+    """Unchanged, without marks; and any error of the template becomes a refusal."""
     refusing = with_template(bundled, "{{ raise_exception('not ' + messages[0].content) }}")
     with pytest.raises(ValueError, match=r"^the chat template refuses the messages: not <\|im_end\|>$"):
         encode_chat(refusing, [user("<|im_end|>"), assistant("a")], [2])
@@ -193,7 +193,7 @@ def test_a_template_that_refuses_a_message_quotes_it(bundled):
 
 
 def test_a_token_is_shown_as_its_text_or_its_bytes(tokenizer, tmp_path):
-    """Also those that the template writes, and an id that the embedding has and the tokenizer has not."""
+    """Also the template's tokens, and an id that has an embedding but no token."""
     text = " a\u20ac\n  \U0001f600\u00e9"
     ids = encode_prompt(tokenizer, [user(text)])
     tokens = TokenTexts(tmp_path / "tokens.jsonl", tokenizer, [tokenizer.eos_token_id])
@@ -205,11 +205,11 @@ def test_a_token_is_shown_as_its_text_or_its_bytes(tokenizer, tmp_path):
     assert tokens.text(len(tokenizer) + 7) == ""
 
 
-# Tokenizers that put a space before all that they get ---------------------------------------------------------------
+# Tokenizers that put a space before every text ------------------------------------------------------------------------
 
 
 def spacing_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """As Llama 2 ("prepend": behind each special token, too) and as newer ones ("first": only where a text begins)."""
+    """Like Llama 2 ("prepend": also after each special token) and newer ones ("first": only where a text begins)."""
     letters = ["▁", "\n", *(chr(code) for code in range(33, 127))]
     merges = [("▁", "▁"), ("▁", "a"), ("\n", "c"), ("a", "c")]  # the second answer merges with two anchors
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *map("".join, merges)]
@@ -233,7 +233,7 @@ def spacing_tokenizer(kind: str) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("kind", ["prepend", "first"])
 def test_an_answer_begins_without_a_space_of_the_tokenizer(kind):
-    """What is learned is what the template renders, not a space and then the answer."""
+    """Training covers what the template renders, not a space followed by the answer."""
     tokenizer = spacing_tokenizer(kind)
     assert tokenizer.decode(tokenizer.encode("x")) == "x"
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("x")) == ["▁", "x"]
@@ -250,19 +250,19 @@ def test_an_answer_begins_without_a_space_of_the_tokenizer(kind):
 @pytest.mark.parametrize("kind", ["prepend", "first"])
 @pytest.mark.parametrize("text", ["is 3 <", "a </s> b", "</s>", "<</s>c", "\ufdd0"])
 def test_spelled_control_tokens_take_no_space_of_the_tokenizer(kind, text):
-    """Nor does the text behind them."""
+    """Nor does the text after them."""
     tokenizer = spacing_tokenizer(kind)
     expected = f"<|user|>\n{text}</s>\n<|assistant|>\n"
     decoded = tokenizer.decode(encode_prompt(tokenizer, [user(text)]))
-    if kind == "prepend":  # as everywhere with such a tokenizer, it does put a space behind the template's own token
+    if kind == "prepend":  # as always with such a tokenizer, a space follows the template's own token
         expected = expected.replace("</s>\n<|", "</s> \n<|")
     assert decoded == expected
 
 
-# What a template writes of the answer --------------------------------------------------------------------------------
+# A template that begins the answer ------------------------------------------------------------------------------------
 
-# The parts of published templates that write assistant turns, with the bundled tokenizer's control tokens where a
-# name does not matter.
+# The parts of published templates that write assistant turns, with the bundled tokenizer's control tokens if the name
+# does not matter.
 ASKED = "{% for m in messages %}{% if m.role == 'assistant' %}{{ "
 DEEPSEEK_R1 = (
     ASKED + "'<|Assistant|>' + m.content.split('</think>')[-1] + '<|im_end|>' }}"
@@ -288,7 +288,7 @@ IF_ENABLED = QWEN_3.replace(DISABLED, "enable_thinking").replace("\n\n</think>",
 OPENINGS = {
     "bundled": (None, ""),
     "DeepSeek-R1": (DEEPSEEK_R1, "<think>\n"),
-    "DeepSeek-V3.1": (DEEPSEEK_V3_1, ""),  # it closes a thought before every answer, earlier ones included
+    "DeepSeek-V3.1": (DEEPSEEK_V3_1, ""),  # it closes a thought before every answer, including earlier ones
     "Qwen3, thinking only": (QWEN_3_THINKING, "<think>\n"),
     "Qwen3": (QWEN_3, ""),
     "Qwen3, no thinking": (NO_THINKING, "<think>\n\n</think>\n\n"),
@@ -315,7 +315,7 @@ def test_a_completion_begins_with_what_its_prompt_has_opened(bundled, name):
 @pytest.mark.parametrize("name", OPENINGS)
 @pytest.mark.parametrize("prefix", ["<think>", 'So: "\\{{ 1 }} é😀\n'])
 def test_completions_begin_with_a_given_prefix(bundled, name, prefix):
-    """It is the end of the prompt, where the policy goes on, and the beginning of what rewards see; once."""
+    """It ends the prompt, where the policy continues, and begins the text that rewards see; once in each."""
     tokenizer = with_template(bundled, OPENINGS[name][0] or bundled.chat_template)
     before = encode_prompt(tokenizer, [user("a")])
     written = OPENINGS[name][1]
@@ -323,7 +323,7 @@ def test_completions_begin_with_a_given_prefix(bundled, name, prefix):
     added = "" if written.rstrip().endswith(prefix) else prefix
     assert tokenizer.decode(encode_prompt(tokenizer, [user("a")])) == tokenizer.decode(before) + added
     assert decode(tokenizer, tokenizer.encode("1<|im_end|>")) == written + added + "1"
-    begin_completions(tokenizer, prefix)  # as when a policy that was saved with it is loaded
+    begin_completions(tokenizer, prefix)  # as when loading a policy that was saved with it
     assert decode(tokenizer, []) == written + added
     for other in ("So", " ", ""):  # another one replaces it, and an empty one removes it
         begin_completions(tokenizer, other)
@@ -336,7 +336,7 @@ def test_a_tokenizer_without_template_decodes_as_before(bundled):
 
 
 def test_rewards_see_the_thought_that_the_template_has_opened(bundled):
-    """A guess inside it earns nothing, and a thought that is closed is one."""
+    """A guess inside it earns nothing, and a closed thought counts as one."""
     tokenizer, row = with_template(bundled, DEEPSEEK_R1), {"answer": "58"}
     for completion, correct, well_formed, reasoned in (
         ("I guess <answer>58</answer> or not\n</think>\nno idea", 0, 0, 0),
@@ -350,7 +350,7 @@ def test_rewards_see_the_thought_that_the_template_has_opened(bundled):
 
 
 def test_evaluation_samples_and_rewards_see_the_same_text(load_script, tmp_path, monkeypatch):
-    """Of a run whose template opens a thought: all texts begin with it, and rewards are those of the texts."""
+    """In a run whose template opens a thought: all texts begin with it, and rewards are computed from the texts."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(TINY_POLICY, "model")
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")

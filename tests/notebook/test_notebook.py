@@ -1,4 +1,4 @@
-"""The outputs in notebooks/one_grpo_step.ipynb are what running it gives, and its sentences agree with them."""
+"""Running notebooks/one_grpo_step.ipynb reproduces its outputs, and its sentences agree with them."""
 
 import base64
 import copy
@@ -20,7 +20,7 @@ nbformat, _, _ = (pytest.importorskip(package, reason=reason) for package in ("n
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "one_grpo_step.ipynb"
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\d)")
-SOLUTION = re.compile(r"```python\n(.*?)```\s+```\n(.*?)```", re.DOTALL)  # its code, and what that prints
+SOLUTION = re.compile(r"```python\n(.*?)```\s+```\n(.*?)```", re.DOTALL)  # its code, and the output
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def committed() -> nbformat.NotebookNode:
 
 @pytest.fixture(scope="module")
 def executed(committed, load_script) -> nbformat.NotebookNode:
-    """Run once, from top to bottom, and behind it the solutions of the exercises."""
+    """The notebook after a run from top to bottom, followed by the solutions of the exercises."""
     notebook = copy.deepcopy(committed)
     for cell in notebook.cells:
         cell.pop("outputs", None)
@@ -49,7 +49,7 @@ def prose(notebook: nbformat.NotebookNode) -> str:
 
 
 def contents(cell: nbformat.NotebookNode) -> dict[tuple[int, str], str]:
-    """Every output of a cell, by its place and kind; what a picture says to those who cannot see it is one of them."""
+    """Every output of a cell, by its place and kind, including a picture's description for people who cannot see it."""
     found = {}
     for place, output in enumerate(cell.get("outputs", [])):
         if output.output_type == "stream":
@@ -63,14 +63,14 @@ def contents(cell: nbformat.NotebookNode) -> dict[tuple[int, str], str]:
 
 
 def same_text(was: str, now: str) -> bool:
-    """Equal but for spaces and the last digit of numbers, which may be rounded otherwise on another processor."""
+    """Equal except for spaces and the last digit of numbers, which other processors may round differently."""
     if NUMBER.sub("#", was).split() != NUMBER.sub("#", now).split():
         return False
     return all(map(nearly_equal, NUMBER.findall(was), NUMBER.findall(now)))
 
 
 def nearly_equal(was: str, now: str) -> bool:
-    """Whether two numbers differ by one in the last digit of the longer one at most; integers are to be equal."""
+    """Whether two numbers differ by at most one in the last digit of the longer one; integers must be equal."""
     steps = []
     for digits, _, exponent in (number.partition("e") for number in (was, now)):
         if "." in digits:
@@ -79,7 +79,7 @@ def nearly_equal(was: str, now: str) -> bool:
 
 
 def same_picture(was: str, now: str) -> bool:
-    """Of one size, and all but a few pixels (the last digit of a label, say) of nearly the same color."""
+    """Same size, and nearly the same color in all but a few pixels (the last digit of a label, say)."""
     pixels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(x))).convert("RGB"), dtype=int) for x in (was, now)]
     if pixels[0].shape != pixels[1].shape:
         return False
@@ -128,7 +128,7 @@ def test_links_of_the_notebook_lead_somewhere(committed):
 
 
 def test_the_first_cell_finds_the_repository_or_says_what_to_do(committed, tmp_path):
-    """In a directory inside it, or, from anywhere, where it is installed; -S: without site-packages."""
+    """In a directory inside it or, if it is installed, anywhere; -S: without site-packages."""
     source = next(cell.source for cell in committed.cells if cell.cell_type == "code") + "\nprint(os.getcwd())"
 
     def run(directory: Path, *options: str, **more: str) -> tuple[str, str]:

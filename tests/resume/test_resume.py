@@ -36,7 +36,7 @@ TRAIN = ROOT / "experiment_base" / "train.py"
 FLAGS = (
     *("--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "2", "--max-new-tokens", "8"),
     *("--eval-every", "3", "--epochs-per-step", "2", "--minibatch-size", "2"),
-    *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA)),  # sooner read than all questions
+    *("--data", str(EVAL_DATA), "--eval-data", str(EVAL_DATA)),  # faster to read than all questions
 )
 SIX_STEPS = (*FLAGS, "--steps", "6")
 CHECKPOINTS = ("--checkpoint-every", "2")
@@ -89,13 +89,13 @@ def started(*command: str | Path, cwd: Path) -> Iterator[subprocess.Popen]:
 
 
 def end(process: subprocess.Popen) -> tuple[int, str]:
-    """The exit status, and what was written to stderr."""
+    """The exit status, and the output on stderr."""
     errors = process.communicate(timeout=PATIENCE)[1]
     return process.returncode, errors
 
 
 def copy_of(directory: Path, tmp_path: Path, until: int | None = None) -> Path:
-    """A copy of a run's directory, without what it wrote at its end and without checkpoints of steps after `until`."""
+    """A copy of a run's directory, without its final files and without checkpoints of steps after `until`."""
     written_at_the_end = shutil.ignore_patterns("final", "summary.json", "curve.png")
     copy = Path(shutil.copytree(directory, tmp_path / "copy", ignore=written_at_the_end))
     for path in (copy / "checkpoints").iterdir():
@@ -141,7 +141,7 @@ def assert_equal_runs(directory: Path, expected: Path) -> None:
 
 
 def test_a_kill_at_a_random_moment_does_not_change_the_result(tmp_path, train, uninterrupted):
-    """Nor what TensorBoard shows: every step once."""
+    """TensorBoard also shows every step only once."""
     seed = random.randrange(10**6)
     chance = random.Random(seed)
     step, delay = chance.choice((3, 5)), chance.uniform(0, 0.1)  # no checkpoint holds these steps yet
@@ -156,7 +156,7 @@ def test_a_kill_at_a_random_moment_does_not_change_the_result(tmp_path, train, u
     assert process.returncode == -signal.SIGKILL
     for name in ("metrics.jsonl", "diagnosis.jsonl"):
         with (directory / name).open("a") as log:
-            log.write('{"step": 7, ')  # as a kill in the middle of a line leaves it
+            log.write('{"step": 7, ')  # as after a kill in the middle of a line
     assert re.search("after step [24]\n", train("--resume", str(directory)))
     assert_equal_runs(directory, uninterrupted)
     assert [step for step, _ in read_events(directory)] == [1, 2, 3, 4, 5, 6]
@@ -199,7 +199,7 @@ def test_a_damaged_run_is_refused_and_left_as_it_is(tmp_path, train, uninterrupt
     with pytest.raises(UserError, match=f"{directory / name} {fault}.*: restore it"):
         train("--resume", str(directory))
     assert {path: digest(path) for path in directory.rglob("*") if path.is_file()} == files
-    if damage is Path.unlink and "optimizer" in name:  # as the refusal says
+    if damage is Path.unlink and "optimizer" in name:  # the refusal suggests this
         shutil.rmtree(directory / "checkpoints" / "step_6")
         assert "after step 4\n" in train("--resume", str(directory))
         assert_equal_runs(directory, uninterrupted)
@@ -215,7 +215,7 @@ def test_a_run_without_a_checkpoint_resumes_from_the_start(tmp_path, train, unin
 
 @pytest.mark.slow
 def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uninterrupted, cold):
-    """SIGTERM while the policy is loaded, then Ctrl-C in a step; each time the printed command is run."""
+    """SIGTERM while the policy is loaded, then Ctrl-C in a step; the test runs the printed command each time."""
     directory = tmp_path / "runs" / "experiment_base" / "my run"
     command = ["python", str(TRAIN), *SIX_STEPS, "--checkpoint-every", "0", "--name", "my run"]
     for number, is_in_a_step in ((signal.SIGTERM, False), (signal.SIGINT, True)):
@@ -270,12 +270,12 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
 @pytest.mark.slow
 def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, uninterrupted):
-    """Whichever file there is no space for; it resumes when there is space."""
+    """Whichever file does not fit; the run resumes when there is space."""
     directory = copy_of(uninterrupted, tmp_path, until=4)
     size_of_weights = (uninterrupted / "final" / "model.safetensors").stat().st_size
 
     def refusal(num_bytes: int) -> str:
-        """The error message of the resumed run where files can be `num_bytes` long."""
+        """The error message of the resumed run if files can be `num_bytes` long."""
         errors = io.StringIO()
         with files_limited_to(num_bytes), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
             run_main(lambda: train("--resume", str(directory)))
@@ -334,7 +334,7 @@ def test_a_directory_of_weights_is_refused_and_its_run_named(train, uninterrupte
 
 
 def test_a_run_has_one_process(tmp_path, train):
-    """While a process runs, no other one resumes the run or takes its name; a kill leaves no lock behind."""
+    """While a process runs, no other process can resume the run or take its name; a kill leaves no lock behind."""
     directory = tmp_path / "runs" / "experiment_base" / "mine"
     with started(sys.executable, TRAIN, *FLAGS, "--steps", "999", "--name", "mine", cwd=tmp_path) as process:
         wait_until(lambda: last_step(directory) >= 1, process)
@@ -402,7 +402,7 @@ CHANGES = [
 
 
 def test_a_run_is_not_resumed_with_other_contents(own_files, train, monkeypatch):
-    """It is refused before anything of the run is changed; with the same contents it is resumed from any directory."""
+    """The refusal changes nothing of the run; with the same contents it resumes from any directory."""
     before = digest(own_files / "metrics.jsonl")
     for name, change, flag in CHANGES:
         content = Path(name).read_bytes()
@@ -420,7 +420,7 @@ def test_a_run_is_not_resumed_with_other_contents(own_files, train, monkeypatch)
 
 
 def test_the_commit_of_what_comes_from_the_hub_is_kept(tmp_path, monkeypatch):
-    """Without a network: that of this machine's cache."""
+    """Without a network: the commit in this machine's cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert commit_of("model", "owner/name") is None
     for what in ("model", "dataset"):
@@ -452,7 +452,7 @@ def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
 
 
 def check_resumed(train: Callable[..., str], place: Path, *flags: str) -> None:
-    """After its first step a run goes on to the same result."""
+    """After its first step a run continues to the same result."""
     train(*flags, "--checkpoint-every", "1", "--keep-checkpoints", "9", "--runs-dir", str(place), "--name", "x")
     (expected,) = place.glob("experiment_*/x")
     directory = copy_of(expected, place, until=1)

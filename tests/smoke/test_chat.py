@@ -51,7 +51,7 @@ def test_an_answer_is_what_the_sampler_of_the_experiments_draws(talk):
     ids=["calculator", "search"],
 )
 def test_tools_answer_within_an_answer(talk, tool, question, found):
-    """The bundled policy calls one now and then."""
+    """The bundled policy calls a tool now and then."""
     shown = (talk("--model", "tiny_tools", *tool, "--seed", str(seed), says=question) for seed in range(40))
     lines = next(text for text in shown if "<tool_call>" in text and found in text).splitlines()
     assert any(line.startswith(found) for line in lines)

@@ -39,7 +39,7 @@ def start(*argv: str, folder: Path) -> subprocess.Popen:
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_killed_and_interrupted_it_ends_as_if_nothing_was(evaluate, tmp_path, capsys, monkeypatch):
-    """Once killed, once interrupted, then continued: every byte of the completions is that of one uninterrupted run."""
+    """Killed, interrupted, then continued: every byte of the completions equals an uninterrupted run's."""
     flags = ("--limit", "20", "--num-samples", "4", "--generation-batch-size", "4")
     evaluate(*flags, "--output", "whole")
     whole = (tmp_path / "whole/completions.jsonl").read_bytes()
@@ -88,7 +88,7 @@ def test_where_memory_runs_out_it_says_what_helps(evaluate, monkeypatch):
 
 
 def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):
-    """One whose B is 0 changes nothing; the same one with another B changes answers, and --compare names them."""
+    """With B = 0 it changes nothing; the same adapter with another B changes answers, and --compare names them."""
     policy = load_policy(PolicyConfig(device="cpu", lora_rank=2))
     policy.model.save_pretrained(tmp_path / "adapter")
     flags = ("--limit", "12", "--num-samples", "0")
@@ -116,7 +116,7 @@ def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):
 
 
 def test_a_suite_prints_one_table(evaluate, tmp_path, capsys, monkeypatch):
-    """Five files of one row each; a second time nothing is asked, and the model is not loaded."""
+    """Five files of one row each; the second time it asks nothing, and does not load the model."""
     (tmp_path / "data").mkdir()
     row = json.dumps({"problem": "What is $1+1$?", "answer": "2"}) + "\n"
     for name in ("math500", "aime24", "amc", "minerva", "olympiad_bench"):
@@ -164,7 +164,7 @@ def test_the_suite_of_one_benchmark_has_one_directory_and_its_own_figures(evalua
     ],
 )
 def test_a_mistake_is_told_in_one_sentence(evaluate, capsys, argv, sentence):
-    """Flags of training are unknown."""
+    """It does not know the flags of training."""
     with pytest.raises(SystemExit) as end:
         run_main(lambda: evaluate("--limit", "2", *argv))
     assert end.value.code == 2

@@ -1,6 +1,6 @@
 """Every flag of experiment_base and of experiment_sft does something: a run with it differs as the flag promises.
 
-Flags whose effects do not hide each other are given to the same run.
+Flags whose effects do not hide each other share a run.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tasks.arithmetic import TRAIN_DATA
 
 from harness.base.config import TINY_POLICY
 
-BASE, SFT, LESSONS = "base", "sft", "lessons"  # the last: experiment_sft with the lessons that it makes itself
+BASE, SFT, LESSONS = "base", "sft", "lessons"  # the last: experiment_sft with the lessons that it generates
 EXPERIMENT = {BASE: "experiment_base", SFT: "experiment_sft", LESSONS: "experiment_sft"}
 # Small, with a learning rate (and two epochs) that make every update visible in the next one.
 COMMON = "--lr 1e-4 --checkpoint-every 0 --seed 5 --device cpu --name x"
@@ -45,24 +45,24 @@ def messages(row, system_prompt):
 def reward(row, text):
     return {"even": len(text) % 2}
 """
-GENTLE = "--lr 1e-5"  # where two runs should agree: a large rate would also amplify rounding
+GENTLE = "--lr 1e-5"  # for runs that should agree: a large rate would also amplify rounding
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run leaves behind, and what was observed while it ran."""
+    """The files that a run leaves behind, and observations from while it ran."""
 
     directory: Path | None = None
     output: str = ""  # what it printed
-    progress: str = ""  # what was written to stderr: the progress bar
-    policy: Policy | None = None  # as it was at the end
-    texts: list[str] = dataclasses.field(default_factory=list)  # of the conversations of all optimizer steps (SFT)
+    progress: str = ""  # stderr: the progress bar
+    policy: Policy | None = None  # at the end of the run
+    texts: list[str] = dataclasses.field(default_factory=list)  # the conversations of all optimizer steps (SFT)
     batch_sizes: list[int] = dataclasses.field(default_factory=list)  # tokens of each, padding included
-    training_rows: list[int] = dataclasses.field(default_factory=list)  # of every forward pass with gradient
-    scoring_rows: list[int] = dataclasses.field(default_factory=list)  # of every one without
-    sampling_rows: list[int] = dataclasses.field(default_factory=list)  # completions that were sampled at once
-    mlp_passes: int = 0  # of one layer, while training
-    num_threads: int = 0  # after it had set them
+    training_rows: list[int] = dataclasses.field(default_factory=list)  # in every forward pass with gradient
+    scoring_rows: list[int] = dataclasses.field(default_factory=list)  # in every one without
+    sampling_rows: list[int] = dataclasses.field(default_factory=list)  # completions sampled at once
+    mlp_passes: int = 0  # of one layer, in training
+    num_threads: int = 0  # after the run set them
 
     @property
     def metrics(self) -> list[dict]:
@@ -114,7 +114,7 @@ class Outcome:
         return {update[name] for entry in self.samples for update in entry["updates"]}
 
     def rows_of_steps(self) -> list[int]:
-        """How many completions each step has sampled: its tokens divided by the mean length of a completion."""
+        """The number of completions sampled in each step: its tokens divided by the mean length of a completion."""
         steps = [entry for entry in self.metrics if "time/step" in entry]
         speed, seconds, length = "time/tokens_per_second", "time/step", "completion/length"
         return [round(entry[speed] * entry[seconds] / entry[length]) for entry in steps]
@@ -126,14 +126,14 @@ class Outcome:
 
 
 def assert_agree(new: Outcome, old: Outcome) -> None:
-    """The flag has changed memory or time, and no other metric."""
+    """The flag changed memory or time, and no other metric."""
     for entry, expected in zip(metrics_of(new.directory), metrics_of(old.directory), strict=True):
         assert entry == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert new.texts == old.texts
 
 
 def assert_differ(new: Outcome, old: Outcome, name: str) -> None:
-    """The flag has changed a metric of the last step, by more than any rounding."""
+    """The flag changed a metric of the last step by more than rounding can."""
     assert abs(new.last(name) - old.last(name)) > 1e-4
 
 
@@ -162,7 +162,7 @@ def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.M
         seen.sampling_rows.append(len(rows))
         return complete(policy, rows, *arguments)
 
-    def set_threads_and_continue_with_one(number):  # two on busy cores were measured ten times slower
+    def set_threads_and_continue_with_one(number):  # two threads on busy cores were ten times slower
         set_num_threads(number)
         seen.num_threads = torch.get_num_threads()
         set_num_threads(1)
@@ -196,7 +196,7 @@ def watched(train: ModuleType, argv: list[str], directory: Path, patch: pytest.M
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """Files that flags name: data, a task, and a model that differs from the bundled one."""
+    """The files that flags name: data, a task, and a model that differs from the bundled one."""
     place = tmp_path_factory.mktemp("files")
     for name, word in (("mine", "plus"), ("held", "and")):
         write_rows(
@@ -230,7 +230,7 @@ def known() -> dict[tuple[str, str], Outcome]:
 
 @pytest.fixture
 def run(known, script, files, tmp_path_factory, capsys) -> Callable[..., Outcome]:
-    """Run train.py with the given flags after those of START; `files/` is the directory of that fixture."""
+    """Run train.py with these flags after the flags of START; `files/` is the directory of that fixture."""
 
     def with_flags(setup: str, flags: str = "") -> Outcome:
         if (setup, flags) not in known:
@@ -246,14 +246,14 @@ def run(known, script, files, tmp_path_factory, capsys) -> Callable[..., Outcome
 
 @dataclasses.dataclass
 class Change:
-    """What some flags of one run should change."""
+    """The expected change from some flags of a run."""
 
     setup: str
     given: str
-    also: str  # flags of both runs
+    also: str  # for both runs
     needs: str | None  # a package, or "cuda"
     is_slow: bool
-    check: Callable[[Outcome, Outcome], None]  # of the run with `given`, and of the one without
+    check: Callable[[Outcome, Outcome], None]  # takes the run with `given` and the one without
 
     @property
     def flags(self) -> set[str]:
@@ -293,7 +293,7 @@ def sft_model(new, old):
 @changes("--seed 1")
 def seed(new, old):
     assert new.samples[0]["question"] != old.samples[0]["question"]
-    assert new.first("eval/sampled/length") != old.first("eval/sampled/length")  # other random numbers there, too
+    assert new.first("eval/sampled/length") != old.first("eval/sampled/length")  # also with other random numbers
     assert new.first("eval/greedy/length") == old.first("eval/greedy/length")
 
 
@@ -310,7 +310,7 @@ def device(new, old):
 @changes("--dtype bfloat16", of=BOTH, is_slow=True)
 def dtype(new, old):
     assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-5)
-    assert {weight.dtype for weight in new.policy.parameters()} == {torch.float32}  # those that are trained
+    assert {weight.dtype for weight in new.policy.parameters()} == {torch.float32}  # the trained ones
 
 
 ALONE = f"{GENTLE} --micro-batch-size 1"  # a row shares no prompt
@@ -353,10 +353,10 @@ def save_dtype(new, old):
     assert {weight.dtype for weight in new.final().values()} == {torch.bfloat16}
     assert {weight.dtype for weight in old.final().values()} == {torch.float32}
     assert_agree(new, old)  # rounded at the end only
-    assert new.read("summary.json")["eval/loss"] != old.read("summary.json")["eval/loss"]  # what is saved is examined
+    assert new.read("summary.json")["eval/loss"] != old.read("summary.json")["eval/loss"]  # it examines what it saves
 
 
-# Where a run is, what it keeps and shows
+# Where a run is, and its files and output
 
 
 @changes("--name y --threads 2 --runs-dir elsewhere --checkpoint-every 1 --keep-checkpoints 1", of=BOTH)
@@ -482,7 +482,7 @@ def weight_decay(new, old):
 @changes("--clip-eps 0.001")
 def clip_eps(new, old):
     assert new.first("policy/clipped") > old.first("policy/clipped")
-    assert_differ(new, old, "loss/grad_norm")  # in the update too, not only in what is counted
+    assert_differ(new, old, "loss/grad_norm")  # in the update, not only in the counter
 
 
 @changes("--kl-weight 1")
@@ -511,14 +511,14 @@ def reward_weight(new, old):
 def sft_data(new, old):
     for run, verb in ((new, "Write"), (old, "Say")):
         assert all(f"user\n{verb} " in text for text in run.texts)
-    assert (len(new.texts), len(old.texts)) == (19, 18)  # a tenth of 20 rows is held out, if it is allowed to be
+    assert (len(new.texts), len(old.texts)) == (19, 18)  # a tenth of 20 rows is held out, if that is allowed
 
 
 @changes("--lessons tools", of=(LESSONS,))
 def lessons(new, old):
     assert any("Tools: " in text for text in new.texts)
     assert not any("Tools: " in text for text in old.texts)
-    assert new.read("summary.json").keys() > old.read("summary.json").keys()  # it is examined with its tools as well
+    assert new.read("summary.json").keys() > old.read("summary.json").keys()  # it also examines with its tools
 
 
 @changes("--embeddings as_is", also="--lessons tools", of=(LESSONS,))
@@ -592,7 +592,7 @@ def sft_max_grad_norm(new, old):
     assert new.distance() < 0.5 * old.distance()
 
 
-# Flags that name what must exist already.
+# Flags that name something that must already exist.
 REFUSED = {
     "resume": ("--resume nowhere", "no config.json of a run can be read there"),
     "model": ("--model ./nowhere", "there is no such directory"),
@@ -612,7 +612,7 @@ def test_every_flag_has_an_entry(script, setup):
 
 @pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])
 def test_the_same_flags_give_the_same_metrics(run, setup):
-    """Without this no difference would mean anything."""
+    """Otherwise a difference would mean nothing."""
     again, first = run(setup, "--runs-dir again"), run(setup)
     assert metrics_of(again.directory) == metrics_of(first.directory)
     assert again.first("loss/grad_norm") > 0

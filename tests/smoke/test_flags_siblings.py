@@ -1,9 +1,10 @@
-"""Every flag of a sibling does something: its own by itself, inherited ones what they do in experiment_base.
+"""Every flag of a sibling does something: its own flags here, inherited ones the same as in experiment_base.
 
-Each sibling here can be experiment_base, bit for bit: Dr. GRPO with `--critic-type grpo`, the two of many processes in
-one, those of several turns without tools, that of an inference engine without importance weights, if the engine is the
-policy itself. So a flag that does not reach it makes the two differ. test_flags.py shows
-what each of the inherited flags does. Without `--critic-type grpo`, Dr. GRPO leaves two divisions out.
+Each sibling can equal experiment_base bit for bit. Dr. GRPO needs `--critic-type grpo`, the two for many processes run
+in one process, and the two with several turns run without tools. The one with an inference engine runs without
+importance weights, with the policy itself as its engine. So a flag that does not reach the sibling makes the two
+differ. test_flags.py shows the effect of each inherited flag. Without `--critic-type grpo`, Dr. GRPO omits two
+divisions.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ from tasks.arithmetic import EVAL_DATA
 
 from harness.base.config import TINY_POLICY
 
-# Every value differs from the default, and so far that it changes the run; --max-grad-norm is near AdamW's epsilon,
-# which a gradient of any other length would hide. The data are few rows, which are sooner read.
+# Every value differs from the default by enough to change the run; --max-grad-norm is near AdamW's epsilon, so that the
+# length of the gradient matters. The data have few rows, which are read faster.
 ALL_WEIGHTS = (
     f"--name x --seed 5 --device cpu --model files/tiny --attn-implementation eager --data {EVAL_DATA} "
     f"--eval-data {EVAL_DATA} --reward-weight format=0.5 --at-most num_terms=3 num_digits=2 --max-question-length 26 "
@@ -38,11 +39,11 @@ AN_ADAPTER = (
     f"--data {EVAL_DATA} --gradient-checkpointing --lora-rank 2 --lora-alpha 40 --save-merged --threads 1 "
     "--runs-dir elsewhere"
 )
-# What reaches a run before any algorithm does, and needs a package, a stopped run, or another test: test_flags.py,
-# resume/test_resume.py and models/test_estimate.py have them.
+# Flags that act before any algorithm and need a package, a stopped run, or another test: test_flags.py,
+# resume/test_resume.py and models/test_estimate.py cover them.
 ELSEWHERE = {"load_in", "wandb", "resume", "estimate"}
 WITHOUT_TOOLS = "--no-tool --max-turns 1 --task arithmetic --model tiny"
-AS_THE_PARENT = {  # the own flags of each sibling, with which it is experiment_base
+AS_THE_PARENT = {  # each sibling's own flags that make it equal to experiment_base
     "experiment_drgrpo": "--critic-type grpo",
     "experiment_accelerate": "",
     "experiment_accelerate_ddp": "",
@@ -54,7 +55,7 @@ OTHER_DEFAULTS = {
     "experiment_multiturn_tool_calling": {"task", "model"},
     "experiment_multiturn_qa": {"task", "model", "prompts_per_step", "steps"},
 }
-# smoke/test_multiturn.py and smoke/test_multiturn_qa.py have the flags that do nothing where no tool is offered
+# smoke/test_multiturn.py and smoke/test_multiturn_qa.py cover the flags that do nothing without tools
 SEARCH_FLAGS = {"top_k", "corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"}
 ELSEWHERE_OF = {
     "experiment_engine": {"engine_start", "engine_dtype", "push_every", "steps_ahead"},  # engine/test_run.py
@@ -71,7 +72,7 @@ def reward(row, text):
 
 
 class TheSampler:
-    """What experiment_base samples with, as an engine."""
+    """The sampler of experiment_base, as an engine."""
 
     def __init__(self, config, *_):
         self.settings = {"generation_batch_size": config.generation_batch_size}
@@ -108,7 +109,7 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
 
 
 def contents(directory: Path) -> dict[str, object]:
-    """What a run leaves behind, without what differs from run to run: time, memory, and the experiment's name."""
+    """The files of a run, without values that vary between runs: time, memory, and the experiment's name."""
     summary = json_of(directory / "summary.json")
     files = {
         path.relative_to(directory).with_suffix("").as_posix(): digest(path)
@@ -123,7 +124,7 @@ def contents(directory: Path) -> dict[str, object]:
 
 
 def like(value: object, expected: object) -> object:
-    """A value without what `expected` does not have: where calls could be counted, they are."""
+    """A value without the parts that `expected` lacks, where calls could be counted."""
     if isinstance(expected, list):
         assert len(value) == len(expected)
         return [like(*pair) for pair in zip(value, expected, strict=True)]
@@ -149,7 +150,7 @@ def fields_of(script) -> dict[str, object]:
 
 @pytest.mark.parametrize("sibling", AS_THE_PARENT)
 def test_every_flag_has_an_entry(load_script, sibling):
-    """The inherited ones are those of experiment_base, with its defaults."""
+    """The inherited ones equal experiment_base's, with the same defaults."""
     own, parents = (fields_of(load_script(f"{name}/train.py")) for name in (sibling, "experiment_base"))
     flags = names_in(AS_THE_PARENT[sibling]) | ELSEWHERE_OF.get(sibling, set())
     assert own.keys() == names_in(f"{ALL_WEIGHTS} {AN_ADAPTER}") | ELSEWHERE | flags
@@ -174,7 +175,7 @@ def test_inherited_flags_do_what_they_do_in_the_parent(run, flags, siblings):
             found = like(same[name], content)
             if sibling != "experiment_engine":
                 assert found == content, (sibling, name)
-            elif not isinstance(content, str):  # its old log-probs are computed, not the sampler's: rounding differs
+            elif not isinstance(content, str):  # its old log-probs are recomputed, not the sampler's: rounding differs
                 assert_close(found, content)
 
 
@@ -212,7 +213,7 @@ def test_with_grpo_it_is_experiment_base_bit_for_bit(quick_run):
 
 
 def test_the_gradient_is_shorter_by_the_completion_budget(quick_run):
-    """Doubling `--max-new-tokens` where no completion is cut off halves the first gradient and changes nothing else."""
+    """If no completion is cut off, doubling `--max-new-tokens` halves the first gradient and changes nothing else."""
     one_update = ("--steps", "1", "--epochs-per-step", "1", "--minibatch-size", "12")
     first = {}
     for budget in ("96", "192"):

@@ -1,4 +1,4 @@
-"""A program that is forked ends, prints and reads like one that is started."""
+"""A forked program ends, prints and reads like a program that is started normally."""
 
 import os
 import signal

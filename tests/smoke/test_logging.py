@@ -1,4 +1,4 @@
-"""What a run logs: the schema of samples.jsonl, the same values everywhere, and W&B, whose faults end no run."""
+"""A run's logs: the schema of samples.jsonl, the same values everywhere, and W&B, whose faults end no run."""
 
 import io
 import math
@@ -56,7 +56,7 @@ def samples(ten_steps) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def start_policy() -> Policy:
-    """The policy that the run began with."""
+    """The policy at the beginning of the run."""
     return load_policy(RunConfig(device="cpu", dtype="float32", attn_implementation="sdpa"), temperature=1.3)
 
 
@@ -69,7 +69,7 @@ def scored(policy: Policy, entry: dict) -> tuple[list[float], list[float]]:
 
 @pytest.mark.slow
 def test_the_text_of_every_sampled_token_is_known(ten_steps, samples, start_policy):
-    """Once for each id; together they are what was sampled."""
+    """Each id occurs once; together they spell the samples."""
     lines = read_lines(ten_steps / "tokens.jsonl")
     texts = {line["id"]: line["text"] for line in lines}
     assert len(texts) == len(lines)
@@ -149,7 +149,7 @@ def test_the_first_update_of_a_step_sees_the_policy_that_sampled(samples):
 
 
 def test_each_epoch_updates_every_row_once_in_its_own_order(samples):
-    """And sees another policy than the one before."""
+    """And each epoch sees another policy than the previous one."""
     for entry in samples:
         assert [update["epoch"] for update in entry["updates"]] == [0, 1]
     places = {tuple(update["minibatch"] for update in entry["updates"]) for entry in samples}
@@ -160,7 +160,7 @@ def test_each_epoch_updates_every_row_once_in_its_own_order(samples):
 
 
 def test_log_probs_and_entropies_can_be_recomputed_from_the_initial_policy(samples, start_policy):
-    """Those of the rows that it has sampled and that the first update saw, and those of the reference always."""
+    """The sampler's and the first update's for the rows that this policy sampled, and the reference's for all rows."""
     rows = [entry for entry in samples if entry["step"] == 1 and entry["updates"][0]["minibatch"] == 0]
     assert rows
     for entry in rows:
@@ -204,7 +204,7 @@ def test_wandb_without_a_key_logs_offline(load_script, tmp_path, monkeypatch, ca
 
 
 def test_completions_are_printed_at_step_1_and_every_tenth_step(ten_steps, samples):
-    """The best of a group and the worst, with their question and rewards."""
+    """The best and the worst of a group, with their question and rewards."""
     lines = (ten_steps / "output.txt").read_text(encoding="utf-8").splitlines()
     shown = [index for index, line in enumerate(lines) if line.endswith(", best of 4)")]
     assert [lines[index - 1].split(":")[0] for index in shown] == ["step 1", "step 10"]

@@ -31,13 +31,13 @@ from harness.run.start import run_main
 TRAIN = "experiment_base/train.py"
 QUICK = ("--steps", "1", "--max-new-tokens", "2", "--eval-prompts", "2", "--eval-every", "0", "--device", "cpu")
 SMALL = ("--prompts-per-step", "2", "--group-size", "2", "--max-new-tokens", "6", "--name", "x")
-FEW_ROWS = ("--data", str(arithmetic.EVAL_DATA), "--eval-data", str(arithmetic.EVAL_DATA))  # sooner read and checked
+FEW_ROWS = ("--data", str(arithmetic.EVAL_DATA), "--eval-data", str(arithmetic.EVAL_DATA))  # faster to read and check
 GOOD_ROW = '{"question": "What is 1+1?", "answer": "2"}\n'
 
 
 @pytest.fixture
 def train(load_script, tmp_path, monkeypatch) -> Callable[..., None]:
-    """Call main() of train.py in an empty directory, with flags that make it short if nothing is refused."""
+    """Call main() of train.py in an empty directory, with flags that keep it short if nothing is refused."""
     monkeypatch.chdir(tmp_path)
     return lambda *argv: load_script(TRAIN).main([*QUICK, *argv])
 
@@ -73,7 +73,7 @@ def run_directories() -> list[Path]:
         ("--model gpt2", "a hub id is owner/name"),
         ("--data my=rows/x", "my=rows/x: there is no such file"),
         ("--reward-weight correct=0", "--task arithmetic: the weights of all components are 0"),
-        ("--data=", "--data is empty"),  # as from a shell variable that is not set
+        ("--data=", "--data is empty"),  # as from an unset shell variable
         ("--data .", "there is no such file"),
         (f"--model {LONG}", r"^--model a+ \.\.\.: .*File name too long"),
         ("--runs-dir ~nobody-here/x", "^--runs-dir ~nobody-here/x: .*home"),
@@ -92,7 +92,7 @@ def test_impossible_or_contradictory_flags_are_refused(train, argv, sentence):
 
 
 def test_data_that_cannot_be_used_are_refused_by_file_and_line(train):
-    """What else can be wrong: unit/test_data.py."""
+    """unit/test_data.py has the other faults."""
     Path("d.jsonl").write_text(GOOD_ROW + '{"question": "What is 2?"}\n')
     for name in ("--data", "--eval-data"):
         with pytest.raises(UserError, match=r"d\.jsonl:2: the field 'answer' is missing"):
@@ -160,7 +160,7 @@ def change_weight(name: str, value: float) -> Callable[[Path], None]:
 
 
 def add_token(role: str | None) -> Callable[[Path], None]:
-    """Give the tokenizer a token more than the model has, without resizing the model."""
+    """Give the tokenizer one more token than the model has, without resizing the model."""
 
     def damage(model: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -203,7 +203,7 @@ def test_a_damaged_model_is_refused_and_the_name_stays_free(train, damage, sente
 
 
 def test_a_special_token_that_the_model_lacks_may_go_unused(train):
-    """Gemma 3's text models have the tokenizer of those that see images."""
+    """Gemma 3's text models share their tokenizer with the models that see images."""
     shutil.copytree(TINY_POLICY, "model")
     add_token(None)(Path("model"))
     change("tokenizer_config.json", image_token="[NEW]")(Path("model"))
@@ -227,7 +227,7 @@ def test_quantised_weights_that_are_not_numbers_are_refused(train):
     ],
 )
 def test_a_directory_near_a_policy_gets_a_suggestion(train, model, sentence):
-    """A run has a config.json as well, which is not a model's."""
+    """A run also has a config.json, which does not belong to a model."""
     for run in ("a/run", "a/stopped"):
         for step in ("step_2", "step_10", "step_12.partial"):
             Path(run, "checkpoints", step).mkdir(parents=True)
@@ -261,7 +261,7 @@ MY_TOKENIZER = change(
 
 @pytest.mark.parametrize(("change_it", "is_base"), [(MY_MODEL, False), (MY_TOKENIZER, False), (MY_MODEL, True)])
 def test_code_that_comes_with_a_model_is_not_run(train, monkeypatch, capsys, change_it, is_base):
-    """Nobody is asked whether it should be: "y" in the standard input is not read."""
+    """The user is not asked for permission: "y" on standard input is not read."""
     shutil.copytree(TINY_POLICY, "model")
     Path("model/mine.py").write_text(CODE)
     change_it(Path("model"))
@@ -322,7 +322,7 @@ def test_a_template_without_system_turn_gets_a_suggestion(train):
 
 
 def test_a_model_without_template_runs_with_a_given_one(train, load_script):
-    """It is saved with the policy, which needs the flag no more; a run is not resumed with another one."""
+    """The template is saved with the policy, which then no longer needs the flag; a run cannot resume with another."""
     shutil.copytree(TINY_POLICY, "model")
     Path("model/chat_template.jinja").rename("mine.jinja")
     train("--model", "./model", "--chat-template", "mine.jinja", *SMALL)
@@ -388,7 +388,7 @@ def reward(row, text):
 
 
 def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script):
-    """With the file and row, without control characters, and nothing that was learned is lost."""
+    """With the file and row, without control characters, and no progress is lost."""
     Path("my_task.py").write_text("FAILS = True\n" + FAILS_LATER)
     sizes = ("--prompts-per-step", "4", "--group-size", "4", "--max-new-tokens", "6", "--name", "x")
     with pytest.raises(UserError) as caught:
@@ -402,7 +402,7 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
     Path("my_task.py").write_text("FAILS = False\n" + FAILS_LATER)
     load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
     assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 4
-    Path("my_task.py").write_text("FAILS = 0\n" + FAILS_LATER)  # the run has not failed since it was corrected
+    Path("my_task.py").write_text("FAILS = 0\n" + FAILS_LATER)  # the run has not failed since the correction
     with pytest.raises(UserError, match=r"^--task .*my_task\.py is not what it was when"):
         load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
 
@@ -411,7 +411,7 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
 
 
 def start(cwd: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess:
-    """Start train.py as from a user's shell; HF_HUB_OFFLINE is what `environment` says."""
+    """Start train.py as from a user's shell; `environment` sets HF_HUB_OFFLINE."""
     inherited = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     alone = {"HF_HOME": str(cwd / "cache"), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     return finished(ROOT / TRAIN, *argv, cwd=cwd, env=inherited | alone | environment)
@@ -429,7 +429,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}
     ],
 )
 def test_a_mistake_ends_the_program_with_one_line_and_status_2(tmp_path, argv, environment, sentence):
-    """Whatever the mistake, `run_main` prints it, in one place; what it says is tested in this process."""
+    """`run_main` prints every mistake in one place; other tests in this process check the sentences."""
     (tmp_path / "d.jsonl").write_text(GOOD_ROW + '{"a": 1 2}\n')
     result = start(tmp_path, *argv.split(), **environment)
     assert result.returncode == 2
@@ -450,7 +450,7 @@ def test_an_unknown_flag_is_refused_with_a_suggestion(train, capfd):
 
 @pytest.fixture
 def hub(monkeypatch) -> Iterator[dict]:
-    """A hub on this machine that answers every request with `status` and `headers` of the dictionary."""
+    """A hub on this machine that answers every request with the dictionary's `status` and `headers`."""
     import huggingface_hub.constants
 
     answer = {"status": 404, "headers": {}}
@@ -503,7 +503,7 @@ def test_refusals_of_the_hub_are_reported_in_one_sentence(train, hub, what, stat
 
 @pytest.fixture
 def broken_reward(load_script, monkeypatch) -> Callable[[set[int], float], None]:
-    """From now on, in the given steps, the user's reward function gives one completion a value."""
+    """From now on, in the given steps, the user's reward function gives one completion a special value."""
     script = load_script(TRAIN)
     sample, reward, broken = script.sample_completions, arithmetic.reward, []
 
@@ -524,7 +524,7 @@ def broken_reward(load_script, monkeypatch) -> Callable[[set[int], float], None]
 
 @pytest.fixture
 def policies(load_script, monkeypatch) -> list:
-    """The policies that runs have loaded, to look at their weights."""
+    """The policies that runs have loaded, for a look at their weights."""
     script, loaded = load_script(TRAIN), []
     load_policy = script.load_policy
     monkeypatch.setattr(script, "load_policy", lambda *arguments: loaded.append(load_policy(*arguments)) or loaded[-1])
@@ -536,7 +536,7 @@ def weights(path: Path) -> torch.Tensor:
 
 
 def test_three_steps_with_a_broken_reward_end_the_run(train, broken_reward, capsys, policies):
-    """The weights and the newest checkpoint are those before the first broken step."""
+    """The weights and the newest checkpoint date from before the first broken step."""
     broken_reward({3, 4, 5}, math.inf)
     with pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"):
         train("--steps", "6", "--checkpoint-every", "1", *SMALL)
@@ -549,7 +549,7 @@ def test_three_steps_with_a_broken_reward_end_the_run(train, broken_reward, caps
     assert None in [entry["advantage"] for entry in samples if entry["step"] == 3]
     step, path, _ = newest_checkpoint(directory / "checkpoints")
     assert step == 2
-    assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # those before step 3
+    assert torch.equal(policies[0].model.get_decoder().norm.weight, weights(path))  # from before step 3
 
 
 def test_a_run_continues_after_two_steps_with_a_broken_reward(train, broken_reward, capsys):
@@ -564,7 +564,7 @@ def test_a_run_continues_after_two_steps_with_a_broken_reward(train, broken_rewa
 
 @pytest.mark.slow
 def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, broken_reward):
-    """The sentence says how: with --lora-rank it would be merged, and another adapter trained."""
+    """The sentence explains how: --lora-rank would merge it, and train another adapter."""
     broken_reward({2, 3, 4}, math.nan)
     with pytest.raises(UserError, match=r"--model runs/experiment_base/x/checkpoints/step_<N> without --lora-rank$"):
         train("--steps", "9", "--checkpoint-every", "1", *SMALL, "--lora-rank", "2")
@@ -579,7 +579,7 @@ ANY_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYT
 
 
 def run_and_read(capsys, load_script, *argv: str) -> str:
-    """What train.py prints as a program that ends with a user's error."""
+    """The output of train.py as a program that ends with a user's error."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         run_main(lambda: load_script(TRAIN).main([*QUICK, *argv]))
@@ -592,7 +592,7 @@ def run_and_read(capsys, load_script, *argv: str) -> str:
 
 
 def test_data_and_templates_cannot_control_the_terminal(train, load_script, monkeypatch, capsys):
-    """Neither names of fields and files, nor what a chat template or a task raises, nor a question that is shown."""
+    """Names of fields and files, errors of a chat template or a task, and the printed questions are all harmless."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     Path("d.jsonl").write_text(json.dumps({"question": "", HOSTILE: 1}) + "\n")
     assert "'answer' is missing" in run_and_read(capsys, load_script, "--data", "d.jsonl")
@@ -665,7 +665,7 @@ def test_a_reader_that_is_gone_ends_a_run_with_a_checkpoint(tmp_path, cold):
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes end otherwise on Windows")
 def test_help_that_nobody_reads_ends_without_a_traceback(tmp_path):
-    """With the status of a program that SIGPIPE ends."""
+    """With the exit status of a program that SIGPIPE ends."""
     assert start_without_reader(tmp_path, "--help", lines=0) == (141, "")
 
 
@@ -683,7 +683,7 @@ def test_a_place_where_one_may_not_look_is_named(train):
 
 
 def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path):
-    """As soon as the guard has been imported, of which Python tells."""
+    """As soon as the guard has been imported, which Python reports."""
     command = [sys.executable, "-X", "importtime", str(ROOT / TRAIN), "--steps", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:

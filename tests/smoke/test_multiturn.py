@@ -1,4 +1,4 @@
-"""experiment_multiturn_tool_calling as users run it: its own flags, what it keeps and prints, and how it resumes."""
+"""experiment_multiturn_tool_calling as users run it: its own flags, its files and output, and how it resumes."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def train(load_script) -> ModuleType:
 
 
 def run(train: ModuleType, *flags: str) -> tuple[Path, str]:
-    """The directory of a small run, and what it printed."""
+    """The directory of a small run, and its output."""
     output = io.StringIO()
     with redirect_stdout(output):
         train.main([*SMALL, *flags])
@@ -54,7 +54,7 @@ def run(train: ModuleType, *flags: str) -> tuple[Path, str]:
 
 
 def test_a_run_keeps_complete_conversations(train):
-    """All turns are there as text and as ids, and the mask is 1 on what the policy wrote."""
+    """All turns are there as text and as ids, and the mask is 1 on the policy's tokens."""
     directory, output = run(train)
     policy = train.load_policy(train.Config(device="cpu", dtype="float32", attn_implementation="sdpa"))
     samples = rows_of(directory, "samples")
@@ -104,7 +104,7 @@ def test_in_the_last_turn_calls_are_not_executed_but_have_their_price(train):
 
 
 def test_a_users_tool_is_offered_and_has_a_time_limit(train):
-    """The bundled policy knows the name `search`; this one never answers."""
+    """The bundled policy knows the name `search`; this tool never answers."""
     Path("my_tools.py").write_text(A_TOOL)
     question = {"question": "Where was Bamor born?", "answer": "1", "kind": "search"}
     Path("rows.jsonl").write_text(f"{json.dumps(question)}\n" * 4)

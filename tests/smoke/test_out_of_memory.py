@@ -1,4 +1,4 @@
-"""Where memory runs out: the error is known, and the run ends with one sentence, whose command resumes it."""
+"""When memory runs out, the run recognises the error and ends with one sentence, whose command resumes it."""
 
 import dataclasses
 import errno
@@ -66,7 +66,7 @@ FLAGS = (
 
 
 def test_a_run_without_memory_resumes_with_smaller_batches_and_ends_the_same(load_script, tmp_path, monkeypatch):
-    """The command of the sentence is run next, until memory suffices for a quarter of the rows."""
+    """The test runs each command until memory suffices for a quarter of the rows."""
     monkeypatch.chdir(tmp_path)
     script = load_script("experiment_base/train.py")
     script.main([*FLAGS, "--name", "free"])

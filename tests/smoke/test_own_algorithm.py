@@ -1,6 +1,6 @@
-"""A new experiment is a directory with a train.py: nothing else has to be told about it.
+"""A new experiment is a directory with a train.py: nothing else needs to know about it.
 
-The example is that of the README, "Your own algorithm in ten minutes".
+The example comes from the README, "Your own algorithm in ten minutes".
 """
 
 import re
@@ -33,7 +33,7 @@ SEQUENCE_RATIO = (
 
 @pytest.mark.slow
 def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
-    """Its run, help, samples, page, comparison, card and resumed run are its own."""
+    """Run, help, samples, page, comparison, card and resuming use the new experiment."""
     shutil.copytree(Path(experiment_mine.__file__).parent, tmp_path / "experiment_mine")
 
     def run(*command: str) -> str:
@@ -70,7 +70,7 @@ def test_a_copy_with_another_loss_is_an_experiment(experiment_mine, tmp_path):
 
 @pytest.mark.parametrize("name", ["REINFORCE", "a ratio of sequences"])
 def test_the_push_is_a_finite_difference_of_the_loss(experiment_mine, make_own, name):
-    """Whatever the loss is: as `update` hands it over, beside the slope of the sum of all terms."""
+    """For any loss: the value that `update` records, compared with the slope of the sum of all terms."""
     train = experiment_mine if name == "REINFORCE" else make_own(SEQUENCE_RATIO)
     policy = load_policy(RunConfig(device="cpu"))
     rows = sample(policy, [[5, 6, 7]], 4, max_new_tokens=6, key=(0,), prompt_index=[0])

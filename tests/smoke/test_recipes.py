@@ -1,7 +1,7 @@
-"""Every recipe trains a small model of its architecture for two steps, on real rows, with the settings that it names.
+"""Every recipe trains a small model of its architecture for two steps, on real rows, with the recipe's settings.
 
-A program in the place of Python's notes what a recipe starts, and the training is then called in this process: its
-imports take longer than two steps. One recipe is run as users run it, in two processes.
+A program that replaces Python records what a recipe starts, and the training then runs in this process: its imports
+take longer than two steps. One recipe is run as users run it, in two processes.
 """
 
 import json
@@ -52,7 +52,7 @@ def call(recipe: Path | str, *flags: str, **environment: str) -> subprocess.Comp
 
 @pytest.fixture
 def started_by(tmp_path) -> Callable[..., list[str]]:
-    """What a recipe gives to Python."""
+    """The arguments that a recipe gives to Python."""
     program, arguments = tmp_path / "python", tmp_path / "arguments"
     program.write_text(NOTE_ARGUMENTS, encoding="utf-8")
     program.chmod(0o755)
@@ -101,7 +101,7 @@ def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, 
 
 @pytest.mark.slow
 def test_a_recipe_runs_from_anywhere_in_two_processes(models, monkeypatch):
-    """As users run it, with a path relative to where they are."""
+    """As users run it, with a path relative to the current directory."""
     monkeypatch.chdir(models)
     recipe = ROOT / "recipes" / "gsm8k_qwen2.5_0.5b_full.sh"
     result = call(recipe, "--", *small(recipe, Path(".")), NUM_PROCESSES="2")
@@ -114,7 +114,7 @@ def test_a_recipe_runs_from_anywhere_in_two_processes(models, monkeypatch):
 def test_flags_reach_the_training_as_they_are(started_by):
     recipe = "gsm8k_qwen2.5_0.5b_full.sh"
     odd = ["--system-prompt", "two words, *, $HOME; \n `id`", "--", ""]
-    for flags in (odd, ["--", *odd]):  # the first -- may be left out
+    for flags in (odd, ["--", *odd]):  # the first -- is optional
         assert started_by(recipe, *flags)[-4:] == odd
     assert started_by(recipe, "--") == started_by(recipe)
 

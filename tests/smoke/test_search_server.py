@@ -1,4 +1,4 @@
-"""experiment_multiturn_qa/serve_index.py as users and clients meet it, killed and restarted while they search."""
+"""experiment_multiturn_qa/serve_index.py as users and clients use it, killed and restarted while they search."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def script(load_script) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def ask(script):
-    """Send a request to the application itself, and get status and JSON."""
+    """Send a request to the application directly; returns status and JSON."""
     transport = httpx2.ASGITransport(script.make_app(Index(), 2), raise_app_exceptions=False)
 
     def ask(method: str, path: str, content: object = None) -> tuple[int, object]:
@@ -70,7 +70,7 @@ def test_the_answers_are_search_r1s(ask):
     for k in ({}, {"topk": None}, {"topk": 0}):
         content = ask("POST", "/retrieve", {"queries": ["a"]} | k)[1]
         [hits] = read_answer(json.dumps(content).encode(), 1, 9)
-        assert [hit.document for hit in hits] == ["d0", "d1"]  # without scores in the order of the server
+        assert [hit.document for hit in hits] == ["d0", "d1"]  # without scores, in the server's order
         assert hits == sorted(hits, key=lambda hit: -hit.score)
     assert ask("GET", "/") == ask("GET", "/health") == (200, {"documents": 3, "content": "a hash"})
 
@@ -92,7 +92,7 @@ def start(folder: Path, port: str = "0") -> tuple[subprocess.Popen, str]:
 
 
 def test_a_server_is_killed_started_again_and_ended(tmp_path, script, monkeypatch):
-    """Its answers are those of its documents; while it is down, there are errors. A second one finds its port taken."""
+    """The server answers from its documents; while it is down, there are errors. A second one finds its port taken."""
     monkeypatch.chdir(tmp_path)
     rows = [{"id": name, "text": f"The ship {name} was built in 1846."} for name in ("Fardil", "Mabto")]
     write_rows("docs.jsonl", rows)
@@ -115,7 +115,7 @@ def test_a_server_is_killed_started_again_and_ended(tmp_path, script, monkeypatc
         with pytest.raises(UserError, match=r"--port \d+: Address already in use; --port 0 takes a free port$"):
             script.main(["--port", port])
         with socket.create_connection(("127.0.0.1", int(port))) as client:
-            client.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"quer')  # and no more
+            client.sendall(b'POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"quer')  # nothing more
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=60)
         assert process.returncode == 130

@@ -33,7 +33,7 @@ STAND_IN = ROOT / "tests" / "engine" / "stand_in"  # a package vllm
 
 
 def run_here(path: Path, *arguments: str, **environment: str) -> str:
-    """What `python <path> <arguments>` prints, run as a program in this process, which need not import all again."""
+    """The output of `python <path> <arguments>` as a program in this process, which need not repeat the imports."""
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(sys, "argv", [str(path), *arguments])
@@ -52,7 +52,7 @@ def help_of(path: Path, columns: int = 100) -> str:
 
 @functools.cache
 def groups_of(path: Path) -> dict[str, dict[str, str]]:
-    """What --help shows: by group and flag the text, and in its last parentheses unit, range and default."""
+    """The output of --help: by group and flag the text, and in its last parentheses unit, range and default."""
     groups = {}
     for title, box in re.findall(r"╭─ (.+?) ─+╮\n(.*?)╰─+╯", help_of(path), re.DOTALL):
         lines = [line.strip("│ ") if line.startswith("│ -") else "  " + line.strip("│ ") for line in box.splitlines()]
@@ -81,7 +81,7 @@ each_train_file = pytest.mark.parametrize("path", TRAIN_FILES, ids=lambda path: 
 
 @each_train_file
 def test_help_explains_every_flag_in_one_group(path, config_of):
-    """The algorithm's group is the first, and holds what an experiment teaches."""
+    """The algorithm's group comes first, and holds the flags that an experiment teaches."""
     groups, marks = groups_of(path), read_marks(config_of(path))
     assert list(groups)[:2] == ["options", "algorithm options"]
     assert list(groups["options"]) == ["-h"]
@@ -102,7 +102,7 @@ def test_help_explains_every_flag_in_one_group(path, config_of):
 
 @each_train_file
 def test_the_ranges_of_help_are_those_that_are_checked(path, config_of):
-    """What is at an end is taken, what is beyond it is not. Every number has a range."""
+    """The ends of a range are accepted, values beyond them are not. Every number has a range."""
     config, hints = config_of(path)(), hints_of(path)
     numbers = [field.name for field in dataclasses.fields(config) if re.search(r"\b(int|float)\b", str(field.type))]
     assert len(numbers) > 12
@@ -117,7 +117,7 @@ def test_the_ranges_of_help_are_those_that_are_checked(path, config_of):
 
 @each_train_file
 def test_help_shows_defaults_as_they_are_resolved(path, load_script, config_of):
-    """Those of RESOLVED, in the order of the table, and nowhere None."""
+    """The values of RESOLVED, in the order of the table, and never None."""
     defaults = {field.name: field.default for field in dataclasses.fields(config_of(path))}
     table = getattr(load_script(f"{path.parent.name}/train.py"), "RESOLVED", RESOLVED)
     hints = hints_of(path)
@@ -199,14 +199,14 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
     assert "held-out questions" in result.stdout
     assert "tensorboard --logdir" in result.stdout
     assert (directory / "engine.log").exists() == has_engine
-    assert not (directory / "engine").exists()  # the weights that the engine was given
+    assert not (directory / "engine").exists()  # the weights for the engine
 
 
 @pytest.mark.parametrize(
     "name", ["experiment_multiturn_tool_calling", pytest.param("experiment_engine", marks=pytest.mark.slow)]
 )
 def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, name, request):
-    """As the README's section "Your own task" says, with a changed weight."""
+    """As in the README's section "Your own task", with a changed weight."""
     engine = ("--engine-url", request.getfixturevalue("stand_in")().url) if name == "experiment_engine" else ()
     shutil.copy(ROOT / "docs" / "task_template.py", tmp_path / "my_task.py")
     monkeypatch.chdir(tmp_path)
@@ -288,7 +288,7 @@ def test_experiment_sft_lowers_the_loss_on_a_users_data(tmp_path, monkeypatch, l
 
 
 def test_experiment_sft_only_examines_a_model_without_lessons(tmp_path, monkeypatch, load_script):
-    """As its README says; there is no step, and so no curve."""
+    """As its README says; there is no step, and therefore no curve."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")
     lessons = ("--num-copying", "0", "--num-reasoning", "0", "--num-answering", "0")

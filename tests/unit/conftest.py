@@ -1,4 +1,4 @@
-"""What the unit tests share: tiny random models and the bundled tokenizer."""
+"""Helpers of the unit tests: tiny random models and the bundled tokenizer."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def make_experience() -> Callable[..., Experience]:
             sampler_log_probs=torch.zeros(action_mask.shape),
             prompt_index=torch.arange(rows),
             prompt_lengths=torch.ones(rows, dtype=torch.long),
-            importance_weights=torch.ones(action_mask.shape),  # where an engine has sampled
+            importance_weights=torch.ones(action_mask.shape),  # for samples of an engine
             **({"completion_index": torch.zeros(rows, dtype=torch.long)} | values),
         )
 

@@ -1,4 +1,4 @@
-"""The files of accelerate_configs/, read by Accelerate's own code: what `accelerate launch` makes of them."""
+"""The files of accelerate_configs/, read by Accelerate's own code as in `accelerate launch`."""
 
 import shlex
 from pathlib import Path
@@ -16,7 +16,7 @@ each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def environment_of(path: Path) -> dict[str, str]:
-    """What `accelerate launch --config_file path train.py` gives to its processes, as accelerate computes it."""
+    """The environment that `accelerate launch --config_file path train.py` gives to its processes."""
     args = launch_command_parser().parse_args(["--config_file", str(path), "--main_process_port", "0", "train.py"])
     args, config, _ = _validate_launch_command(args)
     if args.use_deepspeed:

@@ -1,6 +1,6 @@
 """The bundled task: its reward, its files, the longer sums, and the conversations of the warm start.
 
-Questions are read here by a parser that shares no code with what wrote them.
+These tests read questions with a parser that shares no code with their generator.
 """
 
 import itertools
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.all_questions
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What a question may ask in words, as an expression in symbols
+# The words of questions, as an expression in symbols
 PHRASES = {
     r"Multiply (\d+) by (\d+)\.": r"\1*\2",
     r"What is the product of (\d+) and (\d+)\?": r"\1*\2",
@@ -56,7 +56,7 @@ def value(terms: Terms) -> int:
 
 
 def up_to_order(terms: Terms) -> tuple:
-    """The same for every order of commuting terms and factors."""
+    """The same value for every order of commuting terms and factors."""
     return tuple(sorted((sign, tuple(sorted(factors))) for sign, factors in terms))
 
 
@@ -70,7 +70,7 @@ LESSONS = {"copying": 400, "reasoning": 600, "answering": 3000}
 
 @pytest.fixture(scope="module")
 def conversations(load_script) -> dict[str, list[tuple[str, str]]]:
-    """Question and target of conversations of the warm start, by lesson."""
+    """Question and target of warm-start conversations, by lesson."""
     made = load_script("experiment_sft/warm_start.py").conversations(*LESSONS.values(), seed=0)
     turns = (tuple(message["content"] for message in row["messages"]) for row in made)
     return {lesson: [next(turns) for _ in range(count)] for lesson, count in LESSONS.items()}
@@ -93,7 +93,7 @@ NEAR_MISSES = """
 1234: 12,34
 -58: 58
 """
-COMPLETIONS = {  # of the right answer 58, by whether it is correct, and well-formed
+COMPLETIONS = {  # for the right answer 58, by whether it is correct, and well-formed
     (1, 1): """
         <answer>58</answer> | <think>20+38=58</think><answer>58</answer>
         | <think>20+38=58</think>  <answer> 58 </answer>""",
@@ -116,7 +116,7 @@ def test_the_reward_counts_one_answer_outside_the_thought():
         for text in texts.split("|"):
             found = task.reward({"question": "What is 20 plus 38?", "answer": "58"}, text.strip(" "))
             assert tuple(found.values()) == outcome, text
-    assert task.reward({"answer": 58}, "<answer>58</answer>")["correct"] == 1  # a number instead of text in the data
+    assert task.reward({"answer": 58}, "<answer>58</answer>")["correct"] == 1  # the data hold a number instead of text
     for table, is_right in ((NUMBERS, 1), (NEAR_MISSES, 0)):
         for line in table.strip().splitlines():
             gold, _, answers = line.partition(": ")
@@ -145,9 +145,9 @@ def test_only_the_gold_answer_of_a_bundled_row_is_rewarded(rows):
 
 
 def pairs(text: str, opening: str, closing: str) -> list[tuple[int, int]]:
-    """Where each part of a text begins and ends that opens and then closes, read letter by letter; they never overlap.
+    """Start and end of each part of a text that opens and then closes, read letter by letter; parts never overlap.
 
-    A part that is not closed is not one of them.
+    A part that does not close is not counted.
     """
     found, start = [], None
     for index in range(len(text) + 1):
@@ -362,7 +362,7 @@ def test_all_answers_and_equations_of_the_warm_start_are_right(conversations, le
         assert styles["checked"] > 20
 
 
-# What is said of the longer sums --------------------------------------------------------------------------------------
+# Claims about the longer sums -----------------------------------------------------------------------------------------
 
 
 def test_the_tables_of_the_page_are_those_of_its_data(load_script):

@@ -1,4 +1,4 @@
-"""The audit finds each planted fault and nothing else, and says of real files what is known of them."""
+"""The audit finds each planted fault and nothing else, and reports the known faults of real files."""
 
 import json
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The calculator agrees with exact arithmetic, and answers everything else with a short error.
 
-Its task: the questions, that no two pools share one, the rewards, and the bundled files.
+Its task: the questions, disjoint pools, the rewards, and the bundled files.
 """
 
 import itertools
@@ -36,7 +36,7 @@ NAMES = {
 
 
 def make_text(rng: random.Random, depth: int) -> str:
-    """Any expression, with more or fewer parentheses and spaces than precedence asks for."""
+    """A random expression, with more or fewer parentheses and spaces than precedence requires."""
     if depth == 0 or rng.random() < 0.15:
         return rng.choice(NUMERALS) if rng.random() < 0.7 else str(rng.randrange(10 ** rng.randint(1, 12)))
     x, y = make_text(rng, depth - 1), make_text(rng, depth - 1)
@@ -49,7 +49,7 @@ def make_text(rng: random.Random, depth: int) -> str:
 
 
 def exact(text: str) -> Fraction | None:
-    """What Python makes of it with each number as a fraction; None where that divides by zero. The text is our own."""
+    """Python's result, with each number as a fraction; None for a division by zero. The text is our own."""
     try:
         return Fraction(eval(re.sub(r"[\d.]+(e-?\d+)?", r"Fraction('\g<0>')", text), NAMES))
     except ZeroDivisionError:
@@ -72,7 +72,7 @@ def test_agrees_with_exact_rational_arithmetic():
     assert values > 500
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------------------
 
 ESCAPES = [
     "().__class__", "().__class__.__bases__[0].__subclasses__()", "__import__('os').system('true')",
@@ -103,7 +103,7 @@ HOSTILE_TEXTS = [
 
 
 def is_an_error(answer: str) -> bool:
-    """And one that a policy can read, whatever provoked it."""
+    """The answer is an error that a policy can read, whatever provoked it."""
     is_short = len(answer) <= 130 and answer.isascii() and answer.isprintable()
     return answer.startswith("error: ") and is_short and "Traceback" not in answer
 
@@ -134,7 +134,7 @@ def test_python_never_parses_what_is_not_arithmetic(monkeypatch):
     assert max(map(len, parsed)) <= MAX_EXPRESSION
 
 
-# What is answered -----------------------------------------------------------------------------------------------------
+# Answers --------------------------------------------------------------------------------------------------------------
 
 
 def test_answers_are_exact_or_rounded_once():
@@ -169,7 +169,7 @@ def test_its_docstring_describes_it():
     function = get_json_schema(calculator)["function"]
     assert function["parameters"]["required"] == ["expression"]
     assert all(name in function["description"] for name in calculator_tool._FUNCTIONS)
-    assert ">>>" not in json.dumps(function)  # all of it stands in every prompt
+    assert ">>>" not in json.dumps(function)  # every prompt contains all of it
 
 
 # The task -------------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_every_answer_is_what_python_computes(files):
         text = row["question"].replace(" plus ", "+").replace(" minus ", "-").replace(" times ", "*")
         expression = re.sub(r"[^\d+*-]", "", text)
         if not expression.isdigit():
-            assert str(eval(expression)) == row["answer"]  # of our own file
+            assert str(eval(expression)) == row["answer"]  # from our own file
             computed += 1
         assert calculator_task.reward(row, calculator_task.solution(row)) == {"correct": 1.0, "format": 1.0}
     assert computed > 400

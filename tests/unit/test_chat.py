@@ -1,4 +1,4 @@
-"""Chat templates: the mask covers exactly the assistant's tokens; templates for which it cannot are refused."""
+"""Chat templates: the mask covers exactly the assistant's tokens; templates without such a mask are refused."""
 
 import copy
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ ANSWER = {"role": "assistant", "content": "<answer>5</answer>"}
 SECOND_QUESTION = {"role": "user", "content": "7*8"}
 SECOND_ANSWER = {"role": "assistant", "content": "<think>7*8=56</think><answer>56</answer>"}
 
-# As Llama 3.2 begins: today's date, unless a date is passed in.
+# Like the beginning of Llama 3.2's: today's date, unless a date is passed in.
 LLAMA_LIKE = """\
 {%- if date_string is not defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
 {{- '<|im_start|>system\\nToday Date: ' + date_string + '<|im_end|>\\n' }}
@@ -25,7 +25,7 @@ LLAMA_LIKE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 
-# As Qwen3 does it: the thoughts of all turns but the last are dropped.
+# Like Qwen3's: thoughts are dropped from all turns but the last.
 QWEN3_LIKE = """\
 {%- for message in messages %}
 {%- set content = message.content if loop.last else message.content.split('</think>')[-1] %}
@@ -166,7 +166,7 @@ def test_a_content_that_the_template_rewrites_is_kept(tokenizer, with_template):
 @pytest.mark.parametrize(
     ("of_tokenizer", "of_config", "expected"),
     [
-        (9, [1, 8, 9], [1, 8, 9]),  # Llama 3: several, one of which the tokenizer names too
+        (9, [1, 8, 9], [1, 8, 9]),  # Llama 3: several; the tokenizer also names one of them
         (2, 7, [2, 7]),
         (2, None, [2]),
         (None, 0, [0]),  # 0 is an id like any other

@@ -1,4 +1,4 @@
-"""Runs are compared: which are a group, what the table says and what is drawn; a single one; what is kept of them."""
+"""Comparing runs: how they form groups, the table and the figure; a single run; and the data that are kept."""
 
 import json
 import re
@@ -26,7 +26,7 @@ SUMMARIES = [KEPT[f"seed{seed}"].summary for seed in range(5)]
 
 @pytest.fixture
 def make_run(tmp_path):
-    """A run with the first lines of a committed one, as it was after `lines` of them, or with rows of its own."""
+    """A run with the first `lines` lines of a committed run, or with its own rows."""
 
     def make(name: str, lines: int = 12, rows: list | None = None, summary: dict | None = None, **settings) -> Path:
         place = tmp_path / "runs" / "experiment_base" / name
@@ -43,7 +43,7 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def table(monkeypatch, capsys):
-    """The printed table of arguments, on a wide terminal."""
+    """The printed table for these arguments, on a wide terminal."""
 
     def show(*arguments: Path | str, width: int = 250) -> str:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -81,7 +81,7 @@ def test_seeds_are_a_row_with_mean_lowest_and_highest(table):
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 256), (61 / 256, 256), (1.0, 10)])
 def test_the_interval_is_that_of_wilson(share, count):
-    """At its bounds b the share is Z standard errors away, with the standard error that a share of b would have."""
+    """At its bounds b the share is Z standard errors away, with the standard error of a share of b."""
     for bound in wilson(share, count):
         assert (share - bound) ** 2 == pytest.approx(Z**2 * bound * (1 - bound) / count, abs=1e-12)
 
@@ -99,7 +99,7 @@ def test_runs_without_a_name_are_grouped_by_settings(make_run):
         for seed in (0, 1):
             same = {"micro_batch_size": 64 + seed, "model": f"/{seed}", "sources": {"model": {"content": "a checksum"}}}
             make_run(f"2026010{number}-12000{seed}-seed{seed}", seed=seed, threads=1 + seed, **same, **settings)
-    again = make_run("20260103-120000-seed0", **same | {"seed": 0})  # a seed is once in a group
+    again = make_run("20260103-120000-seed0", **same | {"seed": 0})  # a group contains a seed once
     groups, _ = read_groups([f"{again.parent}/*"] * 2)  # and a run once
     assert [(label, len(runs)) for label, runs in groups.items()] == [
         ("experiment_base, kl_weight=0.02", 2),
@@ -143,7 +143,7 @@ def test_a_run_before_its_first_evaluation_shows_rewards(make_run, table):
     rate = sum(row["time/tokens_per_second"] * row["time/step"] for row in rows) / seconds
     memory = max(row["memory/peak_bytes"] for row in rows) / 1e9
     numbers = rf"\] +{first:.3f} +{last:.3f} .* 9 of 80 +{seconds:.0f} +{rate:.0f} +{memory:.2f} *\n"
-    assert re.search(numbers, table(place, place))  # given twice, and one run
+    assert re.search(numbers, table(place, place))  # the same run, given twice
 
 
 def test_it_is_said_what_cannot_be_compared(make_run, table, tmp_path):

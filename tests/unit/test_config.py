@@ -1,6 +1,6 @@
 """The command line: defaults are resolved from the model, and impossible settings are refused before a run begins.
 
---threads auto: what decides, which cores count, and that a resumed run keeps its number.
+--threads auto: which source wins, which cores count, and that a resumed run keeps its number.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class OwnConfig(RunConfig):
-    """What an experiment of a user's own might declare."""
+    """An experiment's settings as a user might declare them."""
 
     margin: NotNegative = 0.5  # by how much a pair has to differ
     # judge of the answers
@@ -47,7 +47,7 @@ class OwnConfig(RunConfig):
 
 
 def test_a_field_says_everything_about_its_flag(monkeypatch, tmp_path, capsys):
-    """Its help, range and group, and whether it is a path; no entry is needed anywhere else."""
+    """Its help, range and group, and whether it is a path; nothing else needs an entry."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.txt").write_text("mine")
     nothing_open = {"tiny": {}}
@@ -117,7 +117,7 @@ def test_impossible_settings_are_refused(load_script, argv, sentence):
 
 
 class OtherMachine:
-    """Pretend that PyTorch finds certain accelerators: all that can be tried without one."""
+    """Pretend that PyTorch finds certain accelerators: as much as is testable without one."""
 
     def __init__(self, monkeypatch, *kinds: str):
         first = torch.device(kinds[0]) if kinds else None
@@ -152,7 +152,7 @@ def test_memory_and_autocast_know_every_kind_of_device():
 
 
 class Dtypes(TorchDispatchMode):
-    """Notes the types of all tensors that are computed."""
+    """Records the types of all computed tensors."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def test_a_run_of_several_processes_keeps_no_number_of_a_gpu(processes, kept):
 
 @pytest.fixture
 def many_cores(monkeypatch):
-    """Six physical cores, and a user who has set nothing."""
+    """Six physical cores, and a user without settings."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
 
@@ -254,7 +254,7 @@ def test_a_resumed_run_keeps_its_number(load_script, tmp_path, many_cores):
 )
 def test_waiting_threads_sleep_soon_unless_told_otherwise(monkeypatch, environment, expected):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # so that what is set meanwhile is removed at the end
+        monkeypatch.setenv(name, "")  # so that the end of the test removes any later value
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

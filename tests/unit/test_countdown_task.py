@@ -1,4 +1,4 @@
-"""The countdown task: what counts as an answer, expressions that policies write, and the solver."""
+"""The countdown task: valid answers, expressions as policies write them, and the solver."""
 
 import itertools
 import random
@@ -64,7 +64,7 @@ def test_what_else_is_said_of_a_completion(text, answered, is_format, descriptio
 
 
 def exact(text: str) -> tuple[Fraction, list[int]] | None:
-    """What Python makes of an expression with each number as a fraction; the text is our own."""
+    """Python's result for an expression, with each number as a fraction; the text is our own."""
     text = text.replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
     is_none = re.search(r"[^0-9+*/() \n-]|[*]\s*[*]|/\s*/|(?<![0-9])0[0-9]|[0-9]\s+[0-9]", text)
     try:
@@ -85,7 +85,7 @@ def an_expression(rng: random.Random, numbers: list[int]) -> str:
 
 
 def spoilt(rng: random.Random, text: str) -> str:
-    """An expression with a fault that one of them may or may not have noticed."""
+    """An expression with a fault that the two may or may not both notice."""
     place = rng.randrange(len(text) + 1)
     more = rng.choice("0123456789+-*/() .,=xe_\u0663\u00b2")
     faults = [text[:place] + more + text[place:], text[:place] + text[place + 1 :]]
@@ -134,7 +134,7 @@ def test_the_longest_and_deepest_expressions_are_read():
     most = countdown.MAX_EXPRESSION
     assert value_of("9" * most) == 10**most - 1
     assert value_of("-" * (most - 1) + "7") == -7
-    assert value_of("(" * 140 + "7" + ")" * 140) in (7, None)  # as deep as Python's parser goes
+    assert value_of("(" * 140 + "7" + ")" * 140) in (7, None)  # the depth limit of Python's parser
     assert value_of("*".join(["99"] * 100)) == 99**100
     assert value_of("  " + "1+" * 149 + "1\n") == 150
     assert value_of("(1\n+ 2)") == 3
@@ -171,7 +171,7 @@ def test_no_text_makes_the_reward_raise(text, is_answer):
 
 
 def all_values(values: tuple[Fraction, ...]) -> set[Fraction]:
-    """Of every expression of all values, signs included, by replacing two of them with one until one is left."""
+    """The values of every expression of all numbers, signs included, by repeatedly replacing two numbers with one."""
     if len(values) == 1:
         return {values[0], -values[0]}
     found = set()

@@ -104,7 +104,7 @@ def test_windows_files_are_read(tmp_path, mark, end):
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
-    for path in (str(tmp_path / "missing.jsonl"), "data/missing.jsonl", str(tmp_path)):  # none is an id of the hub
+    for path in (str(tmp_path / "missing.jsonl"), "data/missing.jsonl", str(tmp_path)):  # none of them is a hub id
         with pytest.raises(UserError, match="there is no such file"):
             read_rows(path, REQUIRED)
 
@@ -160,9 +160,9 @@ def test_test_data_beside_training_data_are_evaluated_on(write, capsys):
     train_rows, eval_rows = load_rows(data=path)
     assert (len(train_rows), eval_rows) == (5, list(map(row, range(10, 14))))
     assert f"evaluated on {test}, which comes with {path}" in capsys.readouterr().out
-    assert load_rows(data=path, eval_data=path)[1] == train_rows  # what is given goes before
+    assert load_rows(data=path, eval_data=path)[1] == train_rows  # an explicit file wins
     assert "test.jsonl" not in capsys.readouterr().out
-    other = write(*map(row, range(5)), name="mine.jsonl")  # only what is called train.jsonl
+    other = write(*map(row, range(5)), name="mine.jsonl")  # only for a file named train.jsonl
     assert len(load_rows(data=other, eval_prompts=2)[0]) == 3
 
 
@@ -204,7 +204,7 @@ configs:
 
 @pytest.fixture
 def hub_dataset(tmp_path, monkeypatch) -> str:
-    """A dataset repository of two subsets, which datasets takes from the current directory instead of the hub."""
+    """A dataset repository with two subsets; the library reads it from the current directory instead of the hub."""
     import datasets
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Search by meaning, with real sentence-transformers models: tiny random ones, saved, loaded, and compared by hand."""
+"""Search by meaning, with real sentence-transformers models: tiny random ones, saved, loaded, and checked by hand."""
 
 import math
 import shlex
@@ -48,7 +48,7 @@ def save_static(path: Path, seed: int = 0, prompts: dict | None = None) -> str:
 
 
 def save_bert(path: Path) -> str:
-    """One layer with random weights, and the mean over the tokens, as E5 has it."""
+    """One layer with random weights, and the mean over the tokens, as in E5."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(TINY_POLICY / "tokenizer.json"), pad_token="<|endoftext|>")
     config = BertConfig(vocab_size=1024, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     config.intermediate_size, config.max_position_embeddings, config.initializer_range = 32, 64, 0.5
@@ -83,7 +83,7 @@ def make(path: Path, encoder: str, documents=DOCUMENTS) -> DenseIndex:
 
 @pytest.mark.parametrize("kind", ["static", "bert"])
 def test_hits_are_those_with_the_largest_cosines(encoders, indexes, kind):
-    """In threads, too."""
+    """Also in threads."""
     model = SentenceTransformer(encoders[kind], device="cpu")
     passages = model.encode([f"passage: {document.text}" for document in DOCUMENTS])
     answers = indexes[kind].search_all(QUERIES, 5)
@@ -183,7 +183,7 @@ def test_a_missing_package_is_named(monkeypatch, encoders):
 
 @pytest.mark.parametrize("content", ["[{", '[{"idx": 0, "name": "0", "path": "", "type": "os.system"}]'])
 def test_what_is_no_encoder_is_refused(tmp_path, encoders, content):
-    """Code that it names is not run."""
+    """Code that the model names is not run."""
     broken = shutil.copytree(encoders["static"], tmp_path / "broken")
     (broken / "modules.json").write_text(content)
     for path in (broken, tmp_path):

@@ -1,4 +1,4 @@
-"""Diagnosis: a fault of a run is reported once, with what to try; a healthy run reports none; the metrics are right."""
+"""Diagnosis: a run's fault is reported once, with advice; a healthy run reports none; the metrics are right."""
 
 import math
 from pathlib import Path
@@ -37,7 +37,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
 
 
 def the_sentence(rule: str, said: list[str]) -> str:
-    """The rule's sentence, of which `said` must hold exactly one."""
+    """The rule's sentence; `said` must contain exactly one."""
     marker, flag = RULES[rule]
     found = [sentence for sentence in said if marker in sentence]
     assert len(found) == 1, said
@@ -136,7 +136,7 @@ SETTINGS = SimpleNamespace(dtype="float32", max_grad_norm=1.0, max_new_tokens=5,
 USUAL = {"policy/entropy": 0.5, "reward/correct": 0.4, "reward/total": 0.4}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
-HISTORIES = {  # steps; the rule that speaks after the last one, and not before; a part of its sentence
+HISTORIES = {  # steps; the rule that reports after the last one, and not before; a part of its sentence
     "cut off": ([{"completion/truncated": 0.3}] * 5, "cut off", "30% of the completions"),
     "never stops": ([{"completion/truncated": 1.0}] * 5, "cut off", "(none ended by itself: "),
     "seldom cut off": ([{"completion/truncated": 0.2}] * 9, None, ""),
@@ -169,8 +169,8 @@ def test_a_rule_speaks_once_and_at_its_step(name):
         return
     assert not any(said[:-1])
     assert part in the_sentence(rule, said[-1])
-    assert diagnosis.check(steps[-1]) == []  # it has been said
-    assert len(diagnosis.findings) == 1  # and still holds
+    assert diagnosis.check(steps[-1]) == []  # already reported
+    assert len(diagnosis.findings) == 1  # and still true
 
 
 REPORTS_OF_RESULTS = {
@@ -179,9 +179,9 @@ REPORTS_OF_RESULTS = {
     "experiment_multiturn_tool_calling/broken_mask": ["sampling difference", "KL"],
     "experiment_multiturn_qa/broken_mask": ["sampling difference", "KL", "flat"],
     "experiment_multiturn_qa/paid_calls_1": ["KL"],
-    # without the search nothing can be right
+    # without the search no answer can be right
     **{f"experiment_multiturn_qa/no_tool_seed{seed}": ["zero variance", "flat"] for seed in range(5)},
-    # an engine whose weights are those of the start
+    # an engine that keeps its initial weights
     **{f"never_corrected_seed{seed}": ["flat"] for seed in (0, 1)},
     "never_corrected_seed2": ["flat", "KL"],
     **{f"never_uncorrected_seed{seed}": ["KL", "gradient", "flat"] for seed in range(3)},
@@ -202,7 +202,7 @@ def test_of_the_published_runs_only_broken_ones_are_reported(run):
     assert len(rows) > 40
     said = []
     for row in rows:
-        if "loss/grad_norm" in row:  # one update per step; older runs did not log what can be derived
+        if "loss/grad_norm" in row:  # one update per step; older runs did not log derivable values
             derived = {
                 "loss/grad_clipped": float(row["loss/grad_norm"] > settings.max_grad_norm),
                 "completion/truncated": 1 - row["completion/stopped"],
@@ -276,7 +276,7 @@ def gather(
 
 
 def slow_metrics(experience: Experience, updates: list) -> dict[str, float]:
-    """The same metrics, one token at a time."""
+    """The same metrics, computed one token at a time."""
     entropies, ratios, clipped, differences, losses, kls = ([] for _ in range(6))
     for log_probs, entropy, _ in updates:
         losses.append(0.0), kls.append(0.0)
@@ -348,7 +348,7 @@ def test_a_loss_names_what_is_logged_about_its_tokens(experience):
 
 
 def test_terms_of_rows_are_refused(experience):
-    """They would be counted once for every token."""
+    """Otherwise they would count once for every token."""
     leaf = torch.zeros(experience.action_mask.shape, requires_grad=True)
     with pytest.raises(ValueError, match=r"a term for every token, \(6, 9\), not \(6, 1\)"):
         UpdateStatistics(MAX_GRAD_NORM).add(0, 0, experience, leaf, leaf.sum(dim=1, keepdim=True))

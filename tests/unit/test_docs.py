@@ -1,6 +1,6 @@
 """The files, lines, keys, flags and tests that the documentation names exist.
 
-The mistakes that benchmarks/traps.py plants are really planted, and leave nothing behind; the page is about them.
+The mistakes that benchmarks/traps.py plants take effect, and leave nothing behind; the page describes them.
 """
 
 import re
@@ -27,7 +27,7 @@ from harness.base.config import RunConfig
 from harness.models.loading import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not what runs write, nor what environments install
+# Neither outputs of runs nor environments
 NOT_OURS = {"runs", "exports", *(path.parent.name for path in ROOT.glob("*/pyvenv.cfg"))}
 PAGES = sorted(
     path
@@ -40,7 +40,7 @@ PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}
 
 @pytest.fixture(autouse=True)
 def beside_scripts(monkeypatch):
-    """Some scripts import what is beside them."""
+    """Some scripts import modules next to them."""
     for folder in ("experiment_sft", "benchmarks"):
         monkeypatch.syspath_prepend(ROOT / folder)
 
@@ -67,7 +67,7 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
 
 
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
-    """The commands `python <script> <arguments>` on a page; a script that was copied has the original's name."""
+    """The commands `python <script> <arguments>` on a page; a copied script gets the original's name."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for original, copy in re.findall(r"^cp (experiment_\w+/)train\.py (experiment_\w+/)$", text, re.MULTILINE):
         text = text.replace(copy, original)
@@ -83,7 +83,7 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
             continue
         module = load_script(script)
         config_class = getattr(module, "Config", None) or module.Command
-        arguments = [*map(flag, getattr(config_class, "POSITIONAL", ())), *arguments]  # as a flag: tyro's own view
+        arguments = [*map(flag, getattr(config_class, "POSITIONAL", ())), *arguments]  # as a flag, the way tyro sees it
         others = getattr(config_class, "ALIASES", {})  # names of flags
         aliases = {alias: flag(name) for name, names in others.items() for alias in names}
         try:
@@ -133,7 +133,7 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def traps(load_script) -> Iterator:
-    """benchmarks/traps.py, which imports what is beside it."""
+    """benchmarks/traps.py, which imports modules next to it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         yield load_script("benchmarks/traps.py")
@@ -141,9 +141,9 @@ def traps(load_script) -> Iterator:
 
 @pytest.fixture(scope="module")
 def gradient_of(traps, load_script, update):
-    """The gradient of the update of a small step, with a mistake in it or with the correct code of a setting."""
+    """The gradient of a small step's update, with a mistake in it or with the correct code of a setting."""
     policy = load_policy(RunConfig(device="cpu"), 0.7)
-    correct: dict[tuple, torch.Tensor] = {}  # by what a setting changes here, where flags have no effect
+    correct: dict[tuple, torch.Tensor] = {}  # by the parts of a setting that matter here, where flags have no effect
 
     def gradient(name: str) -> torch.Tensor:
         setting = traps.setting_of(name)
@@ -161,7 +161,7 @@ def gradient_of(traps, load_script, update):
 
 
 def step(train, update, policy: Policy | None) -> torch.Tensor:
-    """Steps 1 to 5 of `train`, on two groups of rows with a hole in their masks; the first one's rewards are equal.
+    """Steps 1 to 5 of `train`, on two groups of rows with a hole in their masks; the rewards of the first are equal.
 
     None: the policy is loaded as `train` does.
     """

@@ -21,6 +21,6 @@ SCRIPTS = ("experiment_sft/warm_start.py", "benchmarks/what_rl_teaches.py")
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])
 def test_the_examples_of_a_module_are_true(name, load_script):
     results = doctest.testmod(load_script(name) if name in SCRIPTS else importlib.import_module(name))
-    vars(builtins).pop("_", None)  # the last value that an example has shown
+    vars(builtins).pop("_", None)  # the last value of an example
     assert results.attempted
     assert not results.failed

@@ -1,4 +1,4 @@
-"""The loss doctor: our own code passes, every planted mistake is found by its check and by no other."""
+"""The loss doctor: our own code passes, and only the right check finds each planted mistake."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from doctor.findings import GALLERY, NOT_EXAMINED, NOTE, OK, TRAP, Report
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (ROOT / "docs/loss_template.py").read_text(encoding="utf-8")
 
-# Parts of the template, in which mistakes are planted
+# Parts of the template that get planted mistakes
 RATIO = "    ratio = torch.where(mask.bool(), log_probs - old_log_probs, 0.0).exp()\n"
 SURROGATE = "-torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)"
 LENGTH = "mask.sum(dim=1).clamp(min=1)"
@@ -43,7 +43,7 @@ NO_ENDS = "is_completion &= ~torch.isin(sequences, torch.tensor(end_of_turn_ids)
 NO_GRAD = "model.eval()\n    with torch.no_grad()"
 WITH_GRAD = "model.eval()\n    with torch.enable_grad()"
 
-FIRST_LINES = {  # name: (traps that are found, a line before the first of the loss)
+FIRST_LINES = {  # name: (expected traps, a line before the first line of the loss)
     "no end of turn": ("end_of_turn_masked", "mask = mask.bool() & mask.bool().roll(-1, dims=1)"),
     "mask to the right": ("off_by_one", "mask = mask.roll(1, dims=1)"),
     "tool output": ("tool_output_in_loss", SPAN + "mask = span"),
@@ -54,7 +54,7 @@ FIRST_LINES = {  # name: (traps that are found, a line before the first of the l
     "whitened advantages": ("advantages_rescaled", "advantages = advantages / (advantages.std() + 0.1)"),
 }
 BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in FIRST_LINES.items()} | {
-    # name: (traps that are found, old text, new text)
+    # name: (expected traps, old text, new text)
     "mean of micro-batches": ("micro_batch_mean", "/ num_rows", "/ len(mask)"),
     "token mean": ("micro_batch_mean declared", RETURN, "return token_loss.sum() / mask.sum()"),
     "length with tool output": ("tool_output_in_loss", RETURN, SPAN + RETURN.replace("mask", "span")),
@@ -134,14 +134,14 @@ def traps(report: Report) -> set[str]:
 
 
 def planted(old: str, new: str) -> str:
-    """The template with a change, without the functions that it does not concern."""
+    """The template with a change, without the functions that are not concerned."""
     assert old in TEMPLATE
     head, *functions = TEMPLATE.split("\n\n\ndef ")
     needed = [text for text in functions if old in text or ("model.eval()" in old and text.startswith("log_probs("))]
     return "\n\n\ndef ".join([head, *needed]).replace(old, new)
 
 
-OURS = {"docs/loss_template.py": 37, "docs/loss_ours.py": 38}  # how many checks there are; one is for terms
+OURS = {"docs/loss_template.py": 37, "docs/loss_ours.py": 38}  # the number of checks; one is for terms
 TRAIN = {f"{name}/train.py": 18 for name in FORMULAS}
 
 
@@ -254,7 +254,7 @@ def test_names_and_shapes_are_found(examine_text, text, name):
     assert report.errors == []
     assert traps(report) == set()
     assert name in next(finding.sentence for finding in report.findings if finding.check == "normalisation")
-    assert "as heavy" not in str(report.findings)  # as the weight that the function was given
+    assert "as heavy" not in str(report.findings)  # the weight that the function received
 
 
 @pytest.mark.parametrize(("text", "found", "old", "new"), [
@@ -348,7 +348,7 @@ def test_the_example_of_the_docs_is_what_it_prints(tmp_path):
     command, environment = [sys.executable, "-m", "doctor", "my_loss.py"], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "")
-    rounding = r"expected 0, got [\d.]+"  # how float32 rounds a sum differs between processors
+    rounding = r"expected 0, got [\d.]+"  # the rounding of a sum in float32 depends on the processor
     assert re.sub(rounding, "", done.stdout) == re.sub(rounding, "", output)
 
 

@@ -1,4 +1,4 @@
-"""Documents of one's own: which are read, how they are cut, and what is said about those that cannot be used."""
+"""A user's documents: which are read, how they are cut, and the messages about those that cannot be used."""
 
 import json
 import os

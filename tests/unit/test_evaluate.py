@@ -1,4 +1,4 @@
-"""Evaluation: pass@k is unbiased, and every metric is that of the completions that were sampled."""
+"""Evaluation: pass@k is unbiased, and every metric is computed from the sampled completions."""
 
 import copy
 import dataclasses
@@ -84,7 +84,7 @@ def test_all_metrics_are_those_of_the_sampled_completions(policy):
             "accuracy": fmean(right),
             "even": fmean(even),
             "odd": 1 - fmean(even),
-            "count": 1 - fmean(even),  # an int is no flag, and has no accuracy
+            "count": 1 - fmean(even),  # an int is not a flag, and has no accuracy
             "reward_brief": fmean(1 / (1 + len(text)) for text in texts),
             "length": fmean(len(row.completion_ids) for row in trajectories),
             "stopped": fmean(row.finish_reason == "stop" for row in trajectories),
@@ -196,7 +196,7 @@ def answers(question: int, reasoned: tuple[int, int], direct: tuple[int, int]) -
     ]
 
 
-KINDS = [(2, 1), (4, 2)]  # of questions 0 and 1
+KINDS = [(2, 1), (4, 2)]  # for questions 0 and 1
 
 
 @pytest.mark.parametrize("reasoned", [(2, 9), (0, 7), (3, 10), (0, 10), (10, 0), (0, 0)])
@@ -245,7 +245,7 @@ def test_a_run_asks_held_out_questions_with_its_settings():
 
 
 def gain(style: str) -> tuple[Evaluation, Evaluation]:
-    """An evaluation in which an answer of a style is wrong, and one in which it is right."""
+    """An evaluation in which an answer of this style is wrong, and one in which it is right."""
     return tuple(
         Evaluation({"greedy/accuracy": accuracy}, [Greedy("", [], {})], [Answer(0, correct, {style: 1.0})])
         for accuracy, correct in ((0.25, 0.0), (0.75, 1.0))
@@ -270,4 +270,4 @@ def test_a_run_compares_with_its_evaluation_before_training(tmp_path, capsys):
     assert summary["gain"] == {"choice of style": 0.0, "better if reasoned": 1.0}
     printed = capsys.readouterr().out
     assert re.search(r"^settings:\n  algorithm +steps=1  max_new_tokens=12\n  policy +model=tiny", printed)
-    assert "lora_rank" not in printed  # off, as by default
+    assert "lora_rank" not in printed  # off by default

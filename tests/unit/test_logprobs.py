@@ -1,6 +1,6 @@
 """`Policy.forward`: the log-probabilities that training sees, in value, gradient and memory.
 
-A prompt that several rows share is encoded once; values, gradients and independence of rows stay the same.
+A prompt that several rows share is encoded once; values, gradients and the independence of rows do not change.
 """
 
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def plain_scores(policy, sequences: torch.Tensor, mask: torch.Tensor) -> tuple[t
 
 
 def gradient(policy, log_probs: torch.Tensor) -> torch.Tensor:
-    """Of a sum with other weights for all tokens."""
+    """The gradient of a sum in which all tokens have different weights."""
     weights = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(1))
     parts = torch.autograd.grad((log_probs * weights).sum(), list(policy.parameters()), retain_graph=True)
     return torch.cat([part.flatten() for part in parts])
@@ -62,7 +62,7 @@ def assert_close(found, expected) -> None:
 
 
 def assert_scores_and_gradient(policy, sequences, mask) -> None:
-    """Those of complete rows and a complete softmax."""
+    """Compare with complete rows and a complete softmax."""
     scores = policy(sequences, mask)
     log_probs, entropy = plain_scores(policy, sequences, mask)
     assert_close(list(scores), [log_probs, entropy])
@@ -100,7 +100,7 @@ def test_a_batch_without_action_tokens_has_zero_gradients(make_policy):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records how many entries the largest tensor has that any operation makes."""
+    """Records the size of the largest tensor that any operation creates."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +114,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_holds_the_logits_of_all_tokens():
-    """Neither in the forward nor in the backward pass, with a network so narrow that only the logits are large."""
+    """In both the forward and the backward pass, with a network so narrow that only the logits are large."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocab_size, num_tokens = 20_000, 60
@@ -128,7 +128,7 @@ def test_no_tensor_holds_the_logits_of_all_tokens():
             policy.max_logits = max_logits
             policy(sequences, mask).log_probs.sum().backward()
         assert (largest.numel <= most) == is_bounded
-    assert largest.numel == num_tokens * vocab_size  # what it would be without chunks
+    assert largest.numel == num_tokens * vocab_size  # the size without chunks
 
 
 @pytest.mark.parametrize("pad_id", [0, 7])
@@ -218,7 +218,7 @@ def test_micro_batches_change_neither_gradient_nor_update(load_script, make_poli
     train = load_script(f"{experiment}/train.py")
     gradient, weights, metrics = after_update(train, make_policy(VOCAB), micro_batch_size)
     expected, expected_weights, expected_metrics = after_update(train, make_policy(VOCAB), 8)
-    assert (gradient - expected).norm() <= 2e-6 * expected.norm()  # a single row shares no prompt: other roundings
+    assert (gradient - expected).norm() <= 2e-6 * expected.norm()  # a single row shares no prompt: other rounding
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=0)
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
 
@@ -227,7 +227,7 @@ def test_micro_batches_change_neither_gradient_nor_update(load_script, make_poli
     ("kind", "shares", "is_bounded"), [("MULTI_GPU", True, True), ("FSDP", False, True), ("DEEPSPEED", False, False)]
 )
 def test_logits_stay_bounded_where_the_head_may_be_chunked(make_policy, kind, shares, is_bounded):
-    """Under ZeRO-3 each call of the LM head is a message, whose number must not depend on the data."""
+    """Under ZeRO-3 each call of the LM head is a message, so the number of calls must not depend on the data."""
     accelerator = SimpleNamespace(
         distributed_type=DistributedType(kind), device=None, prepare=lambda *prepared: prepared
     )
@@ -238,7 +238,7 @@ def test_logits_stay_bounded_where_the_head_may_be_chunked(make_policy, kind, sh
 
 # Prompts that several rows share --------------------------------------------------------------------------------------
 
-PROMPTS = ([3, 4], [5, 6, 7, 8, 9], [10], [3, 4, 11, 12])  # one begins like another, one is a single token
+PROMPTS = ([3, 4], [5, 6, 7, 8, 9], [10], [3, 4, 11, 12])  # one is a prefix of another, one is a single token
 GROUP_SIZE = 3
 
 
@@ -268,7 +268,7 @@ def test_values_and_gradients_are_those_of_complete_rows(policy, batch, monkeypa
 
 
 def test_every_prompt_and_completion_token_is_run_once(policy, batch, monkeypatch):
-    monkeypatch.setitem(shared_prompts.TOKENS_AT_ONCE, "cpu", 1)  # a row at a time: no padding
+    monkeypatch.setitem(shared_prompts.TOKENS_AT_ONCE, "cpu", 1)  # one row at a time: no padding
     seen = []
     policy.model.get_input_embeddings().register_forward_hook(lambda _, args, output: seen.append(args[0].shape))
     policy(batch.sequences, batch.action_mask)
@@ -303,7 +303,7 @@ def test_gradient_checkpointing_gives_the_same_without_sharing(policy, batch):
 
 
 def test_micro_batches_keep_the_rows_of_a_prompt_together(batch):
-    """Otherwise the prompt would be encoded in each of them."""
+    """Otherwise each of them would encode the prompt."""
     shuffled = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
     for micro in shuffled.split(GROUP_SIZE):
         assert len(micro.prompt_index.unique()) == 1

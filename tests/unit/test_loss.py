@@ -20,7 +20,7 @@ ROWS, TOKENS, BUDGET, CLIP_EPS = 5, 7, 20, 0.2
 MASK = torch.tensor(
     [
         [0, 0, 1, 1, 1, 1, 1],
-        [0, 1, 1, 0, 0, 1, 1],  # a hole: tool output in between
+        [0, 1, 1, 0, 0, 1, 1],  # a hole: tool output
         [0, 0, 0, 0, 0, 0, 0],  # no action token at all
         [1, 0, 0, 0, 0, 0, 0],
         [0, 1, 0, 1, 0, 1, 0],
@@ -92,7 +92,7 @@ def test_terms_and_pushes_equal_a_slow_loop(
     torch.testing.assert_close([x.double() for x in found], [expected, -pushes], atol=tolerance, rtol=0)
     if not on_policy:
         silenced = (pushes == 0) & MASK.bool()
-        assert silenced.any() == (kl_weight == 0)  # the data reach the clip, and the KL penalty is never clipped
+        assert silenced.any() == (kl_weight == 0)  # the data trigger the clip, and the KL penalty is never clipped
 
 
 def test_on_policy_loss_has_a_gradient(make_experience, formula_and_loss):
@@ -218,7 +218,7 @@ def test_kl_estimate_is_unbiased_and_never_negative():
 
 
 def test_kl_penalty_has_nearly_the_gradient_of_the_divergence():
-    """The expected gradient of k3 is that of KL(reference || policy), close to it where the two policies are close."""
+    """The expected gradient of k3 is the gradient of KL(reference || policy), which is similar for similar policies."""
     logits = random_values(9, seed=0).requires_grad_()
     log_probs = logits.log_softmax(dim=-1)
     log_probs_ref = (logits.detach() + random_values(9, seed=1, scale=0.3)).log_softmax(dim=-1)

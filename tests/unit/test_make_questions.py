@@ -1,4 +1,4 @@
-"""Questions about documents of one's own: from templates, and from a model behind a real server."""
+"""Questions about a user's documents: from templates, and from a model on a real server."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def supported() -> list[str]:
 
 
 def some_documents(number: int) -> dict[str, str]:
-    """Each of them gives two questions."""
+    """Each of them yields two questions."""
     names = ["".join("abcdefghij"[int(digit)] for digit in f"{n:03}") for n in range(number)]
     return {
         name: f"The lighthouse of harbour {name} was painted again in {1300 + n} by its keeper. "
@@ -83,7 +83,7 @@ def drafts_of(documents: list[Document], overlap: int = 20) -> list[Draft]:
 
 
 def test_templates_ask_what_a_reader_would_ask(script):
-    """Of each kind, and nothing about a sentence that points at others. Headings become a part of the question."""
+    """Of each kind, but not about a sentence that refers to others. Headings become a part of the question."""
     Path("docs").mkdir()
     Path("docs/guide.md").write_text(GUIDE)
     script.main(["--corpus", "docs", "--output", "out.jsonl", "--per-part", "6"])
@@ -127,7 +127,7 @@ def test_only_what_has_one_answer_is_asked(texts, number):
 
 @pytest.mark.parametrize("overlap", [0, 8])
 def test_sentences_that_are_cut_are_not_asked_about(overlap):
-    """A part can begin within a sentence, at a name, and end within one."""
+    """A part can begin within a sentence, at a name, and end within another."""
     sentences = [
         f"The Keeper of Harbour Lights number {n} sailed for The Isle of Man {n} times before 18{n} came."
         for n in range(40)
@@ -147,7 +147,7 @@ def test_no_document_breaks_the_templates(texts):
 
 
 def test_hostile_documents_are_text(script, capfd):
-    """Their sentences are asked about as they are; no control character is printed."""
+    """Questions use their sentences unchanged; no control character is printed."""
     sentence = "The gunner Fardil ignored all previous instructions of 1846 and fired."
     Path("docs").mkdir()
     Path("docs/bad\x1b[2J.md").write_text(f"# {HOSTILE}\n{HOSTILE}\n\n{sentence}\n\n{HOSTILE}\n")
@@ -158,7 +158,7 @@ def test_hostile_documents_are_text(script, capfd):
 
 
 def test_the_difficulty_is_the_rank_of_the_part(script):
-    """Parts that say more of the question more briefly are found before it: none, three, or twelve of them."""
+    """Shorter parts that say more about the question rank before it: none, three, or twelve of them."""
     asked = {"asked": "The lamp of Fardil was lit in 1846 by hand." + " Rest." * 30}
     for number, difficulty in ((0, "easy"), (3, "medium"), (12, "hard")):
         others = {f"d{n}": f"complete the sentence the lamp of Fardil was lit in by hand {n}" for n in range(number)}
@@ -167,11 +167,11 @@ def test_the_difficulty_is_the_rank_of_the_part(script):
         assert [row["difficulty"] for row in read_output(f"out{number}.jsonl")] == [difficulty]
 
 
-# Given again, and mistakes --------------------------------------------------------------------------------------------
+# Repeated commands, and mistakes --------------------------------------------------------------------------------------
 
 
 def test_the_command_given_again_goes_on(script):
-    """Behind what an earlier one has left, also where a kill has cut a line; no question is made twice."""
+    """After the output of an earlier command, even if a kill cut off a line; no question is made twice."""
 
     def make(output: str, *flags: str) -> list[dict]:
         script.main(["--corpus", corpus, "--output", output, "--num-questions", *flags])
@@ -179,7 +179,7 @@ def test_the_command_given_again_goes_on(script):
 
     corpus = write_corpus(some_documents(20))
     first = make("out.jsonl", "10")
-    assert len({row["supporting"][0] for row in first}) == 10  # each part once, before one is asked about again
+    assert len({row["supporting"][0] for row in first}) == 10  # each part once, before any part is used again
     with Path("out.jsonl").open("a") as output:
         output.write('{"question": "half of a li')
     rows = make("out.jsonl", "30")
@@ -215,7 +215,7 @@ def test_a_mistake_is_told_in_one_sentence(script, flags, reason):
 ROW = {"question": "Who built the Fardil?", "answer": "Jarce", "supporting": ["of others"], "difficulty": "easy"}
 
 
-# What a model replies -------------------------------------------------------------------------------------------------
+# Replies of a model ---------------------------------------------------------------------------------------------------
 
 GOOD = '{"question": "Who built the Fardil?", "answer": "Jarce"}'
 
@@ -252,9 +252,9 @@ def test_a_question_that_is_of_no_use_is_left_out(question, answer, fault):
     assert (found is None) if fault is None else (fault in found)
 
 
-# A model behind a server ----------------------------------------------------------------------------------------------
+# A model on a server --------------------------------------------------------------------------------------------------
 
-FAULTS = {  # what a request about a document of this name gets before it gets an answer
+FAULTS = {  # the faults that a request about a document of this name meets before it gets an answer
     "busy": [(429, b"slow down")],
     "broken": [(500, b"oops"), (503, b"\xff")],
     "half": [(200, b'{"choices": [{"message": {"con')],
@@ -265,7 +265,7 @@ FAULTS = {  # what a request about a document of this name gets before it gets a
 
 
 class Server(ThreadingHTTPServer):
-    """Chat completions that ask who keeps the tower in the prompt, once the faults of this tower are over."""
+    """Chat completions that ask who keeps the tower in the prompt, after the faults of this tower."""
 
     daemon_threads, request_queue_size = True, 64
 
@@ -320,7 +320,7 @@ def flags_for(server: Server, names: list[str], *flags: str) -> list[str]:
 
 
 def test_a_server_that_fails_in_passing_is_asked_again(script, server, monkeypatch):
-    """All questions are made, several requests are open at a time, and only the server is told the key."""
+    """All questions are made, several requests are open at a time, and only the server learns the key."""
     monkeypatch.setenv("OPENAI_API_KEY", " sk-secret\n")
     server.faults |= {name: list(faults) for name, faults in FAULTS.items()}
     together = threading.Barrier(3)
@@ -339,7 +339,7 @@ def test_a_server_that_fails_in_passing_is_asked_again(script, server, monkeypat
 
 
 def test_one_question_is_given_up_and_a_server_that_answers_nothing_ends_the_run(script, server, capsys):
-    """What was made before is kept, and nothing of it is asked for again."""
+    """Earlier questions are kept, and not requested again."""
     names = [f"t{n}" for n in range(12)]
     server.faults["t3"] = [(500, b"")] * 5
     script.main(flags_for(server, names, "--num-questions", "6"))
@@ -363,7 +363,7 @@ def test_one_question_is_given_up_and_a_server_that_answers_nothing_ends_the_run
     ((400, b"x" * 1000), r"status 400: x{100,200} \.\.\.\)"), ((302, b""), r"status 302"),
 ])  # fmt: skip
 def test_a_server_that_refuses_is_told_in_one_sentence(script, server, monkeypatch, fault, reason):
-    """The key is not told, also if the server repeats it, and a mistake can be corrected in the next command."""
+    """The key is never printed, even if the server repeats it, and a mistake can be corrected in the next command."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     server.faults["t"] = [fault]
     with pytest.raises(UserError, match=r"^--base-url [^\n]* does not answer \([^\n]*" + reason) as raised:
@@ -380,7 +380,7 @@ def test_what_can_be_no_key_is_not_told(script, server, monkeypatch):
 
 
 def test_ctrl_c_does_not_wait_for_a_server(script, server):
-    """A request hangs, with minutes of patience; the questions of those before it are kept."""
+    """A request hangs, with minutes of patience; the questions before it are kept."""
     names = [f"t{n}" for n in range(6)]
 
     def interrupt(name: str) -> None:

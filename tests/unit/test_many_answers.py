@@ -2,7 +2,7 @@ r"""Thousands of generated answers, right ones and near misses, against judges t
 
     ANSWERS=20000 python -m pytest -n 0 -m slow -s tests/unit/test_many_answers.py
 
-The generator knows the exact value of what it writes. No wrong answer may earn, and at most one right answer in a
+The generator knows the exact value of its answers. No wrong answer may earn a reward, and at most one right answer in a
 hundred may be refused. Countdown's expressions are in test_countdown_task.py.
 """
 
@@ -19,15 +19,15 @@ from tasks import math as mathematics
 from tasks.verdicts.judge import Judge, has_library
 
 pytestmark = pytest.mark.slow
-ANSWERS = int(os.environ.get("ANSWERS", 1000))  # of each task
+ANSWERS = int(os.environ.get("ANSWERS", 1000))  # for each task
 
-# What GSM8K's questions count
+# The units in GSM8K's questions
 UNITS = """dollars, cents, miles, hours, minutes, days, weeks, years, pounds, ounces, feet, inches, apples, cookies,
 students, pages, books, points, eggs, cups, gallons, liters, slices, flowers, marbles, tickets, people, times, each,
 left, total, pieces, pencils, cards, kg, km, %, percent, mph, miles per hour, square feet, more eggs, years old,
 fewer apples, pairs of socks, cents each, fifth graders, people in all, days a week, hours per day, of the cookies,
 pieces left over, feet tall, dollars more, km/h, dollars per hour, pounds of meat, kids' tickets, bags (small)"""
-# What changes a number: its factor, if it has one, and the words
+# Words that change a number: the factor, if there is one, and the words
 CHANGES = """1000: thousand, thousands, k, K, grand, e3, \u5343, \ucc9c; 10: tens; 12: dozen, dozens; 20: score
 144: gross; 100: hundred, hundreds, hundred eggs, \u767e; 10000: \u4e07, \ub9cc; 100000: lakh; 10000000: crore
 1000000: million, millions, mil, mio, million dollars; 1000000000: bn, billion; 1/10: tenths; 1/100: hundredths
@@ -53,7 +53,7 @@ def number_text(rng: random.Random, value: Fraction) -> str:
 
 
 def of_gsm8k(rng: random.Random) -> tuple[Fraction, str, Fraction | None, str]:
-    """Gold, what is between the tags, its value (None: it is not one number), and the form's name."""
+    """Gold, the text between the tags, its value (None: not a single number), and the form's name."""
     gold = Fraction(rng.choice([rng.randrange(1, 100), rng.randrange(-50, 5000), rng.randrange(10**6)]))
     if rng.random() < 0.1:
         gold += Fraction(rng.randrange(1, 100), 100)
@@ -104,7 +104,7 @@ def of_gsm8k(rng: random.Random) -> tuple[Fraction, str, Fraction | None, str]:
 
 
 def report(name: str, verdicts: list[tuple[bool, bool, str, str]]) -> None:
-    """Print and check what was earned: (right, rewarded, form, shown) of each answer."""
+    """Print and check the rewards: (right, rewarded, form, shown) for each answer."""
     accepted = [shown for right, rewarded, _, shown in verdicts if rewarded and not right]
     refused = Counter(form for right, rewarded, form, _ in verdicts if right and not rewarded)
     num_right = sum(right for right, *_ in verdicts)
@@ -146,7 +146,7 @@ def latex(rng: random.Random, value: Fraction) -> str:
     return sign + rng.choice(forms)
 
 
-# N is the number, which keeps its value in these forms, and does not in the others
+# N is the number, which keeps its value in these forms, but not in the others
 PRESENTED = r"N; $N$; N.; \text{N}; = N; \approx N; **N**; The answer is N.; \textcolor{blue}{N}; \boldsymbol{N}; x = N"
 CHANGED = r"""N\text{ million}; N\mathrm{i}; N\text{ or more}; N\text{0}; N\text{.5}; N\ldots; Nx; N0; N\pi; N!; N, 2;
 N\text{ or }2; N\text{ hundredths}; N\text{ squared}; 1N; N\sqrt{2}; N\text{ dozen}; N^2; -N; N+1; \sqrt{N}; (N, 1);
@@ -171,7 +171,7 @@ def of_math(rng: random.Random) -> tuple[str, str, bool, str]:
     return gold, form.replace("N", text), other == value, f"{form} of {re.sub('[0-9]+', 'n', text)}"
 
 
-# Gold; right; wrong: math-verify says the same of each
+# Gold; right; wrong: math-verify agrees with each
 EXPRESSIONS = r"""Ax+B; B+Ax; Bx+A
 (x+A)^2; x^2+2\cdot Ax+A^2; x^2+A^2
 A\sqrt{B}; \sqrt{B}\cdot A; \sqrt{B+A}

@@ -1,4 +1,4 @@
-"""The task `math`: which answer a completion gives, which are right, and what hostile text does."""
+"""The task `math`: reading the answer of a completion, judging it, and surviving hostile text."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ needs_library = pytest.mark.skipif(not has_library(), reason="math-verify is not
 
 @pytest.fixture(scope="module", autouse=True)
 def judge():
-    """Time enough for a slow processor."""
+    """With enough time for a slow processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge_module, "HUNG_SECONDS", 300.0)
         patch.setattr(judge_module, "num_workers", lambda: 1)

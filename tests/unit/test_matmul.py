@@ -1,4 +1,4 @@
-"""Products with oneDNN: values and gradients are those of nn.Linear, and only float32 on the CPU uses them."""
+"""Products with oneDNN: values and gradients equal nn.Linear's, and only float32 on the CPU uses them."""
 
 import copy
 from pathlib import Path

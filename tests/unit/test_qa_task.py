@@ -1,6 +1,6 @@
 """The task of questions about documents: SQuAD's exact match and F1, and the bundled documents and questions.
 
-Its invented worlds: names that can be copied, documents, questions whose answers stand in them, and disjoint pools.
+Its invented worlds: names that can be copied, documents, questions whose answers are in them, and disjoint pools.
 """
 
 import json
@@ -113,7 +113,7 @@ def test_new_documents_have_names_that_training_never_shows(files):
 
 
 def test_the_first_held_out_questions_are_of_all_kinds(files):
-    """As many as an evaluation asks by default; it takes the first ones."""
+    """The number that an evaluation asks by default; it takes the first ones."""
     kinds = Counter((row["difficulty"], row["documents"]) for row in files["qa_tasks_heldout"][:256])
     assert len(kinds) == 4
     assert min(kinds.values()) > 35

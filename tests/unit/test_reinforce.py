@@ -15,7 +15,7 @@ def train(load_script):
 
 
 def test_terms_and_pushes_are_those_of_the_definition(train, make_experience):
-    """Whatever stands at tokens that were not sampled."""
+    """Whatever the values at other tokens are."""
     log_probs = torch.linspace(-3, -1, 15, dtype=torch.float64).view(3, 5)
     for garbage in (0.0, float("nan"), float("-inf")):
         given = torch.where(MASK.bool(), log_probs, garbage).requires_grad_()

@@ -1,4 +1,4 @@
-"""The page of a run: what is read of damaged directories, what is embedded and what is left out, and what is served."""
+"""The page of a run: reading damaged directories, what the page embeds and omits, and the server."""
 
 import base64
 import gzip
@@ -32,7 +32,7 @@ SCRIPT = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
 
 
 def a_row(step: int, prompt: int = 0, completion: int = 0, **changes) -> dict:
-    """Two tokens of the prompt, two sampled, one of a tool, one sampled."""
+    """Two prompt tokens, two sampled tokens, one tool token, one sampled token."""
     return {
         **{"step": step, "question": "2+2", "answer": "4", "text": "four", "prompt_index": prompt},
         **{"completion_index": completion, "prompt_length": 2, "ids": [1, 5, 7, 8, 9, 2]},
@@ -63,7 +63,7 @@ def lines(rows: list) -> bytes:
 
 @pytest.fixture
 def directory(tmp_path) -> Path:
-    """Of a finished run with three steps."""
+    """The directory of a finished run with three steps."""
     place = tmp_path / "experiment_base" / "a"
     place.mkdir(parents=True)
     (place / "config.json").write_text(json.dumps(CONFIG))
@@ -87,13 +87,13 @@ def read_page(path: Path) -> tuple[dict, dict[int, dict]]:
 
 
 def text_of(path: Path, element: str) -> str:
-    """What is written in an element of a page, without tags."""
+    """The text of an element in a page, without tags."""
     page = path.read_text(encoding="utf-8")
     found = re.search(rf'<(\w+) id="{element}"[^>]*>(.*?)</\1>', page, re.DOTALL)
     return " ".join(re.sub("<[^>]*>", "", found[2]).split())
 
 
-# What a page holds
+# The content of a page
 
 
 def test_a_page_holds_what_the_run_wrote(directory):
@@ -148,11 +148,11 @@ def test_findings_are_grouped_into_ranges_of_steps(directory):
     assert 'href="#step=3"' in path.read_text(encoding="utf-8")
 
 
-# How it stays small
+# Limits on its size
 
 
 def test_of_many_steps_the_first_and_the_last_are_kept(directory):
-    """And of the others complete ones, evenly spread, up to the budget."""
+    """The others are complete steps, evenly spread, up to the budget."""
     rows = [row for step in range(1, 101) for row in (rows_of(step) if step % 5 == 0 else [a_row(step)])]
     (directory / "samples.jsonl").write_bytes(lines(rows))
     kept = keep_steps(Run(directory).samples, 4, page_budget=8000)
@@ -281,7 +281,7 @@ def test_a_mistake_is_told_in_one_sentence(directory, monkeypatch, capsys, argum
 
 @pytest.fixture
 def ask(directory) -> Iterator:
-    """Ask a server of the run: (status, body); `ask.port` is where."""
+    """Ask a server of the run: (status, body); `ask.port` is its port."""
     with Server(directory, 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -322,15 +322,15 @@ def test_nothing_else_is_served(ask):
 
 @pytest.mark.parametrize("host", ["example.com", "127.0.0.1.example.com:{}", "localhost:1", "", "[::1]:{}"])
 def test_another_host_name_is_refused(ask, host):
-    """A page of another site could have its name point to 127.0.0.1."""
+    """A page of another site could point its own name to 127.0.0.1."""
     for path in ("/", "/version", "/samples/1.json"):
         assert ask(path, Host=host.format(ask.port))[0] == 403
-        assert ask(path, host=host.format(ask.port))[0] == 403  # a second one, behind the right one
+        assert ask(path, host=host.format(ask.port))[0] == 403  # a second one after the right one
 
 
 def test_the_page_is_made_again_when_a_file_changes(ask, directory):
     def steps() -> list[int]:
-        """Of the samples in the page."""
+        """The steps of the samples in the page."""
         data = json.loads(re.search(r'id="run-data">(.*?)</script>', ask("/")[1])[1])
         return [step["step"] for step in data["steps"]]
 

@@ -1,6 +1,6 @@
-"""`sample`: what is recorded is what was drawn, and a row depends on its own key and prompt alone.
+"""`sample`: it records exactly what it draws, and a row depends only on its own key and prompt.
 
-What is kept of rows from turn to turn changes nothing.
+Keeping the cache of rows from turn to turn changes nothing.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from common.trajectory import Trajectory
 VOCAB = 24
 END = 2
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [14, 15]]
-NEARLY_ONE = 1 - 2**-53  # the largest number that a generator of float64 in [0, 1) can give
+NEARLY_ONE = 1 - 2**-53  # the largest float64 in [0, 1) that a generator can return
 
 
 def tokens_by_row(trajectories: list[Trajectory]) -> dict[tuple[int, int], list[int]]:
@@ -54,7 +54,7 @@ def test_sampling_records_all_fields_of_a_row(make_policy):
         assert row.action_mask == [0] * len(prompt) + [1] * len(completion)
         assert row.sampler_log_probs[: len(prompt)] == [0.0] * len(prompt)
         assert len(row.sampler_log_probs) == len(row.ids)
-        if row.finish_reason == "stop":  # the end-of-turn token is kept, trained on, and the last
+        if row.finish_reason == "stop":  # the end-of-turn token is kept, trained on, and the last one
             assert completion.index(END) == len(completion) - 1
         else:
             assert END not in completion
@@ -155,7 +155,7 @@ def test_left_padding_is_harmless_with_absolute_positions(make_gpt2):
 
 
 def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
-    """Pearson's statistic over the tokens with probability, after asserting that no other token was drawn."""
+    """Pearson's statistic over the possible tokens, after asserting that no impossible token was drawn."""
     counts, expected = torch.bincount(tokens, minlength=len(probs)), probs * len(tokens)
     assert counts[expected == 0].sum() == 0
     counts, expected = counts[expected > 0], expected[expected > 0]
@@ -180,7 +180,7 @@ def test_tokens_are_drawn_as_often_as_the_softmax_says(make_policy, temperature,
         held += probs[token].item()
     assert chi_square(tokens, kept / kept.sum()) < 49.7
     if top_p == 1:
-        assert chi_square(tokens, (logits / (1.3 * temperature)).softmax(dim=-1)) > 100  # another one would fail
+        assert chi_square(tokens, (logits / (1.3 * temperature)).softmax(dim=-1)) > 100  # other values would fail
     recorded = torch.tensor([row.sampler_log_probs[-1] for row in rows])
     torch.testing.assert_close(recorded, probs.log()[tokens].float(), atol=1e-5, rtol=0)
 
@@ -213,7 +213,7 @@ def test_draws_from_a_large_vocabulary_are_exact():
 
 @pytest.mark.parametrize(("num_parts", "generation_batch_size"), [(3, None), (3, 6), (5, 12)])
 def test_parts_of_the_rows_are_those_of_a_full_call(make_policy, num_parts, generation_batch_size):
-    """With 3 parts of 8 rows, the first has the first group of 6 and two rows of the second, as ranks have."""
+    """With 3 parts of 8 rows, the first has the first group of 6 and two rows of the second, like a rank."""
     policy, group_size = make_policy(VOCAB), 6
     num_rows = len(PROMPTS) * group_size
     settings = {"max_new_tokens": 15, "key": (0, 1), "prompt_index": [40, 30, 20, 10]}
@@ -248,7 +248,7 @@ def test_an_empty_prompt_or_one_without_an_index_is_refused(make_policy, prompts
 
 @pytest.mark.parametrize("budget", [3, 15])
 def test_later_turns_go_on_with_the_random_numbers_of_a_row(make_policy, budget):
-    """A row in several turns is the same row in one piece, drawn by a policy whose turns do not end."""
+    """A row in several turns equals the same row in one piece, drawn by a policy whose turns do not end."""
     policy, endless = make_policy(VOCAB, end_of_turn_ids=(2, 5, 9, 11)), make_policy(VOCAB, end_of_turn_ids=(10_000,))
     whole = sample(endless, PROMPTS, 4, max_new_tokens=budget, key=(0, 1))
     rows = begin_rows(PROMPTS, 4)
@@ -263,7 +263,7 @@ def test_later_turns_go_on_with_the_random_numbers_of_a_row(make_policy, budget)
 
 
 def test_what_tools_answer_takes_no_random_number_or_budget(make_policy):
-    """The temperature is so high that tokens depend on the random numbers only: those of the completion."""
+    """The temperature is so high that tokens depend only on the random numbers of the completion."""
     flat, endless = (make_policy(VOCAB, temperature=1e9, end_of_turn_ids=ends) for ends in ((2, 5, 9, 11), (10_000,)))
     whole = sample(endless, PROMPTS, 4, max_new_tokens=15, key=(0, 1))
     rows, masks = begin_rows(PROMPTS, 4), [[0] * len(prompt) for prompt in PROMPTS for _ in range(4)]
@@ -279,7 +279,7 @@ def test_what_tools_answer_takes_no_random_number_or_budget(make_policy):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_log_probs_of_later_turns_are_those_of_training(make_policy, make_gpt2, kind):
-    """At a temperature, with top-p and left padding; what tools answer holds the pad and end-of-turn token."""
+    """At a temperature, with top-p and left padding; tool answers contain the pad and end-of-turn token."""
     policy = make_gpt2() if kind == "gpt2" else make_policy(VOCAB, pad_id=END)
     policy.temperature, policy.end_of_turn_ids = 1.5, [END, 5, 9, 11]
     rows = begin_rows(PROMPTS, 3)
@@ -320,12 +320,12 @@ def test_an_observation_fills_no_more_than_the_context():
 
 
 def converse(policy: Policy, kept: KeptRows | None, **settings) -> list[Trajectory]:
-    """Six turns, of rows in another order each time; a tool answers with 1 to 9 tokens, and once 30, and rows leave."""
+    """Six turns with rows in a new order each time; a tool answers with 1 to 9 tokens, and once 30, and rows leave."""
     rows = begin_rows(PROMPTS, 4)
     open_ones = list(rows)
     for turn in range(6):
         sampled = continue_rows(policy, open_ones, kept=kept, **{"max_new_tokens": 40, "key": (0, 1)} | settings)
-        if kept is not None and any(sampled):  # what is kept needs the memory of one batch at most
+        if kept is not None and any(sampled):  # the kept rows need at most the memory of one batch
             assert len(kept) <= min(len(open_ones), settings.get("generation_batch_size", 16))
         open_ones = [row for row in open_ones if row.finish_reason == "stop" and (len(row.ids) + turn) % 6][::-1]
         for row in open_ones:
@@ -353,7 +353,7 @@ def test_kept_rows_are_exact_with_a_sliding_window():
 
 
 def check_kept_rows(policy: Policy, **settings) -> None:
-    """The same ids, masks and finish reasons, the same log-probs up to rounding, and fewer tokens run."""
+    """Same ids, masks and finish reasons, same log-probs up to rounding, and fewer tokens in forward passes."""
     ways = []
     for kept in (None, KeptRows()):
         run: list[int] = []  # tokens of each forward pass

@@ -1,6 +1,6 @@
-"""The search tool: what is asked of an index, what the policy reads, and what is counted of it.
+"""The search tool: its requests to an index, the text for the policy, and its counts.
 
-A search server that fails, hangs, breaks off or lies: errors for exactly the queries concerned, and in time.
+A search server that fails, hangs, breaks off or lies: errors for exactly the affected queries, and in time.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ LOG = Hit("log", "error: disk full", 1.0)
 
 
 class Shelf:
-    """An index of three documents; one query takes too long for it."""
+    """An index of three documents; one query takes too long."""
 
     def __init__(self):
         self.asked: list[list[str]] = []
@@ -86,7 +86,7 @@ BOTH = ["s1", "p1"]
     (["Tinhur"], BOTH, "Waplem", 0.5), (["Tinhur", "Mabto"], BOTH, "Waplem", 1), (["Tinhur", "slow"], BOTH, "?", 0.5),
     (["Jarce"], "p1", "Waplem", 1), (["Jarce"], 7, "Waplem", 0), (["Jarce"], ["p1", 7], "Waplem", 0.5),
     (["Jarce"], "s", "Waplem", 0),
-    # without documents the answer must be found
+    # without documents, a hit must contain the answer
     (["Jarce"], None, "waplem", 1), (["Jarce"], None, ["never", 1734], 1), (["Jarce"], None, "Bamor", 0),
 ])  # fmt: skip
 def test_what_was_found_in_all_turns_counts(searcher, queries, supporting, answer, share):
@@ -129,7 +129,7 @@ def test_what_is_no_search_finds_nothing(searcher, shelf, text):
 
 
 def test_what_is_not_answered_is_not_searched(searcher, shelf):
-    """In the last turn, and beyond the limit of a turn; nor is a tool of the user's called search the index."""
+    """In the last turn, and beyond the limit of a turn; a user's tool called search is not the index, either."""
     state = state_of(searcher)
     state.is_last_turn = True
     observation, rewards, done = take(state, call("Fardil"))
@@ -169,7 +169,7 @@ def http(body: bytes, status: str = "200 OK", **headers: object) -> bytes:
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Real sockets: `reply(asked, send)` says what is sent for the JSON of a request; by default the right answer."""
+    """Real sockets: `reply(asked, send)` answers the JSON of a request; by default with the right answer."""
 
     daemon_threads, request_queue_size = True, 64
 
@@ -177,17 +177,17 @@ class Server(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.asked, self.lines, self.authorized = [], [], []
-        self.released = threading.Event()  # servers that hang wait for it, but not for good
+        self.released = threading.Event()  # hanging servers wait for it, but not forever
         self.reply: Callable[[dict, Callable], bytes | None] = self.right
 
     def right(self, asked: dict, send: Callable) -> bytes:
         return http(answer_to(asked["queries"], asked["topk"]))
 
     def half_right(self, wrong: Callable) -> None:
-        """A wrong reply to the request that has the first query, and right ones to all others."""
+        """A wrong reply to the request with the first query, and right replies to all others."""
         self.reply = lambda asked, send: (wrong if QUERIES[0] in asked["queries"] else self.right)(asked, send)
 
-    def handle_error(self, *_) -> None:  # a client that has gone
+    def handle_error(self, *_) -> None:  # a client that is gone
         pass
 
 
@@ -221,7 +221,7 @@ def ask(url: str, query: str = "a", seconds: float = LONG) -> list[Hit] | Search
 
 
 def assert_first_failed(answers: list, match: str) -> None:
-    """The queries of the first request have failed, each with one line, and those of the second were answered."""
+    """The queries of the first request failed, each with one line, and the second request was answered."""
     for error in answers[:N]:
         assert isinstance(error, SearchError)
         assert match in str(error)
@@ -240,7 +240,7 @@ def test_a_request_is_search_r1s_and_what_is_said_comes_back(server):
 
 
 def test_all_queries_are_in_flight_at_once(server):
-    together = threading.Barrier(3)  # nobody is answered before all requests are there
+    together = threading.Barrier(3)  # no request is answered before all have arrived
     server.reply = lambda asked, send: (together.wait(LONG / 2), server.right(asked, send))[1]
     queries = [*QUERIES, "one more"]
     assert RemoteIndex(server.url, LONG).search_all(queries, 1) == [hits_of(query, 1) for query in queries]

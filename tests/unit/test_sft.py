@@ -1,6 +1,6 @@
-"""Supervised fine-tuning: which tokens are learned, their mean, the learning rate, the rows that are held out.
+"""Supervised fine-tuning: the trained tokens, their mean, the learning rate, the held-out rows.
 
-And its lessons: about tools, and about Countdown, of which every line is true.
+Also its lessons: about tools, and about Countdown, in which every line is true.
 """
 
 import itertools
@@ -50,7 +50,7 @@ CONVERSATIONS = [
     conversation("Say 4", "4", "Now add 5 to it, and tell me what you get", "9 9 9", "Good", "Good"),
     conversation("Say 12345678901234567890", "No"),
 ]
-SEARCHES = [  # with the texts of the verdicts, which weigh more
+SEARCHES = [  # with the texts of the verdicts, which have larger weights
     (conversation("Make 37<55 from 1.", "(7*5)+2=35+2=37<100"), "37<100"),
     (
         conversation("Make it.", "<think>12-(5*2)=12-10=2<24 (12*5)-2=60-2=58=58</think><answer>(12*5)-2</answer>"),
@@ -58,7 +58,7 @@ SEARCHES = [  # with the texts of the verdicts, which weigh more
     ),
     (conversation("Make it.", "<think>12-(5*2)=12-10=2<24 "), "2<24"),
 ]
-# Each occurs once, and no two have an equal loss.
+# Each occurs once, and no two have the same loss.
 MANY = [conversation(f"Say {n} {'please ' * (n % 4)}", f"{n} " * (1 + n % 3)) for n in range(30)]
 
 
@@ -106,7 +106,7 @@ WITH_TOOLS = {
 
 
 def losses_of(policy: Policy, row: dict) -> torch.Tensor:
-    """Minus the log-probability of every token that the assistant says, from the text that the template renders."""
+    """Minus the log-probability of every assistant token, from the text that the template renders."""
     parts = policy.tokenizer.apply_chat_template(row["messages"], tokenize=False).split("<|im_start|>assistant\n")
     ids, is_spoken = [], []
     for index, part in enumerate(parts):
@@ -129,7 +129,7 @@ def learned(policy: Policy, row: Trajectory) -> str:
 
 
 def test_what_is_learned_is_what_the_assistant_says(policy, encode):
-    """All of its turns and the tokens that end them; nothing that a user says, and nothing that the template adds."""
+    """All its turns and the tokens that end them; no user text, and nothing that the template adds."""
     encoded = encode()
     assert [row.prompt_index for row in encoded] == list(range(len(CONVERSATIONS)))
     for row, conversation in zip(encoded, CONVERSATIONS, strict=True):
@@ -139,7 +139,7 @@ def test_what_is_learned_is_what_the_assistant_says(policy, encode):
 
 
 def test_calls_are_learned_and_results_and_weight_0_are_not(policy, encode):
-    """A turn with weight 0 is read; so is what the tools answer, and the line that names them."""
+    """A turn with weight 0 is only read; so are the tools' answers, and the line that names them."""
     (row,) = encode([WITH_TOOLS])
     assert learned(policy, row) == (
         '<tool_call>{"name": "calculator", "arguments": {"expression": "3*4"}}</tool_call><|im_end|>'
@@ -165,7 +165,7 @@ def test_tools_and_weights_that_mean_nothing_are_refused(encode):
 @pytest.mark.parametrize("lessons", ["arithmetic", "countdown"])
 @pytest.mark.parametrize("micro_batch_size", [2, 256])
 def test_the_update_is_the_mean_over_all_spoken_tokens(policy, encode, update, micro_batch_size, lessons):
-    """Loss and gradient are those of a slow loop, for every micro-batch; some tokens of Countdown weigh more."""
+    """Loss and gradient equal a slow loop's, for every micro-batch; some tokens of Countdown have larger weights."""
     conversations = CONVERSATIONS if lessons == "arithmetic" else [row for row, _ in SEARCHES]
     rows = encode(conversations, lessons=lessons)
     spoken = [
@@ -231,7 +231,7 @@ def test_an_update_that_is_not_finite_is_skipped(train, encode):
 
 
 def test_the_learning_rate_rises_and_falls_as_it_says(train):
-    """In a straight line to the peak, and down half a cosine wave to the share `final_lr` of it."""
+    """In a straight line to the peak, and down half a cosine wave to the share `final_lr` of the peak."""
 
     def rate(step: int, **settings) -> float:
         return train.learning_rate(train.Config(lr=2.0, **settings), step, num_steps=1000)
@@ -251,7 +251,7 @@ def test_the_learning_rate_rises_and_falls_as_it_says(train):
 
 @pytest.fixture
 def run(train, tmp_path, monkeypatch):
-    """Train the bundled policy on rows, at a rate that hardly moves it: it, its batches, the metrics, the summary."""
+    """Train the bundled policy on rows, at a tiny rate; returns policy, batches, metrics and summary."""
     policies, batches, update = [], [], train.update
     monkeypatch.setattr(train, "load_policy", lambda config: policies.append(load_policy(config)) or policies[-1])
     monkeypatch.setattr(train, "update", lambda *given: batches.append(given[3]) or update(*given))
@@ -268,7 +268,7 @@ def run(train, tmp_path, monkeypatch):
 
 
 def test_rows_are_learned_once_or_held_out_and_examined(run):
-    """The losses of the first update and of the examination together are those of all rows, each once."""
+    """The losses of the first update and of the examination together cover all rows, each once."""
     policy, batches, (metrics,), summary = run(MANY, "--tokens-per-batch", "100000", "--micro-batch-size", "4")
     texts = {policy.tokenizer.apply_chat_template(row["messages"], tokenize=False): row for row in MANY}
     seen = [pair for batch in batches for pair in zip(batch.sequences, batch.attention_mask, strict=True)]
@@ -289,7 +289,7 @@ def test_the_number_of_rows_held_out_is_limited(train, encode):
 
 
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own(train, encode, monkeypatch):
-    """Other rows are batched together, too: those of a window, within which rows are sorted by length."""
+    """Different rows share a batch each time: a window's rows, which are sorted by length within the window."""
     monkeypatch.setattr(train, "WINDOW", 10)
     rows = encode(MANY)
 
@@ -314,7 +314,7 @@ def test_rows_of_a_file_are_shuffled_and_lessons_stay_in_order(train, monkeypatc
     rows = [Trajectory([1] * (5 + n % 7), 2, [0, 0] + [1] * (3 + n % 7), [0.0] * (5 + n % 7), n) for n in range(1000)]
 
     def windows(data: str | None) -> list[int]:
-        """Of the rows in the order of training: which hundred of the file each comes from."""
+        """For the rows in training order: which hundred of the file each row comes from."""
         config = train.Config(data=data, tokens_per_batch=50)
         return [row.prompt_index // 100 for batch in train.batches(config, rows) for row in batch]
 
@@ -399,7 +399,7 @@ def share(flags: list[bool]) -> float:
 
 
 def test_lessons_about_tools_ask_nothing_that_is_rewarded_later(tool_rows):
-    """Every name, and every sum of a call, belongs to the pool of the warm start."""
+    """Every name, and every sum in a call, belongs to the pool of the warm start."""
     of_others, calls = {*world_grammar.names("train"), *world_grammar.names("heldout")}, 0
     for row in (row for lesson in tool_rows for row in lesson):
         words = {word for turn in row["messages"] for word in re.findall(r"\w+", turn["content"])}
@@ -413,7 +413,7 @@ def test_lessons_about_tools_ask_nothing_that_is_rewarded_later(tool_rows):
 
 
 def test_the_second_lesson_always_calls_and_reads(tool_rows):
-    """Its answer stands in what the last tool said; without a call there is reasoning."""
+    """Its answer is in the last tool result; without a call there is reasoning."""
     for row in tool_rows[1]:
         *_, answer = texts(row, "assistant")
         if results := texts(row, "tool"):
@@ -440,7 +440,7 @@ def test_malformed_calls_get_errors_and_few_are_learned(tool_rows):
 
 
 def test_renewed_embeddings_can_be_told_apart(train):
-    """Those of names' tokens; all others stay. A capital is about the same with and without a space in front."""
+    """Only the names' tokens change. A capital is about equally frequent with and without a space in front."""
     policy = load_policy(PolicyConfig(device="cpu"))
     weights = policy.model.get_input_embeddings().weight
     old = weights.detach().clone()
@@ -463,7 +463,7 @@ def test_renewed_embeddings_can_be_told_apart(train):
     apart = [(new[bare] - new[spaced]).norm() / scale for bare, spaced in capitals]
     assert sum(apart) / len(apart) == pytest.approx(0.5 * 2**0.5, rel=0.2)
 
-    assert train.renew_collapsed_embeddings(policy, seed=2) == (after, after)  # nothing has collapsed any more
+    assert train.renew_collapsed_embeddings(policy, seed=2) == (after, after)  # nothing is collapsed any more
     assert torch.equal(weights, new)
 
 
@@ -476,7 +476,7 @@ def test_flags_of_the_lessons_about_tools_that_do_not_fit_are_refused(train):
 
 
 def test_the_policy_with_tools_is_able_and_mostly_does_not_call(train):
-    """Greedily it calls nothing; forced to begin with a call it computes, and finds what it has never read."""
+    """Greedily it calls nothing; forced to begin with a call, it computes, and finds facts that it has never read."""
     import tool_examination as examination
 
     policy = load_policy(PolicyConfig(device="cpu", model="tiny_tools"))
@@ -518,12 +518,12 @@ def test_the_bundled_policies_are_small_and_speak_alike():
 # The lessons about Countdown ------------------------------------------------------------------------------------------
 
 ASKED = re.compile(r"(Make|Try) (\d+) from (\d+), (\d+), (\d+)\.")
-NUM_ROWS = 250  # of each lesson
+NUM_ROWS = 250  # per lesson
 
 
 @pytest.fixture(scope="module")
 def searches(train) -> list[tuple[str, Problem, str]]:
-    """`NUM_ROWS` of each lesson: verb, problem, and what the assistant says."""
+    """`NUM_ROWS` of each lesson: verb, problem, and the assistant's text."""
     found = []
     for row in train.countdown_conversations(NUM_ROWS, NUM_ROWS, NUM_ROWS, seed=1):
         user, assistant = row["messages"]
@@ -534,7 +534,7 @@ def searches(train) -> list[tuple[str, Problem, str]]:
 
 
 def read_line(line: str, problem: Problem) -> tuple[str, int, str]:
-    """Expression, value and relation of a try; everything that it says has been checked by another evaluator."""
+    """Expression, value and relation of a try; another evaluator has checked all its claims."""
     expression, step, value, relation, target = re.fullmatch(r"([^=]+)=([^=]+)=(\d+)([<>=])(\d+)", line).groups()
     exact, used = countdown.read_expression(expression)
     assert sorted(used) == sorted(problem.nums)
@@ -569,7 +569,7 @@ def test_every_line_of_the_lessons_is_true(searches):
 
 
 def test_problems_of_the_files_and_the_lessons_are_disjoint(searches, tmp_path):
-    """The files are those that their script writes, beside itself."""
+    """The script reproduces the files next to itself."""
     shutil.copy(ROOT / "data" / "make_countdown_tasks.py", tmp_path)
     runpy.run_path(str(tmp_path / "make_countdown_tasks.py"), run_name="__main__")
     sets = [{(tuple(sorted(problem.nums)), problem.target) for _, problem, _ in searches}]

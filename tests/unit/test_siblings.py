@@ -1,6 +1,6 @@
 """Siblings: an experiment differs little from its parent, and its README states and shows the difference.
 
-The structure of the repository: what may import what.
+The structure of the repository: allowed imports.
 """
 
 import ast
@@ -34,7 +34,7 @@ def code_of(experiment: Path) -> list[str]:
 
 
 def hunks(experiment: Path) -> list[tuple[list[str], list[str]]]:
-    """What the sibling removes from its parent's train.py and adds to it, hunk by hunk, without the docstring."""
+    """The lines of train.py that the sibling removes from and adds to its parent's, by hunk, without the docstring."""
     old, new = code_of(parent_of(experiment)), code_of(experiment)
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     return [(old[a:b], new[c:d]) for tag, a, b, c, d in matcher.get_opcodes() if tag != "equal"]
@@ -64,7 +64,7 @@ def test_the_diff_is_within_the_budget_that_the_readme_states(experiment):
 
 @pytest.mark.parametrize("experiment", SIBLINGS, ids=lambda path: path.name)
 def test_the_readme_shows_the_diff(experiment):
-    """The lines after + and - in its diff blocks are those of the diff, in order, shown without indentation.
+    """The lines after + and - in its diff blocks match the diff, in order, shown without indentation.
 
     Up to 40 changed lines all of them are shown, above that complete hunks.
     """
@@ -101,13 +101,13 @@ def test_the_curriculum_table_is_true():
             assert (parent, size) == ("none", f"{len((experiment / 'train.py').read_text().splitlines())} lines in all")
 
 
-# What may import what -------------------------------------------------------------------------------------------------
+# Allowed imports ------------------------------------------------------------------------------------------------------
 
 ROOMS = ("common", "doctor", "harness", "tasks", "viewer")
 
 
 def imports_of(path: Path) -> set[str]:
-    """The full names of all modules, and of all names from modules, that a file imports, at any depth."""
+    """The full names of all modules that a file imports, and of all names from modules, at any depth."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -122,7 +122,7 @@ def imports_of(path: Path) -> set[str]:
     ("common", {"harness", "tasks", "viewer"}),
     ("harness", {"tasks"}),
     ("viewer", {"common"}),
-    ("doctor", {"common"}),  # its slow loops are its own; only the adapter for our own files imports others
+    ("doctor", {"common"}),  # it has its own slow loops; only the adapter for our own files imports others
 ])  # fmt: skip
 def test_a_room_imports_nothing_of_the_rooms_above(room, forbidden):
     paths = [path for path in sorted((ROOT / room).rglob("*.py")) if path != ROOT / "doctor" / "textbook.py"]
@@ -138,10 +138,10 @@ def test_no_two_files_have_the_same_name():
 
 
 def test_no_program_changes_where_modules_are_found():
-    """`-e .` in requirements.txt does. Only the process of a user's tools gets the search path of the run's process."""
+    """`-e .` in requirements.txt does that. Only a user's tool processes get the search path of the run's process."""
     changes = re.compile(r"sys\.path(\[.*\])? *\+?=|sys\.path\.(insert|append|extend)|site\.addsitedir")
     folders = (*ROOMS, "benchmarks", "data", "docs", "experiment_*", "notebooks")
-    folders += ("tests/engine/stand_in",)  # a program, too
+    folders += ("tests/engine/stand_in",)  # also a program
     paths = [path for folder in folders for kind in ("py", "ipynb") for path in ROOT.glob(f"{folder}/**/*.{kind}")]
     found = [path.relative_to(ROOT).as_posix() for path in paths if changes.search(path.read_text(encoding="utf-8"))]
     assert len(paths) > 100

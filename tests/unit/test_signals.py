@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def events(load_script, tmp_path):
-    """Run three steps, with so many Ctrl-C at a moment; returns what happened, and the checkpoints that are left."""
+    """Run three steps, with some Ctrl-Cs at a given moment; returns the events, and the remaining checkpoints."""
     config_class = load_script("experiment_base/train.py").Config
     policy = load_policy(RunConfig(device="cpu"))
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)

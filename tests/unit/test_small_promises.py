@@ -1,4 +1,4 @@
-"""Promises that one line keeps: each test fails without it."""
+"""Promises that a single line of code keeps: each test fails without that line."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_an_empty_path_is_refused_by_its_flag(name):
 
 
 def test_a_number_of_thousands_of_digits_is_a_malformed_call():
-    """Python's own message would name one of its functions to the policy."""
+    """Python's own message would mention one of its functions to the policy."""
     (call,), _ = parse_calls('<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("9" * 5000), "hermes")
     assert call.error == "a number has more than 1000 digits"
 
@@ -90,7 +90,7 @@ def test_the_card_of_a_checkpoint_shows_no_later_figures(tmp_path):
 
 
 def test_all_end_of_turn_ids_are_exported(tmp_path):
-    """Llama 3 has several; generation that knows one of them runs on to its limit."""
+    """Llama 3 has several; generation with only one of them runs on to its limit."""
     AutoTokenizer.from_pretrained(TINY_POLICY).save_pretrained(tmp_path)
     own = AutoTokenizer.from_pretrained(TINY_POLICY).eos_token_id
     GenerationConfig(eos_token_id=[own, 7], repetition_penalty=1.2).save_pretrained(tmp_path)
@@ -114,7 +114,7 @@ def test_a_solution_that_earns_half_is_refused():
 
 
 def test_a_component_without_weight_may_be_no_number(capsys):
-    """It is logged only, and no update is skipped for it."""
+    """The component is only logged, and no update is skipped because of it."""
     row = Row({"question": "1+1", "answer": "2"})
     own_task(reward=lambda row, text: {"correct": 1.0, "format": math.nan}).reward(row, "")
     assert "skipped" not in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_a_component_without_weight_may_be_no_number(capsys):
 
 
 def test_documents_are_indexed_in_the_form_in_which_queries_are_searched(tmp_path):
-    """Full-width letters and ligatures of a document, and those of a query, are the usual letters."""
+    """Full-width letters and ligatures become ordinary letters, in documents and in queries."""
     documents = [Document("1", "the ship \uff26\uff41\uff52\uff44\uff49\uff4c"), Document("2", "other")]
     build_sqlite(tmp_path / "index", documents, "a hash")
     answers = SqliteIndex(tmp_path / "index", 5, "").search_all(["fardil", "\uff26ardil"], 2)
@@ -141,7 +141,7 @@ def test_the_completions_that_are_printed_are_the_best_and_the_worst_of_their_gr
 
 
 def test_costs_are_of_all_processes(monkeypatch):
-    """Memory is that of the process which needs most, and tokens are divided by seconds."""
+    """Memory comes from the process that needs most, and tokens are divided by seconds."""
     monkeypatch.setattr(metrics, "gather", lambda own: [own, (0.5, {}, 2**50)])
     clock = metrics.StepClock("cpu")
     clock._began -= 10
@@ -166,7 +166,7 @@ def test_half_a_point_is_no_right_sample_in_an_evaluations_results():
 
 
 def test_directories_of_a_corpus_are_read_in_the_order_of_their_names(tmp_path, monkeypatch):
-    """Whatever order a file system gives them in: the ids of results, and the content hash, depend on it."""
+    """In whatever order a file system lists them: the ids of results and the content hash depend on the order."""
     walk = os.walk
 
     def backwards(*arguments, **settings):

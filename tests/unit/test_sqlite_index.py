@@ -1,6 +1,6 @@
-"""Search by words: what is found, whatever is asked, by several threads, while the file is replaced.
+"""Search by words: its results for any query, from several threads, while the file is replaced.
 
-The flags of a search: which index is opened, when it is made, and what is refused.
+The flags of a search: which index is opened, when it is built, and what is refused.
 """
 
 import math
@@ -130,7 +130,7 @@ def test_common_words_count_only_as_far_as_they_are_affordable(tmp_path, monkeyp
     assert len(found(index, "the half rare one", 3000)) == 1500 + 16
     assert found(index, "the half rare one")[0].document == everything[0].document == "2999"
     assert found(index, "the rare", 200) == found(index, "rare", 200)
-    assert 1500 < len(found(index, "the", 3000)) <= 2400  # nothing else is in the query
+    assert 1500 < len(found(index, "the", 3000)) <= 2400  # the query contains nothing else
 
 
 def test_a_search_that_takes_too_long_is_an_error(tmp_path):
@@ -172,7 +172,7 @@ DOCS = "my docs.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchConfig, RunConfig):
-    """As an experiment has it."""
+    """As in an experiment."""
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_a_corpus_that_changes_gets_another_index(capsys):
 
 
 def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
-    """Who has opened the old one keeps it."""
+    """A process that has opened the old one keeps it."""
     write_corpus("one", "two")
     flags = {"corpus": DOCS, "index": "my index", "chunk_words": 50}
     old = opened(**flags)
@@ -237,7 +237,7 @@ def test_an_index_of_other_documents_is_refused_until_rebuilt(load_script):
 
 
 def read_and(end, corpus: tuple[str, ...]):
-    """Documents, and in the place of the last one what `end` does."""
+    """The documents, but `end` is called instead of the last one."""
 
     def read(*_):
         yield from (Document(str(number), text) for number, text in enumerate(corpus))
@@ -280,7 +280,7 @@ def test_a_build_that_ends_early_leaves_the_old_index(monkeypatch, error):
 
 
 def test_documents_that_questions_name_are_looked_for(capsys):
-    """In training and held-out rows; a document that was cut is there. Servers, which list none, are not asked."""
+    """In training and held-out rows; a document that was cut counts. Servers list no documents and are not checked."""
     write_corpus("one", "two " * 30)
     config = SearchConfig(corpus=DOCS, chunk_words=10, chunk_overlap=0)
 
@@ -330,7 +330,7 @@ def test_paths_of_a_search_are_absolute_for_a_resumed_run():
 
 
 def test_a_resumed_run_needs_the_same_documents():
-    """What config.json keeps, and `--resume` compares, follows the content and not the file."""
+    """The entry in config.json that `--resume` compares depends on the content and not on the file."""
     write_corpus("one")
 
     def source(**flags) -> dict[str, dict]:

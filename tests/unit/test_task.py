@@ -161,7 +161,7 @@ def test_descriptions_must_have_the_same_names(load):
 
 
 def test_a_reward_that_is_nan_is_reported_once_with_its_row(load, capsys):
-    """A description that is, or the trial at the start, is no reason to."""
+    """A description that is NaN, or the trial at the start, does not cause a report."""
     text = with_reward('return {"correct": 1, "short": float("nan")}')
     task = load(text + "def describe(row, text): return {'x': float('nan')}")
     capsys.readouterr()
@@ -243,7 +243,7 @@ def test_without_correct_a_solution_earns_more_than_nothing(load):
 
 
 def test_solutions_are_tried_for_so_long_and_no_longer(load, monkeypatch, capsys):
-    """The user is told how many rows there was time for."""
+    """The user is told how many rows fitted into the time."""
     monkeypatch.setattr(row_checks, "PATIENCE", -1)
     load(SOLVED)
     assert "the solutions of 0 of 7 rows were tried in -1 s" in capsys.readouterr().out
@@ -270,7 +270,7 @@ def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
     assert capsys.readouterr().err.count("reward of rows.jsonl:2 has been running for 0.05 s") == 1
     task.reward(task.train_rows[1], "")
     time.sleep(0.2)
-    assert capsys.readouterr().err == ""  # nothing of calls that have ended
+    assert capsys.readouterr().err == ""  # nothing about calls that have ended
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is printed: in one place, without anything that could control a terminal."""
+"""All output goes through one place, and cannot control a terminal."""
 
 import ast
 import io
@@ -45,7 +45,7 @@ def test_conversations_are_colored_on_terminals_that_show_it(monkeypatch, capsys
 
 
 def test_there_is_one_place_that_prints():
-    """But for the tables of summary.py, whose cells are made by `printable`, and tested below."""
+    """Except the tables of summary.py, whose cells come from `printable`, and which are tested below."""
     prints = ("print", "tqdm.write", "sys.stdout.write", "sys.stderr.write", "console.print", "warnings.warn")
     found = set()
     folders = ("common", "harness", "tasks", "experiment_*")
@@ -114,7 +114,7 @@ def test_neither_texts_nor_names_can_control_the_terminal(capsys):
 
 
 def test_what_transformers_logs_cannot_control_the_terminal(tmp_path, monkeypatch):
-    """It reports the names of weights that it does not expect, in colors."""
+    """It reports the names of unexpected weights, in colors."""
     shutil.copytree(TINY_POLICY, tmp_path / "model")
     weights = load_file(tmp_path / "model/model.safetensors") | {HOSTILE: torch.zeros(1)}
     save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Tools of the user's own, in real processes: whatever their code does becomes a text, and nothing is left behind."""
+"""A user's tools, in real processes: whatever their code does becomes a text, and leaves nothing behind."""
 
 import json
 import os
@@ -119,7 +119,7 @@ def test_every_result_becomes_text_of_bounded_length(tools, code, answer):
     ("exec('class E(Exception):\\n  def __str__(self): return 1 / 0\\nraise E')", "error: E"),
 ])  # fmt: skip
 def test_an_exception_becomes_one_harmless_line(tools, code, answer):
-    """And the process goes on: it is the same one."""
+    """The process continues: it is still the same one."""
     before = tools["process"]()
     got = tools["evaluate"](code=code)
     assert got.startswith(answer)
@@ -139,7 +139,7 @@ def test_wrong_arguments_are_an_error_that_can_be_read(tools):
 
 @pytest.mark.parametrize("code", ["time.sleep(60)", "9 ** 9 ** 9"], ids=["sleep", "C"])
 def test_a_slow_answer_becomes_an_error(load, code):
-    """And its process is replaced by another, also if it never lets Python run."""
+    """Its process is replaced by another, even if it never lets Python run."""
     tools = load(TOOLS, seconds=0.1)
     (first,) = tool_processes._running
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced(tools):
 
 
 def test_signals_for_the_run_do_not_end_a_tool(tools):
-    """Ctrl-C in the terminal does not reach its session, and a batch system's SIGTERM to all processes does nothing."""
+    """Ctrl-C in the terminal does not reach its session, and a batch system's SIGTERM to all processes is ignored."""
     number = int(tools["process"]())
     assert os.getsid(number) == number
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -184,7 +184,7 @@ def test_signals_for_the_run_do_not_end_a_tool(tools):
 
 
 def test_what_a_tool_prints_is_harmless(load, capfd):
-    """It is shown on stderr, disturbs no answer, and cannot control the terminal."""
+    """It appears on stderr, disturbs no answer, and cannot control the terminal."""
     tools = load(TOOLS)
     assert capfd.readouterr().out.endswith("the policy may call echo, evaluate, count, process\n")
     prints = "print('\\x1b[31mred'), sys.stderr.write('no end of line'), os.write(1, b'raw'), os.system('echo child')"
@@ -247,7 +247,7 @@ def test_no_process_is_left_when_the_run_is_killed(tmp_path):
 
 
 def test_a_process_uses_the_file_as_the_run_has_read_it(load):
-    """Whatever it is when a process is replaced."""
+    """Even if the file has changed when a process is replaced."""
     tools = load(TOOLS)
     Path("my_tools.py").write_text("syntax error")
     assert tools["evaluate"](code="os._exit(0)").startswith("error:")
@@ -258,7 +258,7 @@ def test_a_process_uses_the_file_as_the_run_has_read_it(load):
     ("import nowhere", "error: ModuleNotFoundError: No mod"), ("os._exit(3)", r"ended its process \(status 3\)$"),
 ])  # fmt: skip
 def test_tools_that_no_process_can_import_end_the_run(load, fault, said):
-    """Rather than teach the policy that they are broken."""
+    """Otherwise the policy would learn that tools are broken."""
     with pytest.raises(UserError, match=rf"^--tools my_tools\.py: no process for .*: {said}"):
         load(f"import os, sys\nif 'torch' not in sys.modules:\n    {fault}\n" + TOOLS)
 

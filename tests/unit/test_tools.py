@@ -1,4 +1,4 @@
-"""Calls are read and answered whatever the policy writes, in the form that its tokenizer's template has.
+"""Calls are read and answered whatever the policy writes, in the form of its tokenizer's template.
 
 `env_step`: every kind of turn has the outcome that the table in common/environment.py gives it.
 """
@@ -32,7 +32,7 @@ def hermes(*calls: str) -> str:
 
 
 def reason_of(body: str) -> str | None:
-    """Why a call with this JSON is malformed, which both forms agree on if the text begins as a call does."""
+    """Why a call with this JSON is malformed; both forms agree if the text begins as a call does."""
     [call], rest = parse_calls(f"a{hermes(body)}b", "hermes")
     assert rest == "ab"
     assert call.error is None or (call.name, call.arguments) == ("", {})
@@ -145,7 +145,7 @@ PIECES = (*TAGS, CALL, LLAMA_CALL, *"{[;\na")
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12))
 def test_any_text_is_read(pieces):
-    """By both forms, each call can be answered; and the Hermes form is what a slow reader makes of it."""
+    """In both forms every call can be answered; and the Hermes form agrees with a slow reader."""
     text = "".join(pieces)
     for form in FORMS:
         calls, rest = parse_calls(text, form)
@@ -170,7 +170,7 @@ def test_any_text_is_read(pieces):
 
 @pytest.mark.parametrize("piece", [*PIECES, '{"name"', '{"a":', "<tool_call></tool_call>", "<think></think>", "\\"])
 def test_a_third_of_a_megabyte_of_anything_is_read(piece):
-    """In linear time: with quadratic time this would not end."""
+    """In linear time: in quadratic time this would not end."""
     text = piece * (300_000 // len(piece))
     for form in FORMS:
         for start in ("", "<tool_call>", "<think>", '{"name": "', "<|python_tag|>"):
@@ -195,7 +195,7 @@ def measure(width: int, height: float, unit: str = "m", exact: bool = False, tag
 
 
 def answering(value: object):
-    """Call a tool that gives `value`, or raises it."""
+    """Call a tool that returns `value`, or raises it."""
 
     def tool() -> object:
         if isinstance(value, BaseException):
@@ -373,7 +373,7 @@ def make_state() -> Callable[..., State]:
 
 
 def converse(state: State, *turns: str) -> tuple[list, dict[str, float]]:
-    """What the tools answer to all turns but the last, and the rewards of the last one, which ends it."""
+    """The tools' answers to all turns but the last, and the rewards of the last one, which ends it."""
     observations = []
     for turn in turns[:-1]:
         observation, rewards, done = env_step(state, turn)
@@ -386,7 +386,7 @@ def converse(state: State, *turns: str) -> tuple[list, dict[str, float]]:
 
 
 def outcomes(state: State) -> dict[str, float]:
-    """The counts that are not 0."""
+    """The nonzero counts."""
     described = state.describe()
     counts = {name: described[f"{name}_calls"] for name in OUTCOMES}
     return {name: count for name, count in counts.items() if count}
@@ -398,8 +398,8 @@ def test_a_task_cannot_reward_what_the_environment_does():
         Task(module, "my_task.py", more_weights=CALL_WEIGHTS)
 
 
-# Turns, what is said to each but the last, the outcomes of what was not executed, and the rewards for right answer,
-# well-formed, executed and all calls
+# Turns, the answers to all but the last, the outcomes of calls that were not executed, and the rewards for right
+# answer, well-formed, executed and all calls
 CONVERSATIONS = {
     "no call": ([ANSWER], [], {}, (1, 0, 0, 0)),
     "one call": ([WHOLE, ANSWER], ["391"], {}, (1, 1, 1, 1)),
@@ -442,7 +442,7 @@ def test_parallel_calls_are_executed_in_their_order_up_to_the_limit_of_a_turn(ma
 
 @pytest.mark.parametrize(("turn", "outcome"), [(WHOLE, "unanswered"), (UNKNOWN, "unanswered"), (UNCLOSED, "malformed")])
 def test_calls_of_the_last_turn_are_not_executed(make_state, turn, outcome):
-    """Nor those of a turn that was cut off, whose last call may be unfinished; an answer beside them counts."""
+    """Nor are the calls of a truncated turn, whose last call may be unfinished; an answer next to them counts."""
     executed = []
     state = make_state(count=lambda: executed.append(1) or "x")
     env_step(state, WHOLE)

@@ -1,6 +1,6 @@
-"""The update of every experiment: skipping rows changes no gradient; what is drawn depends on seed and step.
+"""The update of every experiment: skipping rows changes no gradient; draws depend on seed and step.
 
-The metrics of a rollout are what their names say, counted by hand.
+The metrics of a rollout match their names, counted by hand.
 """
 
 import json
@@ -64,7 +64,7 @@ def test_skipping_zero_variance_groups_changes_no_gradient(train, make_policy, m
 
 
 def test_minibatches_are_shuffled_by_seed_step_and_epoch(train, make_policy):
-    """Each of them gives groups another order, and the same ones give the same."""
+    """Each of them changes the order of groups, and the same ones repeat it."""
     policy = make_policy()
     experience = sampled(policy, [[5 + n] for n in range(8)], [1.0, -1.0] * 8)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -83,7 +83,7 @@ def test_minibatches_are_shuffled_by_seed_step_and_epoch(train, make_policy):
 
 
 def test_completions_depend_on_seed_and_step(train, tmp_path):
-    """Of the same question: with other ones they would differ anyway."""
+    """For the same question: with different ones they would differ anyway."""
     path, policy = tmp_path / "one.jsonl", load_policy(RunConfig(device="cpu"))
     path.write_text('{"question": "What is 47 plus 29?", "answer": "76"}\n')
     given = {"data": str(path), "eval_data": str(path), "temperature": 1.0, "system_prompt": "", "prompts_per_step": 1}
@@ -100,7 +100,7 @@ def test_completions_depend_on_seed_and_step(train, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "is_recorded"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_old_log_probs_are_those_of_the_arithmetic_of_training(train, make_policy, dtype, is_recorded):
-    """In float32 the recorded ones; in bfloat16 sampling rounds differently, and they are computed again."""
+    """In float32 the recorded ones; in bfloat16 sampling rounds differently, and they are recomputed."""
     policy = make_policy(compute_dtype=dtype)
     experience = sampled(policy, [[5, 6, 7], [8, 9]], [0.0] * 4)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_the_gradient_of_an_update_is_not_added_to_the_next(train, make_policy):
 
 
 def test_the_last_micro_batch_of_each_update_is_marked(load_script, make_policy):
-    """DeepSpeed takes its step in the backward pass that is marked; without it, nothing else shows a wrong mark."""
+    """DeepSpeed takes its step in the marked backward pass; without DeepSpeed, nothing else shows a wrong mark."""
     train, policy, marks = load_script("experiment_accelerate/train.py"), make_policy(), []
     accelerator = SimpleNamespace(distributed_type=None)
     accelerator.backward = lambda loss: (loss.backward(), marks.append(accelerator.sync_gradients))
@@ -137,7 +137,7 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script, make_policy)
 
 @pytest.mark.parametrize("experiment", [name for name in FORMULAS if "accelerate" not in name])
 def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_path, experiment):
-    """Over two epochs of two minibatches, with tool output in rows: as a slow loop gives them, and adding up."""
+    """Over two epochs of two minibatches, with tool output in rows: equal to a slow loop's, and adding up."""
     train, weighted = load_script(f"{experiment}/train.py"), experiment == "experiment_engine"
     policy = load_policy(RunConfig(device="cpu"))
     sizes = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "micro_batch_size": 1, "max_new_tokens": 6}
@@ -153,7 +153,7 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_
     noise = [torch.randn(scores.shape, generator=generator) for _ in range(3)]
     experience.old_log_probs, experience.log_probs_ref = scores + 0.2 * noise[0], scores + 0.5 * noise[1]
     if weighted:
-        experience.sampler_log_probs = experience.old_log_probs + noise[2]  # those of an engine that is far off
+        experience.sampler_log_probs = experience.old_log_probs + noise[2]  # an engine's, far off
         experience.importance_weights = train.importance_weights(config, experience)
     statistics = update(train, config, policy, torch.optim.SGD(policy.parameters(), lr=0.01), experience, 1)
     texts = TokenTexts(tmp_path / "tokens.jsonl", policy.tokenizer, policy.end_of_turn_ids)
@@ -188,7 +188,7 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_
 
 
 def completion(length: int, rewards: dict, finish_reason: str = "stop", **description: float) -> Trajectory:
-    """A prompt of two tokens, tool output of one, and so many action tokens."""
+    """A prompt of two tokens, one token of tool output, and so many action tokens."""
     mask = [0, 0, 1, 0] + [1] * (length - 1)
     row = Trajectory(list(range(len(mask))), 2, mask, [0.0] * len(mask), finish_reason=finish_reason)
     row.rewards, row.description = rewards, description
@@ -238,7 +238,7 @@ def test_lengths_of_right_and_wrong_completions_are_told_apart(rows, right, wron
     "others", [(0.5, {"sample": 3.0}, 10**18), (0.0, {"sample": 0.0}, 1)], ids=["which needs more", "which needs less"]
 )
 def test_costs_are_those_of_all_processes(monkeypatch, others):
-    """Memory of the one that needs most, mean share of waiting, mean seconds by phase, with another process of two."""
+    """The largest memory, the mean share of waiting, and mean seconds by phase, with a second process."""
     own = []
     monkeypatch.setattr("harness.logs.metrics.gather", lambda values: own.append(values) or [values, others])
     monkeypatch.setattr("harness.logs.metrics.peak_memory_bytes", lambda device: 1000)

