@@ -33,6 +33,7 @@ def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:
     """Accuracy before and after, all metrics of both evaluations, and where the gain comes from."""
     kinds = [task.kind(row) for row in task.eval_rows]
     return {
+        "num_questions": len(task.eval_rows),
         "accuracy_before": before.metrics.get("greedy/accuracy"),
         "accuracy_after": after.metrics.get("greedy/accuracy"),
         "before": before.metrics,
