@@ -6,7 +6,7 @@ from pathlib import Path
 from viewer.groups import Groups, plain, series
 from viewer.runs import Run, rolling_means
 
-# key in metrics.jsonl: its title, and the range of the axis (None: as the data need); the title of others is their key
+# key in metrics.jsonl: its title (else it is made from the key), and the range of the axis (None: as the data need)
 HEADINGS = {
     "reward/correct": ("sampled accuracy on training questions, each asked once", (0, 1.02)),
     "completion/length": ("completion length (tokens)", (0, None)),
@@ -16,6 +16,8 @@ HEADINGS = {
     "reward/retrieved": ("share of the supporting documents found", (0, 1.02)),
     "policy/sampling_log_prob_difference": ("|log p - log p of the sampler|, mean (nats), log scale", (None, None)),
     "policy/importance_weight": ("importance weight, mean over tokens", (None, None)),
+    "group/zero_reward_variance": ("share of groups whose rewards are all equal", (0, 1.02)),
+    "loss/grad_norm": ("norm of the gradient before clipping", (0, None)),
     "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
 }
 WINDOW = 5  # steps over which every run is averaged before runs are compared
@@ -49,7 +51,7 @@ def draw_comparison(groups: Groups, path: Path, panels: Sequence[str]) -> None:
 def _draw_panel(axes, groups: Groups, key: str) -> None:
     described = key.startswith("completion/")  # by the task
     default = (f"{key.removeprefix('completion/')} (mean over completions)", (None, None))
-    heading, limits = HEADINGS.get(key, default if described else (key, (None, None)))
+    heading, limits = HEADINGS.get(key, default if described else (key.replace("/", ": "), (None, None)))
     for number, (label, runs) in enumerate(groups.items()):
         _draw_band(axes, [_smooth(series(run, key)) for run in runs], label, number)
     if key == "loss/kl" and axes.get_ylim()[1] > 100:  # broken runs only: the others would be a flat line
@@ -58,7 +60,7 @@ def _draw_panel(axes, groups: Groups, key: str) -> None:
         heading += ", log scale"
     if key == "policy/sampling_log_prob_difference" and axes.get_ylim()[1] > 0:
         axes.set_yscale("log")  # rounding and outdated weights are orders of magnitude apart
-    axes.set_title(_text(heading), fontsize=10)
+    axes.set_title(_text(heading.replace("_", " ")), fontsize=10)
     axes.set_ylim(*limits)
     if described and axes.dataLim.ymin >= 0:
         axes.set_ylim(bottom=0)

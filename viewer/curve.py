@@ -1,4 +1,4 @@
-"""Draw a run: accuracy (or reward), completion length, what its task describes, and KL against the step.
+"""Draw a run: accuracy (or reward), completion length, KL, and what its task describes, against the step.
 
     python -m viewer.curve runs/experiment_base/<name>       # writes curve.png into it
 
@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 from viewer.results import open_run
-from viewer.runs import RunError, rolling_means
+from viewer.runs import RunError, kinds_of_questions, rolling_means
 
 # Of every task; what else a run logs of its completions is what its own task describes.
 KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
+COUNTS = ("turns", "_calls", "_searches")  # how keys of counts end, which can be below 1, too
 
 
 def draw_curve(directory: Path) -> Path:
@@ -30,69 +31,80 @@ def draw_curve(directory: Path) -> Path:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{directory.resolve().parent.name}/{directory.resolve().name}")
-    figure.tight_layout()
     path = directory / "curve.png"
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
 
 
-def _draw_rewards(plt, entries: list[dict]):
-    figure, ((success, length), (described, kl)) = plt.subplots(2, 2, figsize=(10, 6.5), sharex=True)
-    has_accuracy = any("reward/correct" in entry for entry in entries)
-    key = "reward/correct" if has_accuracy else "reward/total"
-    _line(success, entries, key, label="training questions, sampled", alpha=0.3, color="C0")
-    _line(success, entries, key, label="the same, mean of 5 steps", color="C0", window=5)
-    _line(success, entries, "eval/greedy/accuracy", label="held-out, greedy", marker="o", color="C1")
+def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
+    """Of each panel its title, and of each of its lines the key and the label; shares and counts are kept apart."""
     keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order in which they first appear
-    kinds = [key.removeprefix("eval/greedy/") for key in keys if _is_kind(entries, key)]
-    for kind in kinds:
-        label = f"held-out, greedy, {kind.replace('_', ' ')}"
-        _line(success, entries, f"eval/greedy/accuracy_{kind}", label=label, linestyle=":")
-    _line(success, entries, "eval/sampled/accuracy", label="held-out, mean@8", marker="s", color="C2", linestyle="")
-    success.set(title="accuracy" if has_accuracy else "total reward")
-    if has_accuracy:
-        success.set_ylim(0, 1.02)
-    _line(length, entries, "completion/length")
-    length.set(title="completion length (tokens)")
-    length.set_ylim(bottom=0)
+    has_accuracy = "reward/correct" in keys
     own = [key for key in keys if key.startswith("completion/") and key not in KNOWN]
-    own = [key for key in own if key.partition("/")[2] not in kinds]
     own = [key for key in own if any(entry.get(key) for entry in entries)]  # what never happened needs no line
-    for key in own or ["group/zero_reward_variance"]:
-        _line(described, entries, key, label=key.partition("/")[2].replace("_", " "))
-    described.set(title="completions, as the task describes them" if own else "groups", xlabel="step")
-    if described.dataLim.ymin >= 0:
-        described.set_ylim(bottom=0)
-    for axes in (success, described):
-        axes.legend(fontsize=8, loc="best")
-    _line(kl, entries, "loss/kl")
-    kl.set(title="KL to the policy at the start (nats per token)", xlabel="step")
-    kl.set_ylim(bottom=0)
+    labels = {key: key.rpartition("/")[2].removeprefix("accuracy_").replace("_", " ") for key in keys}
+    of_kinds = [f"eval/greedy/accuracy_{kind}" for kind in kinds_of_questions(entries)]
+    own = [key for key in own if labels[key] not in {labels[of] for of in of_kinds}]
+    counts = [key for key in own if key.endswith(COUNTS) or any(entry.get(key, 0) > 1 for entry in entries)]
+    panels = {
+        "accuracy" if has_accuracy else "total reward": {
+            "reward/correct" if has_accuracy else "reward/total": "training questions, sampled",
+            "eval/greedy/accuracy": "held-out questions, greedy",
+            "eval/sampled/accuracy": "held-out questions, sampled (mean@8)",
+        },
+        "completion length (tokens)": {"completion/length": ""},
+        "share of completions": {key: labels[key] for key in own if key not in counts},
+        "mean number per completion": {key: labels[key] for key in counts},
+        "KL to the policy at the start (nats per token)": {"loss/kl": ""},
+        "accuracy by kind of question (held out, greedy)": {key: labels.get(key) for key in of_kinds},
+    }
+    if not own:
+        panels["share of groups whose rewards are all equal"] = {"group/zero_reward_variance": ""}
+    found = {title: {key: lines[key] for key in lines if key in keys} for title, lines in panels.items()}
+    return {title: lines for title, lines in found.items() if lines}
+
+
+def _draw_rewards(plt, entries: list[dict]):
+    panels = _panels(entries)
+    num_rows = (len(panels) + 1) // 2
+    figure, grid = plt.subplots(num_rows, 2, figsize=(10, 3.6 * num_rows), layout="constrained", squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        axes.set(title=title, xlabel="step")
+        for number, (key, label) in enumerate(lines.items()):
+            is_noisy = key.startswith("reward/")
+            if is_noisy:
+                _line(axes, entries, key, color="C0", alpha=0.3, label=label)
+            label = "the same, mean of 5 steps" if is_noisy else label
+            _line(axes, entries, key, 5 if is_noisy else 1, color=f"C{number}", label=label)
+        if title.startswith(("accuracy", "share")):
+            axes.set_ylim(0, 1.02)
+        elif axes.dataLim.ymin >= 0:
+            axes.set_ylim(bottom=0)
+        if len(lines) > 1:  # below the panel, where it covers no line
+            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncol=2, frameon=False)
     return figure
 
 
-def _is_kind(entries: list[dict], key: str) -> bool:
-    """Whether a key tells kinds of questions apart, not answers: its share is the same in every evaluation."""
-    shares = {entry[key] for entry in entries if key in entry}
-    accuracy = key.replace("eval/greedy/", "eval/greedy/accuracy_")
-    return accuracy != key and len(shares) == 1 and 0 < min(shares) < 1 and any(accuracy in entry for entry in entries)
-
-
 def _draw_loss(plt, entries: list[dict]):
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     _line(axes, entries, "loss/total", alpha=0.3, color="C0")
-    _line(axes, entries, "loss/total", color="C0", window=50)
+    _line(axes, entries, "loss/total", window=50, color="C0")
     axes.set(title="loss (nats per token; mean of 50 steps)", xlabel="step", yscale="log")
     return figure
 
 
 def _line(axes, entries: list[dict], key: str, window: int = 1, **style) -> None:
+    """The values of a key; two or fewer as points alone, because a line between them would be no trend."""
     points = [(entry["step"], entry[key]) for entry in entries if key in entry]
     if not points:
         return
     steps, values = zip(*points, strict=True)
-    axes.plot(steps, rolling_means(values, window), **{"markersize": 4, **style})
+    style |= {"marker": "o"} if key.startswith("eval/") or len(points) < 3 else {}
+    style |= {"linestyle": "none"} if len(points) < 3 else {}
+    axes.plot(steps, rolling_means(values, window), markersize=4, **style)
 
 
 if __name__ == "__main__":

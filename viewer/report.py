@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
+from viewer.groups import experiment_of, series
 from viewer.results import open_run
-from viewer.runs import Run, RunError, number, ranges, step_of
+from viewer.runs import Run, RunError, kinds_of_questions, number, ranges, step_of
 from viewer.sampled_rows import Kept, describe, keep_steps
 
 HERE = Path(__file__).resolve().parent
@@ -68,8 +69,9 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
     environment.filters["visible"] = visible
     return environment.from_string(_own_text(HERE / "page" / "report.html.jinja")).render(
         **{"css": css, "script": script, "uplot_css": uplot_css, "uplot_js": uplot_js, "csp": "; ".join(rules)},
-        **{"version": version, "metrics_page": metrics_page, "tiles": _tiles(run), "run": run},
-        experiment=run.config.get("experiment", run.directory.parent.name),
+        **{"version": version, "metrics_page": metrics_page, "run": run},
+        experiment=experiment_of(run),
+        introduction=" ".join(_introduction(run)),
         flags={name: _setting(value) for name, value in run.config.items()},
         shown_flags=[name for name in SHOWN_FLAGS if name in run.config],
         findings=_findings(run.diagnosis.rows),
@@ -86,6 +88,7 @@ def _page_data(run: Run, kept: Kept) -> str:
     data = {
         "finished": run.is_finished,
         "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
+        "kinds": kinds_of_questions(run.metrics.rows),
         "tokens": _token_texts(run.tokens.rows, kept.token_ids),
         "steps": [{"step": step, "rows": kept.num_rows[step], "of": of} for step in sorted(kept.num_rows)],
     }
@@ -111,21 +114,36 @@ def _setting(value: object) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _tiles(run: Run) -> dict[str, str]:
-    """How far the run is, and what it has reached."""
-    summary, planned = run.summary or {}, run.config.get("steps")
-    done = str(max((step_of(row) or 0 for row in run.metrics.rows), default=0))
-    tiles = {"state": "finished" if run.is_finished else "not finished"}
-    tiles["steps"] = f"{done} of {planned}" if planned else done
-    for kind in ("greedy", "sampled"):
-        pair = [number((summary.get(time) or {}).get(f"{kind}/accuracy")) for time in ("before", "after")]
-        if pair != [None, None]:
-            tiles[f"{kind} accuracy"] = " → ".join("-" if value is None else f"{value:.4g}" for value in pair)
+def _introduction(run: Run) -> list[str]:
+    """In sentences: what was trained on what and for how long, what the policy can now do, and what it cost."""
+    config, summary = run.config, run.summary or {}
+    done, planned, model = max(series(run, "step").values(), default=0), config.get("steps"), config.get("model")
+    policy = {None: "a policy", "new": "a new policy"}.get(model, f"the policy {model}")
+    task = f" on the task {config['task']}" if config.get("task") else ""
+    data = f" with the questions of {config['data']}" if config.get("data") else ""
+    steps = f"{done} of {planned} steps" if planned and done != planned else f"{done} step{'s' if done != 1 else ''}"
+    each = f", each with {config['prompts_per_step']} questions and" if count_rows_per_step(config) else ""
+    each += f" {config['group_size']} completions of every question" if each else ""
+    sentences = [f"{experiment_of(run)} trained {policy}{task}{data} for {steps}{each}."]
+    sentences += [] if run.is_finished else ["The run is not finished."]
+    count = number(summary.get("num_questions"))
+    answers = {"greedy": f"greedy answers to {count or ''} held-out questions".replace("  ", " ")}
+    for kind, which in (answers | {"sampled": "sampled answers, eight to each question"}).items():
+        points = series(run, key := f"eval/{kind}/accuracy")
+        if not points and (share := number(summary.get(key))) is not None:  # of experiment_sft
+            points = {done: share}
+        ends = sorted({min(points), max(points)}) if points else []
+        times = [f"after {step} steps" if step else "before training" for step in ends]
+        shares = [f"{100 * points[step]:.3g} % {time}" for step, time in zip(ends, times, strict=True)]
+        if shares:
+            right = " and ".join(shares).replace("%", "% were right", 1)
+            sentences.append(f"Of its {which}, {right}.")
     if seconds := number(summary.get("seconds")):
-        tiles["training"] = f"{seconds:.4g} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+        time = f"{seconds:.4g} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+        sentences.append(f"Training took {time}.")
     if peak := number(summary.get("peak_memory_bytes")):
-        tiles["memory"] = f"{peak / 1e9:.4g} GB"
-    return tiles
+        sentences.append(f"It needed at most {peak / 1e9:.3g} GB of memory.")
+    return sentences
 
 
 def _series(rows: list[dict]) -> dict:

@@ -64,6 +64,22 @@ def step_of(row: dict) -> int | None:
     return step if type(step) is int else None
 
 
+def kinds_of_questions(rows: Iterable[dict]) -> list[str]:
+    """What a task describes of questions, not of answers: the share is the same in all evaluations, greedy and sampled.
+
+    >>> evaluation = {"eval/greedy/one_hop": 0.3, "eval/sampled/one_hop": 0.3, "eval/greedy/accuracy_one_hop": 0.9}
+    >>> kinds_of_questions([evaluation | {"eval/greedy/called": 0.3, "eval/sampled/called": 0.4}])
+    ['one_hop']
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("eval/") and number(value) is not None:
+                found.setdefault(key.rpartition("/")[2], []).append(value)
+    same = [name for name, shares in found.items() if len(shares) > 1 and min(shares) == max(shares)]
+    return [name for name in same if 0 < found[name][0] < 1 and f"accuracy_{name}" in found]
+
+
 class Rows:
     """The lines of a JSONL file as objects; none if there is no such file."""
 

@@ -38,8 +38,8 @@ def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> 
 def merged_weights(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights of a model with injected adapters, under the names that they have without: W + (alpha / r) B A.
 
-    Quantised weights are unpacked, so that a sum equals the weights that its layer uses, up to rounding. A sum is computed
-    in float32 and kept as `dtype` in CPU memory.
+    Quantised weights are unpacked, so that a sum equals the weights that its layer uses, up to rounding. A sum is
+    computed in float32 and kept as `dtype` in CPU memory.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.integrations import dequantize_module_weight

@@ -34,6 +34,7 @@ def summarise_gain(task: Task, before: Evaluation, after: Evaluation) -> dict:
     """Accuracy before and after, all metrics of both evaluations, and the sources of the gain."""
     kinds = [task.kind(row) for row in task.eval_rows]
     return {
+        "num_questions": len(task.eval_rows),
         "accuracy_before": before.metrics.get("greedy/accuracy"),
         "accuracy_after": after.metrics.get("greedy/accuracy"),
         "before": before.metrics,

@@ -59,7 +59,7 @@ def test_runs_are_compared_in_the_panels_asked_for(tmp_path, capsys):
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         main([*groups, "--panels", "reward/correct", "loss/grad_norm", "--output", str(picture)])
     drawn = picture.read_text(encoding="utf-8")
-    assert all(text in drawn for text in ("five (5 runs)", "one (1 run)", "sampled accuracy", "loss/grad_norm"))
+    assert all(text in drawn for text in ("five (5 runs)", "one (1 run)", "sampled accuracy", "norm of the gradient"))
     assert f"figure: {picture}" in capsys.readouterr().out
 
 
@@ -232,6 +232,12 @@ def test_kinds_of_questions_have_accuracies_and_no_shares(tmp_path, monkeypatch)
     assert viewer.curve.draw_curve(tmp_path).stat().st_size > 1000
     assert keys[0] == "reward/total"  # there is no accuracy
     assert {"eval/greedy/accuracy_one_hop", "completion/called"} < {*keys}
+    axes = Figure().subplots()
+    for steps in (1, 2, 3):  # two points are no trend
+        draw_line(axes, [{"step": step, "eval/x": 1} for step in range(steps)], "eval/x")
+    assert [line.get_linestyle() for line in axes.lines] == ["None", "None", "-"]
+    shown = viewer.curve._panels([{"reward/total": 0, "completion/called": 0.5, "completion/failed_calls": 0.5}])
+    assert list(shown) == ["total reward", "share of completions", "mean number per completion"]
     assert not {"completion/one_hop", "eval/greedy/accuracy_called", "eval/greedy/accuracy_unknown_calls"} & {*keys}
 
 

@@ -67,8 +67,9 @@ def directory(tmp_path) -> Path:
     place = tmp_path / "experiment_base" / "a"
     place.mkdir(parents=True)
     (place / "config.json").write_text(json.dumps(CONFIG))
-    (place / "summary.json").write_text('{"seconds": 3.5, "after": {"greedy/accuracy": 0.625}}')
+    (place / "summary.json").write_text('{"seconds": 3.5, "num_questions": 64}')
     metrics = [{"step": 0, "eval/greedy/accuracy": 0.5}, *({"step": n, "loss/total": n / 3} for n in (1, 2, 3))]
+    metrics.append({"step": 3, "eval/greedy/accuracy": 0.625})
     (place / "metrics.jsonl").write_bytes(lines(metrics))
     (place / "samples.jsonl").write_bytes(lines(rows_of(1, 2, 3)))
     marks = {"special": True, "end_of_turn": True}
@@ -99,15 +100,18 @@ def text_of(path: Path, element: str) -> str:
 def test_a_page_holds_what_the_run_wrote(directory):
     path = write_report(directory)
     data, chunks = read_page(path)
-    assert data["metrics"]["steps"] == [0, 1, 2, 3]
-    assert data["metrics"]["series"]["loss/total"] == pytest.approx([None, 1 / 3, 2 / 3, 1], abs=1e-7)
+    assert data["metrics"]["steps"] == [0, 1, 2, 3, 3]
+    assert data["metrics"]["series"]["loss/total"] == pytest.approx([None, 1 / 3, 2 / 3, 1, None], abs=1e-7)
     assert data["tokens"] == {"7": [" four", 0], "2": ["<|end|>", 3], "5": ["in the prompt", 0]}
     assert data["steps"] == [{"step": step, "rows": 4, "of": 4} for step in (1, 2, 3)]
     assert chunks.keys() == {1, 2, 3}
     assert [len(group["rows"]) for group in chunks[2]["groups"]] == [2, 2]
     page = path.read_text(encoding="utf-8")
-    for name, value in {"state": "finished", "greedy accuracy": "- → 0.625", "training": "3.5 s"}.items():
-        assert f"<dt>{name}</dt><dd>{value}</dd>" in page
+    assert text_of(path, "introduction") == (
+        "experiment_base trained a policy for 3 steps, each with 2 questions and 2 completions of every question. "
+        "Of its greedy answers to 64 held-out questions, 50 % were right before training and 62.5 % after 3 steps. "
+        "Training took 3.5 s."
+    )
     for name, value in CONFIG.items():
         assert f'<th scope="row">{name}</th><td>{"none" if value is None else value}</td>' in page
     assert "The run has found nothing wrong." in page
@@ -193,7 +197,7 @@ def test_a_file_may_be_missing_or_empty(directory, missing):
         assert len(read_page(path)[1]) == (0 if missing == "samples.jsonl" else 3)
         assert ("There are no samples." in text_of(path, "samples-note")) == (missing == "samples.jsonl")
         assert ("The run has logged no step yet." in text_of(path, "diagnosis")) == (missing == "metrics.jsonl")
-    assert ("<dd>not finished</dd>" in path.read_text(encoding="utf-8")) == (missing == "summary.json")
+    assert ("The run is not finished." in path.read_text(encoding="utf-8")) == (missing == "summary.json")
 
 
 def test_damaged_lines_are_counted_and_left_out(directory):

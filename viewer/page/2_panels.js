@@ -6,36 +6,56 @@ const share = { floor: 0, ceiling: 1 }; // of the axis, where the data stay insi
 const positive = { floor: 0 };
 const more = { floor: 0, more: true }; // shown on request
 
-// Title, unit, keys, and options. A key belongs to the first panel that takes it, unless `reuse` names it; `upTo` leaves
-// out keys with larger values, `scale` multiplies them.
+// A key, such as eval/greedy/accuracy_one_hop, without what stands before the name that the task gave.
+const nameOf = (key) => key.replace(/^.*\/(accuracy_)?/, "");
+const ofQuestions = { ...share, of: (key) => data.kinds.includes(nameOf(key)) }; // the task describes questions, too
+
+// Title, a sentence, keys, and options. A key belongs to the first panel that takes it, unless `reuse` names it; `upTo`
+// leaves out keys with larger values, `scale` multiplies them.
 const PANELS = [
-  ["Accuracy", "share of right answers", /^(reward\/correct|eval\/\w+\/accuracy)$/, share],
-  ["Accuracy by kind", "held-out questions, greedy", /^eval\/greedy\/accuracy_/, share],
-  ["Reward", "mean over completions", /^reward\/(?!.*calls)/, { reuse: /^reward\/correct$/ }],
-  ["Calls", "mean per completion", /^reward\/.*calls|^completion\/.*_(calls|searches)$/, positive],
-  ["Completion length", "tokens", /^completion\/length|^eval\/greedy\/length$/, positive],
-  ["What completions do", "share of completions", /^completion\/(?!truncated|turns)/, { ...share, upTo: 1 }],
-  ["Turns and other counts", "mean per completion", /^completion\/(?!truncated)/, positive],
-  ["Groups without variance", "share of groups", /^group\/zero_reward_variance$/, share],
-  ["Truncation", "share of completions cut off", /^completion\/truncated$/, share],
-  ["Loss", "mean over updates", /^(loss\/total|eval\/loss)$/, {}],
-  ["KL to the reference", "nats per token", /^loss\/kl$/, positive],
-  ["Entropy", "nats per token", /^policy\/entropy$/, positive],
-  ["Clipped tokens", "share of tokens without a gradient", /^policy\/clipped$/, positive],
-  ["Gradient norm", "before clipping", /^loss\/grad_norm$/, positive],
-  ["Importance weight", "mean over tokens", /^policy\/importance_weight$/, positive],
-  ["Importance weight at its cap", "share of tokens", /^policy\/importance_capped$/, share],
-  ["Seconds by phase", "seconds per step", /^time\/(?!tokens|waiting)/, positive],
-  ["Accuracy by kind, sampled", "held-out questions", /^eval\/sampled\/accuracy_/, { ...share, more: true }],
-  ["Probability ratio", "to the policy that sampled", /^policy\/(first_)?ratio/, { more: true }],
-  ["Gradients scaled down, skipped", "share, number of updates", /^loss\/(grad_clipped|skipped)$/, more],
-  ["Sampling against training", "difference of log-probs", /^policy\/sampling_log_prob_difference$/, more],
-  ["Sampling against training, largest", "of a token", /^policy\/sampling_log_prob_difference_max$/, more],
-  ["Tokens per second", "sampled", /^time\/tokens_per_second$/, more],
-  ["Waiting for other processes", "share of a step", /^time\/waiting$/, more],
-  ["Memory", "peak, GB", /^memory\/peak_bytes$/, { ...more, scale: 1e-9 }],
-  ["Learning rate", "of the optimizer", /^lr$/, more],
-].map(([title, unit, pattern, options]) => ({ title, unit, takes: (key) => pattern.test(key), ...options }));
+  ["Accuracy", "Share of right answers.", /^(reward\/correct|eval\/\w+\/accuracy)$/, share],
+  ["Accuracy by kind of question", "Greedy answers to held-out questions.", /^eval\/greedy\/accuracy_/, ofQuestions],
+  ["Accuracy by kind of answer", "Right ones among the greedy answers of each kind.",
+    /^eval\/greedy\/accuracy_/, share],
+  ["Reward", "The total and its components, mean over completions.",
+    /^reward\/(?!.*calls)/, { reuse: /^reward\/correct$/ }],
+  ["Calls", "Number, or share of a completion's calls.",
+    /^reward\/.*calls|^completion\/.*_(calls|searches)$/, positive],
+  ["Completion length", "Tokens that the policy wrote.", /^completion\/length|^eval\/greedy\/length$/, positive],
+  ["Kinds of questions asked", "Share of a step's questions; no result of training.",
+    /^completion\//, { ...ofQuestions, more: true }],
+  ["What completions do", "Share of completions.", /^completion\/(?!truncated|turns)/, { ...share, upTo: 1 }],
+  ["Turns and other counts", "Mean number per completion.", /^completion\/(?!truncated)/, positive],
+  ["Groups without variance", "Share of groups whose rewards are all equal: they have no policy gradient.",
+    /^group\/zero_reward_variance$/, share],
+  ["Truncation", "Share of completions cut off at the limit of tokens.", /^completion\/truncated$/, share],
+  ["Loss", "Mean over the updates of a step.", /^(loss\/total|eval\/loss)$/, {}],
+  ["KL to the reference", "How far the policy is from its start, in nats per token.", /^loss\/kl$/, positive],
+  ["Entropy", "How undecided the policy is about a token, in nats.", /^policy\/entropy$/, positive],
+  ["Clipped tokens", "Share of tokens that the clip leaves without a policy gradient.", /^policy\/clipped$/, positive],
+  ["Gradient norm", "Before the gradient is scaled down to --max-grad-norm.", /^loss\/grad_norm$/, positive],
+  ["Importance weight", "p(token) of the trainer / p(token) of the engine, mean.",
+    /^policy\/importance_weight$/, positive],
+  ["Importance weight at its cap", "Share of tokens at --importance-cap.", /^policy\/importance_capped$/, share],
+  ["Seconds by phase", "Seconds of a step and of its parts.", /^time\/(?!tokens|waiting)/, positive],
+  ["Accuracy by kind of question, sampled", "Held-out questions.",
+    /^eval\/sampled\/accuracy_/, { ...ofQuestions, more: true }],
+  ["Accuracy by kind of answer, sampled", "Held-out questions.", /^eval\/sampled\/accuracy_/, { ...share, more: true }],
+  ["Probability ratio", "p(token) in the update / p(token) when sampled.", /^policy\/(first_)?ratio/, { more: true }],
+  ["Gradients scaled down, skipped", "Share of updates, and number of updates.",
+    /^loss\/(grad_clipped|skipped)$/, more],
+  ["Sampling against training", "Difference of the two log-probs, mean over tokens.",
+    /^policy\/sampling_log_prob_difference$/, more],
+  ["Sampling against training, largest", "Of all tokens of a step.",
+    /^policy\/sampling_log_prob_difference_max$/, more],
+  ["Tokens per second", "Sampled tokens.", /^time\/tokens_per_second$/, more],
+  ["Waiting for other processes", "Share of a step.", /^time\/waiting$/, more],
+  ["Memory", "The most so far, in GB.", /^memory\/peak_bytes$/, { ...more, scale: 1e-9 }],
+  ["Learning rate", "Of the optimizer.", /^lr$/, more],
+].map(([title, sentence, pattern, { of = () => true, ...options }]) => ({
+  ...{ title, sentence, takes: (key) => pattern.test(key) && of(key) },
+  ...options,
+}));
 
 // What is 0 all the time tells something only here; elsewhere it is left out.
 const TELLING_ZERO = /accuracy|correct$|total$|kl$|variance|truncated|policy\/(clipped|importance_capped)/;
@@ -63,7 +83,7 @@ const LABELS = {
 /** The name of a key in the legend of a panel. */
 function labelOf(key, panel) {
   if (panel.title === "Reward" && key === "reward/correct") return "correct";
-  return LABELS[key] ?? key.replace(/^.*\/(accuracy_)?/, "").replaceAll("_", " ");
+  return LABELS[key] ?? nameOf(key).replaceAll("_", " ");
 }
 
 // ---- data of the curves
@@ -83,7 +103,7 @@ function valuesOf(key, scale = 1) {
 /** A panel of its own for each key that no panel takes. */
 function ownPanels(keys) {
   const others = keys.filter((key) => !isEvaluation(key) && !PANELS.some((panel) => panel.takes(key)));
-  return others.map((name) => ({ title: name, unit: "", takes: (key) => key === name, more: true }));
+  return others.map((name) => ({ title: name, sentence: "", takes: (key) => key === name, more: true }));
 }
 
 /** The panels that have something to show: [{...panel, curves: [{key, label, values}]}], a value or null by step. */

@@ -12,9 +12,13 @@ function color(name) {
 /** Pixels that an axis needs for its numbers, which are large where a run has gone wrong. */
 const axisWidth = (_, texts) => Math.max(46, 12 + 7 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
 
+/** Two points are no trend: they are drawn without a line between them. */
+const isSparse = ({ values }) => values.filter(isNumber).length < 3;
+const hasDots = (curve) => isEvaluation(curve.key) || isSparse(curve);
+
 /** One panel: a figure with its curves, a legend with values, and a table of all of them. */
 class Panel {
-  constructor({ title, unit, curves, floor, ceiling }, { onPoint, onChoose }) {
+  constructor({ title, sentence, curves, floor, ceiling }, { onPoint, onChoose }) {
     Object.assign(this, { title, curves, floor, ceiling, onPoint, onChoose });
     this.at = element("span", { class: "at" });
     this.plotPlace = element("div", {
@@ -27,10 +31,11 @@ class Panel {
     this.outputs = curves.map(() => element("output"));
     const entries = curves.map((curve, i) => {
       const css = { "--swatch": `var(${this.colorOf(i)})` };
-      const swatch = element("span", { class: `swatch${isEvaluation(curve.key) ? " dotted" : ""}`, css });
+      const kind = `${hasDots(curve) ? " dotted" : ""}${isSparse(curve) ? " alone" : ""}`;
+      const swatch = element("span", { class: `swatch${kind}`, css });
       return element("li", {}, swatch, element("span", {}, curve.label), this.outputs[i]);
     });
-    const heading = element("h3", {}, title, element("span", { class: "unit" }, ` ${unit}`));
+    const heading = element("h3", {}, title, element("span", { class: "unit" }, ` ${sentence}`));
     const parts = [heading, this.at, this.plotPlace, element("ul", { class: "legend" }, entries), this.values()];
     this.root = element("div", { class: "panel", "data-panel": title }, parts);
     this.plot = new uPlot(this.options(), [allSteps, ...curves.map(({ values }) => values)], this.plotPlace);
@@ -84,14 +89,14 @@ class Panel {
     };
   }
 
-  line({ key, label, values }, place) {
-    const isSparse = isEvaluation(key) || values.filter(isNumber).length < 3;
+  line(curve, place) {
     return {
-      label,
+      label: curve.label,
       stroke: () => color(this.colorOf(place)),
-      width: key === "reward/total" ? 2.5 : 1.5,
+      width: curve.key === "reward/total" ? 2.5 : 1.5,
       spanGaps: true,
-      points: { show: isSparse, size: 6, fill: () => color("--surface") },
+      ...(isSparse(curve) && { paths: () => null }),
+      points: { show: hasDots(curve), size: 6, fill: () => color("--surface") },
     };
   }
 
@@ -132,8 +137,11 @@ class Panel {
     this.plot.setCursor({ left, top: index === null ? -10 : 1 }, false);
     this.quiet = false;
     const step = allSteps[index ?? allSteps.length - 1];
-    this.at.textContent = index === null ? "last values" : `step ${step}`;
-    const texts = this.curves.map(({ values }) => short(index === null ? values.findLast(isNumber) : values[index]));
+    this.at.textContent = `${index === null ? "last: " : ""}step ${step}`;
+    const texts = this.curves.map(({ values }) => {
+      const place = index ?? values.findLastIndex(isNumber);
+      return short(values[place]) + (index === null && allSteps[place] !== step ? ` (step ${allSteps[place]})` : "");
+    });
     this.outputs.forEach((output, i) => (output.textContent = texts[i]));
     const said = [`step ${step}`, ...this.curves.map(({ label }, i) => `${label} ${texts[i]}`)].join(", ");
     const slider = { valuemin: allSteps[0], valuemax: allSteps.at(-1), valuenow: step, valuetext: said };
