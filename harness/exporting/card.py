@@ -122,7 +122,7 @@ def place(name: str, value: str) -> str:
     """A hub id, the name of a bundled model or task, or the last part of a path.
 
     >>> place("model", "/home/ada/models/llama"), place("model", "Qwen/Qwen2.5-0.5B"), place("task", "gsm8k")
-    A hub id, the name of a bundled model or task, or the last part of a path.
+    ('llama', 'Qwen/Qwen2.5-0.5B', 'gsm8k')
     """
     is_on_hub = is_hub_id(value) if name == "model" else name in ("data", "eval_data") and is_hub_source(value)
     if is_on_hub and not Path(value).exists():
