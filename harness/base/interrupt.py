@@ -12,7 +12,10 @@ from pathlib import Path
 # How many times a thread of PyTorch (GNU OpenMP) loops while it waits; GNU's 300,000 are slow on busy cores
 SPINS = "1000"
 # How the names of programs begin
-PROGRAMS = ("train", "build_index", "serve_index", "make_questions", "evaluate", "export", "chat", "math_levels", "smollm2")
+PROGRAMS = (
+    *("train", "build_index", "serve_index", "make_questions"),
+    *("evaluate", "export", "chat", "math_levels", "smollm2"),
+)
 
 
 def end_at_once(*_) -> None:

@@ -411,7 +411,8 @@ def test_a_run_is_not_resumed_with_other_contents(own_files, train, monkeypatch)
             train("--resume", str(own_files))
         Path(name).write_bytes(content)
     assert digest(own_files / "metrics.jsonl") == before
-    assert "after step 1, its last one" in train("--resume", str(own_files), "--data", "rows.jsonl", "--model", "./model")
+    shown = train("--resume", str(own_files), "--data", "rows.jsonl", "--model", "./model")
+    assert "after step 1, its last one" in shown
     monkeypatch.chdir("runs")
     Path("rows.jsonl").write_text("not the data of the run")
     assert "after step 1, its last one" in train("--resume", str(own_files))
