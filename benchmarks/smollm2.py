@@ -9,7 +9,8 @@ Keeps the runs in benchmarks/results/smollm2/, and writes the entry `smollm2` of
   kind of prompt (`split`) and of instruction;
 - `base_log_prob`: by run and step, the mean log-probability per token (nats) that the model before training gives to
   what the policy wrote, for each tenth step, of which a run keeps all completions;
-- `answers`: of the first run and of the model before training, to OTHER, questions that nothing rewards.
+- `answers`: of the model before training and after the first run, to ten held-out prompts, and to OTHER, questions
+  that nothing rewards.
 """
 
 import json
@@ -34,6 +35,7 @@ from harness.base.config import ModelConfig
 from harness.models.loading import load_policy
 from harness.run.machine import describe_machine
 
+HELD_OUT = instructions.EVAL_DATA.with_name("instructions_short_heldout.jsonl")
 RESULTS = Path(__file__).resolve().parent / "results"
 OTHER = (
     "What is the capital of France?",
@@ -75,10 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result["base_log_prob"] = {
         run.directory.name: base_log_probs(base, run.directory / "samples.jsonl") for run in runs
     }
+    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
     policies = {"before": base} | {run.directory.name: load(str(run.directory / "final")) for run in runs}
-    result["held_out"] = {name: follow(policy, config.max_new_tokens) for name, policy in policies.items()}
-    given = [greedy(policy, OTHER, 64) for policy in (base, policies[runs[0].directory.name])]
-    result["answers"] = [list(row) for row in zip(OTHER, *given, strict=True)]
+    prompts = [row["prompt"] for row in rows]
+    texts = {name: greedy(policy, prompts, config.max_new_tokens) for name, policy in policies.items()}
+    result["held_out"] = {name: follow(rows, given) for name, given in texts.items()}
+    pair = ("before", runs[0].directory.name)
+    others = [greedy(policies[name], OTHER, 64) for name in pair]
+    result["answers"] = list(zip(prompts[:10], *(texts[name][:10] for name in pair), strict=True))
+    result["answers"] += list(zip(OTHER, *others, strict=True))
     write_json(RESULTS / "measurements.json", result, entry="smollm2")
     for name in ("base_log_prob", "held_out"):
         print(name, json.dumps(result[name], indent=1))
@@ -90,12 +97,9 @@ def load(model: str) -> Policy:
     return load_policy(ModelConfig(model=model, device="cpu", dtype="float32"))
 
 
-def follow(policy: Policy, max_new_tokens: int) -> dict[str, list[int]]:
-    """Of the held-out prompts how many there are, and how many greedy answers follow all instructions, by kind."""
+def follow(rows: list[dict], texts: list[str]) -> dict[str, list[int]]:
+    """By kind of prompt, how many there are, and how many of the texts follow all instructions."""
     asked, right = Counter(), Counter()
-    data = instructions.EVAL_DATA.with_name("instructions_short_heldout.jsonl")
-    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
-    texts = greedy(policy, [row["prompt"] for row in rows], max_new_tokens)
     for row, text in zip(rows, texts, strict=True):
         for name in (row["split"], f"{row['split']}/{row['kind']}"):
             asked[name] += 1
