@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     torch.set_num_threads(1)
     runs = [read_run(directory) for directory in config.runs]
+    result = describe_machine()
     keep_runs(RESULTS / "smollm2", runs)
     base = load(runs[0].config["model"])
-    result = describe_machine()
     result["base_log_prob"] = {
         run.directory.name: base_log_probs(base, run.directory / "samples.jsonl") for run in runs
     }
