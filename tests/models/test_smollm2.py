@@ -25,8 +25,8 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = (
-    *("--task", "instructions", "--steps", "1", "--prompts-per-step", "2", "--max-new-tokens", "12", "--lr", "1e-4"),
-    *("--eval-prompts", "2", "--eval-every", "0", "--checkpoint-every", "0", "--name", "x", "--seed", "3"),
+    *("--task", "instructions", "--steps", "1", "--prompts-per-step", "2", "--max-new-tokens", "8", "--lr", "1e-4"),
+    *("--eval-prompts", "1", "--eval-every", "0", "--checkpoint-every", "0", "--name", "x", "--seed", "3"),
 )
 
 
