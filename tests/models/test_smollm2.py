@@ -1,5 +1,6 @@
 """A real model, SmolLM2-135M-Instruct, through the programs; the other tests in tests/models use small fresh models."""
 
+import functools
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ SHORT = (
     *("--task", "instructions", "--steps", "1", "--prompts-per-step", "2", "--max-new-tokens", "8", "--lr", "1e-4"),
     *("--eval-prompts", "1", "--eval-every", "0", "--checkpoint-every", "0", "--name", "x", "--seed", "3"),
 )
+GROUPS = ("--group-size", "4", "--micro-batch-size", "2")
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +39,14 @@ def smollm2(load_script, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def train(load_script, smollm2, tmp_path):
+@pytest.fixture(scope="module")
+def train(load_script, smollm2, tmp_path_factory):
+    @functools.cache
     def train(experiment: str, *flags: str) -> Path:
-        argv = ["--model", str(smollm2), *SHORT, "--runs-dir", str(tmp_path), *flags]
+        place = tmp_path_factory.mktemp("runs")
+        argv = ["--model", str(smollm2), *SHORT, "--runs-dir", str(place), *flags]
         load_script(f"{experiment}/train.py").main(argv)
-        return tmp_path / experiment / "x"
+        return place / experiment / "x"
 
     return train
 
@@ -77,10 +81,9 @@ def test_it_says_what_transformers_lets_it_say(smollm2):
     assert difference.abs().max().item() < 1e-3
 
 
-@pytest.mark.parametrize("experiment", ["experiment_reinforce", "experiment_base", "experiment_drgrpo"])
+@pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
 def test_it_is_trained_exported_and_evaluated(experiment, train, load_script, smollm2, tmp_path):
-    groups = () if experiment == "experiment_reinforce" else ("--group-size", "4", "--micro-batch-size", "2")
-    run = train(experiment, *groups)
+    run = train(experiment, *GROUPS)
     metrics = metrics_of(run)
     assert metrics["reward/total"] >= 0
     before, after = (load_file(path / "model.safetensors") for path in (smollm2, run / "final"))
@@ -97,10 +100,10 @@ def test_it_is_trained_exported_and_evaluated(experiment, train, load_script, sm
 
 
 def test_two_processes_train_it_as_one_does(train, smollm2, tmp_path):
-    one = train("experiment_base", "--group-size", "4", "--micro-batch-size", "4")
+    one = train("experiment_base", *GROUPS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["experiment_accelerate_ddp/train.py", "--model", str(smollm2), *SHORT, "--runs-dir", str(tmp_path)]
-    command += ["--group-size", "4", "--micro-batch-size", "4", "--device", "cpu"]
+    command += [*GROUPS, "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     two = tmp_path / "experiment_accelerate_ddp/x"
