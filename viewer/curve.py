@@ -72,7 +72,8 @@ def _draw_rewards(plt, entries: list[dict]):
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
-        axes.set(title=title, xlabel="step")
+        name = "" if len(lines) > 1 else next(iter(lines.values()))  # a single line has no legend
+        axes.set(title=f"{title}: {name}" if name else title, xlabel="step")
         for number, (key, label) in enumerate(lines.items()):
             is_noisy = key.startswith("reward/")
             if is_noisy:
