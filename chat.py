@@ -153,11 +153,11 @@ class Speaker:
         self.messages.append({"role": "user", "content": question})
         prompt = encode_prompt(policy.tokenizer, system + self.messages, schemas(self._tools))
         [row] = begin_rows([prompt], 1, [self._asked])
-        self._row, self._asked, start = row, self._asked + 1, len(prompt)
+        self._row, self._asked, start, kept = row, self._asked + 1, len(prompt), KeptRows()
         try:
             for _ in range(config.max_turns):
                 start = len(row.ids)
-                yield from self._turn(row, KeptRows())
+                yield from self._turn(row, kept)
                 said = decode(policy.tokenizer, row.ids[start:])
                 calls = parse_calls(said, self._form)[0] if self._tools and row.finish_reason == "stop" else []
                 if not calls:

@@ -1,14 +1,15 @@
 """What reinforcement learning does to SmolLM2 beside the reward: keep and measure the runs of docs/smollm2.md.
 
-    for seed in 0 1 2; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
-    python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1,2}      # 5 minutes on one core
+    for seed in 0 1; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
+    python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1}      # 6 minutes on one core
 
 Keeps the runs in benchmarks/results/smollm2/, and writes the entry `smollm2` of measurements.json:
 
 - `held_out`: greedy answers to all 256 held-out prompts, before training and after each run: how many are right, by
   kind of prompt (`split`) and of instruction;
-- `base_log_prob`: by run and step, the mean log-probability per token (nats) that the model before training gives to
-  what the policy wrote, for each tenth step, of which a run keeps all completions;
+- `base_log_prob`: by run and step, the mean log-probability per token (nats) of the policy's completions under the
+  model before training. A run keeps all completions of the first and of each tenth step;
+- `rewarded`: by run and step, five of the different prompts whose completions earned the reward, with the completion;
 - `answers`: of the model before training and after the first run, to ten held-out prompts, and to OTHER, questions
   that nothing rewards.
 """
@@ -24,6 +25,8 @@ import tyro
 
 from common.chat import decode, encode_prompt
 from common.experience import collate
+from common.logprobs import token_log_probs
+from common.loss import masked_mean
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -74,9 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = describe_machine()
     keep_runs(RESULTS / "smollm2", runs)
     base = load(runs[0].config["model"])
-    result["base_log_prob"] = {
-        run.directory.name: base_log_probs(base, run.directory / "samples.jsonl") for run in runs
-    }
+    result["base_log_prob"], result["rewarded"] = {}, {}
+    for run in runs:
+        samples = read_samples(run.directory / "samples.jsonl")
+        result["base_log_prob"][run.directory.name] = {
+            step: base_log_prob(base, entries) for step, entries in samples.items()
+        }
+        result["rewarded"][run.directory.name] = {
+            step: list({entry["question"]: entry["text"] for entry in entries if entry["return"] == 1}.items())[:5]
+            for step, entries in samples.items()
+        }
     rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
     policies = {"before": base} | {run.directory.name: load(str(run.directory / "final")) for run in runs}
     prompts = [row["prompt"] for row in rows]
@@ -107,24 +117,20 @@ def follow(rows: list[dict], texts: list[str]) -> dict[str, list[int]]:
     return {name: [asked[name], right[name]] for name in sorted(asked)}
 
 
-def base_log_probs(base: Policy, samples: Path) -> dict[int, float]:
-    """By step, of those that samples.jsonl has completely: the mean over all sampled tokens of log p under `base`."""
-    rows = defaultdict(list)
-    for line in samples.read_text(encoding="utf-8").splitlines():
-        sampled = json.loads(line)
-        if sampled["step"] == 1 or sampled["step"] % 10 == 0:
-            fields = ("ids", "prompt_length", "action_mask", "sampler_log_probs", "prompt_index", "completion_index")
-            rows[sampled["step"]].append(Trajectory(*(sampled[field] for field in fields)))
-    found = {}
-    for step, trajectories in rows.items():
-        total, count = 0.0, 0
-        for micro in collate(trajectories, base.pad_id, base.device).split(8):
-            with torch.inference_mode():
-                log_probs, _ = base(micro.sequences, micro.action_mask)
-            mask = micro.action_mask.bool()
-            total, count = total + log_probs[mask].sum().item(), count + mask.sum().item()
-        found[step] = total / count
-    return found
+def read_samples(path: Path) -> dict[int, list[dict]]:
+    """The completions of the steps that a run keeps completely, by step."""
+    samples = defaultdict(list)
+    for entry in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        if entry["step"] == 1 or entry["step"] % 10 == 0:
+            samples[entry["step"]].append(entry)
+    return samples
+
+
+def base_log_prob(base: Policy, samples: list[dict]) -> float:
+    """The mean over all sampled tokens of log p under `base`."""
+    fields = ("ids", "prompt_length", "action_mask", "sampler_log_probs", "prompt_index", "completion_index")
+    experience = collate([Trajectory(*(entry[field] for field in fields)) for entry in samples], base.pad_id)
+    return masked_mean(token_log_probs(base, experience, 8), experience.action_mask).item()
 
 
 def greedy(policy: Policy, questions: Sequence[str], max_new_tokens: int) -> list[str]:
