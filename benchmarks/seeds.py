@@ -3,7 +3,7 @@
     python benchmarks/seeds.py experiment_base                # seeds 0 to 4; two to three minutes each on one core
 
 Existing runs are not repeated. The script keeps the runs in <experiment>/results/ (metrics.csv and runs.json), and
-draws <experiment>/curve.png, which also shows the runs of the experiment's parent.
+draws <experiment>/curve.png, which also shows the runs of the experiment's parent or, if it has none, of that one's.
 """
 
 import ast
@@ -65,6 +65,8 @@ def draw(experiment: str, panels: Sequence[str], also: dict[str, str]) -> None:
     }
     places |= {label: (experiment, prefix) for prefix, label in also.items()}
     parent = parent_of(experiment)
+    while parent and "seed0" not in read_runs(ROOT / parent / "results"):
+        parent = parent_of(parent)
     if parent and task_of(parent) == task_of(experiment):
         places = {parent: (parent, "seed")} | places
     groups = {

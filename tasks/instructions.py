@@ -41,7 +41,8 @@ The last column has texts that only the published checker (google-research/instr
 lm-evaluation-harness) accepts, without reason; `.` stands for any text without a letter or digit. Such a text, like the
 empty text, follows no instruction. Otherwise only two verdicts differ: languages are told apart by script and frequent
 words instead of by langdetect, and sentences by a few rules instead of NLTK's Punkt model. Nothing checks whether a
-text makes sense: a list of the required words earns as much as a sentence. `describe` logs how a policy exploits that.
+text makes sense: a list of the required words earns as much as a sentence. `on_topic`, and the values that `describe`
+logs, show how a policy exploits that.
 """
 
 import json
@@ -54,7 +55,7 @@ TRAIN_DATA = _DATA / "instructions.jsonl"
 EVAL_DATA = _DATA / "instructions_heldout.jsonl"
 FIELDS = {"prompt": str, "instruction_id_list": list, "kwargs": list}  # every row must have these
 KIND_FIELDS = ("kind",)  # questions that agree in these are of one kind
-REWARD_WEIGHTS = {"correct": 1.0, "followed": 0.0, "loose": 0.0}
+REWARD_WEIGHTS = {"correct": 1.0, "followed": 0.0, "loose": 0.0, "on_topic": 0.0}
 
 _SINGULARS = (("s", ""), ("es", ""), ("ies", "y"), ("ves", "f"), ("ves", "fe"))
 _FILLERS = ("so it is good.", "we can run up.", "dogs bark at her.", "my big box.")
@@ -97,15 +98,25 @@ def reward(row: dict, text: str) -> dict[str, float]:
 
     - `correct`: the text follows all instructions ("strict");
     - `followed`: the share of instructions that it follows;
-    - `loose`: each instruction is followed by one of the eight `variants` of the text.
+    - `loose`: each instruction is followed by one of the eight `variants` of the text;
+    - `on_topic`: the text names the topic of the row, as given or in the singular; 0 for rows without the field
+      `topic`.
 
     >>> ids = ["change_case:english_lowercase", "punctuation:no_comma"]
-    >>> reward({"prompt": "", "instruction_id_list": ids, "kwargs": [{}, {}]}, "Sure:\\nbread is warm.")
-    {'correct': 0.0, 'followed': 0.5, 'loose': 1.0}
+    >>> row = {"prompt": "", "topic": "breads", "instruction_id_list": ids, "kwargs": [{}, {}]}
+    >>> reward(row, "Sure:\\nbread is warm.")
+    {'correct': 0.0, 'followed': 0.5, 'loose': 1.0, 'on_topic': 1.0}
     """
     found = tally(row, text)
     strict, loose = found["inst_level_strict_acc"], found["inst_level_loose_acc"]
-    return {"correct": float(all(strict)), "followed": sum(strict) / len(strict), "loose": float(all(loose))}
+    topic = row.get("topic") or ""
+    names = {topic} | {topic[: -len(end)] + singular for end, singular in _SINGULARS if topic.endswith(end)}
+    return {
+        "correct": float(all(strict)),
+        "followed": sum(strict) / len(strict),
+        "loose": float(all(loose)),
+        "on_topic": float(not names.isdisjoint(WORD.findall(text.lower()))),
+    }
 
 
 def tally(row: dict, text: str) -> dict[str, list[bool]]:
@@ -130,20 +141,13 @@ def describe(row: dict, text: str) -> dict[str, float]:
     """More values to log, which show whether a policy follows instructions cheaply.
 
     - `words`: how many words the text has;
-    - `distinct`: the share of different words; small for a text that repeats itself;
-    - `on_topic`: the text names the topic of the row, as given or in the singular; 0 for rows without the field
-      `topic`.
+    - `distinct`: the share of different words; small for a text that repeats itself.
 
-    >>> describe({"topic": "cities"}, "A city is a city.")
-    {'words': 5.0, 'distinct': 0.6, 'on_topic': 1.0}
+    >>> describe({}, "A city is a city.")
+    {'words': 5.0, 'distinct': 0.6}
     """
-    words, topic = WORD.findall(text.lower()), row.get("topic") or ""
-    names = {topic} | {topic[: -len(end)] + singular for end, singular in _SINGULARS if topic.endswith(end)}
-    return {
-        "words": float(len(words)),
-        "distinct": len(set(words)) / max(1, len(words)),
-        "on_topic": float(not names.isdisjoint(words)),
-    }
+    words = WORD.findall(text.lower())
+    return {"words": float(len(words)), "distinct": len(set(words)) / max(1, len(words))}
 
 
 def solution(row: dict) -> str | None:

@@ -93,19 +93,35 @@ def test_words_of_other_scripts_are_found():
 def test_loose_accuracy_leaves_out_the_first_and_the_last_line(text, rewards):
     ids = ["change_case:english_lowercase", "punctuation:no_comma"]
     found = instructions.reward({"instruction_id_list": ids, "kwargs": [{}, {}]}, text)
-    assert tuple(found.values()) == rewards
+    assert (found["correct"], found["followed"], found["loose"]) == rewards
 
 
 def test_loose_accuracy_leaves_out_asterisks():
     row = {"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": "the end"}]}
-    assert instructions.reward(row, "So: **the end**") == {"correct": 0, "followed": 0, "loose": 1}
+    assert instructions.reward(row, "So: **the end**") == {"correct": 0, "followed": 0, "loose": 1, "on_topic": 0}
 
 
 def test_a_description_shows_a_list_of_words():
-    cheap, fair = "warm warm warm warm", "Warm bread is good."
-    assert instructions.describe({"topic": "bread"}, cheap) == {"words": 4, "distinct": 0.25, "on_topic": 0}
-    assert instructions.describe({"topic": "breads"}, fair) == {"words": 4, "distinct": 1, "on_topic": 1}
-    assert instructions.describe({}, "") == {"words": 0, "distinct": 0, "on_topic": 0}
+    assert instructions.describe({}, "warm warm warm warm") == {"words": 4, "distinct": 0.25}
+    assert instructions.describe({}, "Warm bread is good.") == {"words": 4, "distinct": 1}
+    assert instructions.describe({}, "") == {"words": 0, "distinct": 0}
+
+
+@pytest.mark.parametrize(
+    ("topic", "text", "names_it"),
+    [
+        ("bread", "Warm BREAD.", 1),
+        ("breads", "Warm bread is good.", 1),
+        ("knives", "A knife.", 1),
+        ("bread", "breadth", 0),
+        ("bread", "", 0),
+        (None, "Warm bread is good.", 0),
+        ("", "so", 0),
+    ],
+)
+def test_a_text_that_names_its_topic_is_on_topic(topic, text, names_it):
+    row = {"topic": topic, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    assert instructions.reward(row, text)["on_topic"] == names_it
 
 
 @pytest.mark.parametrize(
@@ -155,7 +171,8 @@ def test_the_bundled_rows_have_solutions_and_share_neither_topics_nor_kinds():
     assert Counter(row["split"] for row in train + heldout) == {"train": 1024, "topics": 128, "kinds": 128}
     for row in train + heldout:
         text = instructions.solution(row)
-        assert instructions.reward(row, text) == {"correct": 1, "followed": 1, "loose": 1}
+        rewards = instructions.reward(row, text)
+        assert rewards["correct"] == rewards["followed"] == rewards["loose"] == 1
         assert row["topic"] in row["prompt"]
         assert row["instruction_id_list"][0].endswith(row["kind"])
     assert not {row["topic"] for row in train} & {row["topic"] for row in heldout}
