@@ -10,6 +10,9 @@ end at random, after about 22 of at most 48 tokens. It gets a reward if ten divi
 groups in ten then have zero reward variance, as with a policy that has learned something. Its learning rate is nearly
 0, because otherwise it would learn to be brief.
 
+A third policy, SmolLM2-135M-Instruct as `recipes/smollm2.py smollm2` writes it, follows short instructions: 4 prompts a
+step, and micro-batches of 8 rows. It is measured if --policies names it.
+
 Runs of the two are interleaved and repeated. The medians are compared: CPU seconds with one thread, which other jobs on
 the machine hardly affect, and wall-clock seconds with two threads.
 
@@ -32,6 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import tyro
 
@@ -39,8 +43,8 @@ from viewer.results import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"
-WARM_UP = 3  # steps that do not count: they import modules, allocate memory and choose kernels
-LR = {"tiny": 5e-5, "characters": 1e-9}
+LR = {"tiny": 5e-5, "characters": 1e-9, "smollm2": 1e-6}
+BUDGETS = {"tiny": (96, 48), "characters": (48,), "smollm2": (24, 48, 96)}
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Job:
     """The work of one process, and its trainer."""
 
     trainer: str  # ours or trl
-    policy: str = "tiny"  # or characters
+    policy: str = "tiny"  # or characters, or smollm2
     beta: float = 0.0
     threads: int = 1
     prompts: int = 16  # per step
@@ -58,6 +62,7 @@ class Job:
     steps: int = 12
     seconds: float | None = None  # CPU seconds until it stops, instead of steps
     eval_every: int = 0  # steps; 0: never
+    micro_batch_size: int | None = None  # rows per pass; None: ours 128, TRL 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,8 @@ class Config:
     repetitions: int = 3  # of each trainer and setting, interleaved; 0: skip the comparison of speeds
     policies: tuple[str, ...] = ("tiny", "characters")  # of the settings
     threads: tuple[int, ...] = (1, 2)  # of the settings
-    steps: int = 24  # of each repetition; the first three do not count
+    steps: int = 24  # of each repetition
+    warm_up: int = 3  # steps that do not count: they import modules, allocate memory and choose kernels
     entry: str = "settings"  # of vs_trl.json, for the speeds
     seeds: tuple[int, ...] = (0, 1, 2)  # of the comparison of accuracies; none: skip it
     seconds: float = 300  # CPU seconds that TRL trains for in that comparison
@@ -103,11 +109,12 @@ def compare_speed(config: Config) -> dict[str, dict]:
     """Both trainers in every setting: medians over the counted steps of all repetitions."""
     settings = {
         f"{policy}, beta {beta}, budget {budget}, {threads} thread{'s' * (threads > 1)}": Job(
-            "ours", policy, beta=beta, threads=threads, max_new_tokens=budget, steps=config.steps
+            "ours", policy, beta=beta, threads=threads, max_new_tokens=budget, steps=config.steps, **more
         )
         for threads in config.threads
-        for policy, budget in (("tiny", 96), ("tiny", 48), ("characters", 48))
-        if policy in config.policies
+        for policy in config.policies
+        for more in [{"prompts": 4, "micro_batch_size": 8} if policy == "smollm2" else {}]
+        for budget in BUDGETS[policy]
         for beta in (0.0, 0.02)
     }
     results = {}
@@ -116,32 +123,32 @@ def compare_speed(config: Config) -> dict[str, dict]:
         for _ in range(config.repetitions):
             for trainer in runs:
                 runs[trainer].append(start(replace(job, trainer=trainer)))
-        results[name] = summarise(runs, "cpu" if job.threads == 1 else "wall") | describe()
+        results[name] = summarise(runs, "cpu" if job.threads == 1 else "wall", config.warm_up) | describe()
         print(f"{name}: {results[name]['ratio']:.2f} times TRL's tokens per second", flush=True)
     return results
 
 
-def summarise(runs: dict[str, list[dict]], clock: str) -> dict:
+def summarise(runs: dict[str, list[dict]], clock: str, warm_up: int) -> dict:
     """Medians and ranges of one setting, in CPU (`cpu`) or wall-clock (`wall`) seconds."""
+
+    def rate(run: dict) -> float:
+        steps = run["steps"][warm_up:]
+        return sum(step["tokens"] for step in steps) / sum(step[f"{clock}/step"] for step in steps)
+
     result: dict = {"clock": clock}
     for trainer, repetitions in runs.items():
-        rates = [_rate(repetition, clock) for repetition in repetitions]
+        rates = [rate(repetition) for repetition in repetitions]
         result[f"{trainer}_tokens_per_second"] = statistics.median(rates)
         result[f"{trainer}_tokens_per_second_range"] = [min(rates), max(rates)]
         result[f"{trainer}_peak_bytes"] = statistics.median(repetition["peak_bytes"] for repetition in repetitions)
-        counted = [step for repetition in repetitions for step in repetition["steps"][WARM_UP:]]
+        counted = [step for repetition in repetitions for step in repetition["steps"][warm_up:]]
         for part in ("tokens", *(f"{clock}/{part}" for part in ("step", "sampling", "log_probs", "update"))):
             result[f"{trainer}_{part.split('/')[-1]}"] = statistics.median(step[part] for step in counted)
     pairs = zip(runs["ours"], runs["trl"], strict=True)
     result["ratio"] = result["ours_tokens_per_second"] / result["trl_tokens_per_second"]
-    result["ratio_of_pairs"] = sorted(_rate(ours, clock) / _rate(trl, clock) for ours, trl in pairs)
+    result["ratio_of_pairs"] = sorted(rate(ours) / rate(trl) for ours, trl in pairs)
     result["repetitions"] = runs
     return result
-
-
-def _rate(run: dict, clock: str) -> float:
-    steps = run["steps"][WARM_UP:]
-    return sum(step["tokens"] for step in steps) / sum(step[f"{clock}/step"] for step in steps)
 
 
 def print_table(settings: dict[str, dict]) -> None:
@@ -298,6 +305,15 @@ def examine(policy, seed: int) -> float:
     return evaluation.metrics["sampled/accuracy"]
 
 
+def questions_of(job: Job) -> tuple[ModuleType, Path]:
+    """The task that both trainers train on, and its rows."""
+    from tasks import arithmetic, instructions
+
+    if job.policy == "smollm2":
+        return instructions, ROOT / "data" / "instructions_short.jsonl"
+    return arithmetic, arithmetic.TRAIN_DATA
+
+
 def checkpoint_of(job: Job, directory: str) -> str:
     """The directory of the policy that both trainers load."""
     from tasks.arithmetic import TRAIN_DATA
@@ -305,7 +321,7 @@ def checkpoint_of(job: Job, directory: str) -> str:
     from harness.base.config import TINY_POLICY
 
     if job.policy != "characters":
-        return str(TINY_POLICY)
+        return str(TINY_POLICY if job.policy == "tiny" else ROOT / "smollm2")
     import torch
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -351,8 +367,11 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     train.Run.log = log_and_note
     train.Run.checkpoint = end_step
     train.Run.log_before = lambda run, evaluation: clock._begin_step()
+    task, data = questions_of(job)
     flags = {
-        "model": checkpoint_of(job, directory), "micro-batch-size": 128, "system-prompt": "",  # as for the bundled
+        "task": task.__name__.removeprefix("tasks."), "data": data, "eval-data": task.EVAL_DATA,
+        "model": checkpoint_of(job, directory), "micro-batch-size": job.micro_batch_size or 128,
+        "system-prompt": "",  # as for the bundled policy
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
         "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR[job.policy],
         "eval-prompts": 1, "eval-every": 0, "checkpoint-every": 0, "runs-dir": directory, "device": "cpu",
@@ -369,18 +388,19 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     from common.policy import Policy
-    from tasks import arithmetic
 
     from harness.data.data import prompts_of_step, read_rows
     from harness.models.loading import find_end_of_turn_ids
 
-    rows = read_rows(str(arithmetic.TRAIN_DATA), arithmetic.FIELDS)
+    micro_batch_size = job.micro_batch_size or 32
+    task, data = questions_of(job)
+    rows = read_rows(str(data), task.FIELDS)
     num_steps = min(job.steps, 2000)
     order = [
         index for step in range(1, num_steps + 1) for index in prompts_of_step(len(rows), job.prompts, step, job.seed)
     ]
     dataset = Dataset.from_list(
-        [{"prompt": arithmetic.messages(rows[index]), "answer": str(rows[index]["answer"])} for index in order]
+        [{"prompt": task.messages(rows[index]), "row": index} for index in order]  # columns of one type
     )
     checkpoint = checkpoint_of(job, directory)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -390,11 +410,9 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
     policy = Policy(model, tokenizer, end_of_turn_ids, tokenizer.pad_token_id)
     sampled: list[int] = []
 
-    def correct(completions, answer, **_) -> list[float]:
+    def correct(completions, row, **_) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
-        return [
-            arithmetic.reward({"answer": wanted}, text)["correct"] for wanted, text in zip(answer, texts, strict=True)
-        ]
+        return [task.reward(rows[index], text)["correct"] for index, text in zip(row, texts, strict=True)]
 
     class Steps(TrainerCallback):
         def on_train_begin(self, *arguments, **settings):
@@ -437,8 +455,8 @@ def train_trl(job: Job, clock: Clock, directory: str) -> None:
             shuffle_dataset=False,
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=32,
-            gradient_accumulation_steps=job.prompts * job.group_size // 32,
+            per_device_train_batch_size=micro_batch_size,
+            gradient_accumulation_steps=job.prompts * job.group_size // micro_batch_size,
             num_generations=job.group_size,
             max_completion_length=job.max_new_tokens,
             temperature=1.0,
