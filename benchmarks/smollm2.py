@@ -1,12 +1,15 @@
 """What reinforcement learning does to SmolLM2 beside the reward: keep and measure the runs of docs/smollm2.md.
 
-    for seed in 0 1; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
-    python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1}      # 6 minutes on one core
+    for seed in 0 1 2; do bash recipes/instructions_smollm2_135m.sh -- --seed $seed --name seed$seed; done
+    python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1,2}      # 9 minutes on one core
 
-Keeps the runs in benchmarks/results/smollm2/, and writes the entry `smollm2` of measurements.json:
+Keeps the runs in benchmarks/results/smollm2/, draws docs/smollm2_unseen.png, and writes the entry `smollm2` of
+measurements.json:
 
 - `held_out`: greedy answers to all 256 held-out prompts, before training and after each run: how many are right, by
   kind of prompt (`split`) and of instruction;
+- `unseen`: what the reward does not see in these answers: the mean log-probability per token (nats) under the model
+  before training, the share that names its topic, of different words, and the number of words;
 - `base_log_prob`: by run and step, the mean log-probability per token (nats) of the policy's completions under the
   model before training. A run keeps all completions of the first and of each tenth step;
 - `rewarded`: by run and step, five of the different prompts whose completions earned the reward, with the completion;
@@ -19,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import tyro
@@ -32,7 +36,7 @@ from common.sampling import sample
 from common.trajectory import Trajectory
 from tasks import instructions
 from viewer.groups import read_run
-from viewer.results import keep_runs, write_json
+from viewer.results import keep_runs, read_json, write_json
 
 from harness.base.config import ModelConfig
 from harness.models.loading import load_policy
@@ -40,6 +44,11 @@ from harness.run.machine import describe_machine
 
 HELD_OUT = instructions.EVAL_DATA.with_name("instructions_short_heldout.jsonl")
 RESULTS = Path(__file__).resolve().parent / "results"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "smollm2_unseen.png"
+LABELS = {  # in the figure, by the beginnings of the runs' names
+    "before": "untrained", "seed": "no KL penalty", "kl_002": "KL weight 0.02", "kl_01": "KL weight 0.1",
+    "on_topic": "a reward for the topic", "lora": "LoRA", "one_word": "largest number of words only",
+}  # fmt: skip
 OTHER = (
     "What is the capital of France?",
     "Who wrote Romeo and Juliet?",
@@ -68,10 +77,14 @@ OTHER = (
 class Config:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # directories
     max_new_tokens: int = 48  # of an answer to a held-out prompt
+    draw_only: bool = False  # draw from the committed data
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
+    if config.draw_only:
+        draw(read_json(RESULTS / "measurements.json", "smollm2"))
+        return
     torch.set_num_threads(1)
     runs = [read_run(directory) for directory in config.runs]
     result = describe_machine()
@@ -81,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for run in runs:
         samples = read_samples(run.directory / "samples.jsonl")
         result["base_log_prob"][run.directory.name] = {
-            step: base_log_prob(base, entries) for step, entries in samples.items()
+            step: base_log_prob(base, trajectories_of(entries)) for step, entries in samples.items()
         }
         result["rewarded"][run.directory.name] = {
             step: list({entry["question"]: entry["text"] for entry in entries if entry["return"] == 1}.items())[:5]
@@ -90,14 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
     policies = {"before": base} | {run.directory.name: load(str(run.directory / "final")) for run in runs}
     prompts = [row["prompt"] for row in rows]
-    texts = {name: greedy(policy, prompts, config.max_new_tokens) for name, policy in policies.items()}
+    answers = {name: greedy(policy, prompts, config.max_new_tokens) for name, policy in policies.items()}
+    texts = {name: texts_of(base, given) for name, given in answers.items()}
     result["held_out"] = {name: follow(rows, given) for name, given in texts.items()}
+    result["unseen"] = {name: unseen(base, rows, given) for name, given in answers.items()}
     pair = ("before", runs[0].directory.name)
-    others = [greedy(policies[name], OTHER, 64) for name in pair]
+    others = [texts_of(base, greedy(policies[name], OTHER, 64)) for name in pair]
     result["answers"] = list(zip(prompts[:10], *(texts[name][:10] for name in pair), strict=True))
     result["answers"] += list(zip(OTHER, *others, strict=True))
     write_json(RESULTS / "measurements.json", result, entry="smollm2")
-    for name in ("base_log_prob", "held_out"):
+    draw(result)
+    for name in ("base_log_prob", "held_out", "unseen"):
         print(name, json.dumps(result[name], indent=1))
     for row in result["answers"]:
         print("\n   ".join(row))
@@ -126,17 +142,64 @@ def read_samples(path: Path) -> dict[int, list[dict]]:
     return samples
 
 
-def base_log_prob(base: Policy, samples: list[dict]) -> float:
-    """The mean over all sampled tokens of log p under `base`."""
+def trajectories_of(samples: list[dict]) -> list[Trajectory]:
     fields = ("ids", "prompt_length", "action_mask", "sampler_log_probs", "prompt_index", "completion_index")
-    experience = collate([Trajectory(*(entry[field] for field in fields)) for entry in samples], base.pad_id)
+    return [Trajectory(*(entry[field] for field in fields)) for entry in samples]
+
+
+def base_log_prob(base: Policy, completions: list[Trajectory]) -> float:
+    """The mean over all sampled tokens of log p under `base`."""
+    experience = collate(completions, base.pad_id)
     return masked_mean(token_log_probs(base, experience, 8), experience.action_mask).item()
 
 
-def greedy(policy: Policy, questions: Sequence[str], max_new_tokens: int) -> list[str]:
+def unseen(base: Policy, rows: list[dict], answers: list[Trajectory]) -> dict[str, float]:
+    """Means over answers, or over their tokens, of values outside the reward."""
+    texts = texts_of(base, answers)
+    found = [instructions.describe(row, text) for row, text in zip(rows, texts, strict=True)]
+    on_topic = [instructions.reward(row, text)["on_topic"] for row, text in zip(rows, texts, strict=True)]
+    means = {name: fmean(values[name] for values in found) for name in ("words", "distinct")}
+    return {"base_log_prob": base_log_prob(base, answers), "on_topic": fmean(on_topic)} | means
+
+
+def greedy(policy: Policy, questions: Sequence[str], max_new_tokens: int) -> list[Trajectory]:
     prompts = [encode_prompt(policy.tokenizer, [{"role": "user", "content": question}]) for question in questions]
-    rows = sample(policy, prompts, 1, max_new_tokens=max_new_tokens, key=(0,), greedy=True, generation_batch_size=64)
-    return [decode(policy.tokenizer, row.completion_ids) for row in rows]
+    return sample(policy, prompts, 1, max_new_tokens=max_new_tokens, key=(0,), greedy=True, generation_batch_size=64)
+
+
+def texts_of(policy: Policy, answers: list[Trajectory]) -> list[str]:
+    return [decode(policy.tokenizer, answer.completion_ids) for answer in answers]
+
+
+def draw(result: dict) -> None:
+    """Followed prompts of the trained kinds, against two values that the reward does not see."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # works without a display
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    titles = {
+        "base_log_prob": "log-prob per token under the untrained model (nats)",
+        "on_topic": "share of answers that name their topic",
+    }
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
+        shown = set()
+        for name, values in result["unseen"].items():
+            begin = next(begin for begin in LABELS if name.startswith(begin))
+            asked, right = result["held_out"][name]["topics"]
+            label = None if begin in shown else LABELS[begin]
+            axes.scatter(values[key], right / asked, s=60, color=f"C{list(LABELS).index(begin)}", label=label)
+            shown.add(begin)
+        axes.set_xlabel(title)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("held-out prompts that are followed")
+    panels[0].set_ylim(0, 1)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="upper center", ncols=4, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.88))
+    figure.savefig(PICTURE, dpi=100)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""A real model, SmolLM2-135M-Instruct, through the programs; the other tests in tests/models use small fresh models."""
+"""A real model, SmolLM2-135M-Instruct, through the programs; the other tests in tests/models use small fresh models.
+
+Where only the way through a program is tested, it has four of its thirty layers.
+"""
 
 import functools
 import json
@@ -40,11 +43,20 @@ def smollm2(load_script, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def train(load_script, smollm2, tmp_path_factory):
+def four_layers(smollm2, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "four_layers"
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, num_hidden_layers=4)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(load_script, four_layers, tmp_path_factory):
     @functools.cache
     def train(experiment: str, *flags: str) -> Path:
         place = tmp_path_factory.mktemp("runs")
-        argv = ["--model", str(smollm2), *SHORT, "--runs-dir", str(place), *flags]
+        argv = ["--model", str(four_layers), *SHORT, "--runs-dir", str(place), *flags]
         load_script(f"{experiment}/train.py").main(argv)
         return place / experiment / "x"
 
@@ -82,27 +94,27 @@ def test_it_says_what_transformers_lets_it_say(smollm2):
 
 
 @pytest.mark.parametrize("experiment", ["experiment_base", "experiment_drgrpo"])
-def test_it_is_trained_exported_and_evaluated(experiment, train, load_script, smollm2, tmp_path):
+def test_it_is_trained_exported_and_evaluated(experiment, train, load_script, four_layers, tmp_path):
     run = train(experiment, *GROUPS)
     metrics = metrics_of(run)
     assert metrics["reward/total"] >= 0
-    before, after = (load_file(path / "model.safetensors") for path in (smollm2, run / "final"))
+    before, after = (load_file(path / "model.safetensors") for path in (four_layers, run / "final"))
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     assert (metrics["loss/grad_norm"] > 0) == bool(moved)
     if experiment != "experiment_base":
         return
     load_script("export.py").main([str(run), "--output", str(tmp_path / "exported")])
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(smollm2).chat_template
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(four_layers).chat_template
     argv = ["--model", str(tmp_path / "exported"), "--task", "instructions", "--limit", "2", "--num-samples", "1"]
     load_script("evaluate.py").main([*argv, "--max-new-tokens", "8", "--output", str(tmp_path / "evaluated")])
     assert json.loads((tmp_path / "evaluated/results.json").read_text())["num_questions"] == 2
 
 
-def test_two_processes_train_it_as_one_does(train, smollm2, tmp_path):
+def test_two_processes_train_it_as_one_does(train, four_layers, tmp_path):
     one = train("experiment_base", *GROUPS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["experiment_accelerate_ddp/train.py", "--model", str(smollm2), *SHORT, "--runs-dir", str(tmp_path)]
+    command += ["experiment_accelerate_ddp/train.py", "--model", str(four_layers), *SHORT, "--runs-dir", str(tmp_path)]
     command += [*GROUPS, "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
