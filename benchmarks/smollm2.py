@@ -4,7 +4,7 @@
     python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1,2}      # 9 minutes on one core
 
 Keeps the runs in benchmarks/results/smollm2/, draws docs/smollm2_unseen.png, and writes the entry `smollm2` of
-measurements.json:
+measurements.json, in which results of other runs stay:
 
 - `held_out`: greedy answers to all 256 held-out prompts, before training and after each run: how many are right, by
   kind of prompt (`split`) and of instruction;
@@ -87,30 +87,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     torch.set_num_threads(1)
     runs = [read_run(directory) for directory in config.runs]
-    result = describe_machine()
     keep_runs(RESULTS / "smollm2", runs)
+    result = read_json(RESULTS / "measurements.json", "smollm2") | describe_machine()
     base = load(runs[0].config["model"])
-    result["base_log_prob"], result["rewarded"] = {}, {}
     for run in runs:
-        samples = read_samples(run.directory / "samples.jsonl")
-        result["base_log_prob"][run.directory.name] = {
+        samples, name = read_samples(run.directory / "samples.jsonl"), run.directory.name
+        result.setdefault("base_log_prob", {})[name] = {
             step: base_log_prob(base, trajectories_of(entries)) for step, entries in samples.items()
         }
-        result["rewarded"][run.directory.name] = {
+        result.setdefault("rewarded", {})[name] = {
             step: list({entry["question"]: entry["text"] for entry in entries if entry["return"] == 1}.items())[:5]
             for step, entries in samples.items()
         }
     rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
-    policies = {"before": base} | {run.directory.name: load(str(run.directory / "final")) for run in runs}
     prompts = [row["prompt"] for row in rows]
-    answers = {name: greedy(policy, prompts, config.max_new_tokens) for name, policy in policies.items()}
-    texts = {name: texts_of(base, given) for name, given in answers.items()}
-    result["held_out"] = {name: follow(rows, given) for name, given in texts.items()}
-    result["unseen"] = {name: unseen(base, rows, given) for name, given in answers.items()}
-    pair = ("before", runs[0].directory.name)
-    others = [texts_of(base, greedy(policies[name], OTHER, 64)) for name in pair]
-    result["answers"] = list(zip(prompts[:10], *(texts[name][:10] for name in pair), strict=True))
-    result["answers"] += list(zip(OTHER, *others, strict=True))
+    places = {run.directory.name: str(run.directory / "final") for run in runs}
+    if "before" not in result.setdefault("unseen", {}):
+        places = {"before": runs[0].config["model"]} | places
+    texts = {}
+    for name, place in places.items():
+        policy = load(place)
+        answers = greedy(policy, prompts, config.max_new_tokens)
+        given = texts_of(base, answers)
+        result.setdefault("held_out", {})[name] = follow(rows, given)
+        result["unseen"][name] = unseen(base, rows, answers)
+        texts[name] = given[:10] + texts_of(base, greedy(policy, OTHER, 64))
+    if "before" in texts:
+        pair = texts["before"], texts[runs[0].directory.name]
+        result["answers"] = list(zip([*prompts[:10], *OTHER], *pair, strict=True))
     write_json(RESULTS / "measurements.json", result, entry="smollm2")
     draw(result)
     for name in ("base_log_prob", "held_out", "unseen"):
