@@ -70,6 +70,7 @@ class Config:
     repetitions: int = 3  # of each trainer and setting, interleaved; 0: skip the comparison of speeds
     policies: tuple[str, ...] = ("tiny", "characters")  # of the settings
     threads: tuple[int, ...] = (1, 2)  # of the settings
+    budgets: tuple[int, ...] = (24, 48, 96)  # of the settings, in tokens
     steps: int = 24  # of each repetition
     warm_up: int = 3  # steps that do not count: they import modules, allocate memory and choose kernels
     entry: str = "settings"  # of vs_trl.json, for the speeds
@@ -115,6 +116,7 @@ def compare_speed(config: Config) -> dict[str, dict]:
         for policy in config.policies
         for more in [{"prompts": 4, "micro_batch_size": 8} if policy == "smollm2" else {}]
         for budget in BUDGETS[policy]
+        if budget in config.budgets
         for beta in (0.0, 0.02)
     }
     results = {}
