@@ -47,7 +47,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "smollm2_unseen.png"
 LABELS = {  # in the figure, by the beginnings of the runs' names
     "before": "untrained", "seed": "no KL penalty", "kl_002": "KL weight 0.02", "kl_01": "KL weight 0.1",
-    "on_topic": "a reward for the topic", "lora": "LoRA", "one_word": "largest number of words only",
+    "on_topic": "a reward for the topic", "one_word": "largest number of words only",
 }  # fmt: skip
 OTHER = (
     "What is the capital of France?",
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         answers = greedy(policy, prompts, config.max_new_tokens)
         given = texts_of(base, answers)
         result.setdefault("held_out", {})[name] = follow(rows, given)
-        result["unseen"][name] = unseen(base, rows, answers)
+        result["unseen"][name] = unseen(base, rows, answers, given)
         texts[name] = given[:10] + texts_of(base, greedy(policy, OTHER, 64))
     if "before" in texts:
         pair = texts["before"], texts[runs[0].directory.name]
@@ -157,9 +157,8 @@ def base_log_prob(base: Policy, completions: list[Trajectory]) -> float:
     return masked_mean(token_log_probs(base, experience, 8), experience.action_mask).item()
 
 
-def unseen(base: Policy, rows: list[dict], answers: list[Trajectory]) -> dict[str, float]:
-    """Means over answers, or over their tokens, of values outside the reward."""
-    texts = texts_of(base, answers)
+def unseen(base: Policy, rows: list[dict], answers: list[Trajectory], texts: list[str]) -> dict[str, float]:
+    """Means over answers, or over their tokens, of values outside the reward; `texts` are those of the answers."""
     found = [instructions.describe(row, text) for row, text in zip(rows, texts, strict=True)]
     on_topic = [instructions.reward(row, text)["on_topic"] for row, text in zip(rows, texts, strict=True)]
     means = {name: fmean(values[name] for values in found) for name in ("words", "distinct")}
@@ -187,14 +186,15 @@ def draw(result: dict) -> None:
         "base_log_prob": "log-prob per token under the untrained model (nats)",
         "on_topic": "share of answers that name their topic",
     }
+    colors: dict[str, str] = {}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
-        shown = set()
+        shown: set[str] = set()
         for name, values in result["unseen"].items():
-            begin = next(begin for begin in LABELS if name.startswith(begin))
+            label = next((label for begin, label in LABELS.items() if name.startswith(begin)), name)
             asked, right = result["held_out"][name]["topics"]
-            label = None if begin in shown else LABELS[begin]
-            axes.scatter(values[key], right / asked, s=60, color=f"C{list(LABELS).index(begin)}", label=label)
-            shown.add(begin)
+            color = colors.setdefault(label, f"C{len(colors)}")
+            axes.scatter(values[key], right / asked, s=60, color=color, label=None if label in shown else label)
+            shown.add(label)
         axes.set_xlabel(title)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
