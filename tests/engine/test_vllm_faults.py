@@ -61,7 +61,8 @@ def sentence(call: Callable, *arguments, **settings) -> str:
 
 
 def http(content: bytes, status: str = "200 OK") -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + content
 
 
 # No engine -----------------------------------------------------------------------------------------------------------
