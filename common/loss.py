@@ -23,31 +23,38 @@ def probability_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor | Non
     return torch.where(mask.bool(), log_probs - old, 0.0).exp()  # masked before exp: the gradient of an inf is NaN
 
 
-def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float, clip_eps_high: float | None = None
+) -> torch.Tensor:
     """The loss of every token: minus the clipped surrogate objective of PPO (arXiv 1707.06347, equation 7).
 
-        -min(ratio A, clip(ratio, 1 - clip_eps, 1 + clip_eps) A)
+        -min(ratio A, clip(ratio, 1 - clip_eps, 1 + clip_eps_high) A)
 
     A token whose probability has moved out of the range, in the direction that its advantage pushes, has no gradient.
 
     Args:
         ratio: (B, T-1).
         advantages: (B, 1) or (B, T-1).
+        clip_eps_high: None: clip_eps, as in PPO. DAPO's is higher (arXiv 2503.14476, equation 10).
 
     >>> clipped_surrogate(torch.tensor([[1.0, 1.5]]), torch.tensor([[2.0]]), clip_eps=0.2)
     tensor([[-2.0000, -2.4000]])
     """
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
+    high = clip_eps if clip_eps_high is None else clip_eps_high
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + high) * advantages)
 
 
-def is_clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
+def is_clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_eps: float, clip_eps_high: float | None = None
+) -> torch.Tensor:
     """Which tokens have no gradient in `clipped_surrogate`.
 
     >>> is_clipped(torch.tensor([[1.3, 0.7], [1.3, 0.7]]), torch.tensor([[1.0], [-1.0]]), clip_eps=0.2)
     tensor([[ True, False],
             [False,  True]])
     """
-    return ((ratio > 1 + clip_eps) & (advantages > 0)) | ((ratio < 1 - clip_eps) & (advantages < 0))
+    high = clip_eps if clip_eps_high is None else clip_eps_high
+    return ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - clip_eps) & (advantages < 0))
 
 
 def approx_kl_divergence(log_probs: torch.Tensor, log_probs_ref: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
