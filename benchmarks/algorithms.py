@@ -1,0 +1,232 @@
+"""The algorithms compared on the same work: GRPO, Dr. GRPO and their siblings, five seeds each.
+
+    python benchmarks/algorithms.py --jobs 2                 # all runs; the page says how long they took
+    python benchmarks/algorithms.py --work sixteen --only experiment_gspo --seeds 0
+    python benchmarks/algorithms.py --draw-only              # the figure and the tables again, from the committed data
+
+Runs that already exist are not repeated, and results of missing runs are kept. Writes benchmarks/results/algorithms/
+(metrics.csv and runs.json) and docs/algorithms.png, and prints the tables of docs/algorithms.md.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import tyro
+
+from viewer.groups import read_run
+from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
+from viewer.runs import rolling_means
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "algorithms"
+PICTURE = ROOT / "docs" / "algorithms.png"
+ALGORITHMS = {
+    "experiment_base": "GRPO", "experiment_drgrpo": "Dr. GRPO", "experiment_rloo": "RLOO", "experiment_maxrl": "MaxRL",
+    "experiment_gspo": "GSPO", "experiment_cispo": "CISPO", "experiment_dapo": "DAPO",
+}  # fmt: skip
+WORK = {  # flags of train.py, the same for all algorithms
+    "one": {"steps": 60, "epochs-per-step": 1, "minibatch-size": 128, "lr": 5e-5, "kl-weight": 0},
+    "sixteen": {"steps": 15, "epochs-per-step": 4, "minibatch-size": 32, "lr": 5e-5, "kl-weight": 0},
+    "long": {"steps": 40, "epochs-per-step": 1, "minibatch-size": 128, "lr": 1e-4, "kl-weight": 0,
+             "data": "data/long_sums.jsonl", "eval-data": "data/long_sums_heldout.jsonl", "at-most": "num_terms=7",
+             "completion-prefix": "<think>", "max-new-tokens": 160},
+}  # fmt: skip
+HEADINGS = {
+    "one": "one update per rollout",
+    "sixteen": "sixteen updates per rollout",
+    "long": "sums of five to seven numbers, one update per rollout",
+}
+COLUMNS = (
+    "reward/correct", "completion/length", "policy/entropy", "policy/clipped", "policy/capped", "loss/grad_norm",
+    "group/zero_reward_variance", "time/step", "sampling/tokens", "sampling/groups",
+)  # fmt: skip
+WINDOW = 3  # steps over which curves are averaged
+REACHED = 0.8  # the table gives when the sampled accuracy reaches this
+NUM_ROWS = 128  # completions of a step without dynamic sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the runs
+    work: tuple[str, ...] = tuple(WORK)  # one: one update per rollout; sixteen: sixteen; long: longer sums
+    only: tuple[str, ...] = tuple(ALGORITHMS)  # experiments
+    jobs: int = 1  # runs at the same time, each with one thread
+    runs_dir: str = "runs/algorithms"  # where the runs are written
+    draw_only: bool = False  # draw and print without training
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if not config.draw_only:
+        with ThreadPoolExecutor(config.jobs) as pool:
+            wanted = [(work, seed, name) for work in config.work for seed in config.seeds for name in config.only]
+            list(pool.map(lambda run: train(config, *run), wanted))
+        write_results(config)
+    runs = [KeptRun(run.directory, run.config, run.summary, run.metrics.rows) for run in read_runs(RESULTS).values()]
+    draw(runs)
+    for work, heading in HEADINGS.items():
+        if any(run.config["work"] == work for run in runs):
+            print(f"\n{heading}\n\n{table(runs, work)}")
+
+
+def place_of(config: Config, work: str, seed: int, experiment: str) -> Path:
+    return Path(config.runs_dir) / experiment / f"{work}-seed{seed}"
+
+
+def train(config: Config, work: str, seed: int, experiment: str) -> None:
+    """One run, in a separate process with one thread."""
+    place = place_of(config, work, seed, experiment)
+    if (place / "summary.json").exists():
+        return
+    flags = WORK[work] | {"seed": seed, "name": place.name, "runs-dir": config.runs_dir}
+    flags |= {key: str(ROOT / flags[key]) for key in ("data", "eval-data") if key in flags}
+    flags |= {"eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
+    command = [sys.executable, str(ROOT / experiment / "train.py")]
+    command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {place} failed:\n{done.stderr[-3000:]}")
+    print(place, flush=True)
+
+
+def write_results(config: Config) -> None:
+    """Collect the values for the figure and the tables from the runs; other results are kept."""
+    runs = []
+    for work in WORK:
+        for seed in config.seeds:
+            for experiment in ALGORITHMS:
+                place = place_of(config, work, seed, experiment)
+                if (place / "summary.json").exists():
+                    run = read_run(place)
+                    about = {"experiment": experiment, "work": work, "seed": seed}
+                    about |= {key: run.config[key] for key in MACHINE if key in run.config}
+                    kept = ("before", "after", "seconds", "peak_memory_bytes")
+                    rows = [row for row in run.metrics.rows if "reward/correct" in row]
+                    summary = {key: run.summary[key] for key in kept}
+                    name = f"{experiment.removeprefix('experiment_')}-{work}-seed{seed}"
+                    runs.append(KeptRun(RESULTS / name, about, summary, rows))
+    keep_runs(RESULTS, runs, COLUMNS)
+
+
+def tokens(run: KeptRun) -> list[float]:
+    """The tokens sampled up to each step, in thousands, those of groups that are not trained on included."""
+    total, sums = 0.0, []
+    for row in run.metrics.rows:
+        total += row.get("sampling/tokens", NUM_ROWS * row["completion/length"])
+        sums.append(total / 1000)
+    return sums
+
+
+def accuracy(run: KeptRun) -> list[float]:
+    return rolling_means([row["reward/correct"] for row in run.metrics.rows], WINDOW)
+
+
+def runs_of(runs: list[KeptRun], work: str, experiment: str) -> list[KeptRun]:
+    return [run for run in runs if (run.config["work"], run.config["experiment"]) == (work, experiment)]
+
+
+def draw(runs: list[KeptRun]) -> None:
+    """For each kind of work, the sampled accuracy over steps and over sampled tokens: the mean over the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # works without a display
+    import matplotlib.pyplot as plt
+
+    shown = [work for work in WORK if any(run.config["work"] == work for run in runs)]
+    figure, places = plt.subplots(len(shown), 2, figsize=(11, 3.4 * len(shown)), sharey="row", squeeze=False)
+    for work, (by_step, by_tokens) in zip(shown, places, strict=True):
+        for number, (experiment, label) in enumerate(ALGORITHMS.items()):
+            seeds = runs_of(runs, work, experiment)
+            if not seeds:
+                continue
+            curves = list(zip(*map(accuracy, seeds), strict=True))
+            means = [mean(step) for step in curves]
+            steps = range(1, len(means) + 1)
+            by_step.plot(steps, means, color=f"C{number}", label=label)
+            by_step.fill_between(steps, list(map(min, curves)), list(map(max, curves)), color=f"C{number}", alpha=0.12)
+            spent = [mean(step) for step in zip(*map(tokens, seeds), strict=True)]
+            by_tokens.plot(spent, means, color=f"C{number}", label=label)
+        by_step.set_title(HEADINGS[work], fontsize=10)
+        by_step.set_ylabel("sampled accuracy, training questions", fontsize=9)
+        by_step.set_xlabel("step")
+        by_tokens.set_xlabel("sampled tokens (thousands)")
+        for axes in (by_step, by_tokens):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+    places[0, 1].legend(frameon=False, fontsize=9, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=100)
+    plt.close(figure)
+
+
+def table(runs: list[KeptRun], work: str) -> str:
+    """One row per algorithm, with the mean over the seeds, and the lowest and the highest."""
+    budget = min(tokens(run)[-1] for run in runs if run.config["work"] == work)
+    seconds = min(sum(row["time/step"] for row in run.metrics.rows) for run in runs if run.config["work"] == work)
+    lines = [
+        f"| | accuracy after {budget:.0f} thousand sampled tokens | after {seconds:.0f} s | step at {REACHED:g} "
+        "| held out, sampled | greedy | pass@8 | entropy | clipped | gradient norm | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for experiment, label in ALGORITHMS.items():
+        if seeds := runs_of(runs, work, experiment):
+            columns = zip(*(numbers(run, budget, seconds) for run in seeds), strict=True)
+            cells = [label, *map(spread, columns), f"{sum(map(has_collapsed, seeds))} of {len(seeds)}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def numbers(run: KeptRun, budget: float, seconds: float) -> list[float | None]:
+    """The values of the table's columns for one run."""
+    curve, rows, after = accuracy(run), run.metrics.rows, run.summary["after"]
+    times, total = [], 0.0
+    for row in rows:
+        total += row["time/step"]
+        times.append(total)
+
+    def mean_of(*keys: str) -> float | None:
+        found = [row[key] for row in rows for key in keys if key in row]
+        return mean(found) if found else None
+
+    return [
+        last_within(curve, tokens(run), budget),
+        last_within(curve, times, seconds),
+        next((step for step, value in enumerate(curve, start=1) if value >= REACHED), None),
+        after["sampled/accuracy"],
+        after["greedy/accuracy"],
+        after["sampled/pass@8"],
+        rows[-1]["policy/entropy"],
+        mean_of("policy/clipped", "policy/capped"),
+        mean_of("loss/grad_norm"),
+    ]
+
+
+def last_within(curve: list[float], costs: list[float], budget: float) -> float:
+    """The accuracy at the last step whose cost is within the budget."""
+    return [value for value, cost in zip(curve, costs, strict=True) if cost <= budget + 1e-9][-1]
+
+
+def has_collapsed(run: KeptRun) -> bool:
+    """Whether the sampled accuracy ends more than 0.1 below its highest value."""
+    return accuracy(run)[-1] < max(accuracy(run)) - 0.1
+
+
+def spread(values: Sequence[float | None]) -> str:
+    """The mean, and the lowest and highest value; steps that are never reached are "-"."""
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        return ", ".join("-" if value is None else f"{value:g}" for value in values) if found else "-"
+    if all(isinstance(value, int) for value in found):
+        return f"{mean(found):.1f} ({min(found)} to {max(found)})"
+    return f"{mean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+
+
+if __name__ == "__main__":
+    main()
