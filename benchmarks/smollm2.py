@@ -47,7 +47,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "smollm2_unseen.png"
 LABELS = {  # in the figure, by the beginnings of the runs' names
     "before": "untrained", "seed": "no KL penalty", "kl_002": "KL weight 0.02", "kl_01": "KL weight 0.1",
-    "on_topic": "a reward for the topic", "one_word": "largest number of words only",
+    "on_topic": "a reward for the topic", "one_word": "largest number of words only", "lora": "LoRA of rank 16",
 }  # fmt: skip
 OTHER = (
     "What is the capital of France?",

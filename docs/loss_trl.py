@@ -12,7 +12,9 @@ from types import SimpleNamespace
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-LOSS_TYPE = "dapo"  # or "grpo", "dr_grpo", "bnpo", "luspo"
+LOSS_TYPE = "dapo"  # or "grpo", "dr_grpo", "bnpo", "luspo", "cispo"
+LEVEL = "token"  # of the ratio; "sequence" with the loss type "grpo" is GSPO
+BIAS_CORRECTION_KL = True  # TRL's default: the KL penalty is multiplied by the ratio
 
 
 class OneProcess:
@@ -62,7 +64,7 @@ def policy_loss(
         "beta": kl_weight,
         "max_completion_length": max_new_tokens,
         "loss_type": LOSS_TYPE,
-        "importance_sampling_level": "token",
+        "importance_sampling_level": LEVEL,
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
         "use_vllm": False,
@@ -71,6 +73,7 @@ def policy_loss(
         "_entropy_bonus_enabled": False,
     }
     trainer.args.steps_per_generation = num_parts
+    trainer.args.use_bias_correction_kl = BIAS_CORRECTION_KL
     scores = log_probs[:, prompt_length:], torch.ones(mask.shape), None  # log-probs, entropies, no auxiliary loss
     trainer._get_per_token_logps_and_entropies = lambda *arguments, **options: scores
     return trainer._compute_loss(trainer.model, inputs)

@@ -50,7 +50,7 @@ def check_loss(file: UserFile) -> Iterator[Finding]:
         yield finding
     if traps & FIRST:
         sentence = f"Not examined before another trap is gone: {', '.join(sorted(traps & FIRST))}."
-        checks = ("clip", "kl_over_padding", "kl_gradient", "whole_loss")
+        checks = ("one_update", "clip", "kl_over_padding", "kl_gradient", "whole_loss")
         yield from (Finding(check, NOT_EXAMINED, sentence) for check in checks)
     else:
         yield from check_objective(loss, traps - HARMLESS)

@@ -60,7 +60,7 @@ class Loss:
             raise UnusableError(f"policy_loss is a class: {how}, as docs/loss_trl.py does for TRL's trainer")
         function = function.forward if isinstance(function, torch.nn.Module) else function
         forms, dtypes = FORMS_OF_ADVANTAGES, MASK_DTYPES
-        if list(parameters_of(function))[:4] == ["config", "log_probs", "micro", "num_rows"]:
+        if list(parameters_of(function))[:3] == ["config", "log_probs", "micro"]:
             from doctor.textbook import textbook_loss
 
             function, forms, dtypes = textbook_loss(file.module), ("column",), (torch.long,)

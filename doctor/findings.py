@@ -12,7 +12,7 @@ OK, TRAP, NOTE, NOT_EXAMINED = "ok", "TRAP", "note", "not examined"
 CHECKS = {
     "policy_loss": "zero_gradient terms off_by_one end_of_turn_masked tokens_left_out prompt_trained "
     "tool_output_in_loss padding_trained advantages_rescaled sign normalisation declared micro_batch_mean padded_width "
-    "empty_row clip kl_over_padding kl_gradient whole_loss ignored_values inputs_changed",
+    "empty_row one_update clip kl_over_padding kl_gradient whole_loss ignored_values inputs_changed",
     "advantages": "std_wrong_axis baseline advantage_sign divisor equal_rewards_noise",
     "log_probs": "log_probs off_by_one no_temperature gradient_of_log_probs log_probs_in_bfloat16 log_of_softmax",
     "action_mask": "off_by_one end_of_turn_masked prompt_trained padding_trained tokens_left_out mask_from_pad "

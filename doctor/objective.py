@@ -57,9 +57,11 @@ def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
     """Compare the gradient of tokens, as a function of their ratio, with PPO's for both signs of the advantage."""
     loss.check = "clip"
     if "old_log_probs" not in loss.knows:
-        yield Finding("clip", NOT_EXAMINED, "The function gets no old log-probs: it has no ratio to clip.")
+        sentence = "The function gets no old log-probs: it has no ratio to clip."
+        yield from (Finding(check, NOT_EXAMINED, sentence) for check in ("one_update", "clip"))
         return
     batch = make_batch().on_policy()
+    yield _one_update(loss, batch)
     old = batch.old_log_probs.clone()
     old[0, PROMPT_COLUMNS] -= 0.05  # the next token keeps its ratio, unless there is one ratio per row
     before, after = (float(loss(each)[1][0, PROMPT_COLUMNS + 1]) for each in (batch, replace(batch, old_log_probs=old)))
@@ -69,6 +71,18 @@ def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
     curves = _curves(loss)
     other = _other_surrogate(curves, loss.clip_range is not None)
     yield Finding("clip", NOTE, other) if other else _compare_with_ppo(curves, loss.clip_range, shape)
+
+
+def _one_update(loss: Loss, batch: Batch) -> Finding:
+    """Whether only advantages and weights make the gradient while the ratio is 1, as with one update per rollout."""
+    loss.check = "one_update"
+    _, rest = loss.weights(batch)  # what does not depend on the advantages
+    _, gradient = loss(batch)
+    if float(rest.abs().max()) > 1e-4 * float(gradient.abs().max()):
+        sentence = "At a ratio of 1 a part of the gradient does not depend on the advantages, as of an entropy bonus."
+        return Finding("one_update", NOTE, sentence)
+    sentence = "With one update per rollout every ratio is 1: the gradient is a policy gradient's, and ratio and clip do"
+    return Finding("one_update", NOTE, f"{sentence} nothing.")
 
 
 def _curves(loss: Loss) -> torch.Tensor:

@@ -112,6 +112,7 @@ def train(
                 break
         # the first Q groups with a signal; if there are fewer, others complete them
         kept = sorted(range(len(has_signal)), key=lambda group: not has_signal[group])[: config.prompts_per_step]
+        kept.sort()
         first = [kept[index] * config.group_size for index in part_of(config.prompts_per_step)]  # of this rank
         trajectories = [completion for row in first for completion in completions[row : row + config.group_size]]
         returns = returns_of(config, task, trajectories)  # (Q, G)

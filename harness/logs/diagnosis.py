@@ -83,7 +83,8 @@ class Diagnosis:
                 f"the KL to the policy at the start has reached {kl:.2g} nats per token: lower --lr, or raise "
                 "--kl-weight"
             )
-        if (share := self._mean("policy/clipped")) > 0.3:
+        is_narrow = getattr(config, "clip_eps", 1.0) < 0.01  # GSPO's, which clips most tokens by design
+        if (share := self._mean("policy/clipped")) > 0.3 and not is_narrow:
             found["too many tokens are clipped"] = (
                 f"the clip has silenced {share:.0%} of the action tokens in the last five steps, which no longer "
                 "learn: lower --lr or --epochs-per-step, or raise --minibatch-size"
@@ -102,6 +103,12 @@ class Diagnosis:
             found["all rewards of every group are equal"] = (
                 "for ten steps all completions of a group have earned the same (mean "
                 f"{self._mean('reward/total', 10):.2f}): every advantage is 0, and nothing is learned: {cause}"
+            )
+        if (missing := self._mean("sampling/groups_without_signal", 1)) > 0 and config.max_rounds > 1:
+            found["too few groups have a signal"] = (
+                f"{missing:g} of the {config.prompts_per_step} groups of the update have completions of equal rewards, "
+                f"although {self._mean('sampling/groups', 1):g} groups were sampled: raise --max-rounds, or ask "
+                "questions that are neither solved nor hopeless (--data)"
             )
         if (share := self._mean("completion/truncated")) > 0.2:
             has_ended = self._mean("completion/truncated", 5, min) < 1

@@ -442,6 +442,12 @@ def test_an_adapter_is_resumed(tmp_path, train):
     check_resumed(train, tmp_path, *FLAGS, "--steps", "2", "--lora-rank", "2")
 
 
+def test_dynamic_sampling_is_resumed(tmp_path, load_script):
+    """A step samples again what it had sampled: its rounds are keyed by the step."""
+    main = load_script("experiment_dapo/train.py").main
+    check_resumed(lambda *arguments: printed_by(main, *arguments), tmp_path, *FLAGS, "--steps", "2")
+
+
 @pytest.mark.slow
 def test_supervised_fine_tuning_is_resumed(tmp_path, monkeypatch, load_script):
     monkeypatch.syspath_prepend(ROOT / "experiment_sft")

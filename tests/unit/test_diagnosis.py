@@ -30,6 +30,7 @@ RULES = {  # a phrase that only its sentence contains, and a flag that it names
     "entropy": ("the entropy has collapsed", "--kl-weight"),
     "KL": ("the KL to the policy at the start", "--kl-weight"),
     "clip": ("the clip has silenced", "--epochs-per-step"),
+    "few groups": ("have completions of equal rewards", "--max-rounds"),
     "gradient": ("was scaled down", "--max-grad-norm"),
     "flat": ("has not risen beyond noise", "--lr"),
     "searches": ("could not answer", "--search-url"),
@@ -132,7 +133,7 @@ def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
 # rules about several steps ------------------------------------------------------------------------------------------
 
 
-SETTINGS = SimpleNamespace(dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5)
+SETTINGS = SimpleNamespace(dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16)
 USUAL = {"policy/entropy": 0.5, "reward/correct": 0.4, "reward/total": 0.4}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
@@ -149,6 +150,7 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "collapsed and unlike": ([row | {"group/zero_reward_variance": 0.5} for row in COLLAPSED], None, ""),
     "KL": ([{"loss/kl": 0.1}] * 4 + [{"loss/kl": 5.1}], "KL", "has reached 1.1 nats"),
     "clipped": ([{"policy/clipped": 0.31}] * 5, "clip", "31% of the action tokens"),
+    "few groups": ([{"sampling/groups_without_signal": 3, "sampling/groups": 64}], "few groups", "3 of the 16 groups"),
     "scaled": ([{"loss/grad_clipped": 1.0, "loss/grad_norm": 5.1}] * 20, "gradient", "from 5.1 to --max-grad-norm 1:"),
     "scaled a little": ([{"loss/grad_clipped": 1.0, "loss/grad_norm": 4.9}] * 25, None, ""),
     "flat": (NOISE, "flat", "in 60 steps (0.50 at first, 0.50 now): raise --lr (now 5e-05)"),

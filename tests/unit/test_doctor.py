@@ -142,14 +142,17 @@ def planted(old: str, new: str) -> str:
 
 
 OURS = {"docs/loss_template.py": 37, "docs/loss_ours.py": 38}  # the number of checks; one is for terms
-TRAIN = {f"{name}/train.py": 18 for name in FORMULAS}
+NOT_PPO = {"experiment_gspo", "experiment_cispo"}  # their clips are other ones, so the whole loss is not compared
+TRAIN = {f"{name}/train.py": 18 - 2 * (name in NOT_PPO) for name in FORMULAS}
 
 
 @pytest.mark.parametrize(("path", "count"), (OURS | TRAIN).items())
 def test_our_own_code_passes_all_checks(path, count):
     report = examine(ROOT / path)
     assert report.errors == []
-    assert [finding for finding in report.findings if finding.status not in (OK, NOTE)] == []
+    left_out = {finding.check for finding in report.findings if finding.status not in (OK, NOTE)}
+    assert left_out <= ({"clip", "whole_loss"} if Path(path).parent.name in NOT_PPO else set())
+    assert report.count(TRAP) == 0
     assert report.count(OK) == count
 
 

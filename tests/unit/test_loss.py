@@ -1,10 +1,14 @@
 """The helpers of a loss, and each experiment's `policy_loss` against a slow loop written from the papers."""
 
+import importlib.util
+import inspect
+import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from oracle import FORMULAS, ONE_LINE, slow_row
+from oracle import FORMULAS, ONE_LINE, TOKEN_MEAN, clips_of, slow_row
 
 from common.loss import (
     approx_kl_divergence,
@@ -52,9 +56,13 @@ def formula_and_loss(request, load_script):
     formula, experiment, flags = request.param
     train = load_script(f"{experiment}/train.py")
 
-    def terms_of(log_probs, experience, kl_weight=0.0, num_rows=None, budget=BUDGET):
-        config = train.Config(clip_eps=CLIP_EPS, kl_weight=kl_weight, max_new_tokens=budget, **flags)
-        terms, diagnostics = train.policy_loss(config, log_probs, experience, num_rows or len(experience))
+    def terms_of(log_probs, experience, kl_weight=0.0, whole=None, budget=BUDGET):
+        config = train.Config(kl_weight=kl_weight, max_new_tokens=budget, **clips_of(formula), **flags)
+        whole = experience.action_mask if whole is None else whole  # the mask of the minibatch
+        by_tokens = "num_tokens" in inspect.signature(train.policy_loss).parameters
+        assert by_tokens == (formula in TOKEN_MEAN)
+        count = int(whole.sum()) if by_tokens else len(whole)
+        terms, diagnostics = train.policy_loss(config, log_probs, experience, count)
         assert all(values.shape == terms.shape == log_probs.shape for values in diagnostics.values())
         return terms
 
@@ -83,7 +91,8 @@ def test_terms_and_pushes_equal_a_slow_loop(
     given = {name: x if x is None else x.to(dtype) for name, x in given.items()}
     found = terms_and_gradient(policy_loss, LOG_PROBS.to(dtype), make_experience(MASK, **given), kl_weight=kl_weight)
 
-    settings = {"num_rows": ROWS, "clip_eps": CLIP_EPS, "kl_weight": kl_weight, "budget": BUDGET}
+    settings = {"num_rows": ROWS, "num_tokens": int(MASK.sum()), "kl_weight": kl_weight, "budget": BUDGET}
+    settings |= clips_of(formula)
     others = (x if x is not None else [None] * ROWS for x in (old, ref))
     rows = zip(MASK, LOG_PROBS, advantages.expand(ROWS, TOKENS), *others, strict=True)
     slow = [slow_row(formula, *(x if x is None else x.tolist() for x in row), **settings) for row in rows]
@@ -92,7 +101,8 @@ def test_terms_and_pushes_equal_a_slow_loop(
     torch.testing.assert_close([x.double() for x in found], [expected, -pushes], atol=tolerance, rtol=0)
     if not on_policy:
         silenced = (pushes == 0) & MASK.bool()
-        assert silenced.any() == (kl_weight == 0)  # the data trigger the clip, and the KL penalty is never clipped
+        never = formula == "cispo" or (formula == "gspo" and advantage_width > 1)  # a row is clipped as one
+        assert silenced.any() == (kl_weight == 0 and not never)  # the data trigger the clip; it never clips the KL
 
 
 def test_on_policy_loss_has_a_gradient(make_experience, formula_and_loss):
@@ -101,8 +111,9 @@ def test_on_policy_loss_has_a_gradient(make_experience, formula_and_loss):
     advantages = torch.tensor([[2.0], [-1.0]])
     experience = make_experience(torch.ones(2, 3, dtype=torch.long), advantages=advantages)
     terms, gradient = terms_and_gradient(policy_loss, LOG_PROBS[:2, :3].float(), experience)
-    share = 1 / 6 if formula == "grpo" else 1 / (2 * BUDGET)  # per token
-    assert terms.sum().item() == pytest.approx(-3 * share)
+    share = 1 / (2 * BUDGET) if formula == "drgrpo" else 1 / 6  # per token
+    if formula != "cispo":  # its value is that of -A log p
+        assert terms.sum().item() == pytest.approx(-3 * share)
     torch.testing.assert_close(gradient, (-advantages * share).expand(2, 3))
 
 
@@ -126,14 +137,17 @@ def test_ignored_tokens_change_nothing(make_experience, formula_and_loss, field,
 
 
 def test_an_empty_row_adds_nothing_and_counts_as_a_row(make_experience, formula_and_loss):
-    _, policy_loss = formula_and_loss
+    """Where the divisor is the number of tokens, it does not count."""
+    formula, policy_loss = formula_and_loss
 
     def loss_of(rows: slice) -> float:
         experience = make_experience(MASK[rows], advantages=ADVANTAGES[rows], log_probs_ref=REF[rows])
         return policy_loss(LOG_PROBS[rows], experience, kl_weight=0.1).sum().item()
 
-    assert loss_of(slice(1, 3)) == pytest.approx(loss_of(slice(1, 2)) / 2)
-    assert loss_of(slice(2, 3)) == 0.0
+    counts = 1 if formula in TOKEN_MEAN else 2
+    assert loss_of(slice(1, 3)) == pytest.approx(loss_of(slice(1, 2)) / counts)
+    if counts == 2:
+        assert loss_of(slice(2, 3)) == 0.0
 
 
 def test_padding_does_not_change_the_loss(make_experience, formula_and_loss):
@@ -148,23 +162,24 @@ def test_padding_does_not_change_the_loss(make_experience, formula_and_loss):
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
 def test_losses_of_micro_batches_add_up(make_experience, formula_and_loss, micro_batch_size):
-    """Without a further factor, so a row's share does not depend on the lengths of the other rows."""
+    """Without a further factor, so a row's share does not depend on the micro-batch that it is in."""
     _, policy_loss = formula_and_loss
 
     def loss_of(rows: torch.Tensor) -> torch.Tensor:
         experience = make_experience(MASK[rows], advantages=ADVANTAGES[rows], log_probs_ref=REF[rows])
-        return policy_loss(LOG_PROBS[rows], experience, kl_weight=0.3, num_rows=ROWS).sum()
+        return policy_loss(LOG_PROBS[rows], experience, kl_weight=0.3, whole=MASK).sum()
 
     parts = [loss_of(rows) for rows in torch.arange(ROWS).split(micro_batch_size)]
     torch.testing.assert_close(sum(parts), loss_of(torch.arange(ROWS)), atol=1e-12, rtol=0)
 
 
-def test_grpo_weights_rows_equally_and_dr_grpo_tokens(make_experience, formula_and_loss):
+def test_some_losses_weigh_rows_equally_and_some_tokens(make_experience, formula_and_loss):
     formula, policy_loss = formula_and_loss
     experience = make_experience(torch.tensor([[1, 0, 0, 0], [1, 1, 1, 1]]), advantages=torch.ones(2, 1))
     for budget, share in ((8, 0.0625), (16, 0.03125)):
-        _, gradient = terms_and_gradient(policy_loss, torch.zeros(2, 4), experience, budget=budget)
-        first, second = (0.5, 0.125) if formula == "grpo" else (share, share)
+        _, gradient = terms_and_gradient(policy_loss, torch.zeros(2, 4).double(), experience, budget=budget)
+        share = 0.2 if formula in TOKEN_MEAN else share
+        first, second = (0.5, 0.125) if formula in ("grpo", "gspo") else (share, share)
         assert gradient.tolist() == [[-first, 0, 0, 0], [-second] * 4]
 
 
@@ -179,6 +194,88 @@ def test_the_budget_only_scales_the_loss_of_dr_grpo(make_experience, formula_and
     )
     expected = [x / (factor if formula == "drgrpo" else 1.0) for x in expected]
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+
+
+# One update per rollout ----------------------------------------------------------------------------------------------
+
+RATIO_LOSSES = ("experiment_base", "experiment_gspo", "experiment_cispo", "experiment_dapo")
+
+
+def gradients(load_script, make_experience, old: torch.Tensor | None) -> list[torch.Tensor]:
+    """Of losses that differ in ratio and clip, on rows of equal length, where their averages are the same."""
+    mask, found = torch.ones(3, 4, dtype=torch.long), []
+    for name in RATIO_LOSSES:
+        train, formula = load_script(f"{name}/train.py"), FORMULAS[name][0][0]
+        config = train.Config(kl_weight=0.0, max_new_tokens=BUDGET, **clips_of(formula))
+        experience = make_experience(mask, advantages=ADVANTAGES[:3], old_log_probs=old)
+        leaf = LOG_PROBS[:3, :4].clone().requires_grad_()
+        terms, _ = train.policy_loss(config, leaf, experience, 12 if formula in TOKEN_MEAN else 3)
+        terms.sum().backward()
+        found.append(leaf.grad)
+    return found
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_at_a_ratio_of_1_ratio_and_clip_change_no_gradient(load_script, make_experience, is_given):
+    """With one update per rollout GRPO, GSPO, CISPO and DAPO's clip are REINFORCE: -A / number of tokens."""
+    reinforce = (-ADVANTAGES[:3] / 12).expand(3, 4)
+    for gradient in gradients(load_script, make_experience, old=LOG_PROBS[:3, :4] if is_given else None):
+        assert (gradient - reinforce).abs().max() < 1e-12
+
+
+def test_after_the_first_update_they_differ(load_script, make_experience):
+    old = OLD[:3, :4].clone()
+    old[:, 0] = LOG_PROBS[:3, 0] - math.log(1.25)  # between 1 + 0.2 and 1 + 0.28
+    found = gradients(load_script, make_experience, old=old)
+    for index, gradient in enumerate(found):
+        assert all((gradient - other).abs().max() > 1e-3 for other in found[:index])
+
+
+# TRL -----------------------------------------------------------------------------------------------------------------
+
+IN_TRL = {  # loss_type, level of the ratio, and the clip as TRL has it
+    "experiment_base": ("grpo", "token", {}),
+    "experiment_drgrpo": ("dr_grpo", "token", {}),
+    "experiment_rloo": ("dr_grpo", "token", {}),
+    "experiment_dapo": ("dapo", "token", {}),
+    "experiment_gspo": ("grpo", "sequence", {}),
+    "experiment_cispo": ("cispo", "token", {"clip_high": 1.28}),  # TRL's epsilon_high is the cap itself
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL")
+@pytest.mark.parametrize("is_on_policy", [True, False])
+@pytest.mark.parametrize("kl_weight", [0.0, 0.3])
+@pytest.mark.parametrize("name", IN_TRL)
+def test_loss_and_gradient_equal_trl(load_script, make_experience, name, kl_weight, is_on_policy):
+    """On ragged rows with tool output; a row without any token is left out, which TRL does not count."""
+    loss_type, level, given = IN_TRL[name]
+    text = (ROOT / "docs" / "loss_trl.py").read_text(encoding="utf-8")
+    module: dict = {}
+    for constant, value in (("LOSS_TYPE", loss_type), ("LEVEL", level), ("BIAS_CORRECTION_KL", False)):
+        text = re.sub(rf"^{constant} = [^ ]+", f"{constant} = {value!r}", text, flags=re.MULTILINE)
+    exec(compile(text, "loss_trl.py", "exec"), module)
+    train, formula = load_script(f"{name}/train.py"), FORMULAS[name][0][0]
+    kept = MASK.any(dim=1)
+    mask, log_probs, old, ref = MASK[kept], LOG_PROBS[kept].float(), OLD[kept].float(), REF[kept].float()
+    advantages, num_rows, num_tokens = ADVANTAGES[kept].float(), int(kept.sum()), int(MASK.sum())
+    old = log_probs if is_on_policy else old
+    clips = clips_of(formula)
+    config = train.Config(kl_weight=kl_weight, max_new_tokens=BUDGET, **clips)
+    experience = make_experience(mask, advantages=advantages, old_log_probs=old, log_probs_ref=ref)
+    count = num_tokens if formula in TOKEN_MEAN else num_rows
+    ours, theirs = log_probs.clone().requires_grad_(), log_probs.clone().requires_grad_()
+    value = train.policy_loss(config, ours, experience, count)[0].sum()
+    low = clips.get("clip_eps", 0.0)
+    ends = {"clip_low": low, "clip_high": clips.get("clip_eps_high", low)} | given
+    expected = module["policy_loss"](
+        theirs, old, ref, advantages, torch.ones_like(mask), mask, kl_weight=kl_weight, max_new_tokens=BUDGET,
+        num_tokens=num_tokens, num_parts=1, prompt_length=0, **ends,
+    )  # fmt: skip
+    value.backward()
+    expected.backward()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+    assert (ours.grad - theirs.grad).abs().max() < 1e-6
 
 
 # helpers ------------------------------------------------------------------------------------------------------------
