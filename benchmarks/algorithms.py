@@ -1,7 +1,8 @@
 """The algorithms compared on the same work: GRPO, Dr. GRPO and their siblings, five seeds each.
 
     python benchmarks/algorithms.py --jobs 2                 # all runs; the page says how long they took
-    python benchmarks/algorithms.py --work sixteen --only experiment_gspo --seeds 0
+    python benchmarks/algorithms.py --work sixteen --only gspo --seeds 0
+    python benchmarks/algorithms.py --variants --seeds 0 1 2 # the runs of the READMEs that show what goes wrong
     python benchmarks/algorithms.py --draw-only              # the figure and the tables again, from the committed data
 
 Runs that already exist are not repeated, and results of missing runs are kept. Writes benchmarks/results/algorithms/
@@ -27,9 +28,19 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "algorithms"
 PICTURE = ROOT / "docs" / "algorithms.png"
 ALGORITHMS = {
-    "experiment_base": "GRPO", "experiment_drgrpo": "Dr. GRPO", "experiment_rloo": "RLOO", "experiment_maxrl": "MaxRL",
-    "experiment_gspo": "GSPO", "experiment_cispo": "CISPO", "experiment_dapo": "DAPO",
+    "base": "GRPO", "drgrpo": "Dr. GRPO", "rloo": "RLOO", "maxrl": "MaxRL", "gspo": "GSPO", "cispo": "CISPO",
+    "dapo": "DAPO",
 }  # fmt: skip
+NO_DAPO = {"clip-eps-high": 0.2, "max-rounds": 1, "reward-weight": "overlong=0"}  # the token mean is left
+VARIANTS = {  # name: work, and what differs from the experiment that its name begins with
+    "gspo-wide": ("sixteen", {"clip-eps": 0.2, "clip-eps-high": 0.2}),
+    "cispo-low": ("sixteen", {"ratio-cap": 0.28}),
+    "maxrl-offset": ("sixteen", {"reward-weight": "format=10"}),
+    "dapo-token-mean": ("sixteen", NO_DAPO),
+    "dapo-clip-higher": ("sixteen", NO_DAPO | {"clip-eps-high": 0.28}),
+    "dapo-sampling": ("sixteen", NO_DAPO | {"max-rounds": 4}),
+    "dapo-overlong": ("sixteen", NO_DAPO | {"reward-weight": "overlong=1"}),
+}
 WORK = {  # flags of train.py, the same for all algorithms
     "one": {"steps": 60, "epochs-per-step": 1, "minibatch-size": 128, "lr": 5e-5, "kl-weight": 0},
     "sixteen": {"steps": 15, "epochs-per-step": 4, "minibatch-size": 32, "lr": 5e-5, "kl-weight": 0},
@@ -46,6 +57,7 @@ COLUMNS = (
     "reward/correct", "completion/length", "policy/entropy", "policy/clipped", "policy/capped", "loss/grad_norm",
     "group/zero_reward_variance", "time/step", "sampling/tokens", "sampling/groups",
 )  # fmt: skip
+FIGURES = ("sampled/accuracy", "sampled/pass@8", "greedy/accuracy", "sampled/length")  # of an evaluation
 WINDOW = 3  # steps over which curves are averaged
 REACHED = 0.8  # the table gives when the sampled accuracy reaches this
 NUM_ROWS = 128  # completions of a step without dynamic sampling
@@ -55,7 +67,8 @@ NUM_ROWS = 128  # completions of a step without dynamic sampling
 class Config:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)  # of the runs
     work: tuple[str, ...] = tuple(WORK)  # one: one update per rollout; sixteen: sixteen; long: longer sums
-    only: tuple[str, ...] = tuple(ALGORITHMS)  # experiments
+    only: tuple[str, ...] = tuple(ALGORITHMS)  # algorithms
+    variants: bool = False  # make the runs of VARIANTS instead
     jobs: int = 1  # runs at the same time, each with one thread
     runs_dir: str = "runs/algorithms"  # where the runs are written
     draw_only: bool = False  # draw and print without training
@@ -65,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     if not config.draw_only:
         with ThreadPoolExecutor(config.jobs) as pool:
-            wanted = [(work, seed, name) for work in config.work for seed in config.seeds for name in config.only]
+            works = [(work, name) for work in config.work for name in config.only]
+            works = [(work, name) for name, (work, _) in VARIANTS.items()] if config.variants else works
+            wanted = [(work, seed, name) for seed in config.seeds for work, name in works]
             list(pool.map(lambda run: train(config, *run), wanted))
         write_results(config)
     runs = [KeptRun(run.directory, run.config, run.summary, run.metrics.rows) for run in read_runs(RESULTS).values()]
@@ -75,19 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"\n{heading}\n\n{table(runs, work)}")
 
 
-def place_of(config: Config, work: str, seed: int, experiment: str) -> Path:
-    return Path(config.runs_dir) / experiment / f"{work}-seed{seed}"
+def place_of(config: Config, work: str, seed: int, name: str) -> Path:
+    """The directory of a run of an algorithm or a variant."""
+    return Path(config.runs_dir) / f"experiment_{name.partition('-')[0]}" / f"{name}-{work}-seed{seed}"
 
 
-def train(config: Config, work: str, seed: int, experiment: str) -> None:
+def train(config: Config, work: str, seed: int, name: str) -> None:
     """One run, in a separate process with one thread."""
-    place = place_of(config, work, seed, experiment)
+    place = place_of(config, work, seed, name)
     if (place / "summary.json").exists():
         return
-    flags = WORK[work] | {"seed": seed, "name": place.name, "runs-dir": config.runs_dir}
+    _, more = VARIANTS.get(name, ("", {}))
+    flags = WORK[work] | more | {"seed": seed, "name": place.name, "runs-dir": config.runs_dir}
     flags |= {key: str(ROOT / flags[key]) for key in ("data", "eval-data") if key in flags}
     flags |= {"eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
-    command = [sys.executable, str(ROOT / experiment / "train.py")]
+    command = [sys.executable, str(ROOT / place.parent.name / "train.py")]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -101,17 +118,17 @@ def write_results(config: Config) -> None:
     runs = []
     for work in WORK:
         for seed in config.seeds:
-            for experiment in ALGORITHMS:
-                place = place_of(config, work, seed, experiment)
+            for name in (*ALGORITHMS, *VARIANTS):
+                place = place_of(config, work, seed, name)
                 if (place / "summary.json").exists():
                     run = read_run(place)
-                    about = {"experiment": experiment, "work": work, "seed": seed}
+                    about = {"algorithm": name, "work": work, "seed": seed, "eval_prompts": run.config["eval_prompts"]}
                     about |= {key: run.config[key] for key in MACHINE if key in run.config}
-                    kept = ("before", "after", "seconds", "peak_memory_bytes")
                     rows = [row for row in run.metrics.rows if "reward/correct" in row]
-                    summary = {key: run.summary[key] for key in kept}
-                    name = f"{experiment.removeprefix('experiment_')}-{work}-seed{seed}"
-                    runs.append(KeptRun(RESULTS / name, about, summary, rows))
+                    summary = {key: run.summary[key] for key in ("before", "after", "seconds", "peak_memory_bytes")}
+                    for when in ("before", "after"):
+                        summary[when] = {key: value for key, value in summary[when].items() if key in FIGURES}
+                    runs.append(KeptRun(RESULTS / place.name, about, summary, rows))
     keep_runs(RESULTS, runs, COLUMNS)
 
 
@@ -128,8 +145,8 @@ def accuracy(run: KeptRun) -> list[float]:
     return rolling_means([row["reward/correct"] for row in run.metrics.rows], WINDOW)
 
 
-def runs_of(runs: list[KeptRun], work: str, experiment: str) -> list[KeptRun]:
-    return [run for run in runs if (run.config["work"], run.config["experiment"]) == (work, experiment)]
+def runs_of(runs: list[KeptRun], work: str, name: str) -> list[KeptRun]:
+    return [run for run in runs if (run.config["work"], run.config["algorithm"]) == (work, name)]
 
 
 def draw(runs: list[KeptRun]) -> None:
@@ -142,8 +159,8 @@ def draw(runs: list[KeptRun]) -> None:
     shown = [work for work in WORK if any(run.config["work"] == work for run in runs)]
     figure, places = plt.subplots(len(shown), 2, figsize=(11, 3.4 * len(shown)), sharey="row", squeeze=False)
     for work, (by_step, by_tokens) in zip(shown, places, strict=True):
-        for number, (experiment, label) in enumerate(ALGORITHMS.items()):
-            seeds = runs_of(runs, work, experiment)
+        for number, (name, label) in enumerate(ALGORITHMS.items()):
+            seeds = runs_of(runs, work, name)
             if not seeds:
                 continue
             curves = list(zip(*map(accuracy, seeds), strict=True))
@@ -168,15 +185,16 @@ def draw(runs: list[KeptRun]) -> None:
 
 def table(runs: list[KeptRun], work: str) -> str:
     """One row per algorithm, with the mean over the seeds, and the lowest and the highest."""
-    budget = min(tokens(run)[-1] for run in runs if run.config["work"] == work)
-    seconds = min(sum(row["time/step"] for row in run.metrics.rows) for run in runs if run.config["work"] == work)
+    shown = [run for name in ALGORITHMS for run in runs_of(runs, work, name)]
+    budget = min(tokens(run)[-1] for run in shown)
+    seconds = min(sum(row["time/step"] for row in run.metrics.rows) for run in shown)
     lines = [
         f"| | accuracy after {budget:.0f} thousand sampled tokens | after {seconds:.0f} s | step at {REACHED:g} "
         "| held out, sampled | greedy | pass@8 | entropy | clipped | gradient norm | collapsed |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for experiment, label in ALGORITHMS.items():
-        if seeds := runs_of(runs, work, experiment):
+    for name, label in [*ALGORITHMS.items(), *((name, name) for name in VARIANTS)]:
+        if seeds := runs_of(runs, work, name):
             columns = zip(*(numbers(run, budget, seconds) for run in seeds), strict=True)
             cells = [label, *map(spread, columns), f"{sum(map(has_collapsed, seeds))} of {len(seeds)}"]
             lines.append("| " + " | ".join(cells) + " |")
