@@ -9,9 +9,12 @@ Runs that already exist are not repeated, and results of missing runs are kept. 
 (metrics.csv and runs.json) and docs/algorithms.png, and prints the tables of docs/algorithms.md.
 """
 
+import itertools
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,6 +61,7 @@ COLUMNS = (
     "group/zero_reward_variance", "time/step", "sampling/tokens", "sampling/groups",
 )  # fmt: skip
 FIGURES = ("sampled/accuracy", "sampled/pass@8", "greedy/accuracy", "sampled/length")  # of an evaluation
+CPU_SHARE = "cpu_share.txt"  # in the directory of a run
 WINDOW = 3  # steps over which curves are averaged
 REACHED = 0.8  # the table gives when the sampled accuracy reaches this
 NUM_ROWS = 128  # completions of a step without dynamic sampling
@@ -106,10 +110,15 @@ def train(config: Config, work: str, seed: int, name: str) -> None:
     flags |= {"eval-every": 0, "samples-every": 0, "checkpoint-every": 0}
     command = [sys.executable, str(ROOT / place.parent.name / "train.py")]
     command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {place} failed:\n{done.stderr[-3000:]}")
+    environment, began = {**os.environ, "OMP_NUM_THREADS": "1"}, time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            output.seek(0)
+            sys.exit(f"error: {place} failed:\n{output.read()[-3000:]}")
+    share = (usage.ru_utime + usage.ru_stime) / (time.perf_counter() - began)  # of a core, beside other work
+    (place / CPU_SHARE).write_text(f"{share:.4f}\n")
     print(place, flush=True)
 
 
@@ -126,6 +135,7 @@ def write_results(config: Config) -> None:
                     about |= {key: run.config[key] for key in MACHINE if key in run.config}
                     rows = [row for row in run.metrics.rows if "reward/correct" in row]
                     summary = {key: run.summary[key] for key in ("before", "after", "seconds", "peak_memory_bytes")}
+                    summary["cpu_share"] = float((place / CPU_SHARE).read_text())
                     for when in ("before", "after"):
                         summary[when] = {key: value for key, value in summary[when].items() if key in FIGURES}
                     runs.append(KeptRun(RESULTS / place.name, about, summary, rows))
@@ -134,11 +144,13 @@ def write_results(config: Config) -> None:
 
 def tokens(run: KeptRun) -> list[float]:
     """The tokens sampled up to each step, in thousands, those of groups that are not trained on included."""
-    total, sums = 0.0, []
-    for row in run.metrics.rows:
-        total += row.get("sampling/tokens", NUM_ROWS * row["completion/length"])
-        sums.append(total / 1000)
-    return sums
+    counts = (row.get("sampling/tokens", NUM_ROWS * row["completion/length"]) for row in run.metrics.rows)
+    return list(itertools.accumulate(count / 1000 for count in counts))
+
+
+def cpu_seconds(run: KeptRun) -> list[float]:
+    """Processor time up to each step, without loading and evaluation."""
+    return list(itertools.accumulate(run.summary["cpu_share"] * row["time/step"] for row in run.metrics.rows))
 
 
 def accuracy(run: KeptRun) -> list[float]:
@@ -187,9 +199,9 @@ def table(runs: list[KeptRun], work: str) -> str:
     """One row per algorithm, with the mean over the seeds, and the lowest and the highest."""
     shown = [run for name in ALGORITHMS for run in runs_of(runs, work, name)]
     budget = min(tokens(run)[-1] for run in shown)
-    seconds = min(sum(row["time/step"] for row in run.metrics.rows) for run in shown)
+    seconds = min(cpu_seconds(run)[-1] for run in shown)
     lines = [
-        f"| | accuracy after {budget:.0f} thousand sampled tokens | after {seconds:.0f} s | step at {REACHED:g} "
+        f"| | accuracy after {budget:.0f} thousand sampled tokens | after {seconds:.0f} s of a core | step at {REACHED:g} "
         "| held out, sampled | greedy | pass@8 | entropy | clipped | gradient norm | collapsed |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -204,10 +216,6 @@ def table(runs: list[KeptRun], work: str) -> str:
 def numbers(run: KeptRun, budget: float, seconds: float) -> list[float | None]:
     """The values of the table's columns for one run."""
     curve, rows, after = accuracy(run), run.metrics.rows, run.summary["after"]
-    times, total = [], 0.0
-    for row in rows:
-        total += row["time/step"]
-        times.append(total)
 
     def mean_of(*keys: str) -> float | None:
         found = [row[key] for row in rows for key in keys if key in row]
@@ -215,7 +223,7 @@ def numbers(run: KeptRun, budget: float, seconds: float) -> list[float | None]:
 
     return [
         last_within(curve, tokens(run), budget),
-        last_within(curve, times, seconds),
+        last_within(curve, cpu_seconds(run), seconds),
         next((step for step, value in enumerate(curve, start=1) if value >= REACHED), None),
         after["sampled/accuracy"],
         after["greedy/accuracy"],
