@@ -113,8 +113,8 @@ def train(config: Config, work: str, seed: int, name: str) -> None:
     environment, began = {**os.environ, "OMP_NUM_THREADS": "1"}, time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
+        _, process.returncode, usage = os.wait4(process.pid, 0)
+        if process.returncode:
             output.seek(0)
             sys.exit(f"error: {place} failed:\n{output.read()[-3000:]}")
     share = (usage.ru_utime + usage.ru_stime) / (time.perf_counter() - began)  # of a core, beside other work
@@ -201,8 +201,8 @@ def table(runs: list[KeptRun], work: str) -> str:
     budget = min(tokens(run)[-1] for run in shown)
     seconds = min(cpu_seconds(run)[-1] for run in shown)
     lines = [
-        f"| | accuracy after {budget:.0f} thousand sampled tokens | after {seconds:.0f} s of a core | step at {REACHED:g} "
-        "| held out, sampled | greedy | pass@8 | entropy | clipped | gradient norm | collapsed |",
+        f"| | accuracy after {budget:.0f} thousand sampled tokens | after {seconds:.0f} s of a core "
+        f"| step at {REACHED:g} | held out, sampled | greedy | pass@8 | entropy | clipped | gradient norm | collapsed |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, label in [*ALGORITHMS.items(), *((name, name) for name in VARIANTS)]:
