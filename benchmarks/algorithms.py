@@ -202,7 +202,8 @@ def table(runs: list[KeptRun], work: str) -> str:
     seconds = min(cpu_seconds(run)[-1] for run in shown)
     lines = [
         f"| | accuracy after {budget:.0f} thousand sampled tokens | after {seconds:.0f} s of a core "
-        f"| step at {REACHED:g} | held out, sampled | greedy | pass@8 | entropy | clipped | gradient norm | collapsed |",
+        f"| step at {REACHED:g} | held out, sampled | greedy | pass@8 "
+        "| entropy | clipped | gradient norm | collapsed |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, label in [*ALGORITHMS.items(), *((name, name) for name in VARIANTS)]:
