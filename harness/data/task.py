@@ -61,7 +61,7 @@ class Task:
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self.fits_context = False  # whether all rows are known to fit
-        self._has_warned = False  # about a number that is not finite
+        self.fault: TaskError | None = None  # the first number that is not finite
         self._described: set[str] | None = None  # the names that `describe` returned the first time
         self._running: tuple[float, str, Row] | None = None  # start, name and row of the running function
         self._watcher: threading.Thread | None = None
@@ -88,9 +88,10 @@ class Task:
             raise self._error("reward", row, problem)
         rewards = {name: self._number("reward", row, name, found[name]) for name in self._components}
         for component, value in rewards.items():
-            if self.weights[component] and not math.isfinite(value) and not self._has_warned:
-                self._has_warned = True  # one sentence is enough; the run counts the updates that it skips
-                self._tell("reward", row, f"gives {component!r} the value {value}; an update with it is skipped")
+            if self.weights[component] and not math.isfinite(value) and self.fault is None:
+                problem = f"gives {component!r} the value {value}"  # the run counts the updates that it skips
+                self.fault = self._error("reward", row, problem)
+                self._tell("reward", row, f"{problem}; an update with it is skipped")
         return rewards
 
     def prepare(self, rows: list[dict], texts: list[str]) -> None:
@@ -157,7 +158,7 @@ class Task:
         """Reward and describe an empty completion, so that a task that cannot work is refused early."""
         self.reward(row, "")
         self.describe(row, "")
-        self._has_warned = False
+        self.fault = None
 
     def question(self, row: dict) -> str:
         """The question of a row, for people: the last turn."""

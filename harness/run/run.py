@@ -95,7 +95,8 @@ class Run:
             self._clock.start()
             yield step
             if self.stop_reason is not None:
-                raise UserError(self.stop_reason) if is_main() else EndedElsewhereError
+                fault = None if self.task is None else self.task.fault
+                raise (fault or UserError(self.stop_reason)) if is_main() else EndedElsewhereError
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None

@@ -21,7 +21,7 @@ from harness.data.task import Task
 
 # The entries of config.json that are not flags
 NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", "command", "sources", "task_failed"}
-NOT_FLAGS |= {"about", "loss"}  # what train.py says about itself, and about the terms of its loss
+NOT_FLAGS |= {"script", "about", "loss"}  # what train.py says about itself, and about the terms of its loss
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they limit memory and change no update
@@ -49,6 +49,11 @@ def read_settings(directory: Path, what: str = "--resume") -> dict:
 def experiment_of(config: PolicyConfig) -> str:
     """The name of the directory of the train.py that defines the settings' class."""
     return Path(sys.modules[type(config).__module__].__file__).resolve().parent.name
+
+
+def script_of(config: PolicyConfig) -> str:
+    """The SHA-256 of this train.py, shortened: of a file of the user's own, the commit says nothing."""
+    return _sha256(Path(sys.modules[type(config).__module__].__file__))[:12]
 
 
 def describe_settings(config: PolicyConfig, machine: dict) -> dict:

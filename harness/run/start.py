@@ -21,7 +21,7 @@ from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
-from harness.run.settings import describe_sources, experiment_of, read_settings, write_settings
+from harness.run.settings import describe_sources, experiment_of, read_settings, script_of, write_settings
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -128,7 +128,7 @@ def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseExcept
 
 def _open_run(experiment: str, config: PolicyConfig, task: Task | None, searched: dict[str, dict]) -> Run:
     """The run; the main process makes its directory, or takes it back to its checkpoint."""
-    machine = describe_machine() | {"processes": world_size()}
+    machine = describe_machine() | {"processes": world_size(), "script": script_of(config)}
     with ranks.together():
         sources = describe_sources(config, task) | searched
     flags = {flag(name): value for name, value in vars(config).items() if name not in ("device", "threads")}

@@ -38,8 +38,8 @@ FINDINGS = {  # of a file: the title shown, and whether it is a problem
 }
 SHARED_FINDINGS = {
     "exactly": ("evaluation questions that are training questions", True),
-    "normalised": ("the same but for case, spaces and punctuation", True),
-    "13_words": ("other ones with 13 words in a row in common", False),
+    "normalised": ("evaluation questions that are training questions but for case, spaces and punctuation", True),
+    "13_words": ("other evaluation questions with 13 words in a row in common with a training question", False),
 }
 RUN = 13  # words in a row that two questions hardly ever share by chance (GPT-3, arXiv 2005.14165, appendix C)
 MOST_WITH_A_RUN = 10  # training questions; a run that occurs in more of them is an instruction

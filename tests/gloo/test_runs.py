@@ -42,7 +42,7 @@ SPLIT = (
 # Three rounds at most, whose kept groups go to other ranks than those that sampled them
 DYNAMIC = f"{DESCENDANT} --max-new-tokens 24 --max-rounds 3 --minibatch-size 8 --epochs-per-step 2"
 FAMILY = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo")
-OF_FAMILY = f"{DESCENDANT} --max-new-tokens 24"
+OF_FAMILY = f"{DESCENDANT} --max-new-tokens 24 --minibatch-size 8 --epochs-per-step 2"
 SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --max-new-tokens 4"
 RUNS = {  # by the number of processes: experiments, and their flags
     2: {

@@ -328,6 +328,16 @@ def test_what_is_not_this_run_is_not_resumed(tmp_path, train, uninterrupted, cha
         train("--resume", str(tmp_path), *flags.split())
 
 
+def test_a_changed_train_file_is_told(tmp_path, train, uninterrupted):
+    """Git knows nothing of a file that a user has added and edits."""
+    directory = copy_of(uninterrupted, tmp_path)
+    settings = json_of(directory / "config.json")
+    assert "with script" not in train("--resume", str(directory))
+    (directory / "config.json").write_text(json.dumps(settings | {"script": "0" * 12}))
+    expected = f"the run began with script {'0' * 12} and resumes with {settings['script']}: figures may differ"
+    assert expected in train("--resume", str(directory))
+
+
 def test_a_directory_of_weights_is_refused_and_its_run_named(train, uninterrupted):
     with pytest.raises(UserError, match=f"not that of a run; it belongs to the run {uninterrupted}, which resumes"):
         train("--resume", str(uninterrupted / "checkpoints" / "step_6"))

@@ -538,7 +538,7 @@ def weights(path: Path) -> torch.Tensor:
 def test_three_steps_with_a_broken_reward_end_the_run(train, broken_reward, capsys, policies):
     """The weights and the newest checkpoint date from before the first broken step."""
     broken_reward({3, 4, 5}, math.inf)
-    with pytest.raises(UserError, match="the gradients of steps 3 to 5 were not finite, and were skipped"):
+    with pytest.raises(UserError, match=r"gives 'correct' the value inf\. When it is corrected, resume with: "):
         train("--steps", "6", "--checkpoint-every", "1", *SMALL)
     directory = Path("runs/experiment_base/x")
     assert capsys.readouterr().out.count("the gradient was not finite, and its update was skipped") == 1
@@ -562,10 +562,26 @@ def test_a_run_continues_after_two_steps_with_a_broken_reward(train, broken_rewa
     assert newest_checkpoint(directory / "checkpoints")[0] == 7
 
 
+def test_rewards_that_are_no_numbers_are_a_fault_of_the_task_which_may_be_corrected(train, load_script):
+    text = (
+        'REWARD_WEIGHTS = {"correct": 1.0}\n'
+        'def messages(row, system_prompt): return [{"role": "user", "content": row["question"]}]\n'
+        'def reward(row, text): return {"correct": float("nan") if text else 0.0}\n'
+    )
+    Path("task.py").write_text(text)
+    flags = ("--task", "task.py", *FEW_ROWS)
+    with pytest.raises(UserError, match=r"gives 'correct' the value nan\. When it is corrected, resume with: "):
+        train(*flags, *SMALL, "--steps", "3")
+    Path("task.py").write_text(text.replace('float("nan")', "len(text) % 2"))
+    load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
+    assert (Path("runs/experiment_base/x") / "summary.json").exists()
+
+
 @pytest.mark.slow
-def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, broken_reward):
+def test_the_checkpoint_of_a_failed_adapter_run_is_usable(train, load_script, monkeypatch):
     """The sentence explains how: --lora-rank would merge it, and train another adapter."""
-    broken_reward({2, 3, 4}, math.nan)
+    script, steps = load_script(TRAIN), iter(range(1, 99))
+    monkeypatch.setattr(script, "group_advantages", lambda returns: returns * (1.0 if next(steps) == 1 else math.nan))
     with pytest.raises(UserError, match=r"--model runs/experiment_base/x/checkpoints/step_<N> without --lora-rank$"):
         train("--steps", "9", "--checkpoint-every", "1", *SMALL, "--lora-rank", "2")
     train("--model", "runs/experiment_base/x/checkpoints/step_1", *SMALL, "--name", "y")

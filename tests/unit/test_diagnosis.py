@@ -133,7 +133,9 @@ def test_rounding_to_bfloat16_is_no_disagreement_in_bfloat16(update):
 # rules about several steps ------------------------------------------------------------------------------------------
 
 
-SETTINGS = SimpleNamespace(dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16)
+SETTINGS = SimpleNamespace(
+    dtype="float32", max_grad_norm=1.0, max_new_tokens=5, lr=5e-5, max_rounds=4, prompts_per_step=16
+)
 USUAL = {"policy/entropy": 0.5, "reward/correct": 0.4, "reward/total": 0.4}
 COLLAPSED = [USUAL] * 5 + [USUAL | {"policy/entropy": 0.02, "group/zero_reward_variance": 0.95}] * 6
 NOISE = [{"reward/total": 0.5 + 0.1 * (-1) ** step} for step in range(60)]
