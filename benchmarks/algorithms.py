@@ -23,8 +23,9 @@ from statistics import mean
 
 import tyro
 
+from viewer.figures import save_figure
 from viewer.groups import read_run
-from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
+from viewer.results import KeptRun, keep_runs, read_runs
 from viewer.runs import rolling_means
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,7 +133,7 @@ def write_results(config: Config) -> None:
                 if (place / "summary.json").exists():
                     run = read_run(place)
                     about = {"algorithm": name, "work": work, "seed": seed, "eval_prompts": run.config["eval_prompts"]}
-                    about |= {key: run.config[key] for key in MACHINE if key in run.config}
+                    about |= {key: run.config[key] for key in ("machine", "commit")}  # versions: pyproject.toml
                     rows = [row for row in run.metrics.rows if "reward/correct" in row]
                     summary = {key: run.summary[key] for key in ("before", "after", "seconds", "peak_memory_bytes")}
                     summary["cpu_share"] = float((place / CPU_SHARE).read_text())
@@ -191,8 +192,7 @@ def draw(runs: list[KeptRun]) -> None:
             axes.spines[["top", "right"]].set_visible(False)
     places[0, 1].legend(frameon=False, fontsize=9, loc="lower right")
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+    save_figure(figure, PICTURE, dpi=100)
 
 
 def table(runs: list[KeptRun], work: str) -> str:

@@ -20,6 +20,7 @@ from statistics import mean
 
 import tyro
 
+from viewer.figures import save_figure
 from viewer.groups import read_run
 from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
 from viewer.runs import rolling_means
@@ -188,8 +189,7 @@ def draw(curves: Curves) -> None:
         axes.set_xlabel("step")
         axes.tick_params(labelbottom=True)
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+    save_figure(figure, PICTURE, dpi=100)
 
 
 def table(curves: Curves, runs: list[dict]) -> str:

@@ -13,6 +13,7 @@ from statistics import median
 import matplotlib
 
 from viewer.bands import draw_comparison
+from viewer.figures import save_figure
 from viewer.results import read_json, read_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,8 +79,7 @@ def draw_equality(runs: dict[str, list[dict]], experiment: str) -> None:
     handles, labels = places[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=len(labels), fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.93))
-    figure.savefig(ROOT / experiment / "equality.png", dpi=110)
-    plt.close(figure)
+    save_figure(figure, ROOT / experiment / "equality.png")
 
 
 def draw_scaling(measured: dict[str, dict]) -> None:
@@ -127,8 +127,7 @@ def draw_scaling(measured: dict[str, dict]) -> None:
     handles, labels = places[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=len(labels), fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
-    figure.savefig(ROOT / DDP / "scaling.png", dpi=110)
-    plt.close(figure)
+    save_figure(figure, ROOT / DDP / "scaling.png")
 
 
 def print_equality(runs: dict[str, list[dict]]) -> None:

@@ -35,6 +35,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 from tasks import instructions
+from viewer.figures import save_figure
 from viewer.groups import read_run
 from viewer.results import keep_runs, read_json, write_json
 
@@ -202,8 +203,7 @@ def draw(result: dict) -> None:
     panels[0].set_ylim(0, 1)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="upper center", ncols=4, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.88))
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+    save_figure(figure, PICTURE, dpi=100)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 import tyro
 from planted import SETTINGS, TRAPS, Setting, planted
 
+from viewer.figures import save_figure
 from viewer.groups import read_run
 from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
 from viewer.runs import Run
@@ -231,8 +232,7 @@ def draw(curves: Curves, runs: dict[str, dict]) -> None:
     for axes in places[-1]:
         axes.set_xlabel("step")
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+    save_figure(figure, PICTURE, dpi=100)
 
 
 def last_ones(curves: Curves, name: str, key: str, count: int, seeds: Iterable[int]) -> list[float]:

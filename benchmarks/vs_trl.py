@@ -39,6 +39,7 @@ from types import ModuleType
 
 import tyro
 
+from viewer.figures import save_figure
 from viewer.results import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -205,7 +206,7 @@ def draw(accuracy: dict) -> None:
     axes[0].set_ylabel("sampled accuracy, held-out questions")
     axes[0].legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(RESULTS.with_suffix(".png"), dpi=110)
+    save_figure(figure, RESULTS.with_suffix(".png"))
 
 
 # One process ---------------------------------------------------------------------------------------------------------

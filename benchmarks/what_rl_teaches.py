@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.evaluate import pass_at_k
+from viewer.figures import save_figure
 from viewer.results import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -342,8 +343,7 @@ def draw(results: Results) -> None:
     for axes in (places[-1, 0], places[-2, 1]):
         axes.set_xlabel("k: attempts per question")
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=100)
-    plt.close(figure)
+    save_figure(figure, PICTURE, dpi=100)
 
 
 def is_control(label: str) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from viewer.figures import save_figure
 from viewer.groups import Groups, plain, series
 from viewer.runs import Run, rolling_means
 
@@ -44,8 +45,7 @@ def draw_comparison(groups: Groups, path: Path, panels: Sequence[str]) -> None:
         axes.set_xlabel("step")
     top = _add_legend(figure)
     figure.tight_layout(rect=(0, 0, 1, top))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _draw_panel(axes, groups: Groups, key: str) -> None:
