@@ -20,10 +20,10 @@ from statistics import mean
 
 import tyro
 
-from viewer.figures import save_figure
 from viewer.groups import read_run
 from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
 from viewer.runs import rolling_means
+from viewer.save_figure import save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "hyperparameters"

@@ -13,8 +13,8 @@ from statistics import median
 import matplotlib
 
 from viewer.bands import draw_comparison
-from viewer.figures import save_figure
 from viewer.results import read_json, read_runs
+from viewer.save_figure import save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 ACCELERATE, DDP = "experiment_accelerate", "experiment_accelerate_ddp"

@@ -35,9 +35,9 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 from tasks import instructions
-from viewer.figures import save_figure
 from viewer.groups import read_run
 from viewer.results import keep_runs, read_json, write_json
+from viewer.save_figure import save_figure
 
 from harness.base.config import ModelConfig
 from harness.models.loading import load_policy

@@ -22,10 +22,10 @@ import torch
 import tyro
 from planted import SETTINGS, TRAPS, Setting, planted
 
-from viewer.figures import save_figure
 from viewer.groups import read_run
 from viewer.results import MACHINE, KeptRun, keep_runs, read_runs
 from viewer.runs import Run
+from viewer.save_figure import save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "traps"

@@ -39,8 +39,8 @@ from types import ModuleType
 
 import tyro
 
-from viewer.figures import save_figure
 from viewer.results import write_json
+from viewer.save_figure import save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vs_trl.json"

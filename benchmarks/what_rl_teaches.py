@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from common.evaluate import pass_at_k
-from viewer.figures import save_figure
 from viewer.results import read_json
+from viewer.save_figure import save_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "what_rl_teaches"

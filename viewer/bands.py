@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from viewer.figures import save_figure
 from viewer.groups import Groups, plain, series
 from viewer.runs import Run, rolling_means
+from viewer.save_figure import save_figure
 
 # key in metrics.jsonl: its title (else it is made from the key), and the range of the axis (None: as the data need)
 HEADINGS = {
