@@ -59,7 +59,8 @@ HEADINGS = {
 }
 COLUMNS = (
     "reward/correct", "completion/length", "policy/entropy", "policy/clipped", "policy/capped", "loss/grad_norm",
-    "group/zero_reward_variance", "time/step", "sampling/tokens", "sampling/groups",
+    "group/zero_reward_variance", "time/step", "sampling/tokens", "sampling/groups", "eval/sampled/accuracy",
+    "eval/greedy/accuracy",
 )  # fmt: skip
 FIGURES = ("sampled/accuracy", "sampled/pass@8", "greedy/accuracy", "sampled/length")  # of an evaluation
 CPU_SHARE = "cpu_share.txt"  # in the directory of a run
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             wanted = [(work, seed, name) for seed in config.seeds for work, name in works]
             list(pool.map(lambda run: train(config, *run), wanted))
         write_results(config)
-    runs = [KeptRun(run.directory, run.config, run.summary, run.metrics.rows) for run in read_runs(RESULTS).values()]
+    runs = list(read_runs(RESULTS).values())
     draw(runs)
     for work, heading in HEADINGS.items():
         if any(run.config["work"] == work for run in runs):
@@ -134,28 +135,32 @@ def write_results(config: Config) -> None:
                     run = read_run(place)
                     about = {"algorithm": name, "work": work, "seed": seed, "eval_prompts": run.config["eval_prompts"]}
                     about |= {key: run.config[key] for key in ("machine", "commit")}  # versions: pyproject.toml
-                    rows = [row for row in run.metrics.rows if "reward/correct" in row]
                     summary = {key: run.summary[key] for key in ("before", "after", "seconds", "peak_memory_bytes")}
                     summary["cpu_share"] = float((place / CPU_SHARE).read_text())
                     for when in ("before", "after"):
                         summary[when] = {key: value for key, value in summary[when].items() if key in FIGURES}
-                    runs.append(KeptRun(RESULTS / place.name, about, summary, rows))
+                    runs.append(KeptRun(RESULTS / place.name, about, summary, run.metrics.rows))
     keep_runs(RESULTS, runs, COLUMNS)
+
+
+def steps_of(run: KeptRun) -> list[dict[str, float]]:
+    """The metrics of each step, without the evaluations before and after."""
+    return [row for row in run.metrics.rows if "reward/correct" in row]
 
 
 def tokens(run: KeptRun) -> list[float]:
     """The tokens sampled up to each step, in thousands, those of groups that are not trained on included."""
-    counts = (row.get("sampling/tokens", NUM_ROWS * row["completion/length"]) for row in run.metrics.rows)
+    counts = (row.get("sampling/tokens", NUM_ROWS * row["completion/length"]) for row in steps_of(run))
     return list(itertools.accumulate(count / 1000 for count in counts))
 
 
 def cpu_seconds(run: KeptRun) -> list[float]:
     """Processor time up to each step, without loading and evaluation."""
-    return list(itertools.accumulate(run.summary["cpu_share"] * row["time/step"] for row in run.metrics.rows))
+    return list(itertools.accumulate(run.summary["cpu_share"] * row["time/step"] for row in steps_of(run)))
 
 
 def accuracy(run: KeptRun) -> list[float]:
-    return rolling_means([row["reward/correct"] for row in run.metrics.rows], WINDOW)
+    return rolling_means([row["reward/correct"] for row in steps_of(run)], WINDOW)
 
 
 def runs_of(runs: list[KeptRun], work: str, name: str) -> list[KeptRun]:
@@ -216,7 +221,7 @@ def table(runs: list[KeptRun], work: str) -> str:
 
 def numbers(run: KeptRun, budget: float, seconds: float) -> list[float | None]:
     """The values of the table's columns for one run."""
-    curve, rows, after = accuracy(run), run.metrics.rows, run.summary["after"]
+    curve, rows, after = accuracy(run), steps_of(run), run.summary["after"]
 
     def mean_of(*keys: str) -> float | None:
         found = [row[key] for row in rows for key in keys if key in row]
