@@ -37,6 +37,7 @@ ALGORITHMS = {
 }  # fmt: skip
 NO_DAPO = {"clip-eps-high": 0.2, "max-rounds": 1, "reward-weight": "overlong=0"}  # the token mean is left
 VARIANTS = {  # name: work, and what differs from the experiment that its name begins with
+    "rloo-pairs": ("one", {"group-size": 2, "prompts-per-step": 64}),
     "gspo-wide": ("sixteen", {"clip-eps": 0.2, "clip-eps-high": 0.2}),
     "cispo-low": ("sixteen", {"ratio-cap": 0.28}),
     "maxrl-offset": ("sixteen", {"reward-weight": "format=10"}),
