@@ -152,7 +152,7 @@ def _kl(loss: Loss, shape: Shape) -> Iterator[Finding]:
         yield from (Finding(check, NOT_EXAMINED, sentence) for check in ("kl_gradient", "kl_over_padding"))
         return
     batch = make_batch()
-    weights, _ = loss.weights(batch)
+    weights, rest = loss.weights(batch)
     batch = replace(batch.on_policy(), log_probs_ref=batch.log_probs_ref, advantages=torch.zeros(len(batch.kinds)))
     value, gradient = loss(batch)
     d = (batch.log_probs_ref - batch.log_probs)[batch.mask]
@@ -160,7 +160,11 @@ def _kl(loss: Loss, shape: Shape) -> Iterator[Finding]:
         yield _kl_over_padding(loss, batch, value, gradient, weights)
         measured = gradient[batch.mask] / weights[batch.mask]  # per token, in units of its weight
         told = loss.settings.get("kl_weight", batch.kl_weight) if "kl_weight" in loss.knows else None
-        yield _kl_gradient(d, measured, batch.mask.nonzero()[:, 0], told, shape)
+        finding = _kl_gradient(d, measured, batch.mask.nonzero()[:, 0], told, shape)
+        if not shape.kl and finding.status == TRAP and float(rest.abs().max()) > 1e-4 * float(gradient.abs().max()):
+            sentence = "The KL penalty cannot be told from another part of the loss, such as an entropy bonus."
+            finding = Finding("kl_gradient", NOTE, sentence)
+        yield finding
     elif "kl_weight" in loss.knows:
         k3 = weights[batch.mask] * batch.kl_weight * KL_SLOPES["k3"](d)
         sentence = "The reference's log-probs change no gradient, although kl_weight is not 0."

@@ -96,6 +96,7 @@ BUGS = {name: (found, RATIO, f"    {line}\n{RATIO}") for name, (found, line) in 
     "dropout": ("reference_dropout", "model.eval()", "pass"),
 }
 IN_ADVANTAGES = "    advantages = advantages - kl_weight * (log_probs - log_probs_ref).detach()\n    kl_weight = 0\n"
+BONUS = "    advantages = advantages - 0.01 * torch.where(mask.bool(), log_probs.detach(), 0.0)\n"
 OF_SUMS = "kl_weight * mask.sum(dim=1, keepdim=True) / 8 *"
 OF_SEQUENCES = f"    ratio = ratio.log().sum(dim=1)[:, None].div({LENGTH}[:, None]).exp() + 0 * mask\n"
 DUAL = f"torch.where(advantages < 0, ({SURROGATE}).minimum(-3 * advantages), {SURROGATE})"
@@ -110,6 +111,7 @@ VARIANTS = {  # name: (check, part of its sentence, old text, new text); other l
     "CISPO": ("clip", "CISPO", SURROGATE, "-ratio.clamp(max=1 + clip_eps).detach() * advantages * log_probs"),
     "policy gradient": ("clip", "does not depend on the ratio", SURROGATE, "-log_probs * advantages"),
     "GSPO": ("clip", "of a sequence", RATIO, RATIO + OF_SEQUENCES),
+    "entropy bonus": ("kl_gradient", "such as an entropy bonus", RATIO, BONUS + RATIO),
     "dual clip": ("clip", "dual clip at 3", SURROGATE, DUAL),
     "writes to log-probs": ("inputs_changed", ": log_probs.", RETURN, WRITES.replace("mask.", "log_probs.detach().")),
     "no std": ("divisor", "Dr. GRPO", f" / ({STD} + 1e-4)", ""),
