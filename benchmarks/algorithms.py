@@ -247,8 +247,8 @@ def last_within(curve: list[float], costs: list[float], budget: float) -> float:
 
 
 def has_collapsed(run: KeptRun) -> bool:
-    """Whether the sampled accuracy ends more than 0.1 below its highest value."""
-    return accuracy(run)[-1] < max(accuracy(run)) - 0.1
+    """Whether the sampled accuracy ends more than 0.2 below its highest value."""
+    return accuracy(run)[-1] < max(accuracy(run)) - 0.2
 
 
 def spread(values: Sequence[float | None]) -> str:

@@ -63,7 +63,7 @@ class Config(RunConfig):
     lr: Positive | None = None
     weight_decay: NotNegative = 0.0  # of AdamW
     ratio_cap: Positive = 1.28  # c: the largest weight of a token, 1 + epsilon in the paper
-    kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    kl_weight: NotNegative = 0.0  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
 
 

@@ -64,7 +64,7 @@ class Config(RunConfig):
     # a completion has no gradient once the geometric mean of its ratios has moved down or up by this much
     clip_eps: Positive = 3e-4
     clip_eps_high: Positive = 4e-4
-    kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
+    kl_weight: NotNegative = 0.0  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
 
 
