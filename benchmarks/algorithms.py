@@ -256,6 +256,8 @@ def spread(values: Sequence[float | None]) -> str:
     found = [value for value in values if value is not None]
     if len(found) < len(values):
         return ", ".join("-" if value is None else f"{value:g}" for value in values) if found else "-"
+    if not any(found):
+        return "0"
     if all(isinstance(value, int) for value in found):
         return f"{mean(found):.1f} ({min(found)} to {max(found)})"
     return f"{mean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
