@@ -38,6 +38,7 @@ ALGORITHMS = {
 NO_DAPO = {"clip-eps-high": 0.2, "max-rounds": 1, "reward-weight": "overlong=0"}  # the token mean is left
 VARIANTS = {  # name: work, and what differs from the experiment that its name begins with
     "rloo-pairs": ("one", {"group-size": 2, "prompts-per-step": 64}),
+    "gspo-kl": ("sixteen", {"kl-weight": 0.02}),
     "gspo-wide": ("sixteen", {"clip-eps": 0.2, "clip-eps-high": 0.2}),
     "cispo-low": ("sixteen", {"ratio-cap": 0.28}),
     "maxrl-offset": ("sixteen", {"reward-weight": "format=10"}),
