@@ -53,7 +53,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         **dict.fromkeys(FAMILY, OF_FAMILY),
         ACCELERATE: f"{SHORT} --task math --data {ROOT}/tests/data/math.jsonl",
     },
-    3: {TOOLS: CALLS, SEARCH: CALLS, ENGINE: SAMPLED, DDP: SPLIT, DAPO: DYNAMIC},
+    3: {TOOLS: CALLS, SEARCH: CALLS, ENGINE: SAMPLED, DDP: SPLIT, DAPO: DYNAMIC, **dict.fromkeys(FAMILY, OF_FAMILY)},
 }
 PARENT = {DDP: "experiment_base", ACCELERATE: "experiment_base"}  # the experiment that equals these in one process
 A_TOOL = '''def tripled(number: int) -> str:
