@@ -173,7 +173,9 @@ def test_several_processes_train_as_one(together, alone, num_processes, experime
     assert (experiment == DDP) == ("time/waiting" in rows_of(new)[1])
     weights, others = (load_file(directory / "final" / "model.safetensors") for directory in (new, old))
     assert weights.keys() == others.keys()
-    assert all((weights[name] - others[name]).abs().max() <= 1e-5 for name in weights)
+    # Where a gradient is near 0, AdamW turns its rounding into a part of the learning rate, in each of up to 12 updates
+    rounding = 3e-5 if "--epochs-per-step" in flags else 1e-5
+    assert all((weights[name] - others[name]).abs().max() <= rounding for name in weights)
     if experiment != ACCELERATE:  # the other one only has to judge a task's answers
         assert any(row["advantage"] for row in expected)
     if flags == CALLS:
