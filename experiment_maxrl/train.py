@@ -2,8 +2,8 @@
 
     A_i = (R_i - mean) / mean                                 for completion i of a group
 
-Where a group has K right completions of G, the gradient is (G / K times) that of the mean reward: an estimate of the
-gradient of log p(right answer), as if right answers were data to be likely. GRPO divides by the standard deviation
+Where a group has K right completions of G, the gradient of the mean reward is multiplied by G / K. That estimates the
+gradient of log p(right answer), as if right answers were data. GRPO divides by the standard deviation
 instead, which treats p and 1 - p alike; Dr. GRPO by nothing. *Maximum Likelihood Reinforcement Learning* (Tajwar et al.
 2026, arXiv 2602.02710). The mean must be a probability: rewards are 0 or 1, without offsets.
 

@@ -2,7 +2,7 @@
 # Following instructions that a program can check, with SmolLM2-135M-Instruct: GRPO on all weights, on a laptop.
 #
 #     bash recipes/instructions_smollm2_135m.sh
-#     bash recipes/instructions_smollm2_135m.sh -- --lora-rank 16 --lr 1e-4        # further flags of the training
+#     bash recipes/instructions_smollm2_135m.sh -- --lora-rank 16 --lr 2e-4        # further flags of the training
 #     NUM_PROCESSES=2 bash recipes/instructions_smollm2_135m.sh                      # two processes, one core each
 #
 # Hardware: none but the CPU; docs/smollm2.md has times, memory, and results of three seeds.

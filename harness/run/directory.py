@@ -115,11 +115,11 @@ def _restore(directory: Path, config: PolicyConfig, settings: dict, machine: dic
     if found.step > getattr(config, "steps", found.step):
         raise UserError(f"--resume {directory} is at step {found.step} already, beyond --steps {config.steps}")
     history = restore_logs(directory, found)
-    unknown = {"processes": 1, "script": machine.get("script")}  # in older runs
+    unknown = {"processes": 1, "script": machine["script"]}  # in older runs
     for name in ("versions", "machine", "commit", "processes", "script"):
-        before, now = settings.get(name, unknown.get(name)), machine.get(name)
-        if before != now:
-            say(f"the run began with {name} {before} and resumes with {now}: figures may differ")
+        before = settings.get(name, unknown.get(name))
+        if before != machine[name]:
+            say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
     changed = ("steps", *BATCH_SIZES, *ENGINE_PLACES)
     settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
     write_settings(directory, settings | {"sources": sources, "task_failed": False})

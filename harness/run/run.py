@@ -50,7 +50,7 @@ class Run:
         self._checkpoints = self.directory / "checkpoints"
         self._lock = directory.lock  # held until the run is closed
         self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
-        self.stop_reason: str | None = None  # why training must end after this step
+        self.stop_reason: UserError | None = None  # why training must end after this step
         self._machine = machine  # as described at the start: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
         self._num_skipped = 0  # consecutive steps
@@ -95,8 +95,7 @@ class Run:
             self._clock.start()
             yield step
             if self.stop_reason is not None:
-                fault = None if self.task is None else self.task.fault
-                raise (fault or UserError(self.stop_reason)) if is_main() else EndedElsewhereError
+                raise self.stop_reason if is_main() else EndedElsewhereError
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
@@ -129,13 +128,15 @@ class Run:
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
         if self._num_skipped == MAX_SKIPPED:
-            self.stop_reason = (
+            why = (
                 f"the gradients of steps {step - MAX_SKIPPED + 1} to {step} were not finite, and were skipped. Start "
                 "again with a lower --lr"
             )
             if self._checkpoints.exists():
-                self.stop_reason += f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
-                self.stop_reason += " without --lora-rank" if self.config.lora_rank > 0 else ""
+                why += f", from a checkpoint if you like: --model {self._checkpoints}/step_<N>"
+                why += " without --lora-rank" if self.config.lora_rank > 0 else ""
+            fault = None if self.task is None else self.task.fault  # a reward that is no number is the reason
+            self.stop_reason = fault or UserError(why)
 
     def log_samples(
         self, step: int, trajectories: list[Trajectory], experience: Experience, statistics: UpdateStatistics

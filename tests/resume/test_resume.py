@@ -452,9 +452,15 @@ def test_an_adapter_is_resumed(tmp_path, train):
     check_resumed(train, tmp_path, *FLAGS, "--steps", "2", "--lora-rank", "2")
 
 
-def test_dynamic_sampling_is_resumed(tmp_path, load_script):
-    """A step samples again what it had sampled: its rounds are keyed by the step."""
-    main = load_script("experiment_dapo/train.py").main
+SIBLINGS = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo")
+
+
+@pytest.mark.parametrize(
+    "experiment", ["experiment_dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS)]
+)
+def test_a_sibling_is_resumed(tmp_path, load_script, experiment):
+    """With dynamic sampling, too: a step's rounds are keyed by the step."""
+    main = load_script(f"{experiment}/train.py").main
     check_resumed(lambda *arguments: printed_by(main, *arguments), tmp_path, *FLAGS, "--steps", "2")
 
 
