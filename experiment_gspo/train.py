@@ -4,7 +4,7 @@
     loss = mean over completions of -min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A) + beta KL
 
 A completion is trained or clipped as one. The mean over its tokens makes s far less variable than a token's ratio, so
-the clip is a thousand times narrower. *Group Sequence Policy Optimization* (Zheng et al. 2025, arXiv 2507.18071,
+the clip is hundreds of times narrower. *Group Sequence Policy Optimization* (Zheng et al. 2025, arXiv 2507.18071,
 equations 5 to 7). The ratio matters only after the first update of a rollout: the default is sixteen.
 
     python experiment_gspo/train.py
