@@ -203,6 +203,7 @@ def test_the_values_of_a_curve_are_those_of_the_run(runs, open_page):
     page = open_page(directory / "report.html")
     panel = page.locator("[data-panel='Entropy']")
     panel.locator("summary").click()
+    panel.locator("tr").nth(2).wait_for()  # the table is drawn after the browser's `toggle` event
     assert panel.locator("tr").count() == 3  # the header, and the two steps
     panel.locator(".plot").focus()
     entropy = logged(directory, "policy/entropy")
