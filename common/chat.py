@@ -34,6 +34,18 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
         raise UserError(f"{error}{hint}") from error
 
 
+def encode_conversation(tokenizer, messages: list[dict]) -> list[int]:
+    """The ids of a complete conversation, as its template renders it: what a reward model reads.
+
+    Raises:
+        UserError: the chat template refuses the messages.
+    """
+    try:
+        return _encode(tokenizer, _render(tokenizer, messages, add_generation_prompt=False))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def encode_chat(
     tokenizer, messages: list[dict], end_of_turn_ids: list[int], tools: list[dict] | None = None
 ) -> tuple[list[int], list[int]]:

@@ -74,6 +74,20 @@ def approx_kl_divergence(log_probs: torch.Tensor, log_probs_ref: torch.Tensor, m
     return log_r.expm1() - log_r  # expm1: exp(x) - 1 would round to less than x where the two nearly agree
 
 
+def bradley_terry_loss(margins: torch.Tensor) -> torch.Tensor:
+    """Minus the log-probability that the chosen answer is preferred, in nats, for each pair.
+
+        -log sigmoid(score_chosen - score_rejected)        (Bradley & Terry 1952; arXiv 2203.02155, equation 1)
+
+    Args:
+        margins: (pairs,), the score of the chosen answer minus the score of the rejected one.
+
+    >>> bradley_terry_loss(torch.tensor([0.0, 2.0]))
+    tensor([0.6931, 0.1269])
+    """
+    return -torch.nn.functional.logsigmoid(margins)
+
+
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Sum of `x` where `mask` is 1.
 

@@ -58,6 +58,7 @@ class Group(Enum):
 
     POLICY = "policy"
     DATA = "data and task"
+    JUDGE = "reward model"
     SEARCH = "search"
     ENGINE = "engine"
     EVALUATION = "evaluation"
@@ -67,6 +68,7 @@ class Group(Enum):
 T = TypeVar("T")
 OfPolicy = Annotated[T, Group.POLICY]
 OfData = Annotated[T, Group.DATA]
+OfJudge = Annotated[T, Group.JUDGE]
 OfSearch = Annotated[T, Group.SEARCH]
 OfEngine = Annotated[T, Group.ENGINE]
 OfEvaluation = Annotated[T, Group.EVALUATION]
@@ -180,6 +182,15 @@ class RunConfig(PolicyConfig):
     reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
     # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
     data: OfData[InputPath | None] = None
+    # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id
+    reward_model: OfJudge[InputPath | None] = None
+    reward_model_url: OfJudge[str | None] = None  # the address of a vLLM server with a reward model, instead
+    # what the reward model is shown of a completion: what follows this tag, e.g. "</think>", or a JSON file of tags
+    answer_begins: OfJudge[str | None] = None
+    strict: OfJudge[bool] = False  # with --answer-begins: no score for a completion that is not one thought, one answer
+    floor: OfJudge[float] = -10.0  # what a completion without an answer to score gets instead
+    # end early when the diagnosis finds this: the reward model's score rises while the held-out accuracy falls
+    stop_when: OfJudge[Literal["over-optimised"] | None] = None
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: OfEvaluation[InputPath | None] = None

@@ -11,6 +11,7 @@ from harness.base.config import RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
 from harness.base.terminal import say
+from harness.data.judge import PREFERENCE, load_judge
 from harness.data.row_checks import hold_out, shared_questions, try_solutions
 from harness.data.rows import Fields, FieldsError, find_problem, placed, read_jsonl
 from harness.data.task import Row, Task, import_task, suggest_task
@@ -24,7 +25,8 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     `--eval-data`, a task's own data have a held-out file, and a user's `--data` may have a test file
     (`find_test_data`). Without either, `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
     """
-    task = import_task(config, more_weights)
+    judge = load_judge(config)
+    task = import_task(config, (more_weights or {}) | ({PREFERENCE: 1.0} if judge else {}))
     task.tools = tools
     source, eval_source = find_sources(config, task)
     train_rows = load_rows(source, config, task)
@@ -48,6 +50,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         say(f"{task}: {note}", sys.stderr)
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
+    task.judge = judge  # not before: the solutions of all rows were tried above
     return task
 
 

@@ -17,6 +17,7 @@ from harness.base.checks import is_finite, local_path, parse_numbers
 from harness.base.config import RunConfig, shown
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
+from harness.data.judge import PREFERENCE, Judge
 from harness.data.rows import Row, find_problem
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
@@ -58,6 +59,8 @@ class Task:
         self.eval_data = find_source(getattr(module, "EVAL_DATA", None), self.path, f"{self}: EVAL_DATA")
         self.data, self.held_out_data = None, None  # the files in use, set by `load_task` like the rows
         self.tools: list[dict] | None = None  # JSON schemas that every prompt presents
+        self.judge: Judge | None = None  # a reward model, whose scores are one more component
+        self._scores: dict[tuple[int, str], float] = {}  # the judge's, of the completions that `prepare` announced
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self.fits_context = False  # whether all rows are known to fit
@@ -92,12 +95,23 @@ class Task:
                 problem = f"gives {component!r} the value {value}"  # the run counts the updates that it skips
                 self.fault = self._error("reward", row, problem)
                 self._tell("reward", row, f"{problem}; an update with it is skipped")
+        if self.judge is not None:
+            if (id(row), text) not in self._scores:
+                self._judge([row], [text])
+            rewards[PREFERENCE] = self._scores[id(row), text]
         return rewards
 
     def prepare(self, rows: list[dict], texts: list[str]) -> None:
         """Announce completions that are about to be rewarded, if the task defines `prepare`."""
         if rows and hasattr(self._module, "prepare"):
             self._call("prepare", rows, texts)
+        if rows and self.judge is not None:
+            self._judge(rows, texts)
+
+    def _judge(self, rows: list[dict], texts: list[str]) -> None:
+        """Score completions; the judge sees the question, without the system turn that is meant for the policy."""
+        scores = self.judge.score([self.messages(row) for row in rows], texts)
+        self._scores = dict(zip(zip(map(id, rows), texts, strict=True), scores, strict=True))
 
     def note(self) -> str | None:
         """A message for the user before a run, if the task defines `note`."""

@@ -10,6 +10,7 @@ from harness.base.config import PolicyConfig
 
 # How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens; rounding gives 1e-6 and 1e-2
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
+OVER_OPTIMISED = "the reward model is over-optimised"
 MAX_STALE_DIFFERENCE = 1.0  # for an engine that deliberately samples with weights that are several steps old
 
 
@@ -50,6 +51,19 @@ class Diagnosis:
         """The mean over the last `count` steps; NaN if a step lacks the metric, so that no comparison holds."""
         values = [entry[name] for entry in self._history[-count:] if name in entry]
         return of(values) if len(values) == count else math.nan
+
+    def _over_optimised(self) -> tuple[int, float, float, tuple[float, float]] | None:
+        """The step of the best held-out accuracy, it, the newest, and both scores, if these rose while it fell."""
+        proxy, gold = "eval/greedy/reward_preference", "eval/greedy/accuracy"
+        entries = [entry for entry in self._history if proxy in entry and gold in entry]
+        if len(entries) < 2:
+            return None
+        best, last = max(entries, key=lambda entry: entry[gold]), entries[-1]
+        then, now = best[gold], last[gold]
+        noise = (2 * then * (1 - then) / self._config.eval_prompts) ** 0.5  # of a difference
+        has_fallen = then - now > max(0.05, 2 * noise)
+        is_over = has_fallen and last[proxy] > best[proxy]
+        return (best["step"], then, now, (best[proxy], last[proxy])) if is_over else None
 
     def _find(self) -> dict[str, str]:
         """The sentences, keyed by their findings as docs/metrics.md names them."""
@@ -128,6 +142,14 @@ class Diagnosis:
                     f"{mean(last):.2f} now): raise --lr (now {self._config.lr:g}) or lower --kl-weight, and read "
                     "samples.jsonl: does the reward pay what you want?"
                 )
+        if (fall := self._over_optimised()) is not None:
+            best, then, now, proxies = fall
+            found[OVER_OPTIMISED] = (
+                f"the reward model is over-optimised: since step {best} its score of the held-out answers has risen from "
+                f"{proxies[0]:.2f} to {proxies[1]:.2f}, and their accuracy has fallen from {then:.2f} to {now:.2f}: stop "
+                "there (--steps, or --stop-when over-optimised), raise --kl-weight, or train the reward model on more "
+                "pairs"
+            )
         failures, calls = self._mean("completion/failed_searches"), self._mean("reward/calls")
         if failures > 0.1 * calls:
             found["searches fail"] = (

@@ -1,5 +1,6 @@
 """Read and check Hugging Face models and tokenizers; never runs a model's code, and never prompts the user."""
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,15 +37,32 @@ def _read(auto: type, what: str, source: str, local_files_only: bool, **options)
         raise UserError(f"the {what} {source} could not be loaded: {reason}") from error
 
 
-def read_model(source: str, dtype: torch.dtype, local_files_only: bool, **options) -> torch.nn.Module:
-    """The causal language model of a hub id or a directory; UserError if it cannot be loaded or lacks weights."""
+def read_model(
+    source: str,
+    dtype: torch.dtype,
+    local_files_only: bool,
+    auto: type | None = None,
+    may_lack: tuple[str, ...] = (),
+    **options,
+) -> torch.nn.Module:
+    """The model of a hub id or a directory, of the class `auto` (None: a causal language model).
+
+    Raises:
+        UserError: it cannot be loaded, or lacks weights other than those named in `may_lack`, which are random then.
+    """
     from transformers import AutoModelForCausalLM
 
     clean_log("transformers")
     options |= {"dtype": dtype, "output_loading_info": True}
-    model, loading = _read(AutoModelForCausalLM, "model", source, local_files_only, **options)
-    if loading["missing_keys"]:  # transformers would fill them with random numbers
-        raise UserError(f"the model {source} lacks weights, {sorted(loading['missing_keys'])[0]} for one")
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(
+        logging.ERROR if auto else level
+    )  # it would report a head as a fault: missing, or in no plan of layers
+    model, loading = _read(auto or AutoModelForCausalLM, "model", source, local_files_only, **options)
+    log.setLevel(level)
+    if missing := sorted(set(loading["missing_keys"]) - {*may_lack}):  # transformers filled them with random numbers
+        raise UserError(f"the model {source} lacks weights, {missing[0]} for one")
     return model
 
 

@@ -31,7 +31,8 @@ def load_weights(policy: Policy, path: Path) -> None:
 
         set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
         return
-    policy.model.load_state_dict(read_model(str(path), torch.float32, local_files_only=True).state_dict())
+    saved = read_model(str(path), torch.float32, local_files_only=True, auto=type(policy.model))
+    policy.model.load_state_dict(saved.state_dict())
 
 
 def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> None:

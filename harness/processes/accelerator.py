@@ -50,7 +50,8 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
                 f"--resume {config.resume} is a run in {config.dtype}, and Accelerate is told to compute in {dtype}: "
                 f"set mixed_precision no {processes.WHERE}"
             )
-        processes.check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
+        what = "pairs" if hasattr(config, "pairs_per_step") else "prompts"
+        processes.check_divides(f"--{what}-per-step", getattr(config, f"{what}_per_step"), what)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
     elif accelerator.distributed_type == DistributedType.FSDP:

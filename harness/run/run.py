@@ -27,7 +27,7 @@ from harness.base.ranks import EndedElsewhereError, launcher, on_main
 from harness.base.terminal import printable, progress_bar, say_above_progress
 from harness.data.held_out import read_before
 from harness.data.task import Task
-from harness.logs.diagnosis import Diagnosis
+from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
 from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines
 from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
@@ -89,16 +89,24 @@ class Run:
     def steps(self, num_steps: int) -> Iterator[int]:
         """Yield the remaining steps, with a progress bar; Ctrl-C or a `stop_reason` ends it after a step."""
         self._last_step = num_steps
+        if self._ends_early:  # a run that was over, and is resumed
+            return
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
         for step in self._bar:
             self.step = step
             self._clock.start()
             yield step
+            if self._ends_early:
+                break
             if self.stop_reason is not None:
                 raise self.stop_reason if is_main() else EndedElsewhereError
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
+
+    @property
+    def _ends_early(self) -> bool:
+        return bool(getattr(self.config, "stop_when", None)) and OVER_OPTIMISED in self._diagnosis.findings
 
     def waiting(self) -> AbstractContextManager[None]:
         """Count the time within the block as spent waiting for other processes, see `costs`."""
@@ -123,7 +131,7 @@ class Run:
             for key in set(more) - metrics.keys() if step == self.resumed_at + 1 else ():
                 self.tell(f"--progress {printable(key, 60)}: the step has no such metric; metrics.jsonl has all names")
             self._bar.set_description_str(progress_line(step, self._last_step, metrics, more), refresh=False)
-        for sentence in self._diagnosis.check(metrics):
+        for sentence in self._diagnosis.check({"step": step} | metrics):
             self.tell(f"step {step}: {sentence}")
         on_main(lambda: self._diagnosis.write(self.directory / DIAGNOSIS, step))
         self._num_skipped = self._num_skipped + 1 if metrics.get("loss/skipped") else 0
@@ -153,7 +161,7 @@ class Run:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
         self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every
-        if self.stop.agree() or (every and (step % every == 0 or step == self._last_step)):
+        if self.stop.agree() or (every and (step % every == 0 or step == self._last_step or self._ends_early)):
             self.keep_progress()
 
     def keep_progress(self) -> None:
@@ -188,18 +196,21 @@ class Run:
 
     def finish(self, after: Evaluation) -> None:
         """Log the evaluation after training, write the summary and the figure, and print the gain."""
-        self.log(self.config.steps, {f"eval/{name}": value for name, value in after.metrics.items()})
+        self.log(self.step, {f"eval/{name}": value for name, value in after.metrics.items()})
 
         def finish() -> None:
             before = read_before(self.directory / BEFORE)
             results = summarise_gain(self.task, before, after)
-            self.write_summary(results)
+            self._write_summary(results)
             show_gain(self.directory, self.task, before, after, results["gain"])
 
         on_main(finish)
 
     def write_summary(self, results: dict) -> None:
         """Write summary.json, with `results` first, curve.png and report.html."""
+        on_main(lambda: self._write_summary(results))
+
+    def _write_summary(self, results: dict) -> None:
         rows = read_lines(self.directory / METRICS)
         summary = results | summarise_steps(rows, self.config.device) | self._parameters | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")

@@ -67,7 +67,7 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
 
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     """By flag: the source and its SHA-256 or hub commit; one process of each machine computes the model's."""
-    sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools")}
+    sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools", "reward_model")}
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}
@@ -108,7 +108,9 @@ def _describe(name: str, source: str | Path) -> dict:
     elif path.is_file():
         content = _sha256(path)
     else:
-        content = commit_of("model" if name in ("model", "base") else "dataset", str(source).partition(":")[0])
+        content = commit_of(
+            "model" if name in ("model", "base", "reward_model") else "dataset", str(source).partition(":")[0]
+        )
     return {"source": str(source), "content": content}
 
 

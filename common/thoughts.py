@@ -1,0 +1,81 @@
+"""The answer after a thought: what a judge is shown of a completion."""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import UserError
+
+
+class ThoughtFormat(NamedTuple):
+    """The tags of a completion: `<think>...</think>` and then the answer, which can have tags of its own.
+
+    `thought_begins` can be missing in a completion, because some templates write it. Without `answer_begins` and
+    `answer_ends`, the answer is the rest of the text.
+    """
+
+    thought_begins: str = "<think>"
+    thought_ends: str = "</think>"
+    answer_begins: str = ""
+    answer_ends: str = ""
+
+
+def read_format(given: str) -> ThoughtFormat:
+    """`--answer-begins`: the tag that ends the thought, `</think>` for example, or a JSON file with all tags.
+
+    >>> read_format("</think>")
+    ThoughtFormat(thought_begins='<think>', thought_ends='</think>', answer_begins='', answer_ends='')
+
+    Raises:
+        UserError: the file does not hold an object with names and texts of `ThoughtFormat`, or a tag is missing.
+    """
+    fields = {"thought_begins": given.replace("/", "", 1), "thought_ends": given}
+    if given.endswith(".json"):
+        try:
+            fields = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
+            found = ThoughtFormat(**fields)
+        except (OSError, ValueError, TypeError) as error:
+            names = ", ".join(ThoughtFormat._fields)
+            raise UserError(f"--answer-begins {given}: it must be a JSON object of {names} ({error})") from error
+    else:
+        found = ThoughtFormat(**fields)
+    if not all(isinstance(tag, str) for tag in found) or not found.thought_ends:
+        raise UserError(f"--answer-begins {given}: thought_ends must be text, and so must the other tags")
+    if bool(found.answer_begins) != bool(found.answer_ends):
+        raise UserError(f"--answer-begins {given}: give both answer_begins and answer_ends, or neither")
+    return found
+
+
+def answer_of(text: str, tags: ThoughtFormat, strict: bool = False) -> str | None:
+    """The answer in a completion, without its thought; None if there is no answer that a judge could score.
+
+    A completion without tags is its own answer. After several thoughts, the answer is what follows the last one.
+    `strict` accepts one form only: a thought that begins the text and is closed once, then an answer that is not empty,
+    between its tags if it has any, and nothing else.
+
+    >>> tags = ThoughtFormat()
+    >>> answer_of("<think>20+38=58</think> It is 58.", tags), answer_of("It is 58.", tags)
+    ('It is 58.', 'It is 58.')
+    >>> answer_of("<think>20+38", tags)  # not closed
+    >>> answer_of("It is 58.", tags, strict=True)  # no thought
+    """
+    if strict and not _is_well_formed(text, tags):
+        return None
+    answer = text.rpartition(tags.thought_ends)[2]
+    if tags.thought_begins:
+        answer = answer.partition(tags.thought_begins)[0]  # a thought that is not closed never ends
+    if tags.answer_begins:
+        _, begun, inner = answer.partition(tags.answer_begins)
+        if begun:
+            answer = inner.partition(tags.answer_ends)[0]
+    return answer.strip() or None
+
+
+def _is_well_formed(text: str, tags: ThoughtFormat) -> bool:
+    begins, ends, answer_begins, answer_ends = map(re.escape, tags)
+    tag = "|".join(re.escape(tag) for tag in tags if tag)
+    inner = rf"(?:(?!{tag}).)*+"  # text without any of the tags
+    opening = rf"(?:\s*{begins})?" if tags.thought_begins else ""
+    form = rf"{opening}{inner}{ends}\s*{answer_begins}(?=\s*\S)(?!\s*(?:{tag})){inner}{answer_ends}\s*"
+    return re.fullmatch(form, text, re.DOTALL) is not None

@@ -1,0 +1,125 @@
+"""Pairs of answers to the same prompt, one of them preferred: read, checked, and turned into rows of ids.
+
+A row of a file is {"prompt": ..., "chosen": ..., "rejected": ...}, in the schema of HuggingFaceH4/ultrafeedback_binarized:
+the prompt is text or messages; an answer is text, one message, or the complete conversation that ends with it. The
+fields `style_chosen` and `style_rejected` are optional words (without them, an answer with a thought is one style, and
+an answer without is another); `score_chosen` and `score_rejected` are optional numbers, and equal ones are a tie.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from common.chat import encode_chat
+from common.errors import UserError
+from common.policy import Policy
+from common.reward_model import RewardModel
+from common.thoughts import answer_of, read_format
+from common.trajectory import Trajectory
+
+from harness.base.config import ROOT, PolicyConfig, shown
+from harness.base.ranks import together
+from harness.base.terminal import say
+from harness.data.data import find_test_data, read_rows
+from harness.data.row_checks import hold_out
+from harness.data.rows import Row
+
+PAIRS = ROOT / "data" / "preference_pairs.jsonl"
+HELD_OUT = ROOT / "data" / "preference_pairs_heldout.jsonl"
+NAMES = ("chosen", "rejected")
+FIELDS = {"prompt": (str, list), "chosen": (str, list), "rejected": (str, list)}
+THOUGHT = "</think>"  # in an answer that was reasoned
+
+
+class Pair(NamedTuple):
+    chosen: Trajectory
+    rejected: Trajectory
+    same_style: bool
+
+    @property
+    def rows(self) -> tuple[Trajectory, Trajectory]:
+        return self.chosen, self.rejected
+
+
+@together()
+def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list[Pair], list[Pair]]:
+    """The pairs to train on, and held-out pairs: of `--eval-data`, else rows of `--data` chosen by `--seed`."""
+    rows = read_rows(config.data, FIELDS)
+    own = str(HELD_OUT) if config.data == str(PAIRS) else None
+    source = config.eval_data or own or find_test_data(config.data)
+    if source is not None:
+        eval_rows = read_rows(source, FIELDS)[: config.eval_prompts]
+    elif len(rows) <= config.eval_prompts:
+        raise UserError(
+            f"{shown(config.data)} has {len(rows)} pairs, of which --eval-prompts takes {config.eval_prompts}: lower "
+            "it, or give --eval-data"
+        )
+    else:
+        rows, eval_rows = hold_out(rows, config.eval_prompts, config.seed)
+    if config.max_pairs is not None:
+        rows = rows[: config.max_pairs]
+    pairs = encode_pairs(rows, config.data, config, policy)
+    if len(pairs) < config.pairs_per_step:
+        raise UserError(f"--pairs-per-step {config.pairs_per_step} exceeds the {len(pairs)} pairs")
+    return pairs, encode_pairs(eval_rows, source or config.data, config, policy)
+
+
+def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Policy | RewardModel) -> list[Pair]:
+    """Pairs as rows of ids; those that can teach nothing are left out, and counted."""
+    tags = None if config.answer_begins is None else read_format(config.answer_begins)
+    pairs, left_out, first = [], Counter(), {}
+    for index, row in enumerate(rows):
+        prompt, answers = _read_pair(row)
+        styles = [row.get(f"style_{name}", THOUGHT in answer) for name, answer in zip(NAMES, answers, strict=True)]
+        if tags is not None:
+            answers = [answer_of(answer, tags) or "" for answer in answers]
+        encoded, problem = [], None
+        if not all(answer.strip() for answer in answers):
+            problem = "an empty answer"
+        elif answers[0] == answers[1]:
+            problem = "two equal answers"
+        elif row.get("score_chosen") is not None and row.get("score_chosen") == row.get("score_rejected"):
+            problem = "a tie"
+        else:
+            encoded = [_encode(row, prompt, answer, index, policy) for answer in answers]
+            if max(len(trajectory.ids) for trajectory in encoded) > config.max_length:
+                problem = f"more than --max-length {config.max_length} tokens"
+        if problem is not None:
+            left_out[problem] += 1
+            first.setdefault(problem, row.place)
+            continue
+        for position, trajectory in enumerate(encoded):
+            trajectory.completion_index, trajectory.text = position, answers[position]
+        pairs.append(Pair(*encoded, styles[0] == styles[1]))
+    for problem, count in left_out.items():
+        say(f"{count} of {len(rows)} pairs left out: {problem} (the first: {first[problem]})")
+    if not pairs:
+        raise UserError(f"{shown(source)}: no pair is left")
+    return pairs
+
+
+def _read_pair(row: Row) -> tuple[list[dict], list[str]]:
+    """The messages of the prompt, and the texts of the two answers."""
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answers = []
+    for name in NAMES:
+        answer = row[name]
+        if isinstance(answer, list):
+            last = answer[-1] if answer and isinstance(answer[-1], dict) else {}
+            if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+                raise UserError(f"{row.place}: {name!r} does not end with a message of the assistant")
+            before, answer = answer[:-1], last["content"]
+            if before and isinstance(prompt, str):  # the whole conversation; "prompt" is its first question
+                messages = before
+        answers.append(answer)
+    # only the last turn is judged, and learned
+    return [turn | {"weight": 0} if turn.get("role") == "assistant" else turn for turn in messages], answers
+
+
+def _encode(row: Row, prompt: list[dict], answer: str, index: int, policy: Policy | RewardModel) -> Trajectory:
+    messages = [*prompt, {"role": "assistant", "content": answer}]
+    try:
+        ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids)
+    except ValueError as error:
+        raise UserError(f"{row.place}: {error}") from error
+    return Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), prompt_index=index)

@@ -1,0 +1,35 @@
+"""A reward model on a vLLM server, through its pooling interface (tried with 0.32.0 on a CPU).
+
+python -m vllm.entrypoints.openai.api_server --model REWARD_MODEL --runner pooling --dtype float32
+"""
+
+import torch
+
+from common.errors import EngineError
+
+from harness.engines.vllm import ALIVE, VLLM
+
+
+class RewardServer(VLLM):
+    """A server whose model gives a conversation one number, before any activation: sigmoid would flatten differences."""
+
+    def __init__(self, url: str):
+        super().__init__(url, torch.float32)
+
+    def _check(self, dtype: torch.dtype) -> None:
+        try:
+            self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
+        except (TypeError, LookupError):
+            raise self.wrong("no model") from None
+
+    async def score(self, messages: list[dict]) -> float:
+        """The score of a conversation, which the server renders with the reward model's own template."""
+        body = {"model": self._model, "messages": messages, "task": "classify", "use_activation": False}
+        answer = await self._ask("POST", "/pooling", body | {"add_generation_prompt": False})
+        try:
+            (score,) = answer["data"][0]["data"]
+            return float(score)
+        except (TypeError, LookupError, ValueError):
+            raise self.wrong(
+                "something other than one number: does it serve a reward model (--runner pooling)?"
+            ) from None
