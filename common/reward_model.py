@@ -44,7 +44,7 @@ class RewardModel(nn.Module):
         return self.compute_device or self.model.device
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """The score (B,) of each row of `sequences` (B, T), right-padded; `attention_mask` (B, T) is 1 on real tokens."""
+        """The score (B,) of each row of `sequences` (B, T), right-padded; `attention_mask` (B, T): 1 on real tokens."""
         self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())  # see Policy.forward
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
             if not hasattr(self.model, "score"):  # an encoder, which has a head of its own on the first token
