@@ -12,7 +12,7 @@ The held-out pairs (--eval-output) are about other prompts, and about other conv
 
     python experiment_reward_model/sample_responses.py --num-samples 16 --generation-batch-size 512
     python experiment_reward_model/score_responses.py --by correct
-    python experiment_reward_model/make_pairs.py --eval-share 0.13 --max-pairs 3000 --max-eval-pairs 400 \\
+    python experiment_reward_model/make_pairs.py --eval-share 0.12 --max-pairs 3000 --max-eval-pairs 400 \\
         --output data/preference_pairs.jsonl --eval-output data/preference_pairs_heldout.jsonl
 """
 
@@ -114,7 +114,8 @@ def write(config: Config, output: str, pairs: list[dict]) -> None:
             line |= {f"style_{side}": style} if (style := style_of(pair[side])) else {}
         lines.append(line)
     try:
-        replace_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        texts = [json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines]
+        replace_file(path, "".join(texts).encode())
     except OSError as error:
         raise UserError(f"{shown(path)} cannot be written ({error.strerror})") from error
     equal = fmean(style_of(pair["chosen"]) == style_of(pair["rejected"]) for pair in pairs)

@@ -14,7 +14,6 @@ Next: score_responses.py, then make_pairs.py.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
-import dataclasses
 import functools
 
 import torch
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append({"index": prompt.index, "prompt": prompt.shown, **kept, "responses": found})
         return rows
 
-    path = grow(config.output, dataclasses.asdict(config), prompts, batch_size(config), make)
+    path = grow(config, prompts, batch_size(config), make)
     say(f"responses: {shown(path)}")
 
 

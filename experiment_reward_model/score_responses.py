@@ -10,7 +10,6 @@ interrupted; with --shard, the parts in order are the complete file. Next: make_
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import ClassVar
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         ]
 
     size = max(1, config.generation_batch_size // len(rows[0]["responses"]))
-    path = grow(config.output, dataclasses.asdict(config), rows, size, score)
+    path = grow(config, rows, size, score)
     say(f"scored responses: {shown(path)}")
 
 
