@@ -1,7 +1,8 @@
 """Make preference pairs from scored responses: what experiment_reward_model/train.py learns from.
 
-    python experiment_reward_model/make_pairs.py --responses scored.jsonl --output pairs.jsonl --eval-output held.jsonl
+    python experiment_reward_model/make_pairs.py --eval-output runs/pairs_heldout.jsonl
     python experiment_reward_model/make_pairs.py --responses part1.jsonl part2.jsonl --choose random --min-responses 4
+    python experiment_reward_model/train.py --data runs/pairs.jsonl --eval-data runs/pairs_heldout.jsonl
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, one per prompt, with `style_chosen` and `style_rejected` if
 the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1. No use
@@ -43,8 +44,8 @@ from harness.run.start import run_main
 class Config:
     FIRST_GROUP: ClassVar[str] = "pairs"
 
-    responses: tuple[str, ...] = ("scored.jsonl",)  # files of score_responses.py, in order
-    output: LocalPath = "pairs.jsonl"  # the pairs to train on
+    responses: tuple[str, ...] = ("runs/scored.jsonl",)  # files of score_responses.py, in order
+    output: LocalPath = "runs/pairs.jsonl"  # the pairs to train on
     eval_output: LocalPath | None = None  # held-out pairs; None: none are held out
     eval_share: Annotated[float, Interval(gt=0, lt=1)] = 0.1  # of the prompts are held out, with --eval-output
     # the best and the worst response, or any two with different scores, the better one chosen
@@ -115,6 +116,7 @@ def write(config: Config, output: str, pairs: list[dict]) -> None:
         lines.append(line)
     try:
         texts = [json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines]
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, "".join(texts).encode())
     except OSError as error:
         raise UserError(f"{shown(path)} cannot be written ({error.strerror})") from error

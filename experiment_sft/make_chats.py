@@ -48,7 +48,7 @@ class Config(ResponseConfig):
     # where an answer begins: behind this tag, which ends its thought, or a JSON file of tags
     answer_begins: str = "</think>"
     keep_right: bool = False  # only answers with the reward correct = 1
-    output: OfRun[LocalPath] = "chats.jsonl"  # a JSONL file, new or to be continued
+    output: OfRun[LocalPath] = "runs/chats.jsonl"  # a JSONL file, new or to be continued
 
 
 def main(argv: list[str] | None = None) -> None:

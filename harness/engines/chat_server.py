@@ -12,7 +12,7 @@ from harness.engines.vllm import ALIVE, VLLM, RefusedError
 
 SEED_RANGE = min(SEEDS, 2**31)  # more than some servers accept
 BUSY = (429, 503)  # statuses after which a request is sent again
-PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 0.0)  # seconds after each attempt
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between the attempts
 
 
 class ChatServer(VLLM):
@@ -53,12 +53,12 @@ class ChatServer(VLLM):
 
     async def chat(self, body: dict) -> tuple[str, str]:
         """One answer. A thought that the server has taken out of the text is put back in front of it."""
-        for pause in PAUSES:
+        for pause in (*PAUSES, None):
             try:
                 answer = await self._ask("POST", "/v1/chat/completions", body, seconds=self._seconds)
                 break
             except RefusedError as refused:
-                if refused.status not in BUSY or pause == PAUSES[-1]:
+                if refused.status not in BUSY or pause is None:
                     raise
                 await asyncio.sleep(pause)
         try:
