@@ -59,11 +59,14 @@ class RewardModel(nn.Module):
 
 @torch.no_grad()
 def score_rows(model: RewardModel, rows: list[list[int]], batch_size: int) -> list[float]:
-    """The scores of rows of ids, in their order; rows of similar length share a batch."""
+    """The scores of rows of ids, in their order; rows of similar length share a batch of at most `batch_size`."""
     scores = [0.0] * len(rows)
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    for start in range(0, len(rows), batch_size):
-        part = order[start : start + batch_size]
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
+        # more than a fifth of padding costs more than another pass
+        fits = batches and len(batches[-1]) < batch_size and len(rows[index]) <= 1.2 * len(rows[batches[-1][0]])
+        batches[-1].append(index) if fits else batches.append([index])
+    for part in batches:
         width = max(len(rows[index]) for index in part)
         ids = [rows[index] + [model.pad_id] * (width - len(rows[index])) for index in part]
         mask = [[1] * len(rows[index]) + [0] * (width - len(rows[index])) for index in part]
