@@ -13,6 +13,7 @@ from run_files import ROOT, finished, read_lines, write_rows
 from common.errors import UserError
 
 from harness.base.config import PolicyConfig
+from harness.engines import chat_server
 from harness.models.reward_model import new_reward_model
 
 SAMPLE, SCORE = "experiment_reward_model/sample_responses.py", "experiment_reward_model/score_responses.py"
@@ -231,9 +232,7 @@ def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     assert other.calls[CHAT] == 2 * 8
 
 
-def test_a_busy_server_is_asked_again(make, stand_in, load_script, monkeypatch):
-    from harness.engines import chat_server
-
+def test_a_busy_server_is_asked_again(make, stand_in, monkeypatch):
     monkeypatch.setattr(chat_server, "PAUSES", (0.0, 0.0))
     monkeypatch.setattr(chat_server, "BUSY", (500,))
     served = ["--limit", "2", "--num-samples", "2", "--system-prompt", "", "--url"]

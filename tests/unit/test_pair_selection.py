@@ -88,7 +88,7 @@ def test_prompts_without_a_pair_are_left_out_and_counted(script, responses, flag
     good = scored(*(response(text, score) for text, score in (("x", 1.0), ("y", 0.0), ("z", 0.0))), index=1)
     pairs = make(script, [scored(*(response(*each) for each in responses)), good], *flags)
     assert len(pairs) == (2 if reason is None else 1)
-    assert f"left out: {'none' if reason is None else {reason: 1}}" in capsys.readouterr().out
+    assert f"left out: {'none' if reason is None else f'{reason} 1'}\n" in capsys.readouterr().out
 
 
 def some_rows(count: int, **fields) -> list[dict]:
