@@ -7,10 +7,9 @@ import torch
 
 from common.keyed import keyed_generator
 
-from harness.engines.engine import SEEDS
 from harness.engines.vllm import ALIVE, VLLM, RefusedError
 
-SEED_RANGE = min(SEEDS, 2**31)  # more than some servers accept
+SEEDS = 2**31  # of a request; every server takes these
 BUSY = (429, 503)  # statuses after which a request is sent again
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between the attempts
 
@@ -23,6 +22,7 @@ class ChatServer(VLLM):
         super().__init__(url, torch.float32)
 
     def _check(self, dtype: torch.dtype) -> None:
+        self.about = self.about.replace("the engine", "the server")
         if self._model is not None:
             return
         try:
@@ -40,9 +40,9 @@ class ChatServer(VLLM):
         """
 
         async def ask_all() -> list[tuple[str, str]]:
-            seeds = [int(keyed_generator("chat", *key, index).integers(SEED_RANGE)) for _, index in asked]
+            seeds = [int(keyed_generator("chat", *key, index).integers(SEEDS)) for _, index in asked]
             bodies = [
-                settings | {"model": self._model, "messages": messages, "seed": (seed + number) % SEED_RANGE}
+                settings | {"model": self._model, "messages": messages, "seed": (seed + number) % SEEDS}
                 for (messages, _), seed in zip(asked, seeds, strict=True)
                 for number in range(count)
             ]

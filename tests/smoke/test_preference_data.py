@@ -167,7 +167,7 @@ def drop(response: dict) -> dict:
     ([], "say who scores"), (["--by", "helpful"], "whole.jsonl:1: a response has no reward 'helpful'"),
     (["--by", "correct", "--strict"], "--strict is about a reward model"),
     (["--by", "correct", "--reward-model", "judge"], "say who scores"),
-    (["--reward-model-url", "http://127.0.0.1:1"], "the engine at http://127.0.0.1:1 has not answered"),
+    (["--reward-model-url", "http://127.0.0.1:1"], "the reward model at http://127.0.0.1:1 has not answered"),
 ])  # fmt: skip
 def test_who_scores_is_said_once(make, whole, flags, reason):
     with pytest.raises(UserError, match=f"^{reason}"):
@@ -243,6 +243,18 @@ def test_a_busy_server_is_asked_again(make, stand_in, monkeypatch):
     server.fault("status_500", None, CHAT)
     with pytest.raises(UserError, match="status 500"):
         make(SAMPLE, "new.jsonl", *served, server.url)
+
+
+def test_thoughts_that_a_server_has_taken_out_are_put_back(make, stand_in):
+    server = stand_in()
+    message = {"content": "It is 58.", "reasoning": "20+38=58"}
+    server.chat = lambda _: {"choices": [{"message": message, "finish_reason": "stop"}]}
+    flags = ["--limit", "1", "--url", server.url, "--thoughts"]
+    answers = [json.loads(make(CHATS, f"{kind}.jsonl", *flags, kind))["messages"][-1] for kind in ("keep", "drop")]
+    assert [answer["content"] for answer in answers] == ["<think>20+38=58</think>It is 58.", "It is 58."]
+    server.chat = lambda _: {"choices": []}
+    with pytest.raises(UserError, match=r"^the server at \S+ has answered with something other than a chat completion"):
+        make(CHATS, "wrong.jsonl", *flags, "keep")
 
 
 @pytest.mark.parametrize("program", [SAMPLE, SCORE, PAIRS, CHATS])
