@@ -253,7 +253,7 @@ def test_thoughts_that_a_server_has_taken_out_are_put_back(make, stand_in):
     answers = [json.loads(make(CHATS, f"{kind}.jsonl", *flags, kind))["messages"][-1] for kind in ("keep", "drop")]
     assert [answer["content"] for answer in answers] == ["<think>20+38=58</think>It is 58.", "It is 58."]
     server.chat = lambda _: {"choices": []}
-    with pytest.raises(UserError, match=r"^the server at \S+ has answered with something other than a chat completion"):
+    with pytest.raises(UserError, match=r"^the server at \S+ has answered with something other"):
         make(CHATS, "wrong.jsonl", *flags, "keep")
 
 
