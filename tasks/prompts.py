@@ -1,14 +1,14 @@
 """Prompts without a right answer: only a reward model judges (`--reward-model`, `--reward-model-url`).
 
-A row is `{"prompt": "Write a poem about the sea."}`, or `{"prompt": [messages]}` with earlier turns; other fields are
-ignored, so that any preference data can be used. Trailing turns of the assistant are dropped: the policy writes its own.
+A row is `{"prompt": "Write a poem about the sea."}`, or `{"prompt": [messages]}` with earlier turns. Turns of the
+assistant at the end are dropped: the policy writes its own. Other fields are ignored, so preference data can be used.
 """
 
 FIELDS = {"prompt": (str, list)}
 REWARD_WEIGHTS = {"answered": 0.0}
 SYSTEM_PROMPT = (
-    "Before you answer, think about what is asked and plan your answer inside <think> and </think>. Only the text after "
-    "</think> is shown to the user."
+    "Before you answer, think about what is asked, and plan your answer, inside <think> and </think>. The user sees "
+    "only the text after </think>."
 )
 
 
