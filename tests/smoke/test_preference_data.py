@@ -14,7 +14,7 @@ from common.errors import UserError
 
 from harness.base.config import PolicyConfig
 from harness.engines import chat_server
-from harness.models.reward_model import new_reward_model
+from harness.models.reward_loading import new_reward_model
 
 SAMPLE, SCORE = "experiment_reward_model/sample_responses.py", "experiment_reward_model/score_responses.py"
 PAIRS, CHATS = "experiment_reward_model/make_pairs.py", "experiment_sft/make_chats.py"
@@ -149,7 +149,7 @@ def test_a_judge_scores(make, whole):
     rows[0]["responses"][2]["text"] = "<answer>3</answer>"
     write_rows("responses.jsonl", rows)
     flags = ["--responses", "responses.jsonl", "--reward-model", "judge", "--answer-begins", "</think>"]
-    make(SCORE, "scored.jsonl", *flags, "--floor", "-7")
+    make(SCORE, "scored.jsonl", *flags, "--no-answer-penalty", "7")
     scored = read_lines(Path("scored.jsonl"))
     without = [row | {"responses": [drop(response) for response in row["responses"]]} for row in scored]
     assert without == rows
