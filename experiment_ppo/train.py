@@ -194,7 +194,7 @@ def value_loss(config: Config, values: torch.Tensor, micro: Experience, num_rows
     mask = micro.action_mask
     token_loss = clipped_value_loss(values, micro.values, micro.value_targets, config.value_clip)  # (b, T-1)
     terms = token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows
-    return terms, {"value": values, "value_loss": token_loss}
+    return terms, {"critic/value": values, "critic/loss": token_loss, "token_advantage": micro.advantages}
 
 
 def update(

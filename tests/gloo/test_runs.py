@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
 ENGINE, TOOLS, SEARCH = "experiment_engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
 ACCELERATE, DDP, DAPO = "experiment_accelerate", "experiment_accelerate_ddp", "experiment_dapo"
+PPO = "experiment_ppo"
 # With six prompts and groups of four, the conversations of the ranks differ in the number of turns and in length.
 DESCENDANT = "--steps 2 --prompts-per-step 6 --group-size 4 --eval-prompts 5 --lr 1e-5 --micro-batch-size 4 --seed 1"
 CALLS = f"{DESCENDANT} --max-new-tokens 64 --tools tools.py"
@@ -43,6 +44,7 @@ SPLIT = (
 DYNAMIC = f"{DESCENDANT} --max-new-tokens 24 --max-rounds 3 --minibatch-size 8 --epochs-per-step 2"
 FAMILY = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo")
 OF_FAMILY = f"{DESCENDANT} --max-new-tokens 24 --minibatch-size 8 --epochs-per-step 2"
+CRITIC = f"{OF_FAMILY} --critic-warmup 1 --gae-lambda 0.95"  # the second step also trains the policy
 SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --max-new-tokens 4"
 RUNS = {  # by the number of processes: experiments, and their flags
     2: {
@@ -51,9 +53,18 @@ RUNS = {  # by the number of processes: experiments, and their flags
         ENGINE: SAMPLED,
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
+        PPO: CRITIC,
         ACCELERATE: f"{SHORT} --task math --data {ROOT}/tests/data/math.jsonl",
     },
-    3: {TOOLS: CALLS, SEARCH: CALLS, ENGINE: SAMPLED, DDP: SPLIT, DAPO: DYNAMIC, **dict.fromkeys(FAMILY, OF_FAMILY)},
+    3: {
+        TOOLS: CALLS,
+        SEARCH: CALLS,
+        ENGINE: SAMPLED,
+        DDP: SPLIT,
+        DAPO: DYNAMIC,
+        **dict.fromkeys(FAMILY, OF_FAMILY),
+        PPO: CRITIC,
+    },
 }
 PARENT = {DDP: "experiment_base", ACCELERATE: "experiment_base"}  # the experiment that equals these in one process
 A_TOOL = '''def tripled(number: int) -> str:

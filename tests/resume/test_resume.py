@@ -453,15 +453,18 @@ def test_an_adapter_is_resumed(tmp_path, train):
 
 
 SIBLINGS = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo")
+WITH_CRITIC = ("--critic-warmup", "0")  # the policy learns from the first step
 
 
 @pytest.mark.parametrize(
-    "experiment", ["experiment_dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS)]
+    "experiment",
+    ["experiment_dapo", "experiment_ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS)],
 )
 def test_a_sibling_is_resumed(tmp_path, load_script, experiment):
-    """With dynamic sampling, too: a step's rounds are keyed by the step."""
+    """With dynamic sampling, too: a step's rounds are keyed by the step; and with a critic, in the checkpoint."""
     main = load_script(f"{experiment}/train.py").main
-    check_resumed(lambda *arguments: printed_by(main, *arguments), tmp_path, *FLAGS, "--steps", "2")
+    flags = (*FLAGS, "--steps", "2", *(WITH_CRITIC if experiment == "experiment_ppo" else ()))
+    check_resumed(lambda *arguments: printed_by(main, *arguments), tmp_path, *flags)
 
 
 @pytest.mark.slow
