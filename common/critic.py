@@ -28,15 +28,13 @@ class ActorCritic(Policy):
         V(t) = w . h(t) + b,    h(t): the hidden state that predicts token t+1, and has not seen it
     """
 
-    def __init__(self, policy: Policy, shared=False):
+    def __init__(self, policy: Policy):
         arithmetic = (policy.temperature, policy.compute_dtype, policy.gradient_checkpointing)
         super().__init__(policy.model, policy.tokenizer, policy.end_of_turn_ids, policy.pad_id, *arithmetic)
         head = nn.Linear(self.model.get_output_embeddings().in_features, 1, device=policy.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
-        self.critic = nn.ModuleDict({"head": head})
-        if not shared:
-            self.critic["decoder"] = copy.deepcopy(self.model.get_decoder())
+        self.critic = nn.ModuleDict({"decoder": copy.deepcopy(self.model.get_decoder()), "head": head})
 
     def forward(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> ActorCriticOutput:
         """Log-probs, entropy and values at the tokens of `sequences` (B, T) where `action_mask` (B, T-1) is 1."""
@@ -47,8 +45,7 @@ class ActorCritic(Policy):
         """The values (B, T-1) alone; with gradient only inside `forward`, see `Policy`."""
         self.critic.train(self.gradient_checkpointing and torch.is_grad_enabled())
         with self.autocast():
-            decoder = self.critic["decoder"] if "decoder" in self.critic else None
-            hidden, positions = self._hidden_states(sequences, action_mask, decoder)  # (N, H), (N,)
+            hidden, positions = self._hidden_states(sequences, action_mask, self.critic["decoder"])  # (N, H), (N,)
         head = self.critic["head"]
         values = head(hidden.to(head.weight.dtype))[:, 0].float()  # (N,): not rounded to bfloat16
         zeros, width = torch.zeros(action_mask.shape, device=sequences.device), action_mask.shape[1]
