@@ -124,11 +124,11 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     >>> whiten(torch.tensor([[3.0, 1.0, 7.0]]), torch.tensor([[1, 1, 0]]))
     tensor([[ 0.9999, -0.9999,  0.0000]])
     """
-    exact = advantages.double()
+    exact, mask = advantages.cpu().double(), mask.cpu()
     count = sum(gather(int(mask.sum())))
     mean = sum(gather(masked_sum(exact, mask).item())) / max(1, count)
     std = (sum(gather(masked_sum((exact - mean) ** 2, mask).item())) / max(1, count)) ** 0.5
-    return torch.where(mask.bool(), (exact - mean) / (std + STD_EPS), 0.0).to(advantages.dtype)
+    return torch.where(mask.bool(), (exact - mean) / (std + STD_EPS), 0.0).to(advantages)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
@@ -144,7 +144,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     >>> explained_variance(torch.tensor([[0.5, 1.0], [0.5, 0.0]]), torch.tensor([[1.0], [0.0]]), torch.ones(2, 2))
     0.5
     """
-    pairs = torch.stack([returns.expand_as(values)[mask.bool()], values[mask.bool()].to(returns)]).double()  # (2, N)
+    pairs = torch.stack([x.expand_as(values)[mask.bool()].cpu().double() for x in (returns, values)])  # (2, N)
     returns, values = torch.cat(gather(pairs), dim=1)
     variance = returns.var(correction=0).item()
     return 1 - (returns - values).var(correction=0).item() / variance if variance > 0 else 0.0
