@@ -13,7 +13,7 @@ A group is no longer its own baseline: completions of other questions teach the 
 *Proximal Policy Optimization Algorithms* (Schulman et al. 2017, arXiv 1707.06347); GAE is arXiv 1506.02438.
 
     python experiment_ppo/train.py
-    python experiment_ppo/train.py --critic-warmup 0                     # an untrained critic
+    python experiment_ppo/train.py --gae-lambda 0.95 --critic-warmup 10
     torchrun --nproc-per-node 2 experiment_ppo/train.py
     diff experiment_accelerate/train.py experiment_ppo/train.py
 
@@ -74,7 +74,7 @@ class Config(RunConfig):
     gamma: Share = 1.0  # discount: a reward counts by this factor less for every token that it is away
     gae_lambda: ZeroToOne = 1.0  # 1: advantages are returns minus values; lower: trusts the critic more, varies less
     critic_lr_factor: Positive = 10.0  # the critic's learning rate in units of --lr
-    critic_warmup: CountOrZero = 10  # first steps, in which only the critic learns
+    critic_warmup: CountOrZero = 0  # first steps, in which only the critic learns
     value_clip: Positive = 0.2  # a value has no gradient once it has moved by this much, in units of reward
     kl_weight: NotNegative = 0.0  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm

@@ -6,7 +6,6 @@ The metrics of a rollout match their names, counted by hand.
 import json
 import math
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -147,7 +146,7 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_
     sizes = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "micro_batch_size": 1, "max_new_tokens": 6}
     config = train.Config(epochs_per_step=2, kl_weight=0.05, **sizes, **clips_of(formula))
     if has_critic:
-        config, policy = replace(config, critic_warmup=0), ActorCritic(policy)
+        policy = ActorCritic(policy)
     rows = sample(policy, [[5, 6, 7], [8, 9]], 2, max_new_tokens=6, key=(0,), prompt_index=[0, 1])
     for row in rows[::2]:
         row.observe([20, 21])
