@@ -1,6 +1,9 @@
-"""Advantages: how much better a completion did than the others that answered the same prompt."""
+"""Advantages: how much better a completion did than others that answered the same prompt, or than a critic expected."""
 
 import torch
+
+from common.loss import masked_sum
+from common.parallel import gather
 
 STD_EPS = 1e-4  # small against the standard deviation of a group with rewards 0 and 1: at least 0.35 for G = 8
 
@@ -59,3 +62,89 @@ def has_reward_variance(returns: torch.Tensor) -> torch.Tensor:
     lowest, highest = returns.amin(dim=1), returns.amax(dim=1)
     is_flat = highest - lowest <= 1e-6 * torch.maximum(lowest.abs(), highest.abs()).clamp(min=1.0)
     return ~(is_flat & returns.isfinite().all(dim=1))
+
+
+# With a critic (PPO) --------------------------------------------------------------------------------------------------
+
+
+def final_rewards(returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Give each completion its return as the reward of its last action token: (B,) in, (B, T-1) out.
+
+    A completion that was cut off ends at its last token like any other: what it earned is all that it will earn.
+
+    >>> final_rewards(torch.tensor([1.0, 0.5, 9.0]), torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]]))
+    tensor([[0.0000, 1.0000, 0.0000],
+            [0.0000, 0.0000, 0.5000],
+            [0.0000, 0.0000, 0.0000]])
+    """
+    is_last = (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True)) & mask.bool()
+    return torch.where(is_last, returns[:, None], 0.0)
+
+
+def generalized_advantages(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, gae_lambda: float
+) -> torch.Tensor:
+    """Generalized advantage estimation, GAE (Schulman et al. 2015, arXiv 1506.02438, equations 11 to 16).
+
+        delta_t = r_t + gamma V_t+1 - V_t        A_t = delta_t + gamma lambda A_t+1
+
+    Here t+1 is the next *action token*: the last token before a tool's answer is followed by the first one after it. A
+    tool's tokens and padding are not steps of the policy; their values are never read, and nothing follows the last
+    action token: V and A are 0 there. lambda = 1 gives A_t = the return that is left - V_t (equation 18); lambda = 0
+    gives delta_t (equation 17), which trusts the critic with everything but the next reward.
+
+    Args:
+        rewards: (B, T-1), in units of reward, at action tokens.
+        values: (B, T-1); V_t is what the critic expects before token t+1 is sampled.
+        mask: (B, T-1), 1 on action tokens.
+
+    Returns:
+        (B, T-1) advantages, 0 where the mask is 0. A + V is the target of the critic: the lambda-return.
+
+    >>> rewards, mask = torch.tensor([[0.0, 0.0, 0.0, 1.0]]), torch.tensor([[1, 0, 1, 1]])
+    >>> generalized_advantages(rewards, torch.zeros(1, 4), mask, gamma=1.0, gae_lambda=0.5)
+    tensor([[0.2500, 0.0000, 0.5000, 1.0000]])
+    """
+    is_action = mask.bool()
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])  # (B,) of the action token that follows
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = torch.where(is_action[:, t], delta + gamma * gae_lambda * next_advantage, 0.0)
+        next_value = torch.where(is_action[:, t], values[:, t], next_value)
+        next_advantage = torch.where(is_action[:, t], advantages[:, t], next_advantage)
+    return advantages
+
+
+def whiten(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Shift and scale advantages (B, T-1) to mean 0 and standard deviation 1 over the action tokens of all ranks.
+
+    Other entries, which would count as zeros, become 0.
+
+    >>> whiten(torch.tensor([[3.0, 1.0, 7.0]]), torch.tensor([[1, 1, 0]]))
+    tensor([[ 0.9999, -0.9999,  0.0000]])
+    """
+    exact, mask = advantages.cpu().double(), mask.cpu()
+    count = sum(gather(int(mask.sum())))
+    mean = sum(gather(masked_sum(exact, mask).item())) / max(1, count)
+    std = (sum(gather(masked_sum((exact - mean) ** 2, mask).item())) / max(1, count)) ** 0.5
+    return torch.where(mask.bool(), (exact - mean) / (std + STD_EPS), 0.0).to(advantages)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """The share of the returns' variance that the critic predicts, over the action tokens of all ranks.
+
+        1 - Var(R - V) / Var(R)
+
+    1 is a perfect critic, 0 one that knows only the mean; below 0 it misleads. 0 where all returns are equal.
+
+    Args:
+        values: (B, T-1); returns: (B, 1), a completion's; mask: (B, T-1).
+
+    >>> explained_variance(torch.tensor([[0.5, 1.0], [0.5, 0.0]]), torch.tensor([[1.0], [0.0]]), torch.ones(2, 2))
+    0.5
+    """
+    pairs = torch.stack([x.expand_as(values)[mask.bool()].cpu().double() for x in (returns, values)])  # (2, N)
+    returns, values = torch.cat(gather(pairs), dim=1)
+    variance = returns.var(correction=0).item()
+    return 1 - (returns - values).var(correction=0).item() / variance if variance > 0 else 0.0

@@ -30,6 +30,8 @@ class Experience:
     old_log_probs: torch.Tensor | None = None  # (B, T-1) of the policy that sampled; None: the current policy's own
     log_probs_ref: torch.Tensor | None = None  # (B, T-1) of the reference
     advantages: torch.Tensor | None = None  # (B, 1) or (B, T-1)
+    values: torch.Tensor | None = None  # (B, T-1) a critic's prediction of the return, before the token was sampled
+    value_targets: torch.Tensor | None = None  # (B, T-1) what the critic learns to predict
     importance_weights: torch.Tensor | None = None  # (B, T-1) min(p_trainer / p_engine, cap), times the advantages
 
     def __len__(self) -> int:
@@ -105,6 +107,8 @@ class Experience:
             completion_index=row,
             log_probs_ref=column,
             advantages=column,
+            values=column,
+            value_targets=column,
             importance_weights=column,
         )
 

@@ -88,6 +88,23 @@ def bradley_terry_loss(margins: torch.Tensor) -> torch.Tensor:
     return -torch.nn.functional.logsigmoid(margins)
 
 
+def clipped_value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, targets: torch.Tensor, clip_eps: float
+) -> torch.Tensor:
+    """The critic's loss of every token, as in PPO's first implementation (OpenAI baselines, ppo2): (B, T-1).
+
+        1/2 max((V - target)^2, (clip(V, V_old - clip_eps, V_old + clip_eps) - target)^2)
+
+    A value that has moved towards its target by more than clip_eps within a rollout has no gradient. clip_eps is in
+    units of reward, unlike that of the ratio. The paper (arXiv 1707.06347, equation 9) has the plain square.
+
+    >>> clipped_value_loss(torch.tensor([0.5, -0.5]), torch.zeros(2), torch.ones(2), clip_eps=0.2)
+    tensor([0.3200, 1.1250])
+    """
+    clipped = old_values + (values - old_values).clamp(-clip_eps, clip_eps)
+    return 0.5 * torch.maximum((values - targets) ** 2, (clipped - targets) ** 2)
+
+
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Sum of `x` where `mask` is 1.
 

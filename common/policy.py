@@ -92,9 +92,14 @@ class Policy(nn.Module):
         """The logits (rows, V) that predict the token after the last one; `inputs` go to `self.model`."""
         return self.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
-    def _hidden_states(self, sequences: torch.Tensor, action_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states (N, H) that predict action tokens, and their positions in the flattened (B, T-1)."""
-        decoder = self.model.get_decoder()
+    def _hidden_states(
+        self, sequences: torch.Tensor, action_mask: torch.Tensor, decoder: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states (N, H) that predict action tokens, and their positions in the flattened (B, T-1).
+
+        Of the model's own decoder, unless another one is given.
+        """
+        decoder = self.model.get_decoder() if decoder is None else decoder
         if self.share_prompts and not self.model.training:  # gradient checkpointing keeps no cache, which sharing needs
             shared = hidden_states_of_shared_prompts(decoder, sequences, action_mask)
             if shared is not None:

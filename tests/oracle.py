@@ -21,6 +21,7 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "experiment_dapo": [("dapo", {})],
     "experiment_gspo": [("gspo", {})],
     "experiment_cispo": [("cispo", {})],
+    "experiment_ppo": [("grpo", {})],  # the loss of its critic: tests/unit/test_ppo.py
 }
 # Their formulas have one line: see tests/unit/test_sft.py, test_reinforce.py, and tests/models/test_reward_model.py
 ONE_LINE = {"experiment_sft", "experiment_reinforce", "experiment_reward_model"}

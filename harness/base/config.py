@@ -40,6 +40,7 @@ Seed = Annotated[int, Interval(ge=0, le=10**18)]  # the range that PyTorch accep
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Interval(gt=0, le=1)]
+ZeroToOne = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass(frozen=True)

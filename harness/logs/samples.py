@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from common.experience import Experience
+from common.loss import masked_mean
 from common.parallel import gather_rows, part_of, world_size
 from common.trajectory import Trajectory
 
@@ -72,7 +73,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         old = experience.old_log_probs[index]
     else:
         old = updates[0].tokens["log_probs"] if updates else experience.sampler_log_probs[index]
-    reference = experience.log_probs_ref
+    reference, advantages, mask = experience.log_probs_ref, experience.advantages[index], experience.action_mask[index]
     return {
         "prompt_index": row.prompt_index,
         "completion_index": row.completion_index,
@@ -84,7 +85,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "log_probs_ref": None if reference is None else per_token(reference[index]),
         "entropy": per_token(updates[0].tokens["entropy"]) if updates else None,
         "rewards": row.rewards,
-        "advantage": experience.advantages[index, 0].item(),
+        "advantage": advantages.item() if len(advantages) == 1 else masked_mean(advantages, mask).item(),
         "finish_reason": row.finish_reason,
         "updates": [of_update(update) for update in updates],
     }

@@ -95,7 +95,7 @@ class UpdateStatistics:
         }
         for name in dict.fromkeys(name for own in ranks for name in own.sums):
             sums, counts = zip(*(own.sums.get(name, (0.0, 0)) for own in ranks), strict=True)
-            metrics[f"policy/{name}"] = sum(sums) / sum(counts)
+            metrics[name if "/" in name else f"policy/{name}"] = sum(sums) / sum(counts)
         if "policy/ratio" in metrics:
             metrics["policy/ratio_min"] = min(own.ratio_min for own in ranks)
             metrics["policy/ratio_max"] = max(own.ratio_max for own in ranks)

@@ -92,7 +92,9 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     arithmetic = 2 if config.dtype == "bfloat16" else 4  # bytes
     trained, frozen = (rank * shape.ends_of_linear, shape.parameters) if rank else (shape.parameters, 0)
     packed = shape.in_linear if config.load_in else 0
-    weights = QUANTISED.get(config.load_in, 0) * packed + arithmetic * (frozen - packed) + 4 * trained
+    copies = 2 if hasattr(config, "critic_warmup") else 1  # a critic is a second decoder
+    weights = copies * (QUANTISED.get(config.load_in, 0) * packed + arithmetic * (frozen - packed) + 4 * trained)
+    trained *= copies
     group, completion = getattr(config, "group_size", 1), getattr(config, "max_new_tokens", 0)
     rows = getattr(config, "prompts_per_step", 1) * group
     if hasattr(config, "tokens_per_batch"):  # supervised: training rows have this many tokens
@@ -103,11 +105,13 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     rows, evaluated = math.ceil(rows / processes), math.ceil(8 * config.eval_prompts / processes)
     micro = min(config.micro_batch_size * (2 if hasattr(config, "pairs_per_step") else 1), rows)
 
-    casts = 2 * shape.parameters if arithmetic == 2 and not rank and shards == 1 else 0  # autocast keeps these copies
+    casts = (
+        2 * copies * shape.parameters if arithmetic == 2 and not rank and shards == 1 else 0
+    )  # autocast keeps these copies
     gathered = arithmetic * shape.parameters if shards > 1 else 0  # all layers in a rollout, two in the update
     sampling = casts + gathered + _cache(config, shape, prompt + completion, max(rows, evaluated))
     shares = group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
-    kept = _activations(config, shape, micro, prompt, completion, shares)
+    kept = copies * _activations(config, shape, micro, prompt, completion, shares)
     kept += 3 * 4 * min(MAX_LOGITS, micro * completion * shape.vocabulary)  # logits
     largest = 0 if rank else 4 * shape.largest  # the gradient of one weight, before it is added
     gathered *= 1 - shape.in_linear / shape.parameters * (1 - 2 / shape.layers)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from common.critic import ActorCritic
 from common.fast.sharded_weights import whole_weights
 from common.policy import Policy
 
@@ -12,6 +13,8 @@ from harness.base.config import DTYPES, PolicyConfig, find_directory, read_base
 from harness.base.ranks import on_main
 from harness.models.adapters import is_lora, load_adapter
 from harness.models.pretrained import read_model
+
+CRITIC = "critic.safetensors"  # beside the policy's files, which load without it
 
 
 def save_policy(policy: Policy, path: Path) -> None:
@@ -21,13 +24,22 @@ def save_policy(policy: Policy, path: Path) -> None:
     options = {"save_embedding_layers": False} if is_lora(policy) else {}
     options |= {} if weights is None else {"state_dict": weights}
     on_main(lambda: (policy.model.save_pretrained(path, **options), policy.tokenizer.save_pretrained(path)))
+    if isinstance(policy, ActorCritic):
+        from safetensors.torch import save_file
+
+        weights = whole_weights(policy.critic) or policy.critic.state_dict()
+        trained = {name for name, weight in policy.critic.named_parameters() if weight.requires_grad}
+        on_main(lambda: save_file({name: weights[name].contiguous() for name in trained}, path / CRITIC))
 
 
 def load_weights(policy: Policy, path: Path) -> None:
     """Read back a directory that `save_policy` wrote."""
+    from safetensors.torch import load_file
+
+    if isinstance(policy, ActorCritic):
+        policy.critic.load_state_dict(load_file(path / CRITIC), strict=False)  # without weights that are not trained
     if is_lora(policy):
         from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
 
         set_peft_model_state_dict(policy.model, load_file(path / "adapter_model.safetensors"))
         return

@@ -23,6 +23,7 @@ from common.policy import Policy
 from harness.base.config import ConfigT
 from harness.base.ranks import together
 from harness.base.terminal import say
+from harness.models.loading import exclude_frozen
 from harness.models.saving import load_weights, save_policy
 from harness.processes import processes
 
@@ -70,6 +71,7 @@ def prepare(
     accelerator: Accelerator, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, for a policy that may be sharded."""
+    exclude_frozen(policy)  # also those of a critic
     policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one by one
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         policy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data

@@ -1,6 +1,7 @@
 """Checkpoints that survive a kill: written under another name, flushed to disk, then renamed.
 
 checkpoints/step_N/  the policy as a Hugging Face directory (with LoRA: its adapter)
+                     critic.safetensors the trained weights of its critic, if it has one
                      optimizer.pt       readable by `torch.load(weights_only=True)`
                      checkpoint.json    the step, the number of processes, the size of every other file, and the lengths
                                         of the run's logs; a resumed run truncates its logs to them

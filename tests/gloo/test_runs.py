@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
 ENGINE, TOOLS, SEARCH = "experiment_engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
 ACCELERATE, DDP, DAPO = "experiment_accelerate", "experiment_accelerate_ddp", "experiment_dapo"
+PPO = "experiment_ppo"
 # With six prompts and groups of four, the conversations of the ranks differ in the number of turns and in length.
 DESCENDANT = "--steps 2 --prompts-per-step 6 --group-size 4 --eval-prompts 5 --lr 1e-5 --micro-batch-size 4 --seed 1"
 CALLS = f"{DESCENDANT} --max-new-tokens 64 --tools tools.py"
@@ -43,6 +44,7 @@ SPLIT = (
 DYNAMIC = f"{DESCENDANT} --max-new-tokens 24 --max-rounds 3 --minibatch-size 8 --epochs-per-step 2"
 FAMILY = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo")
 OF_FAMILY = f"{DESCENDANT} --max-new-tokens 24 --minibatch-size 8 --epochs-per-step 2"
+CRITIC = f"{OF_FAMILY} --critic-warmup 1 --gae-lambda 0.95"  # the second step also trains the policy
 SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --max-new-tokens 4"
 RUNS = {  # by the number of processes: experiments, and their flags
     2: {
@@ -51,9 +53,18 @@ RUNS = {  # by the number of processes: experiments, and their flags
         ENGINE: SAMPLED,
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
+        PPO: CRITIC,
         ACCELERATE: f"{SHORT} --task math --data {ROOT}/tests/data/math.jsonl",
     },
-    3: {TOOLS: CALLS, SEARCH: CALLS, ENGINE: SAMPLED, DDP: SPLIT, DAPO: DYNAMIC, **dict.fromkeys(FAMILY, OF_FAMILY)},
+    3: {
+        TOOLS: CALLS,
+        SEARCH: CALLS,
+        ENGINE: SAMPLED,
+        DDP: SPLIT,
+        DAPO: DYNAMIC,
+        **dict.fromkeys(FAMILY, OF_FAMILY),
+        PPO: CRITIC,
+    },
 }
 PARENT = {DDP: "experiment_base", ACCELERATE: "experiment_base"}  # the experiment that equals these in one process
 A_TOOL = '''def tripled(number: int) -> str:
@@ -164,14 +175,15 @@ def test_several_processes_train_as_one(together, alone, num_processes, experime
     for row, other in zip(samples, expected, strict=True):
         for name in ("step", "prompt_index", "completion_index", "ids", "rewards", "finish_reason", "turns"):
             assert row.get(name) == other.get(name)
-        assert row["advantage"] == pytest.approx(other["advantage"])
+        assert row["advantage"] == pytest.approx(other["advantage"], abs=1e-5)  # of a critic that was trained
     for metrics, others in zip(metrics_of(new), metrics_of(old), strict=True):
         assert metrics.keys() == others.keys()
         for name in others:
             rounding = 1e-4 if "difference" in name else 1e-5  # differences are only rounding here
             assert metrics[name] == pytest.approx(others[name], rel=1e-4, abs=rounding), name
     assert (experiment == DDP) == ("time/waiting" in rows_of(new)[1])
-    weights, others = (load_file(directory / "final" / "model.safetensors") for directory in (new, old))
+    weights, others = (weights_in(directory / "final") for directory in (new, old))
+    assert any(name.startswith("head.") for name in weights) == (experiment == PPO)  # the critic's
     assert weights.keys() == others.keys()
     # Where a gradient is near 0, AdamW turns its rounding into a part of the learning rate, in each of up to 12 updates
     rounding = 3e-5 if "--epochs-per-step" in flags else 1e-5
@@ -180,6 +192,10 @@ def test_several_processes_train_as_one(together, alone, num_processes, experime
         assert any(row["advantage"] for row in expected)
     if flags == CALLS:
         assert {len(row["turns"]) for row in expected} >= {1, 3}
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: weight for path in folder.glob("*.safetensors") for name, weight in load_file(path).items()}
 
 
 def test_three_ranks_split_groups(alone):

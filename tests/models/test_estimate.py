@@ -50,6 +50,16 @@ def test_it_is_near_every_peak_that_was_measured(load_script, tmp_path, monkeypa
         assert 0.93 < found["peak"] / run["measured"] < 1, name
 
 
+def test_a_critic_is_a_second_decoder(configure, load_script):
+    config, shape = configure()
+    with_critic = load_script("experiment_ppo/train.py").Config(**vars(config))
+    one, two = memory_of(config, shape, PROMPT), memory_of(with_critic, shape, PROMPT)
+    for part in ("weights", "gradients and optimizer"):
+        assert two[part] == 2 * one[part] > 0
+    activations = "update: activations, logits"
+    assert one[activations] < two[activations] < 2 * one[activations]
+
+
 @pytest.mark.parametrize(("flags", "kind"), [((), "qwen2"), (LORA, "qwen2"), ((), "llama"), (LORA, "llama")])
 def test_weights_are_counted_as_they_are(configure, flags, kind):
     config, shape = configure(*flags, kind=kind)

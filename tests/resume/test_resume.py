@@ -456,10 +456,11 @@ SIBLINGS = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experimen
 
 
 @pytest.mark.parametrize(
-    "experiment", ["experiment_dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS)]
+    "experiment",
+    ["experiment_dapo", "experiment_ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS)],
 )
 def test_a_sibling_is_resumed(tmp_path, load_script, experiment):
-    """With dynamic sampling, too: a step's rounds are keyed by the step."""
+    """With dynamic sampling, too: a step's rounds are keyed by the step; and with a critic, in the checkpoint."""
     main = load_script(f"{experiment}/train.py").main
     check_resumed(lambda *arguments: printed_by(main, *arguments), tmp_path, *FLAGS, "--steps", "2")
 

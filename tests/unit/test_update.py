@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracle import FORMULAS, clips_of, slow_row
 
+from common.critic import ActorCritic
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.sampling import sample
@@ -139,10 +140,13 @@ def test_the_last_micro_batch_of_each_update_is_marked(load_script, make_policy)
 def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_path, experiment):
     """Over two epochs of two minibatches, with tool output in rows: equal to a slow loop's, and adding up."""
     train, weighted = load_script(f"{experiment}/train.py"), experiment == "experiment_engine"
+    has_critic = experiment == "experiment_ppo"
     formula = FORMULAS[experiment][0][0]
     policy = load_policy(RunConfig(device="cpu"))
     sizes = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "micro_batch_size": 1, "max_new_tokens": 6}
     config = train.Config(epochs_per_step=2, kl_weight=0.05, **sizes, **clips_of(formula))
+    if has_critic:
+        policy = ActorCritic(policy)
     rows = sample(policy, [[5, 6, 7], [8, 9]], 2, max_new_tokens=6, key=(0,), prompt_index=[0, 1])
     for row in rows[::2]:
         row.observe([20, 21])
@@ -153,6 +157,9 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_
     scores, generator = token_log_probs(policy, experience, 4), torch.manual_seed(0)
     noise = [torch.randn(scores.shape, generator=generator) for _ in range(3)]
     experience.old_log_probs, experience.log_probs_ref = scores + 0.2 * noise[0], scores + 0.5 * noise[1]
+    if has_critic:  # an advantage for each token
+        experience.advantages = experience.advantages + noise[2] * experience.action_mask
+        experience.values, experience.value_targets = torch.zeros_like(scores), torch.ones_like(scores)
     if weighted:
         experience.sampler_log_probs = experience.old_log_probs + noise[2]  # an engine's, far off
         experience.importance_weights = train.importance_weights(config, experience)
@@ -169,6 +176,9 @@ def test_samples_hold_the_terms_and_pushes_of_the_loss(load_script, update, tmp_
         of_tokens = entry["updates"][0].get("importance_weight", mask)
         weights |= {*of_tokens}
         advantages = [entry["advantage"] * weight for weight in of_tokens]
+        if has_critic:
+            advantages = entry["updates"][0]["token_advantage"]
+            assert entry["advantage"] == pytest.approx(sum(advantages) / sum(mask), abs=1e-5)
         assert [update["epoch"] for update in entry["updates"]] == [0, 1]
         for update in entry["updates"]:
             now = update["log_probs"]

@@ -37,6 +37,7 @@ const PANELS = [
   ["Importance weight", "p(token) of the trainer / p(token) of the engine, mean.",
     /^policy\/importance_weight$/, positive],
   ["Importance weight at its cap", "Share of tokens at --importance-cap.", /^policy\/importance_capped$/, share],
+  ["The critic", "Share of the returns' variance that it predicts.", /^critic\/explained_variance$/, {}],
   ["Seconds by phase", "Seconds of a step and of its parts.", /^time\/(?!tokens|waiting)/, positive],
   ["Accuracy by kind of question, sampled", "Held-out questions.",
     /^eval\/sampled\/accuracy_/, { ...ofQuestions, more: true }],
