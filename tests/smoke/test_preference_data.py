@@ -14,7 +14,7 @@ from common.errors import UserError
 
 from harness.base.config import PolicyConfig
 from harness.engines import chat_server
-from harness.models.reward_model import new_reward_model
+from harness.models.reward_loading import new_reward_model
 
 SAMPLE, SCORE = "experiment_reward_model/sample_responses.py", "experiment_reward_model/score_responses.py"
 PAIRS, CHATS = "experiment_reward_model/make_pairs.py", "experiment_sft/make_chats.py"
