@@ -19,7 +19,7 @@ import torch
 
 from common.errors import UserError
 
-from harness.base.config import Count, InputPath, LocalPath, ModelConfig, OfJudge, OfRun, shown
+from harness.base.config import Count, InputPath, LocalPath, ModelConfig, NotNegative, OfJudge, OfRun, shown
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.answer_judge import Judge, load_judge
@@ -39,8 +39,8 @@ class Config(ModelConfig):
     reward_model_url: OfJudge[str | None] = None  # the address of a vLLM server with a reward model, instead
     # what the judge is shown of a response: what follows this tag, e.g. "</think>", or a JSON file of tags
     answer_begins: OfJudge[str | None] = None
-    strict: OfJudge[bool] = False  # with --answer-begins: --floor for a response that is not one thought, one answer
-    floor: OfJudge[float] = -10.0  # the score of a response without an answer
+    strict: OfJudge[bool] = False  # with --answer-begins: a penalty for a response that is not one thought, one answer
+    no_answer_penalty: OfJudge[NotNegative] = 10.0  # a response without an answer gets minus this as its score
     shard: OfRun[str] = "1/1"  # make only this part, e.g. 2/4; the parts in order are the complete file
     generation_batch_size: OfRun[Count] = 128  # responses that are scored at the same time
     output: OfRun[LocalPath] = "runs/scored.jsonl"  # a JSONL file, new or to be continued

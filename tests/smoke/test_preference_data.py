@@ -139,7 +139,7 @@ def test_splits_divide_conversations(make):
 
 
 def test_a_judge_scores(make, whole):
-    """It gets the answers without thoughts; a response without an answer gets the floor."""
+    """It gets the answers without thoughts; a response without an answer gets the penalty."""
     judge = new_reward_model(PolicyConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
     judge.model.save_pretrained("judge")
     judge.tokenizer.save_pretrained("judge")
@@ -149,7 +149,7 @@ def test_a_judge_scores(make, whole):
     rows[0]["responses"][2]["text"] = "<answer>3</answer>"
     write_rows("responses.jsonl", rows)
     flags = ["--responses", "responses.jsonl", "--reward-model", "judge", "--answer-begins", "</think>"]
-    make(SCORE, "scored.jsonl", *flags, "--floor", "-7")
+    make(SCORE, "scored.jsonl", *flags, "--no-answer-penalty", "7")
     scored = read_lines(Path("scored.jsonl"))
     without = [row | {"responses": [drop(response) for response in row["responses"]]} for row in scored]
     assert without == rows
