@@ -139,7 +139,7 @@ def test_splits_divide_conversations(make):
 
 
 def test_a_judge_scores(make, whole):
-    """It gets the answers without thoughts; a response without an answer gets the floor."""
+    """It gets the answers without thoughts; a response without an answer gets the penalty."""
     judge = new_reward_model(PolicyConfig(device="cpu", dtype="float32", attn_implementation="sdpa"))
     judge.model.save_pretrained("judge")
     judge.tokenizer.save_pretrained("judge")
