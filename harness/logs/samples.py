@@ -38,10 +38,14 @@ def write_samples(
     for index, (number, trajectory) in enumerate(zip(part_of(num_rows), trajectories, strict=True)):
         if number >= kept:
             break
-        row = task.train_rows[trajectory.prompt_index]
-        entry = {"step": step, "question": task.question(row), "answer": task.right_answer(row)}
+        if trajectory.question is None:
+            row = task.train_rows[trajectory.prompt_index]
+            asked, total = (task.question(row), task.right_answer(row)), task.total_reward(trajectory.rewards)
+        else:  # given, with a question of its own
+            asked, total = (trajectory.question, None), sum(trajectory.rewards.values())
+        entry = {"step": step} | dict(zip(("question", "answer"), asked, strict=True))
         entry |= {"text": trajectory.text} | ({"turns": trajectory.turns} if trajectory.turns else {})
-        entry |= {"return": task.total_reward(trajectory.rewards)}
+        entry |= {"return": total}
         entry |= _describe_row(trajectory, index, experience, statistics)
         entries.append((trajectory.ids, json.dumps(finite(entry), default=str) + "\n"))
     entries = gather_rows(entries)
@@ -84,7 +88,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "log_probs_ref": None if reference is None else per_token(reference[index]),
         "entropy": per_token(updates[0].tokens["entropy"]) if updates else None,
         "rewards": row.rewards,
-        "advantage": experience.advantages[index, 0].item(),
+        "advantage": None if experience.advantages is None else experience.advantages[index, 0].item(),
         "finish_reason": row.finish_reason,
         "updates": [of_update(update) for update in updates],
     }

@@ -24,8 +24,9 @@ class RowUpdate(NamedTuple):
 class UpdateStatistics:
     """The statistics of one step's updates, on all ranks: `metrics` for metrics.jsonl, `rows` for samples.jsonl."""
 
-    def __init__(self, max_grad_norm: float):
+    def __init__(self, max_grad_norm: float, is_sampled: bool = True):
         self._max_grad_norm = max_grad_norm
+        self._is_sampled = is_sampled  # otherwise rows were given, and no sampler can disagree about them
         self._grad_norms: list[float] = []
         self._own = _Parts()
         self.rows: dict[tuple[int, int], list[RowUpdate]] = {}  # by (prompt_index, completion_index)
@@ -66,7 +67,9 @@ class UpdateStatistics:
             own.ratio_max = max(own.ratio_max, diagnostics["ratio"][mask].max().item())
         if not self._grad_norms:  # before the first optimizer step the policy is still the one that sampled
             first = {"first_ratio": diagnostics["ratio"]} if "ratio" in diagnostics else {}
-            own.add(mask, first | {"sampling_log_prob_difference": (log_probs - micro.sampler_log_probs).abs()})
+            if self._is_sampled:
+                first["sampling_log_prob_difference"] = (log_probs - micro.sampler_log_probs).abs()
+            own.add(mask, first)
             if "kl" in diagnostics:  # later the policy is no longer the one that sampled the tokens
                 own.kl_of_rows += masked_mean(diagnostics["kl"], mask, dim=1).tolist()
         tokens = {"log_probs": log_probs, "terms": terms, "push": push, **diagnostics}
