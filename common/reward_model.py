@@ -44,7 +44,7 @@ class RewardModel(nn.Module):
         return self.compute_device or self.model.device
 
     def forward(self, sequences: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """The score (B,) of each row of `sequences` (B, T), right-padded; `attention_mask` (B, T) is 1 on real tokens."""
+        """The score (B,) of each row of `sequences` (B, T), right-padded; `attention_mask` (B, T): 1 on real tokens."""
         self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())  # see Policy.forward
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
             if not hasattr(self.model, "score"):  # an encoder, which has a head of its own on the first token
@@ -59,11 +59,14 @@ class RewardModel(nn.Module):
 
 @torch.no_grad()
 def score_rows(model: RewardModel, rows: list[list[int]], batch_size: int) -> list[float]:
-    """The scores of rows of ids, in their order; rows of similar length share a batch."""
+    """The scores of rows of ids, in their order; rows of similar length share a batch of at most `batch_size`."""
     scores = [0.0] * len(rows)
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    for start in range(0, len(rows), batch_size):
-        part = order[start : start + batch_size]
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
+        # more than a fifth of padding costs more than another pass
+        fits = batches and len(batches[-1]) < batch_size and len(rows[index]) <= 1.2 * len(rows[batches[-1][0]])
+        batches[-1].append(index) if fits else batches.append([index])
+    for part in batches:
         width = max(len(rows[index]) for index in part)
         ids = [rows[index] + [model.pad_id] * (width - len(rows[index])) for index in part]
         mask = [[1] * len(rows[index]) + [0] * (width - len(rows[index])) for index in part]

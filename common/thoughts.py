@@ -1,7 +1,6 @@
 """The answer after a thought: what a judge is shown of a completion."""
 
 import json
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,9 +72,13 @@ def answer_of(text: str, tags: ThoughtFormat, strict: bool = False) -> str | Non
 
 
 def _is_well_formed(text: str, tags: ThoughtFormat) -> bool:
-    begins, ends, answer_begins, answer_ends = map(re.escape, tags)
-    tag = "|".join(re.escape(tag) for tag in tags if tag)
-    inner = rf"(?:(?!{tag}).)*+"  # text without any of the tags
-    opening = rf"(?:\s*{begins})?" if tags.thought_begins else ""
-    form = rf"{opening}{inner}{ends}\s*{answer_begins}(?=\s*\S)(?!\s*(?:{tag})){inner}{answer_ends}\s*"
-    return re.fullmatch(form, text, re.DOTALL) is not None
+    parts = text.strip().split(tags.thought_ends)
+    if len(parts) != 2:
+        return False
+    thought, answer = parts[0].removeprefix(tags.thought_begins), parts[1].strip()
+    if tags.answer_begins:
+        inner = answer.removeprefix(tags.answer_begins).removesuffix(tags.answer_ends)
+        if answer != f"{tags.answer_begins}{inner}{tags.answer_ends}":
+            return False
+        answer = inner
+    return bool(answer.strip()) and not any(tag in thought or tag in answer for tag in tags if tag)

@@ -5,13 +5,11 @@ python -m vllm.entrypoints.openai.api_server --model REWARD_MODEL --runner pooli
 
 import torch
 
-from common.errors import EngineError
-
 from harness.engines.vllm import ALIVE, VLLM
 
 
 class RewardServer(VLLM):
-    """A server whose model gives a conversation one number, before any activation: sigmoid would flatten differences."""
+    """A server whose model gives a conversation one number, without an activation, which would flatten differences."""
 
     def __init__(self, url: str):
         super().__init__(url, torch.float32)

@@ -145,10 +145,10 @@ class Diagnosis:
         if (fall := self._over_optimised()) is not None:
             best, then, now, proxies = fall
             found[OVER_OPTIMISED] = (
-                f"the reward model is over-optimised: since step {best} its score of the held-out answers has risen from "
-                f"{proxies[0]:.2f} to {proxies[1]:.2f}, and their accuracy has fallen from {then:.2f} to {now:.2f}: stop "
-                "there (--steps, or --stop-when over-optimised), raise --kl-weight, or train the reward model on more "
-                "pairs"
+                f"the reward model is over-optimised: since step {best} its score of the held-out answers has risen "
+                f"from {proxies[0]:.2f} to {proxies[1]:.2f}, and their accuracy has fallen from {then:.2f} to "
+                f"{now:.2f}: stop there (--steps, or --stop-when over-optimised), raise --kl-weight, or train the "
+                "reward model on more pairs"
             )
         failures, calls = self._mean("completion/failed_searches"), self._mean("reward/calls")
         if failures > 0.1 * calls:
