@@ -28,27 +28,22 @@ from accelerate import Accelerator
 from common.evaluate import Evaluation
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
-from common.loss import bradley_terry_loss, masked_sum
+from common.loss import bradley_terry_loss
 from common.parallel import gather, gather_rows, part_of, world_size
 from common.policy import Policy
-from common.preferences import preference_metrics
+from common.preferences import mean_log_probs, preference_metrics
 
 from harness.base.config import AskedConfig, Count, InputPath, NotNegative, Positive
 from harness.cli.parse import parse_config
 from harness.data.data import load_held_out_task, prompts_of_step
 from harness.data.held_out import evaluate_held_out
-from harness.data.pairs import NAMES, PAIRS, Pair, add_reference, load_pairs
+from harness.data.pairs import PAIRS, Pair, add_reference, load_pairs
 from harness.data.task import Task
-from harness.logs.statistics import UpdateStatistics
+from harness.logs.statistics import UpdateStatistics, pair_metrics
 from harness.models.loading import load_policy
 from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
-
-RESOLVED = {
-    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 64},
-    "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +52,9 @@ class Config(AskedConfig):
     data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
     eval_data: InputPath | None = None  # held-out pairs; None: as for --data of other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
-    # learn answers without their thoughts: of each keep what follows this tag, e.g. "</think>", or a JSON file of tags
-    answer_begins: str | None = None
     epochs: Count = 1  # passes over the pairs
     pairs_per_step: Count = 32  # per optimizer step, of all processes
-    # rows per pass, an even number: memory and time, never the update; None: 64 for the bundled policy, else 4
+    # rows per pass, an even number: memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: Count | None = None
     max_length: Count = 1024  # tokens of prompt and answer; longer pairs are left out, and counted
     max_new_tokens: Count | None = None  # of answers to held-out questions; None: 96 for the bundled policy, else 512
@@ -71,7 +64,7 @@ class Config(AskedConfig):
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__, resolved=RESOLVED))
+    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
     task = load_held_out_task(config)  # what the policy is asked before and after
     with start_run(config, task) as run:
         policy = load_policy(config)
@@ -106,11 +99,11 @@ def train(
         run.lap("read")
 
         # 5 update: one optimizer step
-        metrics, statistics = update(config, accelerator, model, optimizer, batch)
+        statistics = update(config, accelerator, model, optimizer, batch)
         run.lap("update")
 
         # 6 log, evaluate, checkpoint
-        metrics |= run.costs(num_tokens=sum(gather(int(batch.attention_mask.sum()))))
+        metrics = pair_metrics(statistics) | run.costs(num_tokens=sum(gather(int(batch.attention_mask.sum()))))
         if config.eval_every and step % config.eval_every == 0:
             found = examine(config, task, policy, eval_pairs)
             metrics |= {f"eval/{name}": value for name, value in found.metrics.items()}
@@ -119,9 +112,9 @@ def train(
         run.checkpoint(step, policy, optimizer, accelerator)
 
 
-def scores_of(config: Config, log_probs: torch.Tensor, micro: Experience) -> torch.Tensor:
-    """beta (log p(answer) - log p_reference(answer)), sums over the answer's tokens: (b, T-1) in, (b,) out."""
-    return config.beta * masked_sum(log_probs - micro.sampler_log_probs, micro.action_mask, dim=1)
+def token_scores(config: Config, log_probs: torch.Tensor, micro: Experience) -> torch.Tensor:
+    """beta (log p - log p_reference) of each token, (b, T-1): their sum over an answer is its score."""
+    return torch.where(micro.action_mask.bool(), config.beta * (log_probs - micro.sampler_log_probs), 0.0)
 
 
 def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
@@ -133,11 +126,11 @@ def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
 def policy_loss(
     config: Config, log_probs: torch.Tensor, micro: Experience, num_pairs: int
 ) -> tuple[torch.Tensor, dict]:
-    """Each token's term, (b, T-1): -log sigmoid(margin) of its pair / tokens of the pair's answers / num_pairs."""
-    mask = micro.action_mask
-    loss = bradley_terry_loss(pair_margins(scores_of(config, log_probs, micro), micro))  # (b/2,)
-    loss = loss / mask.sum(dim=1).view(-1, 2).sum(dim=1) / num_pairs  # spread evenly: a pair has no loss by token
-    return loss.repeat_interleave(2)[:, None] * mask, {"log_ratio": log_probs - micro.sampler_log_probs}
+    """Each token's term, (b, T-1): -log sigmoid(margin) of its pair, spread evenly over both answers, / num_pairs."""
+    scores = token_scores(config, log_probs, micro)  # (b, T-1)
+    loss = bradley_terry_loss(pair_margins(scores.sum(dim=1), micro))  # (b/2,)
+    loss = loss / micro.action_mask.sum(dim=1).view(-1, 2).sum(dim=1) / num_pairs  # per token of the pair
+    return loss.repeat_interleave(2)[:, None] * micro.action_mask, {"score": scores}
 
 
 def update(
@@ -146,11 +139,10 @@ def update(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Experience,
-) -> tuple[dict[str, float], UpdateStatistics]:
+) -> UpdateStatistics:
     """One optimizer step: the mean over the pairs of all ranks."""
     statistics = UpdateStatistics(config.max_grad_norm, is_sampled=False)
     optimizer.zero_grad()
-    sums = []
     micro_batches = list(batch.split(config.micro_batch_size))  # as many on every rank
     for number, micro in enumerate(micro_batches, start=1):
         accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
@@ -159,34 +151,23 @@ def update(
         terms, diagnostics = policy_loss(config, log_probs, micro, config.pairs_per_step)
         accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
         statistics.add(0, 0, micro, log_probs, terms, entropy=entropy, **diagnostics)
-        places = torch.stack([micro.prompt_index, micro.completion_index], dim=1).tolist()
-        sums += zip(places, answer_sums(config, log_probs.detach(), micro), strict=True)
     grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
     if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
         optimizer.step()
     statistics.end_update(grad_norm)
-    scores, log_probs = torch.tensor([of_row for _, of_row in sorted(gather_rows(sums))]).view(-1, 2, 2).unbind(dim=2)
-    margins = scores[:, 0] - scores[:, 1]  # the chosen answer is first
-    metrics = {"accuracy": (margins > 0).float().mean().item(), "margin": margins.mean().item()}
-    metrics |= {f"log_prob_{name}": value for name, value in zip(NAMES, log_probs.mean(dim=0).tolist(), strict=True)}
-    metrics |= {f"score_{name}": value for name, value in zip(NAMES, scores.mean(dim=0).tolist(), strict=True)}
-    return statistics.metrics() | {f"preference/{name}": value for name, value in metrics.items()}, statistics
-
-
-def answer_sums(config: Config, log_probs: torch.Tensor, micro: Experience) -> list[list[float]]:
-    """Of each row the score and the log-prob of the answer."""
-    sums = (scores_of(config, log_probs, micro), masked_sum(log_probs, micro.action_mask, dim=1))
-    return torch.stack(sums, dim=1).tolist()  # (b, 2)
+    return statistics
 
 
 def examine(config: Config, task: Task, policy: Policy, pairs: list[Pair], num_samples: int = 0) -> Evaluation:
     """How the held-out pairs are judged, see `preference_metrics`, and how the policy answers held-out questions."""
-    batch = collate([row for index in part_of(len(pairs)) for row in pairs[index].rows], policy.pad_id, policy.device)
+    own = [row for index in part_of(len(pairs)) for row in pairs[index].rows]
+    batch = collate(own, policy.pad_id, policy.device)
     log_probs = token_log_probs(policy, batch, config.micro_batch_size)  # (B, T-1)
-    scores, sums = torch.tensor(gather_rows(answer_sums(config, log_probs, batch))).view(-1, 2, 2).unbind(dim=2)
+    scores = gather_rows(token_scores(config, log_probs, batch).sum(dim=1).tolist())
+    scored = list(zip(scores[::2], scores[1::2], strict=True))
     lengths = [tuple(row.num_action_tokens for row in pair.rows) for pair in pairs]
-    found = preference_metrics(scores.tolist(), lengths, [pair.same_style for pair in pairs])
-    found |= {f"log_prob_{name}": value for name, value in zip(NAMES, sums.mean(dim=0).tolist(), strict=True)}
+    found = preference_metrics(scored, lengths, [pair.same_style for pair in pairs])
+    found |= mean_log_probs(gather_rows(log_probs.sum(dim=1).tolist()))
     evaluation = evaluate_held_out(config, task, policy, num_samples=num_samples)
     return evaluation._replace(metrics=found | evaluation.metrics)
 

@@ -9,7 +9,8 @@ from common.advantages import has_reward_variance
 from common.evaluate import mean
 from common.experience import Experience
 from common.loss import masked_mean
-from common.parallel import gather, world_size
+from common.parallel import gather, gather_rows, world_size
+from common.preferences import mean_log_probs
 from common.trajectory import Trajectory
 
 
@@ -120,6 +121,17 @@ class _Parts:
         for name, value in values.items():
             total, count = self.sums.get(name, (0.0, 0))
             self.sums[name] = (total + float(value[mask].cpu().double().sum()), count + num_tokens)
+
+
+def pair_metrics(statistics: UpdateStatistics) -> dict[str, float]:
+    """The metrics of an update on pairs of answers, whose loss logs each token's part of the score as `score`."""
+    own = [(key, update.tokens) for key, (update,) in statistics.rows.items()]
+    sums = [(key, tokens["score"].sum().item(), tokens["log_probs"].sum().item()) for key, tokens in own]
+    _, scores, log_probs = zip(*sorted(gather_rows(sums)), strict=True)  # by pair, the chosen answer first
+    margins = [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
+    metrics = {"accuracy": mean([margin > 0 for margin in margins]), "margin": mean(margins)}
+    metrics |= {"score_chosen": mean(scores[::2]), "score_rejected": mean(scores[1::2])} | mean_log_probs(log_probs)
+    return statistics.metrics() | {f"preference/{name}": value for name, value in metrics.items()}
 
 
 def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> dict[str, float]:
