@@ -14,6 +14,7 @@ SPINS = "1000"
 # How the names of programs begin
 PROGRAMS = (
     *("train", "build_index", "serve_index", "make_questions"),
+    *("sample_responses", "score_responses", "make_pairs", "make_chats"),
     *("evaluate", "export", "chat", "math_levels", "smollm2"),
 )
 

@@ -67,5 +67,5 @@ def test_a_broken_format_is_refused(tmp_path, content):
     path = tmp_path / "tags.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match="--answer-begins .*tags.json"):
+    with pytest.raises(UserError, match=r"--answer-begins .*tags.json"):
         read_format(str(path))

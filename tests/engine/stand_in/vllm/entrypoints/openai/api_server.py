@@ -24,13 +24,15 @@ from pathlib import Path
 
 import torch
 
+from common.chat import encode_prompt
 from common.sampling import begin_rows
 
 from .engine import Engine, Job, RefusedRequest
 
 COMPLETIONS, RPC, RESET = "/v1/completions", "/collective_rpc", "/reset_prefix_cache"
+CHAT = "/v1/chat/completions"
 METHODS = {"/health": "GET", "/version": "GET", "/v1/models": "GET", "/server_info": "GET", COMPLETIONS: "POST"}
-METHODS |= {RPC: "POST", RESET: "POST", "/stand_in": "POST"}
+METHODS |= {RPC: "POST", RESET: "POST", CHAT: "POST", "/stand_in": "POST"}
 
 
 class StandIn:
@@ -88,6 +90,8 @@ class StandIn:
         self.calls[path] += 1
         if path == COMPLETIONS:
             return self.complete(body)
+        if path == CHAT:
+            return self.chat(body)
         if path == RPC:
             fails = self.has_fault("failed_reload", RPC)
             self.engine.reload("/nowhere" if fails else body["kwargs"]["weights_path"])
@@ -107,6 +111,14 @@ class StandIn:
         if path == "/stand_in":
             self.fault(body["fault"], body.get("times"), body.get("path", COMPLETIONS))
         return None
+
+    def chat(self, body: dict) -> dict:
+        ids = encode_prompt(self.engine.tokenizer, body["messages"])
+        choices = self.complete(body | {"prompt": ids, "stop_token_ids": []})["choices"]
+        for choice in choices:
+            text = self.engine.tokenizer.decode(choice.pop("token_ids"), skip_special_tokens=True)
+            choice["message"] = {"role": "assistant", "content": text}
+        return {"choices": choices}
 
     def complete(self, body: dict) -> dict:
         prompt, n, seed, longest = body["prompt"], body.get("n", 1), body["seed"], self.engine.max_model_len

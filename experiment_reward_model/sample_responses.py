@@ -1,0 +1,62 @@
+"""Sample responses to prompts: the raw material of preference pairs.
+
+    python experiment_reward_model/sample_responses.py                                  # the bundled policy and task
+    python experiment_reward_model/sample_responses.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts wild.jsonl
+    python experiment_reward_model/sample_responses.py --url http://127.0.0.1:8000 --task gsm8k --data train.jsonl
+    python experiment_reward_model/sample_responses.py --shard 1/4 --output part1.jsonl      # then 2/4, ...
+
+One row per prompt: {"index": 0, "prompt": text or messages, "responses": [{"text": ..., "finish_reason": "stop" or
+"length", "rewards": {...}, "style": {...}}, ...]}. Rewards and style are those of the task. With --prompts, turns of
+the assistant at the end of a prompt are dropped, and the field `conversation` of a row is kept.
+
+The same command continues a file that was interrupted. Shards, one after the other, are the complete file, row for row.
+Next: score_responses.py, then make_pairs.py.
+"""
+
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
+import functools
+
+import torch
+
+from harness.base.config import shown
+from harness.base.terminal import say
+from harness.cli.parse import parse_config
+from harness.data.growing_file import grow
+from harness.data.responses import (
+    DEFAULTS,
+    Prompt,
+    ResponseConfig,
+    batch_size,
+    make_responder,
+    read_prompts,
+)
+from harness.run.start import run_main
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_config(ResponseConfig, argv, description=__doc__, resolved=DEFAULTS)
+    torch.set_num_threads(config.threads)
+    prompts, task = read_prompts(config)
+    responder = functools.cache(lambda: make_responder(config, prompts))  # not loaded if nothing is left to do
+
+    def make(batch: list[Prompt]) -> list[dict]:
+        answers = responder()(batch)
+        rows = []
+        for prompt, responses in zip(batch, answers, strict=True):
+            found = [response._asdict() for response in responses]
+            if task is not None:
+                task.prepare([prompt.row] * len(found), [response.text for response in responses])
+                for response in found:
+                    response["rewards"] = task.reward(prompt.row, response["text"])
+                    if style := task.describe(prompt.row, response["text"]):
+                        response["style"] = style
+            kept = {"conversation": prompt.row["conversation"]} if "conversation" in prompt.row else {}
+            rows.append({"index": prompt.index, "prompt": prompt.shown, **kept, "responses": found})
+        return rows
+
+    path = grow(config, prompts, batch_size(config), make)
+    say(f"responses: {shown(path)}")
+
+
+if __name__ == "__main__":
+    run_main(main)

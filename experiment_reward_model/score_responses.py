@@ -1,0 +1,88 @@
+"""Score responses: by a reward model (the judge), or by a reward component of their task.
+
+    python experiment_reward_model/score_responses.py --responses responses.jsonl --by correct
+    python experiment_reward_model/score_responses.py --responses responses.jsonl \\
+        --reward-model Skywork/Skywork-Reward-V2-Qwen3-0.6B --answer-begins "</think>"
+    python experiment_reward_model/score_responses.py --responses responses.jsonl --reward-model-url http://127.0.0.1:8000
+
+Every response of the rows of sample_responses.py gets a field `score`. The same command continues a file that was
+interrupted; with --shard, the parts in order are the complete file. Next: make_pairs.py.
+"""
+
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from common.errors import UserError
+
+from harness.base.config import Count, InputPath, LocalPath, ModelConfig, OfJudge, OfRun, shown
+from harness.base.terminal import say
+from harness.cli.parse import parse_config
+from harness.data.growing_file import grow
+from harness.data.judge import Judge, load_judge
+from harness.data.responses import as_messages, read_responses
+from harness.data.rows import Row
+from harness.run.start import run_main
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelConfig):
+    FIRST_GROUP: ClassVar[str] = "scores"
+
+    responses: InputPath = "responses.jsonl"  # a file of sample_responses.py
+    by: str | None = None  # a reward component of the task, e.g. correct; None: a judge scores
+    reward_model: OfJudge[InputPath | None] = None  # the judge: a directory or a hub id
+    reward_model_url: OfJudge[str | None] = None  # the address of a vLLM server with a reward model, instead
+    # what the judge is shown of a response: what follows this tag, e.g. "</think>", or a JSON file of tags
+    answer_begins: OfJudge[str | None] = None
+    strict: OfJudge[bool] = False  # with --answer-begins: --floor for a response that is not one thought, one answer
+    floor: OfJudge[float] = -10.0  # the score of a response without an answer
+    shard: OfRun[str] = "1/1"  # make only this part, e.g. 2/4; the parts in order are the complete file
+    generation_batch_size: OfRun[Count] = 128  # responses that are scored at the same time
+    output: OfRun[LocalPath] = "scored.jsonl"  # a JSONL file, new or to be continued
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_config(Config, argv, description=__doc__, resolved={"tiny": {}, "full": {}})
+    torch.set_num_threads(config.threads)
+    rows = read_responses(config.responses)
+    if (config.by is None) == (config.reward_model is None and config.reward_model_url is None):
+        raise UserError("say who scores: --by COMPONENT, --reward-model or --reward-model-url, and only one of them")
+    judge = functools.cache(lambda: load_judge(config))  # not loaded if nothing is left to do
+
+    def score(batch: list[Row]) -> list[dict]:
+        if config.by is not None:
+            scores = [reward_of(row, response, config.by) for row in batch for response in row["responses"]]
+        else:
+            scores = judged(judge(), batch)
+        left = iter(scores)
+        return [
+            {**row, "responses": [{**response, "score": next(left)} for response in row["responses"]]} for row in batch
+        ]
+
+    size = max(1, config.generation_batch_size // len(rows[0]["responses"]))
+    path = grow(config, rows, size, score)
+    say(f"scored responses: {shown(path)}")
+
+
+def reward_of(row: Row, response: dict, component: str) -> float:
+    """A reward component that sample_responses.py has written."""
+    rewards = response.get("rewards") or {}
+    if component not in rewards:
+        raise UserError(
+            f"{row.place}: a response has no reward {component!r} (there are: {', '.join(rewards) or 'none'})"
+        )
+    return rewards[component]
+
+
+def judged(judge: Judge, batch: list[Row]) -> list[float]:
+    """The judge's scores, shown the prompt without what only the policy was told."""
+    asked = [(as_messages(row["prompt"]), response["text"]) for row in batch for response in row["responses"]]
+    return judge.score([messages for messages, _ in asked], [text for _, text in asked])
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,70 @@
+"""A language model behind a server that speaks OpenAI's protocol for chat completions, as `vllm serve MODEL` does."""
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from common.keyed import keyed_generator
+
+from harness.engines.engine import SEEDS
+from harness.engines.vllm import ALIVE, VLLM, RefusedError
+
+SEED_RANGE = min(SEEDS, 2**31)  # more than some servers accept
+BUSY = (429, 503)  # statuses after which a request is sent again
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 0.0)  # seconds after each attempt
+
+
+class ChatServer(VLLM):
+    """Answers with texts. The server renders the conversation with its model's own template."""
+
+    def __init__(self, url: str, model: str | None = None, seconds: float = 600.0):
+        self._model, self._seconds = model, seconds
+        super().__init__(url, torch.float32)
+
+    def _check(self, dtype: torch.dtype) -> None:
+        if self._model is not None:
+            return
+        try:
+            self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
+        except (TypeError, LookupError):
+            raise self.wrong("no model") from None
+
+    def chat_all(
+        self, asked: Sequence[tuple[list[dict], int]], count: int, key: tuple[int, ...], settings: dict
+    ) -> list[list[tuple[str, str]]]:
+        """`count` answers to each of some conversations: texts and reasons to finish.
+
+        `asked` has messages, and an index, from which and from `key` the seeds of its requests are made; the requests
+        are sent at the same time.
+        """
+
+        async def ask_all() -> list[tuple[str, str]]:
+            seeds = [int(keyed_generator("chat", *key, index).integers(SEED_RANGE)) for _, index in asked]
+            bodies = [
+                settings | {"model": self._model, "messages": messages, "seed": (seed + number) % SEED_RANGE}
+                for (messages, _), seed in zip(asked, seeds, strict=True)
+                for number in range(count)
+            ]
+            return await asyncio.gather(*map(self.chat, bodies))
+
+        answers = self.submit(ask_all()).result()
+        return [answers[start : start + count] for start in range(0, len(answers), count)]
+
+    async def chat(self, body: dict) -> tuple[str, str]:
+        """One answer. A thought that the server has taken out of the text is put back in front of it."""
+        for pause in PAUSES:
+            try:
+                answer = await self._ask("POST", "/v1/chat/completions", body, seconds=self._seconds)
+                break
+            except RefusedError as refused:
+                if refused.status not in BUSY or pause == PAUSES[-1]:
+                    raise
+                await asyncio.sleep(pause)
+        try:
+            (choice,) = answer["choices"]
+            message = choice["message"]
+            text, thought = (message["content"] or ""), message.get("reasoning") or message.get("reasoning_content")
+            return (f"<think>{thought}</think>" if thought else "") + text, str(choice["finish_reason"])
+        except (TypeError, LookupError, ValueError, AttributeError):
+            raise self.wrong("something other than a chat completion") from None
