@@ -25,7 +25,7 @@ def draw_curve(directory: Path) -> Path:
 
     entries = open_run(directory).metrics.rows
     directory.mkdir(exist_ok=True)  # that of a kept run is only a name
-    has_rewards = any("reward/total" in entry for entry in entries)
+    has_rewards = any("reward/total" in entry or "preference/accuracy" in entry for entry in entries)
     figure = _draw_rewards(plt, entries) if has_rewards else _draw_loss(plt, entries)
     for axes in figure.axes:
         axes.grid(alpha=0.3)
@@ -40,7 +40,7 @@ def draw_curve(directory: Path) -> Path:
 def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
     """Of each panel its title, and of each of its lines the key and the label; shares and counts are kept apart."""
     keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order in which they first appear
-    has_accuracy = "reward/correct" in keys
+    has_accuracy = "reward/correct" in keys or "reward/total" not in keys
     own = [key for key in keys if key.startswith("completion/") and key not in KNOWN]
     own = [key for key in own if any(entry.get(key) for entry in entries)]  # what never happened needs no line
     labels = {key: key.rpartition("/")[2].removeprefix("accuracy_").replace("_", " ") for key in keys}
@@ -52,6 +52,15 @@ def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
             "reward/correct" if has_accuracy else "reward/total": "training questions, sampled",
             "eval/greedy/accuracy": "held-out questions, greedy",
             "eval/sampled/accuracy": "held-out questions, sampled (mean@8)",
+        },
+        "accuracy on pairs": {
+            "preference/accuracy": "pairs of the step",
+            "eval/accuracy": "held-out pairs",
+            "eval/accuracy_same_style": "held-out pairs, both answers in the same style",
+        },
+        "log-prob of an answer (held-out pairs, nats)": {
+            "eval/log_prob_chosen": "chosen",
+            "eval/log_prob_rejected": "rejected",
         },
         "completion length (tokens)": {"completion/length": ""},
         "share of completions": {key: labels[key] for key in own if key not in counts},
@@ -75,7 +84,7 @@ def _draw_rewards(plt, entries: list[dict]):
         name = "" if len(lines) > 1 else next(iter(lines.values()))  # a single line has no legend
         axes.set(title=f"{title}: {name}" if name else title, xlabel="step")
         for number, (key, label) in enumerate(lines.items()):
-            is_noisy = key.startswith("reward/")
+            is_noisy = key.startswith(("reward/", "preference/"))
             if is_noisy:
                 _line(axes, entries, key, color="C0", alpha=0.3, label=label)
             label = "the same, mean of 5 steps" if is_noisy else label
