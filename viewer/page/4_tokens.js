@@ -172,7 +172,7 @@ function numberTable({ numbers, i }) {
   ];
   const facts = [
     isGiven(row) ? number("reference", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`) : ofSampler,
-    row.old && number("old − when sampled", "difference", signed(old - sampled)),
+    !isGiven(row) && row.old && number("old − when sampled", "difference", signed(old - sampled)),
     !isGiven(row) && number("reference", "ref", exact(relative(row.ref))),
     number("entropy", "entropy", exact(difference(row.entropy?.[i], 0))),
     !isGiven(row) && number("advantage", "advantage", signed(row.advantage)),
