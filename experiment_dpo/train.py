@@ -54,13 +54,14 @@ class Config(AskedConfig):
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     epochs: Count = 1  # passes over the pairs
     pairs_per_step: Count = 32  # per optimizer step, of all processes
-    # rows per pass, an even number: memory and time, never the update; None: 128 for the bundled policy, else 4
+    # pairs per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: Count | None = None
     max_length: Count = 1024  # tokens of prompt and answer; longer pairs are left out, and counted
     max_new_tokens: Count | None = None  # of answers to held-out questions; None: 96 for the bundled policy, else 512
     lr: Positive | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6
     weight_decay: NotNegative = 0.0  # of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
+    eval_prompts: Count = 256  # held-out pairs, and held-out questions, per evaluation
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         policy = load_policy(config)
         pairs, eval_pairs = load_pairs(config, policy)
         for of_policy in (pairs, eval_pairs):  # the reference is the policy before training
-            add_reference(policy, of_policy, config.micro_batch_size)
+            add_reference(policy, of_policy, 2 * config.micro_batch_size)
         if not run.has_before:
             run.log_before(examine(config, task, policy, eval_pairs, num_samples=8))
         train(config, run, accelerator, task, policy, pairs, eval_pairs)
@@ -143,7 +144,7 @@ def update(
     """One optimizer step: the mean over the pairs of all ranks."""
     statistics = UpdateStatistics(config.max_grad_norm, is_sampled=False)
     optimizer.zero_grad()
-    micro_batches = list(batch.split(config.micro_batch_size))  # as many on every rank
+    micro_batches = list(batch.split(2 * config.micro_batch_size))  # as many on every rank
     for number, micro in enumerate(micro_batches, start=1):
         accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
         log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
@@ -162,7 +163,7 @@ def examine(config: Config, task: Task, policy: Policy, pairs: list[Pair], num_s
     """How the held-out pairs are judged, see `preference_metrics`, and how the policy answers held-out questions."""
     own = [row for index in part_of(len(pairs)) for row in pairs[index].rows]
     batch = collate(own, policy.pad_id, policy.device)
-    log_probs = token_log_probs(policy, batch, config.micro_batch_size)  # (B, T-1)
+    log_probs = token_log_probs(policy, batch, 2 * config.micro_batch_size)  # (B, T-1)
     scores = gather_rows(token_scores(config, log_probs, batch).sum(dim=1).tolist())
     scored = list(zip(scores[::2], scores[1::2], strict=True))
     lengths = [tuple(row.num_action_tokens for row in pair.rows) for pair in pairs]

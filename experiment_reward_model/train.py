@@ -43,7 +43,7 @@ from harness.processes.accelerator import clip_grad_norm_, prepare, start_accele
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
-RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 64}, "full": {"lr": 1e-5, "micro_batch_size": 4}}
+RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 32}, "full": {"lr": 1e-5, "micro_batch_size": 2}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,13 @@ class Config(PolicyConfig):
     answer_begins: str | None = None
     epochs: Count = 1  # passes over the pairs; with more, a reward model soon knows them by heart
     pairs_per_step: Count = 32  # per optimizer step, of all processes
-    # rows per pass, an even number: memory and time, never the update; None: 64 for the bundled policy, else 4
+    # pairs per pass: memory and time, never the update; None: 32 for the bundled policy, else 2
     micro_batch_size: Count | None = None
     max_length: Count = 1024  # tokens of prompt and answer; longer pairs are left out, and counted
     lr: Positive | None = None  # learning rate of AdamW; None: 2e-4 for the bundled policy, else 1e-5
     weight_decay: NotNegative = 0.0  # of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
+    eval_prompts: Count = 400  # held-out pairs per evaluation
     eval_every: CountOrZero = 10  # steps between evaluations on the held-out pairs; 0: only at the end
 
 
@@ -125,7 +126,7 @@ def update(
     """One optimizer step: the mean over the pairs of all ranks."""
     optimizer.zero_grad()
     margins = []
-    micro_batches = list(batch.split(config.micro_batch_size))  # as many on every rank
+    micro_batches = list(batch.split(2 * config.micro_batch_size))  # as many on every rank
     for number, micro in enumerate(micro_batches, start=1):
         accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
         scores = model(micro.sequences, micro.attention_mask)  # (b,)
@@ -150,7 +151,7 @@ def examine(config: Config, reward_model: RewardModel, pairs: list[Pair]) -> dic
     """How the held-out pairs are judged, see `preference_metrics`."""
     own = [row.ids for index in part_of(len(pairs)) for row in pairs[index].rows]
     with gathered_weights(reward_model):
-        scores = gather_rows(score_rows(reward_model, own, config.micro_batch_size))
+        scores = gather_rows(score_rows(reward_model, own, 2 * config.micro_batch_size))
     scored = list(zip(scores[::2], scores[1::2], strict=True))
     lengths = [tuple(row.num_action_tokens for row in pair.rows) for pair in pairs]
     found = preference_metrics(scored, lengths, [pair.same_style for pair in pairs])

@@ -25,8 +25,12 @@ def draw_curve(directory: Path) -> Path:
 
     entries = open_run(directory).metrics.rows
     directory.mkdir(exist_ok=True)  # that of a kept run is only a name
-    has_rewards = any("reward/total" in entry or "preference/accuracy" in entry for entry in entries)
-    figure = _draw_rewards(plt, entries) if has_rewards else _draw_loss(plt, entries)
+    has_rewards = any("reward/total" in entry for entry in entries)
+    has_pairs = any("preference/accuracy" in entry for entry in entries)
+    if has_rewards or has_pairs:
+        figure = _draw_panels(plt, entries, (_panels_of_pairs(entries) if has_pairs else {}) | _panels(entries))
+    else:
+        figure = _draw_loss(plt, entries)
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -53,15 +57,6 @@ def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
             "eval/greedy/accuracy": "held-out questions, greedy",
             "eval/sampled/accuracy": "held-out questions, sampled (mean@8)",
         },
-        "accuracy on pairs": {
-            "preference/accuracy": "pairs of the step",
-            "eval/accuracy": "held-out pairs",
-            "eval/accuracy_same_style": "held-out pairs, both answers in the same style",
-        },
-        "log-prob of an answer (held-out pairs, nats)": {
-            "eval/log_prob_chosen": "chosen",
-            "eval/log_prob_rejected": "rejected",
-        },
         "completion length (tokens)": {"completion/length": ""},
         "share of completions": {key: labels[key] for key in own if key not in counts},
         "mean number per completion": {key: labels[key] for key in counts},
@@ -74,8 +69,27 @@ def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
     return {title: lines for title, lines in found.items() if lines}
 
 
-def _draw_rewards(plt, entries: list[dict]):
-    panels = _panels(entries)
+def _panels_of_pairs(entries: list[dict]) -> dict[str, dict[str, str]]:
+    """The same for a run that learns from pairs of answers."""
+    panels = {
+        "accuracy: share of pairs whose chosen answer is preferred": {
+            "preference/accuracy": "training pairs",
+            "eval/accuracy": "held-out pairs",
+            "eval/accuracy_same_style": "held-out pairs of equal style",
+            "eval/accuracy_same_length": "held-out pairs of equal length",
+        },
+        "loss (nats per pair)": {"loss/total": ""},
+        "log-prob of an answer (held-out pairs, nats)": {
+            "eval/log_prob_chosen": "chosen",
+            "eval/log_prob_rejected": "rejected",
+        },
+    }
+    keys = {key for entry in entries for key in entry}
+    found = {title: {key: lines[key] for key in lines if key in keys} for title, lines in panels.items()}
+    return {title: lines for title, lines in found.items() if lines}
+
+
+def _draw_panels(plt, entries: list[dict], panels: dict[str, dict[str, str]]):
     num_rows = (len(panels) + 1) // 2
     figure, grid = plt.subplots(num_rows, 2, figsize=(10, 3.6 * num_rows), layout="constrained", squeeze=False)
     for axes in grid.flat[len(panels) :]:
@@ -84,7 +98,7 @@ def _draw_rewards(plt, entries: list[dict]):
         name = "" if len(lines) > 1 else next(iter(lines.values()))  # a single line has no legend
         axes.set(title=f"{title}: {name}" if name else title, xlabel="step")
         for number, (key, label) in enumerate(lines.items()):
-            is_noisy = key.startswith(("reward/", "preference/"))
+            is_noisy = key.startswith(("reward/", "preference/", "loss/total"))
             if is_noisy:
                 _line(axes, entries, key, color="C0", alpha=0.3, label=label)
             label = "the same, mean of 5 steps" if is_noisy else label

@@ -98,8 +98,10 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     if hasattr(config, "tokens_per_batch"):  # supervised: training rows have this many tokens
         prompt, completion = 0, min(config.max_length, config.tokens_per_batch)
         rows = config.tokens_per_batch // completion
+    if hasattr(config, "pairs_per_step"):  # the longest pairs that are not left out
+        prompt, completion, rows = 0, config.max_length, 2 * config.pairs_per_step
     rows, evaluated = math.ceil(rows / processes), math.ceil(8 * config.eval_prompts / processes)
-    micro = min(config.micro_batch_size, rows)
+    micro = min(config.micro_batch_size * (2 if hasattr(config, "pairs_per_step") else 1), rows)
 
     casts = 2 * shape.parameters if arithmetic == 2 and not rank and shards == 1 else 0  # autocast keeps these copies
     gathered = arithmetic * shape.parameters if shards > 1 else 0  # all layers in a rollout, two in the update

@@ -23,6 +23,8 @@ from harness.models.pretrained import (
 
 def new_reward_model(config: PolicyConfig) -> RewardModel:
     """The layers of `config.model` under a new head, which is random and small, so that all scores begin near 0."""
+    if config.has_adapter or config.load_in is not None:
+        raise UserError("a reward model trains all of its weights: omit --lora-rank and --load-in, and name no adapter")
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     tokenizer = tokenizer_of(config, is_here)
     set_template(tokenizer, config)

@@ -42,7 +42,7 @@ def train(load_script) -> ModuleType:
 @pytest.fixture
 def config(train, tmp_path):
     write_rows(tmp_path / "pairs.jsonl", PAIRS)
-    sizes = {"eval_prompts": 3, "pairs_per_step": 3, "micro_batch_size": 6}
+    sizes = {"eval_prompts": 3, "pairs_per_step": 3, "micro_batch_size": 3}
     settings = {"device": "cpu", "dtype": "float32", "attn_implementation": "sdpa", "beta": BETA}
     return train.Config(data=str(tmp_path / "pairs.jsonl"), **sizes, **settings)
 
@@ -160,7 +160,7 @@ def updated(train, config, policy: Policy, pairs: list[Pair], micro_batch_size: 
 
 def test_micro_batches_change_nothing(train, config, policy_and_pairs):
     """Nor do they change the order of a pair: rows are sorted by length, and the chosen one can be second."""
-    (whole, expected), (parts, found) = (updated(train, config, *policy_and_pairs, size) for size in (6, 2))
+    (whole, expected), (parts, found) = (updated(train, config, *policy_and_pairs, size) for size in (3, 1))
     for name, weight in expected.named_parameters():
         torch.testing.assert_close(found.get_parameter(name), weight, rtol=1e-5, atol=1e-7)
     assert whole.metrics()["loss/total"] == pytest.approx(parts.metrics()["loss/total"], rel=1e-6)
@@ -169,7 +169,7 @@ def test_micro_batches_change_nothing(train, config, policy_and_pairs):
 
 def test_the_end_of_the_turn_is_learned_and_the_prompt_is_not(policy_and_pairs, train, config):
     policy, pairs = policy_and_pairs
-    statistics, _ = updated(train, config, policy, pairs, 6)
+    statistics, _ = updated(train, config, policy, pairs, 3)
     for pair in pairs[:3]:
         prompt = encode_prompt(policy.tokenizer, [{"role": "user", "content": pair.chosen.question}])
         for row, sign in zip(pair.rows, (1, -1), strict=True):
@@ -188,7 +188,7 @@ def test_a_score_is_zero_before_training(train, config, policy_and_pairs):
     scores = train.token_scores(config, token_log_probs(policy, batch, 3), batch).sum(dim=1)
     assert scores.abs().max() < 1e-5
     assert batch.sampler_log_probs.requires_grad is False
-    statistics, _ = updated(train, config, policy, pairs, 6)
+    statistics, _ = updated(train, config, policy, pairs, 3)
     assert statistics.metrics()["loss/total"] == pytest.approx(math.log(2), abs=1e-5)
 
 
@@ -252,8 +252,8 @@ def test_a_new_adapter_is_compared_with_its_base(run):
 
 @pytest.mark.slow
 def test_two_processes_equal_one(run, tmp_path):
-    alone = run("--epochs", "2", "--micro-batch-size", "4").rename(tmp_path / "alone")
-    flags = ["--data", str(tmp_path / "pairs.jsonl"), *FLAGS.split(), "--epochs", "2", "--micro-batch-size", "4"]
+    alone = run("--epochs", "2", "--micro-batch-size", "1").rename(tmp_path / "alone")
+    flags = ["--data", str(tmp_path / "pairs.jsonl"), *FLAGS.split(), "--epochs", "2", "--micro-batch-size", "1"]
     launch(2, ROOT / "experiment_dpo" / "train.py", *flags, "--runs-dir", str(tmp_path / "two"))
     together = tmp_path / "two" / "experiment_dpo" / "x"
     for one, two in zip(metrics_of(alone), metrics_of(together), strict=True):
