@@ -124,13 +124,14 @@ def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
     return (signs * scores).view(-1, 2).sum(dim=1)  # the rows of a pair are adjacent
 
 
-def policy_loss(
-    config: Config, log_probs: torch.Tensor, micro: Experience, num_pairs: int
-) -> tuple[torch.Tensor, dict]:
-    """Each token's term, (b, T-1): -log sigmoid(margin) of its pair, spread evenly over both answers, / num_pairs."""
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience) -> tuple[torch.Tensor, dict]:
+    """Each token's term, (b, T-1): -log sigmoid(margin) / tokens of the pair's two answers / pairs_per_step.
+
+    A pair has one loss, and no token a loss of its own: it is spread evenly over the action tokens of both answers.
+    """
     scores = token_scores(config, log_probs, micro)  # (b, T-1)
     loss = bradley_terry_loss(pair_margins(scores.sum(dim=1), micro))  # (b/2,)
-    loss = loss / micro.action_mask.sum(dim=1).view(-1, 2).sum(dim=1) / num_pairs  # per token of the pair
+    loss = loss / micro.action_mask.sum(dim=1).view(-1, 2).sum(dim=1) / config.pairs_per_step  # of one token
     return loss.repeat_interleave(2)[:, None] * micro.action_mask, {"score": scores}
 
 
@@ -149,7 +150,7 @@ def update(
         accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
         log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
         log_probs.retain_grad()  # a token's push is minus its gradient
-        terms, diagnostics = policy_loss(config, log_probs, micro, config.pairs_per_step)
+        terms, diagnostics = policy_loss(config, log_probs, micro)
         accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
         statistics.add(0, 0, micro, log_probs, terms, entropy=entropy, **diagnostics)
     grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards

@@ -67,7 +67,7 @@ def experience_of(make_experience, reference: torch.Tensor, rows=slice(None)) ->
 def loss_of(train, log_probs, experience) -> tuple[torch.Tensor, torch.Tensor]:
     """The terms, and their gradient."""
     leaf = log_probs.clone().requires_grad_()
-    terms, _ = train.policy_loss(train.Config(beta=BETA), leaf, experience, 2)
+    terms, _ = train.policy_loss(train.Config(beta=BETA, pairs_per_step=2), leaf, experience)
     terms.sum().backward()
     return terms.detach(), leaf.grad
 
