@@ -119,7 +119,8 @@ def _read_pair(row: Row) -> tuple[list[dict], list[str]]:
                 messages = before
         answers.append(answer)
     # only the last turn is judged, and learned
-    return [turn | {"weight": 0} if turn.get("role") == "assistant" else turn for turn in messages], answers
+    is_earlier = [isinstance(turn, dict) and turn.get("role") == "assistant" for turn in messages]
+    return [turn | {"weight": 0} if old else turn for turn, old in zip(messages, is_earlier, strict=True)], answers
 
 
 def _encode(row: Row, prompt: list[dict], answer: str, index: int, policy: Policy | RewardModel) -> Trajectory:

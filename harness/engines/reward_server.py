@@ -15,6 +15,7 @@ class RewardServer(VLLM):
         super().__init__(url, torch.float32)
 
     def _check(self, dtype: torch.dtype) -> None:
+        self.about = self.about.replace("the engine", "the reward model")
         try:
             self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
         except (TypeError, LookupError):

@@ -1,0 +1,151 @@
+"""Preference pairs: the schemas that are read, the rows that are left out or refused, and the figures of a judge."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import UserError
+from common.preferences import preference_metrics
+
+from harness.data.pairs import load_pairs, read_rows
+
+ROW = {"prompt": "What is 1 + 2?", "chosen": "<answer>3</answer>", "rejected": "<answer>4</answer>"}
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    """The pairs of some rows, the first of which is also the held-out one."""
+    judge = SimpleNamespace(tokenizer=tokenizer, end_of_turn_ids=[tokenizer.eos_token_id])
+
+    def load(*rows: dict, **settings):
+        for name, some in (("pairs", rows), ("held_out", (ROW,))):
+            text = "".join(json.dumps(row) + "\n" for row in some)
+            (tmp_path / f"{name}.jsonl").write_text(text)
+        fixed = {"data": str(tmp_path / "pairs.jsonl"), "eval_data": str(tmp_path / "held_out.jsonl")}
+        fixed |= {"eval_prompts": 1, "max_pairs": None, "max_length": 64, "answer_begins": None, "pairs_per_step": 1}
+        return load_pairs(SimpleNamespace(seed=0, **fixed | settings), judge)[0]
+
+    return load
+
+
+def text_of(tokenizer, row) -> tuple[str, str]:
+    """The complete text of a row, and the part of it that is learned."""
+    learned = [token for token, is_action in zip(row.ids, row.action_mask, strict=True) if is_action]
+    return tokenizer.decode(row.ids), tokenizer.decode(learned)
+
+
+def test_text_and_messages_give_the_same_rows(load, tokenizer):
+    """The schema of ultrafeedback_binarized: the prompt as text, the answers as conversations that begin with it."""
+    question = {"role": "user", "content": ROW["prompt"]}
+    answers = {name: [{"role": "assistant", "content": ROW[name]}] for name in ("chosen", "rejected")}
+    (plain,) = load(ROW)
+    for other in (
+        ROW | {"prompt": [question]},
+        ROW | answers,
+        ROW | {"prompt": [question]} | answers,
+        ROW | {name: [question, *answer] for name, answer in answers.items()},
+    ):
+        assert load(other) == [plain]
+    assert [row.completion_index for row in plain.rows] == [0, 1]
+    text, learned = text_of(tokenizer, plain.chosen)
+    assert (ROW["prompt"] in text, learned) == (True, f"{ROW['chosen']}<|im_end|>")
+
+
+def test_only_the_last_turn_of_a_conversation_is_learned(load, tokenizer):
+    before = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi!"}]
+    (pair,) = load(ROW | {"prompt": [*before, {"role": "user", "content": ROW["prompt"]}]})
+    for row, answer in zip(pair.rows, (ROW["chosen"], ROW["rejected"]), strict=True):
+        text, learned = text_of(tokenizer, row)
+        assert "Hi!" in text
+        assert learned == f"{answer}<|im_end|>"
+
+
+def test_pairs_that_teach_nothing_are_left_out_and_counted(load, capsys):
+    long = "<answer>" + "1 " * 100 + "</answer>"
+    rows = [ROW | {"rejected": " "}, ROW | {"rejected": ROW["chosen"]}, ROW | {"score_chosen": 1, "score_rejected": 1}]
+    pairs = load(ROW, *rows, ROW | {"chosen": long}, ROW | {"chosen": ""}, ROW | {"score_chosen": 2})
+    assert len(pairs) == 2
+    said = capsys.readouterr().out
+    for sentence in ("2 of 7 pairs left out: an empty answer (the first: ", "1 of 7 pairs left out: two equal answers",
+                     "pairs.jsonl:4", "a tie", "more than --max-length 64 tokens (the first: "):  # fmt: skip
+        assert sentence in said
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    ({"chosen": 3}, r"pairs.jsonl:2: .*chosen"),
+    ({"chosen": []}, r"pairs.jsonl:2: 'chosen' does not end with a message of the assistant"),
+    ({"rejected": [{"role": "user", "content": "?"}]}, r"pairs.jsonl:2: 'rejected' does not end"),
+    ({"prompt": [{"role": "user"}]}, r"pairs.jsonl:2: the content of message 0 \(user\) is not text"),
+    ({"prompt": ["Hello."]}, r"pairs.jsonl:2: message 0 is not an object with a role"),
+])  # fmt: skip
+def test_a_broken_row_is_refused_with_file_and_line(load, change, sentence):
+    with pytest.raises(UserError, match=sentence):
+        load(ROW, ROW | change)
+
+
+def test_too_few_pairs_are_refused(load):
+    with pytest.raises(UserError, match="no pair is left"):
+        load(ROW | {"rejected": ""})
+    with pytest.raises(UserError, match="--pairs-per-step 2 exceeds the 1 pairs"):
+        load(ROW, pairs_per_step=2)
+
+
+def test_a_hidden_thought_is_not_in_the_rows_but_decides_on_the_style(load, tokenizer):
+    thought = {"chosen": "<think>1+2=3</think><answer>3</answer>"}
+    (shown,), (hidden,) = (load(ROW | thought, answer_begins=tag) for tag in (None, "</think>"))
+    assert "1+2=3" in text_of(tokenizer, shown.chosen)[1]
+    assert text_of(tokenizer, hidden.chosen)[1] == "<answer>3</answer><|im_end|>"
+    assert (shown.same_style, hidden.same_style, load(ROW)[0].same_style) == (False, False, True)
+    named = {"style_chosen": "short", "style_rejected": "short"}
+    assert load(ROW | thought | named)[0].same_style
+
+
+def test_the_bundled_pairs_are_about_other_questions_than_the_held_out_ones(load_script):
+    """And both about others than those that a policy is evaluated on."""
+    train = load_script("experiment_reward_model/train.py")
+    from tasks.arithmetic import EVAL_DATA
+
+    from harness.data import pairs
+
+    rows, held_out = (read_rows(str(path), pairs.FIELDS) for path in (pairs.PAIRS, pairs.HELD_OUT))
+    questions = {row["question"] for row in read_rows(str(EVAL_DATA), {"question": str})}
+    asked, asked_later = ({row["prompt"] for row in some} for some in (rows, held_out))
+    assert (len(rows), len(held_out)) == (3000, train.Config.eval_prompts)
+    assert not asked & asked_later
+    assert not (asked | asked_later) & questions
+
+
+def test_the_figures_of_a_judge_equal_slow_loops():
+    rng = random.Random(0)
+    scores = [(rng.gauss(0.5, 2), rng.gauss(0, 2)) for _ in range(200)] + [(1.0, 1.0)]
+    lengths = [(rng.randint(5, 40), rng.randint(5, 40)) for _ in scores]
+    same = [rng.random() < 0.3 for _ in scores]
+    found = preference_metrics(scores, lengths, same)
+    right = [1 if a > b else 0.5 if a == b else 0 for a, b in scores]
+    assert found["accuracy"] == pytest.approx(sum(right) / len(right))
+    assert found["accuracy_same_style"] == pytest.approx(
+        sum(r for r, s in zip(right, same, strict=True) if s) / sum(same)
+    )
+    near = [abs(a - b) / max(a, b) <= 0.1 for a, b in lengths]
+    assert found["accuracy_same_length"] == pytest.approx(
+        sum(r for r, n in zip(right, near, strict=True) if n) / sum(near)
+    )
+    error = 0.0
+    for low in range(10):
+        inside = [(p, r) for (a, b), r in zip(scores, right, strict=True)
+                  if low / 10 <= (p := 1 / (1 + math.exp(-abs(a - b)))) < (low + 1) / 10]  # fmt: skip
+        if inside:
+            gap = sum(p for p, _ in inside) / len(inside) - sum(r for _, r in inside) / len(inside)
+            error += len(inside) / len(scores) * abs(gap)
+    assert found["calibration_error"] == pytest.approx(error)
+    flat, sizes = ([x for pair in pairs for x in pair] for pairs in (scores, lengths))
+    import numpy as np
+
+    assert found["length_correlation"] == pytest.approx(np.corrcoef(flat, sizes)[0, 1])
+
+
+def test_large_margins_do_not_overflow():
+    assert preference_metrics([(1e4, -1e4)], [(3, 9)], [True])["calibration_error"] == 0.0
