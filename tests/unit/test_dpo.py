@@ -12,13 +12,15 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from run_files import ROOT, launch, metrics_of, rows_of, write_rows
+from run_files import ROOT, json_of, launch, metrics_of, rows_of, write_rows
 from safetensors.torch import load_file
 
 from common.chat import encode_prompt
 from common.experience import Experience, collate
 from common.logprobs import token_log_probs
 from common.policy import Policy
+from viewer.curve import _panels_of_pairs
+from viewer.report import count_rows_per_step, write_report
 
 from harness.data.pairs import Pair, add_reference, load_pairs
 from harness.models.loading import load_policy
@@ -226,6 +228,11 @@ def test_the_terms_of_samples_add_up_to_the_logged_loss(run):
         log_ratio = [a - b for a, b in zip(row["updates"][0]["log_probs"], row["sampler_log_probs"], strict=True)]
         assert row["updates"][0]["score"] == pytest.approx([0.5 * x for x in log_ratio], abs=1e-5)
         assert row["question"].startswith("What is")
+    page = write_report(directory).read_text(encoding="utf-8")
+    assert "trained the policy tiny on the pairs of" in page
+    assert count_rows_per_step(json_of(directory / "config.json")) == len(samples)  # the page compares complete steps
+    panels = _panels_of_pairs(metrics_of(directory))
+    assert "eval/log_prob_rejected" in panels["log-prob of an answer (held-out pairs, nats)"]
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit(run, train):
