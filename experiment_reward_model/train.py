@@ -38,7 +38,7 @@ from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.data import prompts_of_step
 from harness.data.pairs import PAIRS, Pair, load_pairs
-from harness.models.reward_model import new_reward_model
+from harness.models.reward_loading import new_reward_model
 from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
 from harness.run.run import Run
 from harness.run.start import run_main, start_run

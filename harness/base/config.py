@@ -202,7 +202,7 @@ class RunConfig(AskedConfig):
     # what the reward model is shown of a completion: what follows this tag, e.g. "</think>", or a JSON file of tags
     answer_begins: OfJudge[str | None] = None
     strict: OfJudge[bool] = False  # with --answer-begins: no score for a completion that is not one thought, one answer
-    floor: OfJudge[float] = -10.0  # what a completion without an answer to score gets instead
+    no_answer_penalty: OfJudge[NotNegative] = 10.0  # a completion without an answer to score gets minus this instead
     # end early when the diagnosis finds this: the reward model's score rises while the held-out accuracy falls
     stop_when: OfJudge[Literal["over-optimised"] | None] = None
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside

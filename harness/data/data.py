@@ -11,7 +11,7 @@ from harness.base.config import AskedConfig, RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
 from harness.base.terminal import say
-from harness.data.judge import PREFERENCE, load_judge
+from harness.data.answer_judge import PREFERENCE, load_judge
 from harness.data.row_checks import hold_out, shared_questions, try_solutions
 from harness.data.rows import Fields, FieldsError, find_problem, placed, read_jsonl
 from harness.data.task import Row, Task, import_task, suggest_task

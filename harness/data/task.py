@@ -17,7 +17,7 @@ from harness.base.checks import is_finite, local_path, parse_numbers
 from harness.base.config import RunConfig, shown
 from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
-from harness.data.judge import PREFERENCE, Judge
+from harness.data.answer_judge import PREFERENCE, Judge
 from harness.data.rows import Row, find_problem
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"

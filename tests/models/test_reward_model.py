@@ -28,8 +28,8 @@ from common.loss import bradley_terry_loss
 from common.reward_model import RewardModel, score_rows
 
 from harness.base.config import TINY_POLICY, PolicyConfig
-from harness.data.judge import Judge, load_judge
-from harness.models.reward_model import load_reward_model, new_reward_model
+from harness.data.answer_judge import Judge, load_judge
+from harness.models.reward_loading import load_reward_model, new_reward_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 KINDS = {
@@ -118,7 +118,7 @@ def test_a_judge_with_its_own_tokenizer_and_template_sees_only_the_answer(save_j
     """The bundled policy's texts, in the words of another tokenizer; a Llama has no pad token."""
     path = save_judge("llama" if tokenizer == "llama" else "qwen2", tokenizer)
     names = {"reward_model": str(path), "reward_model_url": None, "answer_begins": "</think>", "strict": True}
-    config = SimpleNamespace(device="cpu", generation_batch_size=4, floor=-7.0, **names)
+    config = SimpleNamespace(device="cpu", generation_batch_size=4, no_answer_penalty=7.0, **names)
     texts = ["<think>20+38=58</think>It is 58.", "<think>no idea</think>It is 58.", "It is 58.", "<think>20+38"]
     scores = load_judge(config).score([QUESTION] * 4, texts)
     assert scores[0] == pytest.approx(scores[1], abs=1e-6)
@@ -162,7 +162,7 @@ def test_what_is_no_reward_model_is_refused_in_one_sentence(save_judge, tmp_path
 
 def test_a_conversation_that_is_too_long_for_the_judge_is_refused(save_judge):
     path = save_judge(max_position_embeddings=64)
-    config = SimpleNamespace(device="cpu", generation_batch_size=4, floor=0.0, reward_model=str(path))
+    config = SimpleNamespace(device="cpu", generation_batch_size=4, no_answer_penalty=0.0, reward_model=str(path))
     vars(config).update(reward_model_url=None, answer_begins=None, strict=False)
     with pytest.raises(UserError, match="tokens for the reward model, which reads 64 at most"):
         load_judge(config).score([QUESTION], ["58 " * 100])

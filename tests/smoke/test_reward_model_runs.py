@@ -1,4 +1,4 @@
-"""A reward model is made and then trained against, as users do: by a directory or a server, thoughts shown or hidden."""
+"""A reward model is made, and policies are trained against it: by a directory or a server, thoughts shown or hidden."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ from common.reward_model import score_rows
 
 from harness.base.config import RunConfig
 from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
-from harness.models.reward_model import load_reward_model
+from harness.models.reward_loading import load_reward_model
 
 SHORT = "--steps 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 24 --eval-prompts 3 --device cpu --kl-weight 0"
 
@@ -136,7 +136,7 @@ def test_a_server_of_another_kind_is_refused(judge, run, serve, answer):
 
 
 def test_a_hidden_thought_changes_no_score_and_a_malformed_one_gets_the_floor(judge, run):
-    flags = ("--reward-model", str(judge / "final"), "--answer-begins", "</think>", "--floor", "-3")
+    flags = ("--reward-model", str(judge / "final"), "--answer-begins", "</think>", "--no-answer-penalty", "3")
     _, lenient = run("lenient", *flags)
     _, strict = run("strict", *flags, "--strict")
     model = load_reward_model(str(judge / "final"), "cpu", torch.float32)

@@ -65,11 +65,11 @@ def load_judge(config: RunConfig) -> Judge | None:
         raise UserError("--strict asks for a thought and an answer: say with --answer-begins how they are told apart")
     tags = None if config.answer_begins is None else read_format(config.answer_begins)
     score = _score_here(config) if config.reward_model else _score_by_server(config.reward_model_url)
-    return Judge(score, tags, config.strict, config.floor)
+    return Judge(score, tags, config.strict, -config.no_answer_penalty)
 
 
 def _score_here(config: RunConfig) -> Callable[[list[Messages]], list[float]]:
-    from harness.models.reward_model import load_reward_model  # not at the top: most runs have no judge
+    from harness.models.reward_loading import load_reward_model  # not at the top: most runs have no judge
 
     dtype = "bfloat16" if torch.device(config.device).type == "cuda" else "float32"
     model: RewardModel = load_reward_model(config.reward_model, config.device, DTYPES[dtype])
