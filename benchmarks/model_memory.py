@@ -57,6 +57,11 @@ for name, hidden, inner, layers, heads, kv_heads in (
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "tie_word_embeddings": hidden < 3584,
     }  # fmt: skip
+EIGHT_BILLION = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+SHAPES |= dict.fromkeys(("meta-llama/Llama-3.1-8B-Instruct", "Skywork/Skywork-Reward-V2-Llama-3.1-8B"), EIGHT_BILLION)
 IN_THE_TABLE = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct")
 SETTINGS = {  # from the commands in docs/real_models.md
     "full": (),
@@ -131,7 +136,9 @@ def print_estimates() -> None:
 
 
 def print_recipes() -> None:
-    """The peak of every recipe on one GPU, in bfloat16, with the flags that the recipe gives to Python."""
+    """The peak of every recipe in bfloat16, with the flags that it gives to Python: on one GPU, or with a reward model
+    on each of eight, under FSDP2.
+    """
     recorder = f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
     estimates = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -141,13 +148,17 @@ def print_recipes() -> None:
         for recipe in sorted((ROOT / "recipes").glob("*_*.sh")):
             environment = os.environ | {"PYTHON": str(python)}
             given = subprocess.run(["bash", str(recipe)], env=environment, capture_output=True, text=True, check=True)
-            script, *flags = json.loads(given.stdout)
+            script, *flags = json.loads(given.stdout.splitlines()[-1])  # a recipe can prepare something first
             place = flags.index("--model")
-            name = flags[place + 1]
+            if (name := flags[place + 1]) not in SHAPES:  # measured instead
+                continue
             flags = [*flags[:place], *flags[place + 2 :], "--dtype", "bfloat16", "--device", "cpu"]
             model = write_model(Path(directory) / "models" / name, SHAPES[name])
-            script = str(Path(script).relative_to(ROOT))
-            found = estimate(model, tuple(flags), PROMPT_OF_RECIPES, script=script, device="cuda")
+            script, launch = str(Path(script).relative_to(ROOT)), ("one", 1)
+            if "--reward-model" in flags:
+                place, launch = flags.index("--reward-model") + 1, ("fsdp2", 8)
+                flags[place] = str(write_model(Path(directory) / "models" / flags[place], SHAPES[flags[place]]))
+            found = estimate(model, tuple(flags), PROMPT_OF_RECIPES, *launch, script=script, device="cuda")
             estimates[recipe.stem] = {"model": name, "flags": flags} | found
             print(f"{recipe.stem}: {found['peak'] / 1e9:.1f} GB", flush=True)
     _store("recipes", estimates)

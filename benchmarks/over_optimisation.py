@@ -66,6 +66,7 @@ LABELS = {
 BEST_OF = 64  # responses per held-out question
 NUMBERS = [2**power for power in range(7)]  # n of best-of-n
 NUM_QUESTIONS = 256
+BEST_QUESTIONS = 128  # the first of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +193,7 @@ def questions() -> list[dict]:
 @functools.cache
 def responses_of_the_start() -> list[list[tuple[list[dict], float]]]:
     """For each held-out question the conversations with 64 answers, and whether they are right."""
-    policy, rows = start_policy(), questions()
+    policy, rows = start_policy(), questions()[:BEST_QUESTIONS]
     prompts = [encode_prompt(policy.tokenizer, arithmetic.messages(row)) for row in rows]
     found = sample(policy, prompts, BEST_OF, max_new_tokens=96, key=(0,), generation_batch_size=512)
     answered = [(rows[x.prompt_index], decode(policy.tokenizer, x.completion_ids)) for x in found]

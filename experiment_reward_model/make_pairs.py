@@ -1,7 +1,8 @@
 """Make preference pairs from scored responses: what experiment_reward_model/train.py learns from.
 
-    python experiment_reward_model/make_pairs.py --responses scored.jsonl --output pairs.jsonl --eval-output held.jsonl
+    python experiment_reward_model/make_pairs.py --eval-output runs/pairs_heldout.jsonl
     python experiment_reward_model/make_pairs.py --responses part1.jsonl part2.jsonl --choose random --min-responses 4
+    python experiment_reward_model/train.py --data runs/pairs.jsonl --eval-data runs/pairs_heldout.jsonl
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, one per prompt, with `style_chosen` and `style_rejected` if
 the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1. No use
@@ -38,13 +39,15 @@ from harness.data.responses import as_messages, conversation_of, place_of, read_
 from harness.data.rows import Row
 from harness.run.start import run_main
 
+SIDES = ("chosen", "rejected")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     FIRST_GROUP: ClassVar[str] = "pairs"
 
-    responses: tuple[str, ...] = ("scored.jsonl",)  # files of score_responses.py, in order
-    output: LocalPath = "pairs.jsonl"  # the pairs to train on
+    responses: tuple[str, ...] = ("runs/scored.jsonl",)  # files of score_responses.py, in order
+    output: LocalPath = "runs/pairs.jsonl"  # the pairs to train on
     eval_output: LocalPath | None = None  # held-out pairs; None: none are held out
     eval_share: Annotated[float, Interval(gt=0, lt=1)] = 0.1  # of the prompts are held out, with --eval-output
     # the best and the worst response, or any two with different scores, the better one chosen
@@ -69,7 +72,8 @@ def main(argv: list[str] | None = None) -> None:
             continue
         place = place_of(conversation_of(row, row["prompt"]), "held-out pairs", config.seed)
         (eval_pairs if config.eval_output and place < config.eval_share else pairs).append(pair)
-    say(f"{len(rows)} prompts, {len(pairs) + len(eval_pairs)} pairs; left out: {dict(left_out) or 'none'}")
+    reasons = ", ".join(f"{reason} {count}" for reason, count in left_out.items()) or "none"
+    say(f"{len(rows)} prompts, {len(pairs) + len(eval_pairs)} pairs; left out: {reasons}")
     write(config, config.output, pairs[: config.max_pairs])
     if config.eval_output:
         write(config, config.eval_output, eval_pairs[: config.max_eval_pairs])
@@ -101,30 +105,28 @@ def write(config: Config, output: str, pairs: list[dict]) -> None:
     path = local_path(output, "--output")
     if not pairs:
         raise UserError(f"no pair is left for {shown(path)}")
-    binary = {pair[side]["score"] for pair in pairs for side in ("chosen", "rejected")} <= {0, 1}
-    lines = []
-    for pair in pairs:
-        answers = {side: pair[side]["text"] for side in ("chosen", "rejected")}
-        before = as_messages(pair["prompt"]) if config.conversations else None
-        line = {"prompt": pair["prompt"]}
-        for side, text in answers.items():
-            line[side] = text if before is None else [*before, {"role": "assistant", "content": text}]
-        for side in answers:
-            line |= {} if binary else {f"score_{side}": pair[side]["score"]}
-            line |= {f"style_{side}": style} if (style := style_of(pair[side])) else {}
-        lines.append(line)
+    is_binary = {pair[side]["score"] for pair in pairs for side in SIDES} <= {0, 1}
+    lines = [json.dumps(line_of(config, pair, is_binary), ensure_ascii=False, separators=(",", ":")) for pair in pairs]
     try:
-        texts = [json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines]
-        replace_file(path, "".join(texts).encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, "".join(line + "\n" for line in lines).encode())
     except OSError as error:
         raise UserError(f"{shown(path)} cannot be written ({error.strerror})") from error
-    equal = fmean(style_of(pair["chosen"]) == style_of(pair["rejected"]) for pair in pairs)
-    lengths = [fmean(len(pair[side]["text"]) for pair in pairs) for side in ("chosen", "rejected")]
-    longer = fmean(len(pair["chosen"]["text"]) > len(pair["rejected"]["text"]) for pair in pairs)
-    say(
-        f"{shown(path)}: {len(pairs)} pairs, of equal style {equal:.0%}; characters: chosen {lengths[0]:.0f}, rejected "
-        f"{lengths[1]:.0f}; the chosen response is longer in {longer:.0%}"
-    )
+    styles = [{style_of(pair[side]) for side in SIDES} for pair in pairs]
+    equal = "" if {None} in styles else f", {fmean(len(both) == 1 for both in styles):.0%} of equal style"
+    lengths = [[len(pair[side]["text"]) for pair in pairs] for side in SIDES]
+    longer = fmean(chosen > rejected for chosen, rejected in zip(*lengths, strict=True))
+    means = "{:.0f} chosen, {:.0f} rejected".format(*map(fmean, lengths))
+    say(f"{shown(path)}: {len(pairs)} pairs{equal}; characters: {means}, the chosen response longer in {longer:.0%}")
+
+
+def line_of(config: Config, pair: dict, is_binary: bool) -> dict:
+    line = {"prompt": pair["prompt"]}
+    for side in SIDES:
+        answer = {"role": "assistant", "content": pair[side]["text"]}
+        line[side] = [*as_messages(pair["prompt"]), answer] if config.conversations else answer["content"]
+    line |= {} if is_binary else {f"score_{side}": pair[side]["score"] for side in SIDES}
+    return line | {f"style_{side}": style for side in SIDES if (style := style_of(pair[side]))}
 
 
 def style_of(response: dict) -> str | None:

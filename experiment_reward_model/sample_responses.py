@@ -30,6 +30,7 @@ from harness.data.responses import (
     make_responder,
     read_prompts,
 )
+from harness.data.task import Task
 from harness.run.start import run_main
 
 
@@ -41,21 +42,26 @@ def main(argv: list[str] | None = None) -> None:
 
     def make(batch: list[Prompt]) -> list[dict]:
         answers = responder()(batch)
+        if task is not None:  # what takes long is judged in parallel
+            asked = [(prompt.row, text) for prompt, some in zip(batch, answers, strict=True) for text, _ in some]
+            task.prepare([row for row, _ in asked], [text for _, text in asked])
         rows = []
         for prompt, responses in zip(batch, answers, strict=True):
-            found = [response._asdict() for response in responses]
-            if task is not None:
-                task.prepare([prompt.row] * len(found), [response.text for response in responses])
-                for response in found:
-                    response["rewards"] = task.reward(prompt.row, response["text"])
-                    if style := task.describe(prompt.row, response["text"]):
-                        response["style"] = style
             kept = {"conversation": prompt.row["conversation"]} if "conversation" in prompt.row else {}
+            found = [response._asdict() | described(task, prompt, response.text) for response in responses]
             rows.append({"index": prompt.index, "prompt": prompt.shown, **kept, "responses": found})
         return rows
 
     path = grow(config, prompts, batch_size(config), make)
     say(f"responses: {shown(path)}")
+
+
+def described(task: Task | None, prompt: Prompt, text: str) -> dict:
+    """What the task says about a response."""
+    if task is None:
+        return {}
+    rewards, style = task.reward(prompt.row, text), task.describe(prompt.row, text)
+    return {"rewards": rewards} | ({"style": style} if style else {})
 
 
 if __name__ == "__main__":

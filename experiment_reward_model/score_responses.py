@@ -1,9 +1,10 @@
 """Score responses: by a reward model (the judge), or by a reward component of their task.
 
-    python experiment_reward_model/score_responses.py --responses responses.jsonl --by correct
-    python experiment_reward_model/score_responses.py --responses responses.jsonl \\
-        --reward-model Skywork/Skywork-Reward-V2-Qwen3-0.6B --answer-begins "</think>"
-    python experiment_reward_model/score_responses.py --responses responses.jsonl --reward-model-url http://127.0.0.1:8000
+    python experiment_reward_model/score_responses.py --by correct
+    python experiment_reward_model/score_responses.py --reward-model Skywork/Skywork-Reward-V2-Qwen3-0.6B \\
+        --answer-begins "</think>"
+    python experiment_reward_model/score_responses.py --reward-model-url http://127.0.0.1:8000 --shard 1/4 \\
+        --output runs/scored1.jsonl
 
 Every response of the rows of sample_responses.py gets a field `score`. The same command continues a file that was
 interrupted; with --shard, the parts in order are the complete file. Next: make_pairs.py.
@@ -32,7 +33,7 @@ from harness.run.start import run_main
 class Config(ModelConfig):
     FIRST_GROUP: ClassVar[str] = "scores"
 
-    responses: InputPath = "responses.jsonl"  # a file of sample_responses.py
+    responses: InputPath = "runs/responses.jsonl"  # a file of sample_responses.py
     by: str | None = None  # a reward component of the task, e.g. correct; None: a judge scores
     reward_model: OfJudge[InputPath | None] = None  # the judge: a directory or a hub id
     reward_model_url: OfJudge[str | None] = None  # the address of a vLLM server with a reward model, instead
@@ -42,7 +43,7 @@ class Config(ModelConfig):
     floor: OfJudge[float] = -10.0  # the score of a response without an answer
     shard: OfRun[str] = "1/1"  # make only this part, e.g. 2/4; the parts in order are the complete file
     generation_batch_size: OfRun[Count] = 128  # responses that are scored at the same time
-    output: OfRun[LocalPath] = "scored.jsonl"  # a JSONL file, new or to be continued
+    output: OfRun[LocalPath] = "runs/scored.jsonl"  # a JSONL file, new or to be continued
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -51,6 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = read_responses(config.responses)
     if (config.by is None) == (config.reward_model is None and config.reward_model_url is None):
         raise UserError("say who scores: --by COMPONENT, --reward-model or --reward-model-url, and only one of them")
+    if config.by is not None:
+        load_judge(config)  # refuses the flags of a judge
     judge = functools.cache(lambda: load_judge(config))  # not loaded if nothing is left to do
 
     def score(batch: list[Row]) -> list[dict]:

@@ -48,7 +48,7 @@ class Config(ResponseConfig):
     # where an answer begins: behind this tag, which ends its thought, or a JSON file of tags
     answer_begins: str = "</think>"
     keep_right: bool = False  # only answers with the reward correct = 1
-    output: OfRun[LocalPath] = "chats.jsonl"  # a JSONL file, new or to be continued
+    output: OfRun[LocalPath] = "runs/chats.jsonl"  # a JSONL file, new or to be continued
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -71,10 +71,11 @@ def main(argv: list[str] | None = None) -> None:
         return answer if config.thoughts == "drop" else response.text
 
     def make(batch: list[Prompt]) -> list[dict]:
-        rows = []
-        for prompt, responses in zip(batch, responder()(batch), strict=True):
-            if config.keep_right:
-                task.prepare([prompt.row] * len(responses), [response.text for response in responses])
+        rows, found = [], responder()(batch)
+        if config.keep_right:  # what takes long is judged in parallel
+            asked = [(prompt.row, text) for prompt, some in zip(batch, found, strict=True) for text, _ in some]
+            task.prepare([row for row, _ in asked], [text for _, text in asked])
+        for prompt, responses in zip(batch, found, strict=True):
             answers = (kept(prompt, response) for response in responses)
             answer = next((answer for answer in answers if answer is not None), None)
             outcomes["left out" if answer is None else "kept"] += 1

@@ -64,6 +64,8 @@ def load_judge(config: RunConfig) -> Judge | None:
     if config.strict and config.answer_begins is None:
         raise UserError("--strict asks for a thought and an answer: say with --answer-begins how they are told apart")
     tags = None if config.answer_begins is None else read_format(config.answer_begins)
+    if config.estimate:  # nothing will be scored
+        return Judge(lambda _: [], tags, config.strict)
     score = _score_here(config) if config.reward_model else _score_by_server(config.reward_model_url)
     return Judge(score, tags, config.strict, -config.no_answer_penalty)
 

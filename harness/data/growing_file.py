@@ -120,6 +120,6 @@ def _open(path: Path, settings: dict, free: set[str]) -> int:
 
 def _append(path: Path, rows: list[dict]) -> None:
     with path.open("ab") as file:
-        file.write("".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows).encode())
+        file.write("".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows).encode(errors="replace"))
         file.flush()
         os.fsync(file.fileno())

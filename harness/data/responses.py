@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from common.chat import decode, encode_prompt
@@ -68,7 +69,7 @@ class ResponseConfig(ModelConfig):
     shard: OfRun[str] = "1/1"  # make only this part, e.g. 2/4; the parts in order are the complete file
     # responses that are made at the same time: memory of the KV cache, or requests to the server
     generation_batch_size: OfRun[Count] = 128
-    output: OfRun[LocalPath] = "responses.jsonl"  # a JSONL file, new or to be continued
+    output: OfRun[LocalPath] = "runs/responses.jsonl"  # a JSONL file, new or to be continued
 
     def __post_init__(self) -> None:
         found = {}
@@ -143,6 +144,11 @@ def read_responses(source: str) -> list[Row]:
         row.index = row["index"]
         if not all(isinstance(found, dict) and {"text", "finish_reason"} <= found.keys() for found in row["responses"]):
             raise UserError(f"{row.place}: a response has no text, or no finish_reason")
+    for before, row in pairwise(rows):
+        if row.index <= before.index:
+            raise UserError(
+                f"{row.place}: its index {row.index} does not follow {before.index}: are the shards in order?"
+            )
     return rows
 
 

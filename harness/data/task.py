@@ -234,8 +234,6 @@ class Task:
             if component not in weights:
                 raise UserError(f"--reward-weight {component}: {self} has the components {', '.join(weights)}")
             weights[component] = weight
-        if not any(weights.values()):
-            raise UserError(f"{self}: the weights of all components are 0, so that nothing would be learned")
         return weights
 
     def _constant(self, name: str, wanted: type, default):
@@ -247,7 +245,10 @@ class Task:
 
 def import_task(config: RunConfig, more_weights: dict[str, float] | None = None) -> Task:
     """The task that `--task` names, with its weights but without its rows."""
-    return task_of(config.task, config.reward_weight, more_weights)
+    task = task_of(config.task, config.reward_weight, more_weights)
+    if not any(task.weights.values()):
+        raise UserError(f"{task}: the weights of all components are 0, so that nothing would be learned")
+    return task
 
 
 def task_of(name: str, weights: tuple[str, ...] = (), more_weights: dict[str, float] | None = None) -> Task:

@@ -7,12 +7,11 @@ import torch
 
 from common.keyed import keyed_generator
 
-from harness.engines.engine import SEEDS
 from harness.engines.vllm import ALIVE, VLLM, RefusedError
 
-SEED_RANGE = min(SEEDS, 2**31)  # more than some servers accept
+SEEDS = 2**31  # of a request; every server takes these
 BUSY = (429, 503)  # statuses after which a request is sent again
-PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 0.0)  # seconds after each attempt
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between the attempts
 
 
 class ChatServer(VLLM):
@@ -23,6 +22,7 @@ class ChatServer(VLLM):
         super().__init__(url, torch.float32)
 
     def _check(self, dtype: torch.dtype) -> None:
+        self.about = self.about.replace("the engine", "the server")
         if self._model is not None:
             return
         try:
@@ -40,9 +40,9 @@ class ChatServer(VLLM):
         """
 
         async def ask_all() -> list[tuple[str, str]]:
-            seeds = [int(keyed_generator("chat", *key, index).integers(SEED_RANGE)) for _, index in asked]
+            seeds = [int(keyed_generator("chat", *key, index).integers(SEEDS)) for _, index in asked]
             bodies = [
-                settings | {"model": self._model, "messages": messages, "seed": (seed + number) % SEED_RANGE}
+                settings | {"model": self._model, "messages": messages, "seed": (seed + number) % SEEDS}
                 for (messages, _), seed in zip(asked, seeds, strict=True)
                 for number in range(count)
             ]
@@ -53,12 +53,12 @@ class ChatServer(VLLM):
 
     async def chat(self, body: dict) -> tuple[str, str]:
         """One answer. A thought that the server has taken out of the text is put back in front of it."""
-        for pause in PAUSES:
+        for pause in (*PAUSES, None):
             try:
                 answer = await self._ask("POST", "/v1/chat/completions", body, seconds=self._seconds)
                 break
             except RefusedError as refused:
-                if refused.status not in BUSY or pause == PAUSES[-1]:
+                if refused.status not in BUSY or pause is None:
                     raise
                 await asyncio.sleep(pause)
         try:

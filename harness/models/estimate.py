@@ -120,6 +120,9 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
         "reference": 4 * shape.parameters if getattr(config, "kl_weight", 0) > 0 and not rank else 0,
         "program, buffers of DDP": PROGRAM + (4 * trained if launch == "multi_gpu" else 0),
     }
+    if getattr(config, "reward_model", None):
+        judged = 2 if torch.device(config.device).type == "cuda" else 4
+        held["reward model"] = judged * Shape(replace(config, model=config.reward_model)).parameters
     phases = {"sampling: KV cache, logits": sampling, "update: activations, logits": max(update, step)}
     return held | phases | {"total": sum(held.values()) + max(phases.values())}
 

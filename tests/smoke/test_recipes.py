@@ -41,6 +41,10 @@ def models(load_script, tmp_path_factory) -> Path:
     savers, folder = load_script("tests/models/conftest.py"), tmp_path_factory.mktemp("models")
     savers.save_qwen2(folder / "qwen2")
     savers.save_llama(folder / "llama")
+    make = load_script("experiment_reward_model/train.py").main
+    flags = ("--max-pairs", "32", "--eval-prompts", "2", "--device", "cpu", "--name", "x", "--runs-dir", str(folder))
+    make(["--model", str(folder / "llama"), *flags])
+    (folder / "experiment_reward_model" / "x" / "final").rename(folder / "judge")
     return folder
 
 
@@ -68,6 +72,9 @@ def started_by(tmp_path) -> Callable[..., list[str]]:
 def small(recipe: Path, models: Path) -> list[str]:
     """Flags that make a recipe short: a model of its architecture, and rows of its task."""
     task = recipe.stem.partition("_")[0]
+    if task == "prompts":
+        pairs = str(ROOT / "data/preference_pairs_heldout.jsonl")
+        return ["--model", str(models / "llama"), "--reward-model", str(models / "judge"), "--data", pairs, *SHORT]
     rows = str(ROOT / ("data/instructions_short.jsonl" if task == "instructions" else f"tests/data/{task}.jsonl"))
     model = str(models / ("qwen2" if "qwen2" in recipe.stem else "llama"))
     minibatch = ("--minibatch-size", "2") if "--minibatch-size" in recipe.read_text(encoding="utf-8") else ()
@@ -91,8 +98,10 @@ def test_a_recipe_trains_for_two_steps(recipe, load_script, started_by, models, 
     run = tmp_path / "runs" / experiment / "x"
     metrics, summary = read_metrics(run), json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert {entry["step"] for entry in metrics} == {0, 1, 2}
-    assert len([entry for entry in metrics if "loss/grad_norm" in entry and "reward/correct" in entry]) == 2
-    assert (summary["trained_parameters"] == summary["parameters"]) == recipe.stem.endswith(("full", "drgrpo", "135m"))
+    assert len([entry for entry in metrics if "loss/grad_norm" in entry and "reward/total" in entry]) == 2
+    assert (summary["trained_parameters"] == summary["parameters"]) == recipe.stem.endswith(
+        ("full", "drgrpo", "135m", "reward_model")
+    )
     settings = read_settings(run)
     assert settings["task"] == recipe.stem.partition("_")[0]
     assert settings["gradient_checkpointing"] == ("smollm2" not in recipe.stem)

@@ -276,7 +276,7 @@ def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"task": "nowhere.py"}, r"^--task nowhere\.py: .*: arithmetic, .*, gsm8k, instructions, math, qa$"),
+        ({"task": "nowhere.py"}, r"^--task nowhere\.py: .*: arithmetic, .*, gsm8k, instructions, math, prompts, qa$"),
         ({"task": "."}, r"^--task \.: there is no such file"),
         ({"reward_weight": ("long=1",)}, r"^--reward-weight long: --task my_task\.py has .* correct, short$"),
         ({"reward_weight": ("short=1", "short=2")}, r"^--reward-weight short=2: short is given twice$"),
