@@ -41,6 +41,15 @@ def preference_metrics(
     return metrics | ({} if correlation is None else {"length_correlation": correlation})
 
 
+def mean_log_probs(log_probs: list[float]) -> dict[str, float]:
+    """The mean log-prob of the chosen answers and that of the rejected ones; of each pair the chosen one is first.
+
+    >>> mean_log_probs([-1.0, -5.0, -2.0, -6.0])
+    {'log_prob_chosen': -1.5, 'log_prob_rejected': -5.5}
+    """
+    return {"log_prob_chosen": fmean(log_probs[::2]), "log_prob_rejected": fmean(log_probs[1::2])}
+
+
 def _calibration_error(probabilities: list[float], is_right: list[float]) -> float:
     bins: dict[int, list[tuple[float, float]]] = {}
     for probability, right in zip(probabilities, is_right, strict=True):

@@ -28,8 +28,10 @@ class Trajectory:
     sampler_log_probs: list[float]  # nats, under softmax(logits / temperature), before top-p
     prompt_index: int = 0  # the prompt's row in its data file
     completion_index: int = 0  # 0..G-1 within the group
-    finish_reason: str = "length"  # "stop": ended with an end-of-turn token; "length": cut off by the budget
+    # "stop": ended with an end-of-turn token; "length": cut off by the budget; "given": by a file, and not sampled
+    finish_reason: str = "length"
     text: str = ""  # the completion as text, for rewards and for people
+    question: str | None = None  # for people; None: that of the task's row
     turns: list[tuple[str, str]] = field(default_factory=list)  # (role, text) after the prompt, if there are several
     rewards: dict[str, float] = field(default_factory=dict)  # by component, unweighted
     # More measurements, which are only logged: a float of 0 or 1 answers a yes-or-no question, an int counts

@@ -18,6 +18,10 @@ HEADINGS = {
     "policy/sampling_log_prob_difference": ("|log p - log p of the sampler|, mean (nats), log scale", (None, None)),
     "policy/importance_weight": ("importance weight, mean over tokens", (None, None)),
     "group/zero_reward_variance": ("share of groups whose rewards are all equal", (0, 1.02)),
+    "eval/greedy/accuracy": ("greedy accuracy on held-out questions", (0, 1.02)),
+    "eval/margin": ("margin of the scores (held-out pairs)", (0, None)),
+    "eval/log_prob_chosen": ("log-prob of the chosen answer (held-out pairs, nats)", (None, None)),
+    "eval/log_prob_rejected": ("log-prob of the rejected answer (held-out pairs, nats)", (None, None)),
     "loss/grad_norm": ("norm of the gradient before clipping", (0, None)),
     "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
 }
@@ -53,7 +57,8 @@ def _draw_panel(axes, groups: Groups, key: str) -> None:
     default = (f"{key.removeprefix('completion/')} (mean over completions)", (None, None))
     heading, limits = HEADINGS.get(key, default if described else (key.replace("/", ": "), (None, None)))
     for number, (label, runs) in enumerate(groups.items()):
-        _draw_band(axes, [_smooth(series(run, key)) for run in runs], label, number)
+        window = 1 if key.startswith("eval/") else WINDOW  # evaluations are many steps apart
+        _draw_band(axes, [_smooth(series(run, key), window) for run in runs], label, number)
     if key == "loss/kl" and axes.get_ylim()[1] > 100:  # broken runs only: the others would be a flat line
         axes.set_yscale("symlog", linthresh=0.1)
         axes.set_yticks([0, 1, 1e3, 1e6])
@@ -105,9 +110,9 @@ def _add_legend(figure) -> float:
     return 0.95 if columns == len(labels) else 1 - legend.get_window_extent().height / figure.bbox.height
 
 
-def _smooth(curve: dict[int, float]) -> dict[int, float]:
+def _smooth(curve: dict[int, float], window: int = WINDOW) -> dict[int, float]:
     """A run's values by step, each the mean of the last few steps."""
-    return dict(zip(curve, rolling_means(list(curve.values()), WINDOW), strict=True))
+    return dict(zip(curve, rolling_means(list(curve.values()), window), strict=True))
 
 
 def _text(text: str) -> str:

@@ -28,7 +28,7 @@ def draw_curve(directory: Path) -> Path:
     has_rewards = any("reward/total" in entry for entry in entries)
     has_pairs = any("preference/accuracy" in entry for entry in entries)
     if has_rewards or has_pairs:
-        figure = _draw_panels(plt, entries, _panels(entries) if has_rewards else _panels_of_pairs(entries))
+        figure = _draw_panels(plt, entries, (_panels_of_pairs(entries) if has_pairs else {}) | _panels(entries))
     else:
         figure = _draw_loss(plt, entries)
     for axes in figure.axes:
@@ -44,7 +44,7 @@ def draw_curve(directory: Path) -> Path:
 def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
     """Of each panel its title, and of each of its lines the key and the label; shares and counts are kept apart."""
     keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order in which they first appear
-    has_accuracy = "reward/correct" in keys
+    has_accuracy = "reward/correct" in keys or "reward/total" not in keys
     own = [key for key in keys if key.startswith("completion/") and key not in KNOWN]
     own = [key for key in own if any(entry.get(key) for entry in entries)]  # what never happened needs no line
     labels = {key: key.rpartition("/")[2].removeprefix("accuracy_").replace("_", " ") for key in keys}
@@ -79,9 +79,14 @@ def _panels_of_pairs(entries: list[dict]) -> dict[str, dict[str, str]]:
             "eval/accuracy_same_length": "held-out pairs of equal length",
         },
         "loss (nats per pair)": {"loss/total": ""},
+        "log-prob of an answer (held-out pairs, nats)": {
+            "eval/log_prob_chosen": "chosen",
+            "eval/log_prob_rejected": "rejected",
+        },
     }
     keys = {key for entry in entries for key in entry}
-    return {title: {key: lines[key] for key in lines if key in keys} for title, lines in panels.items()}
+    found = {title: {key: lines[key] for key in lines if key in keys} for title, lines in panels.items()}
+    return {title: lines for title, lines in found.items() if lines}
 
 
 def _draw_panels(plt, entries: list[dict], panels: dict[str, dict[str, str]]):

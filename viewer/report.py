@@ -23,6 +23,7 @@ METRICS_PAGE = HERE.parent / "docs" / "metrics.md"
 MOST_POINTS = 2000  # lines of metrics.jsonl in a page, which is more than a screen has columns
 SHOWN_FLAGS = (
     *("model", "task", "steps", "prompts_per_step", "group_size", "max_new_tokens", "lr", "kl_weight"),
+    *("beta", "pairs_per_step", "epochs"),
     *("epochs_per_step", "minibatch_size", "importance_cap", "steps_ahead", "push_every", "temperature", "seed"),
 )
 _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}  # json.dumps escapes all beyond ASCII
@@ -96,7 +97,9 @@ def _page_data(run: Run, kept: Kept) -> str:
 
 
 def count_rows_per_step(config: dict) -> int | None:
-    """Completions per step, of all processes; None for a run that samples none."""
+    """Completions, or answers of pairs, per step, of all processes; None for a run with neither."""
+    if "pairs_per_step" in config:
+        return 2 * config["pairs_per_step"]
     return config["prompts_per_step"] * config["group_size"] if "prompts_per_step" in config else None
 
 
@@ -119,10 +122,11 @@ def _introduction(run: Run) -> list[str]:
     config, summary = run.config, run.summary or {}
     done, planned, model = max(series(run, "step").values(), default=0), config.get("steps"), config.get("model")
     policy = {None: "a policy", "new": "a new policy"}.get(model, f"the policy {model}")
-    task = f" on the task {config['task']}" if config.get("task") else ""
-    data = f" with the questions of {config['data']}" if config.get("data") else ""
+    task = f" on the task {config['task']}" if config.get("task") and "pairs_per_step" not in config else ""
+    is_paired = "pairs_per_step" in config
+    data = f" {'on the pairs' if is_paired else 'with the questions'} of {config['data']}" if config.get("data") else ""
     steps = f"{done} of {planned} steps" if planned and done != planned else f"{done} step{'s' if done != 1 else ''}"
-    each = f", each with {config['prompts_per_step']} questions and" if count_rows_per_step(config) else ""
+    each = f", each with {config['prompts_per_step']} questions and" if "prompts_per_step" in config else ""
     each += f" {config['group_size']} completions of every question" if each else ""
     sentences = [f"{experiment_of(run)} trained {policy}{task}{data} for {steps}{each}."]
     sentences += [] if run.is_finished else ["The run is not finished."]

@@ -175,11 +175,25 @@ class PolicyConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(PolicyConfig):
-    """The additional settings of every experiment with rewards."""
+class AskedConfig(PolicyConfig):
+    """The additional settings of every experiment whose policy is asked the questions of a task."""
 
     # what is asked and rewarded: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
+    # the system turn of every question; None: none for the bundled policy, the task's own for other models
+    system_prompt: OfData[str | None] = None
+    eval_every: OfEvaluation[CountOrZero] = 10  # steps between evaluations (greedy only); 0: only before and after
+    # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
+    samples_every: OfRun[CountOrZero] = 1
+    progress: OfRun[tuple[str, ...]] = ()  # metrics that the progress line also shows, e.g. policy/clipped
+    # completions sampled at the same time, which bounds the memory of the KV cache
+    generation_batch_size: OfRun[Count] = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(AskedConfig):
+    """The additional settings of every experiment with rewards."""
+
     reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
     # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
     data: OfData[InputPath | None] = None
@@ -197,16 +211,8 @@ class RunConfig(PolicyConfig):
     eval_data: OfEvaluation[InputPath | None] = None
     at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
-    # the system turn of every question; None: none for the bundled policy, the task's own for other models
-    system_prompt: OfData[str | None] = None
     # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained
     completion_prefix: OfData[str | None] = None
-    eval_every: OfEvaluation[CountOrZero] = 10  # steps between evaluations (greedy only); 0: only before and after
-    # steps between entries of samples.jsonl (two groups; every tenth step all); 0: none
-    samples_every: OfRun[CountOrZero] = 1
-    progress: OfRun[tuple[str, ...]] = ()  # metrics that the progress line also shows, e.g. policy/clipped
-    # completions sampled at the same time, which bounds the memory of the KV cache
-    generation_batch_size: OfRun[Count] = 128
 
 
 def shown(source: str | Path) -> str:

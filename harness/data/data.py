@@ -7,7 +7,7 @@ from common.errors import UserError
 from common.keyed import keyed_generator
 
 from harness.base.checks import local_path, parse_numbers
-from harness.base.config import RunConfig, shown
+from harness.base.config import AskedConfig, RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
 from harness.base.terminal import say
@@ -51,6 +51,13 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     task.judge = judge  # not before: the solutions of all rows were tried above
+    return task
+
+
+def load_held_out_task(config: AskedConfig) -> Task:
+    """The task that `--task` names, with its own questions; `--data` holds something else, which is trained on."""
+    task = load_task(RunConfig(task=config.task, seed=config.seed, eval_prompts=config.eval_prompts))
+    task.data, task.held_out_data = config.data, config.eval_data  # of the run
     return task
 
 

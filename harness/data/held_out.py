@@ -9,14 +9,14 @@ from common.parallel import is_main, part_of
 from common.policy import Policy
 from common.sampling import sample
 
-from harness.base.config import RunConfig
+from harness.base.config import AskedConfig
 from harness.base.terminal import completions_bar, say_above_progress
 from harness.data.context import check_context
 from harness.data.task import Task
 
 
 def evaluate_held_out(
-    config: RunConfig,
+    config: AskedConfig,
     task: Task,
     policy: Policy,
     num_samples: int = 0,

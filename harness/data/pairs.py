@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from common.chat import encode_chat
 from common.errors import UserError
+from common.experience import collate
+from common.logprobs import token_log_probs
+from common.parallel import gather_rows, part_of
 from common.policy import Policy
 from common.reward_model import RewardModel
 from common.thoughts import answer_of, read_format
@@ -28,6 +31,7 @@ HELD_OUT = ROOT / "data" / "preference_pairs_heldout.jsonl"
 NAMES = ("chosen", "rejected")
 FIELDS = {"prompt": (str, list), "chosen": (str, list), "rejected": (str, list)}
 THOUGHT = "</think>"  # in an answer that was reasoned
+PAIRS_AT_ONCE = 512  # as tensors, when log-probs are computed before training
 
 
 class Pair(NamedTuple):
@@ -65,7 +69,8 @@ def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list
 
 def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Policy | RewardModel) -> list[Pair]:
     """Pairs as rows of ids; those that can teach nothing are left out, and counted."""
-    tags = None if config.answer_begins is None else read_format(config.answer_begins)
+    answer_begins = getattr(config, "answer_begins", None)
+    tags = None if answer_begins is None else read_format(answer_begins)
     pairs, left_out, first = [], Counter(), {}
     for index, row in enumerate(rows):
         prompt, answers = _read_pair(row)
@@ -89,6 +94,7 @@ def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Pol
             continue
         for position, trajectory in enumerate(encoded):
             trajectory.completion_index, trajectory.text = position, answers[position]
+            trajectory.question, trajectory.rewards = prompt[-1]["content"], {"chosen": 1.0 - position}
         pairs.append(Pair(*encoded, styles[0] == styles[1]))
     for problem, count in left_out.items():
         say(f"{count} of {len(rows)} pairs left out: {problem} (the first: {first[problem]})")
@@ -123,4 +129,17 @@ def _encode(row: Row, prompt: list[dict], answer: str, index: int, policy: Polic
         ids, mask = encode_chat(policy.tokenizer, messages, policy.end_of_turn_ids)
     except ValueError as error:
         raise UserError(f"{row.place}: {error}") from error
-    return Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), prompt_index=index)
+    return Trajectory(ids, mask.index(1), mask, [0.0] * len(ids), prompt_index=index, finish_reason="given")
+
+
+def add_reference(policy: Policy, pairs: list[Pair], micro_batch_size: int) -> None:
+    """Let every answer keep its log-probs under `policy` as it is now, in the place of a sampler's.
+
+    Each rank computes its part; all ranks get all of them.
+    """
+    own, found = [pairs[index] for index in part_of(len(pairs))], []
+    for start in range(0, len(own), PAIRS_AT_ONCE):
+        rows = [row for pair in own[start : start + PAIRS_AT_ONCE] for row in pair.rows]
+        found += token_log_probs(policy, collate(rows, policy.pad_id, policy.device), micro_batch_size).tolist()
+    for row, log_probs in zip((row for pair in pairs for row in pair.rows), gather_rows(found), strict=True):
+        row.sampler_log_probs = [0.0, *log_probs][: len(row.ids)]

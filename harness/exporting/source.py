@@ -54,6 +54,8 @@ class Source:
         names = [field.name for field in dataclasses.fields(RunConfig)]
         values = {name: self.settings[name] for name in names if name in self.settings}
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        if "pairs_per_step" in self.settings:  # its --data were no questions, and these are the task's own
+            values |= {"data": None, "eval_data": None}
         if "task" not in self.settings:  # a run of experiment_sft
             arithmetic = import_named("arithmetic")
             values |= {"task": "arithmetic", "data": str(arithmetic.TRAIN_DATA), "eval_data": str(arithmetic.EVAL_DATA)}

@@ -17,6 +17,7 @@ PROGRESS = {  # shown in the progress line if logged
     "reward/total": "reward {:.2f}",
     "reward/correct": "correct {:.2f}",
     "completion/length": "length {:.1f}",
+    "preference/accuracy": "accuracy {:.2f}",
     "loss/kl": "KL {:.3f}",
     "loss/total": "loss {:.4f}",
     "time/tokens_per_second": "{:,.0f} tokens/s",

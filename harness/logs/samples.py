@@ -39,10 +39,14 @@ def write_samples(
     for index, (number, trajectory) in enumerate(zip(part_of(num_rows), trajectories, strict=True)):
         if number >= kept:
             break
-        row = task.train_rows[trajectory.prompt_index]
-        entry = {"step": step, "question": task.question(row), "answer": task.right_answer(row)}
+        if trajectory.question is None:
+            row = task.train_rows[trajectory.prompt_index]
+            asked, total = (task.question(row), task.right_answer(row)), task.total_reward(trajectory.rewards)
+        else:  # given, with a question of its own
+            asked, total = (trajectory.question, None), sum(trajectory.rewards.values())
+        entry = {"step": step} | dict(zip(("question", "answer"), asked, strict=True))
         entry |= {"text": trajectory.text} | ({"turns": trajectory.turns} if trajectory.turns else {})
-        entry |= {"return": task.total_reward(trajectory.rewards)}
+        entry |= {"return": total}
         entry |= _describe_row(trajectory, index, experience, statistics)
         entries.append((trajectory.ids, json.dumps(finite(entry), default=str) + "\n"))
     entries = gather_rows(entries)
@@ -73,7 +77,7 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         old = experience.old_log_probs[index]
     else:
         old = updates[0].tokens["log_probs"] if updates else experience.sampler_log_probs[index]
-    reference, advantages, mask = experience.log_probs_ref, experience.advantages[index], experience.action_mask[index]
+    reference = experience.log_probs_ref
     return {
         "prompt_index": row.prompt_index,
         "completion_index": row.completion_index,
@@ -85,10 +89,18 @@ def _describe_row(row: Trajectory, index: int, experience: Experience, statistic
         "log_probs_ref": None if reference is None else per_token(reference[index]),
         "entropy": per_token(updates[0].tokens["entropy"]) if updates else None,
         "rewards": row.rewards,
-        "advantage": advantages.item() if len(advantages) == 1 else masked_mean(advantages, mask).item(),
+        "advantage": _advantage(experience, index),
         "finish_reason": row.finish_reason,
         "updates": [of_update(update) for update in updates],
     }
+
+
+def _advantage(experience: Experience, index: int) -> float | None:
+    """The advantage of a row; with one for each token, their mean; None in pairs."""
+    if experience.advantages is None:
+        return None
+    advantages = experience.advantages[index]
+    return advantages.item() if len(advantages) == 1 else masked_mean(advantages, experience.action_mask[index]).item()
 
 
 def in_millionths(value: float) -> float:

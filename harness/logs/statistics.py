@@ -9,7 +9,8 @@ from common.advantages import has_reward_variance
 from common.evaluate import mean
 from common.experience import Experience
 from common.loss import masked_mean
-from common.parallel import gather, world_size
+from common.parallel import gather, gather_rows, world_size
+from common.preferences import mean_log_probs
 from common.trajectory import Trajectory
 
 
@@ -24,8 +25,9 @@ class RowUpdate(NamedTuple):
 class UpdateStatistics:
     """The statistics of one step's updates, on all ranks: `metrics` for metrics.jsonl, `rows` for samples.jsonl."""
 
-    def __init__(self, max_grad_norm: float):
+    def __init__(self, max_grad_norm: float, is_sampled: bool = True):
         self._max_grad_norm = max_grad_norm
+        self._is_sampled = is_sampled  # otherwise rows were given, and no sampler can disagree about them
         self._grad_norms: list[float] = []
         self._own = _Parts()
         self.rows: dict[tuple[int, int], list[RowUpdate]] = {}  # by (prompt_index, completion_index)
@@ -66,7 +68,9 @@ class UpdateStatistics:
             own.ratio_max = max(own.ratio_max, diagnostics["ratio"][mask].max().item())
         if not self._grad_norms:  # before the first optimizer step the policy is still the one that sampled
             first = {"first_ratio": diagnostics["ratio"]} if "ratio" in diagnostics else {}
-            own.add(mask, first | {"sampling_log_prob_difference": (log_probs - micro.sampler_log_probs).abs()})
+            if self._is_sampled:
+                first["sampling_log_prob_difference"] = (log_probs - micro.sampler_log_probs).abs()
+            own.add(mask, first)
             if "kl" in diagnostics:  # later the policy is no longer the one that sampled the tokens
                 own.kl_of_rows += masked_mean(diagnostics["kl"], mask, dim=1).tolist()
         tokens = {"log_probs": log_probs, "terms": terms, "push": push, **diagnostics}
@@ -117,6 +121,17 @@ class _Parts:
         for name, value in values.items():
             total, count = self.sums.get(name, (0.0, 0))
             self.sums[name] = (total + float(value[mask].cpu().double().sum()), count + num_tokens)
+
+
+def pair_metrics(statistics: UpdateStatistics) -> dict[str, float]:
+    """The metrics of an update on pairs of answers, whose loss logs each token's part of the score as `score`."""
+    own = [(key, update.tokens) for key, (update,) in statistics.rows.items()]
+    sums = [(key, tokens["score"].sum().item(), tokens["log_probs"].sum().item()) for key, tokens in own]
+    _, scores, log_probs = zip(*sorted(gather_rows(sums)), strict=True)  # by pair, the chosen answer first
+    margins = [chosen - rejected for chosen, rejected in zip(scores[::2], scores[1::2], strict=True)]
+    metrics = {"accuracy": mean([margin > 0 for margin in margins]), "margin": mean(margins)}
+    metrics |= {"score_chosen": mean(scores[::2]), "score_rejected": mean(scores[1::2])} | mean_log_probs(log_probs)
+    return statistics.metrics() | {f"preference/{name}": value for name, value in metrics.items()}
 
 
 def rollout_metrics(trajectories: list[Trajectory], returns: torch.Tensor) -> dict[str, float]:

@@ -152,9 +152,10 @@ class Run:
         """Save the samples, and print one completion now and then."""
         if not self.config.samples_every or step % self.config.samples_every:
             return
-        if step % 10 == 0 or step == 1:
-            self.tell(f"step {step}: {describe_best(self.task, trajectories[: self.config.group_size])}")
-        path, group_size = self.directory / SAMPLES, self.config.group_size
+        group_size = getattr(self.config, "group_size", 2)  # without one, pairs
+        if (step % 10 == 0 or step == 1) and trajectories[0].question is None:
+            self.tell(f"step {step}: {describe_best(self.task, trajectories[:group_size])}")
+        path = self.directory / SAMPLES
         write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:

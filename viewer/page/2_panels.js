@@ -14,6 +14,10 @@ const ofQuestions = { ...share, of: (key) => data.kinds.includes(nameOf(key)) };
 // leaves out keys with larger values, `scale` multiplies them.
 const PANELS = [
   ["Accuracy", "Share of right answers.", /^(reward\/correct|eval\/\w+\/accuracy)$/, share],
+  ["Accuracy on pairs", "Share of pairs whose chosen answer has the higher score.",
+    /^(preference|eval)\/accuracy/, share],
+  ["Margin", "Score of the chosen answer minus that of the rejected one, mean.", /^(preference|eval)\/margin$/, {}],
+  ["Log-prob of an answer", "Of held-out pairs, sum over its tokens, in nats.", /^eval\/log_prob_/, {}],
   ["Accuracy by kind of question", "Greedy answers to held-out questions.", /^eval\/greedy\/accuracy_/, ofQuestions],
   ["Accuracy by kind of answer", "Right ones among the greedy answers of each kind.",
     /^eval\/greedy\/accuracy_/, share],
@@ -63,6 +67,12 @@ const TELLING_ZERO = /accuracy|correct$|total$|kl$|variance|truncated|policy\/(c
 
 const LABELS = {
   "reward/correct": "training questions",
+  "preference/accuracy": "training pairs",
+  "preference/margin": "training pairs",
+  "eval/accuracy": "held out",
+  "eval/accuracy_same_style": "held out, same style",
+  "eval/accuracy_same_length": "held out, same length",
+  "eval/margin": "held out",
   "eval/greedy/accuracy": "held out, greedy",
   "eval/sampled/accuracy": "held out, sampled",
   "eval/greedy/length": "held out, greedy",

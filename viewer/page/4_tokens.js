@@ -47,6 +47,9 @@ const numberIn = (update, name, i) => update.tokens[name]?.[i] ?? NaN;
 /** The names of what the run wrote for each token in each update, in its order: terms, push, and others. */
 const namesIn = (rows) => [...new Set(rows.flatMap((row) => row.updates.flatMap(({ tokens }) => Object.keys(tokens))))];
 
+/** Whether a row's tokens are those of a file, and nobody sampled them: the sampler's log-probs are the reference's. */
+const isGiven = (row) => row.finish_reason === "given";
+
 /** The numbers of a row that do not depend on what is chosen. */
 function numbersOf(row) {
   const total = (name) => row.sampler.map((_, i) => sum(row.updates.map((update) => numberIn(update, name, i))));
@@ -143,7 +146,9 @@ function colorsOf(rows) {
       ...more,
     };
   };
-  return { ...Object.fromEntries(names.map((name) => [name, kindOf(name)])), ...COLORS };
+  const { advantage, sampled, ...others } = COLORS;
+  const known = rows.every(isGiven) ? { sampled: { ...sampled, label: "log-prob of the reference" }, ...others } : COLORS;
+  return { ...Object.fromEntries(names.map((name) => [name, kindOf(name)])), ...known };
 }
 
 // ---- the numbers of a token
@@ -161,13 +166,16 @@ function numberTable({ numbers, i }) {
   const relative = (list) => (list ? sampled + difference(list[i], 0) : NaN); // written as a difference
   const old = row.old ? relative(row.old) : sampled;
   const title = (text) => (updates.length === 1 ? text : `${text}, all updates`);
-  const facts = [
+  const ofSampler = [
     number("when sampled", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`),
     number("old", "old", exact(old)),
-    row.old && number("old − when sampled", "difference", signed(old - sampled)),
-    number("reference", "ref", exact(relative(row.ref))),
+  ];
+  const facts = [
+    isGiven(row) ? number("reference", "sampler", exact(sampled), `p = ${short(Math.exp(sampled))}`) : ofSampler,
+    !isGiven(row) && row.old && number("old − when sampled", "difference", signed(old - sampled)),
+    !isGiven(row) && number("reference", "ref", exact(relative(row.ref))),
     number("entropy", "entropy", exact(difference(row.entropy?.[i], 0))),
-    number("advantage", "advantage", signed(row.advantage)),
+    !isGiven(row) && number("advantage", "advantage", signed(row.advantage)),
     names.includes("terms") && number(title("term in the loss"), "total", signed(totals.terms[i], 9)),
     names.includes("push") && number(title("push"), "push-total", signed(totals.push[i], 9)),
   ];

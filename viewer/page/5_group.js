@@ -61,7 +61,7 @@ class GroupView {
       element("span", { "data-key": key }, `${name} `, element("b", { class: "number" }, value));
     const rewards = Object.entries(row.rewards);
     const facts = [
-      fact("advantage", signed(row.advantage, 4)),
+      !isGiven(row) && fact("advantage", signed(row.advantage, 4)),
       rewards.map(([name, value]) => fact(name, short(value), name.replaceAll("_", " "))),
       fact("length", `${row.sampler.length}`),
       fact("finish_reason", end, "end"),
@@ -214,7 +214,7 @@ class GroupView {
     if (!numbers) role = "part of the prompt, not in the loss";
     else if (i !== null) {
       const all = count(numbers.row.sampler.length, "token");
-      role = `in the loss: number ${i + 1} of ${all} that the policy sampled`;
+      role = `in the loss: number ${i + 1} of ${all} ${isGiven(numbers.row) ? "of the answer" : "that the policy sampled"}`;
     }
     return { id: ids[index], text, flags, numbers, position, i, role };
   }
@@ -224,9 +224,9 @@ class GroupView {
     const start = `${spoken(text)}, position ${position}, ${role}`;
     if (i === null) return start;
     const logProb = exact(difference(numbers.row.sampler[i], 0));
-    const advantage = signed(numbers.row.advantage, 4);
+    const advantage = isGiven(numbers.row) ? "" : `, advantage ${signed(numbers.row.advantage, 4)}`;
     const [push, term] = [numbers.totals.push[i], numbers.totals.terms[i]].map(short);
-    return `${start}; log-prob ${logProb}, advantage ${advantage}, push ${push}, term ${term}`;
+    return `${start}; log-prob ${logProb}${advantage}, push ${push}, term ${term}`;
   }
 
   show(place) {
