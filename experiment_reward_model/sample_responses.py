@@ -25,17 +25,19 @@ from harness.data.growing_file import grow
 from harness.data.responses import (
     DEFAULTS,
     Prompt,
-    ResponseConfig,
     batch_size,
     make_responder,
     read_prompts,
+)
+from harness.data.responses import (
+    ResponseConfig as Config,
 )
 from harness.data.task import Task
 from harness.run.start import run_main
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_config(ResponseConfig, argv, description=__doc__, resolved=DEFAULTS)
+    config = parse_config(Config, argv, description=__doc__, resolved=DEFAULTS)
     torch.set_num_threads(config.threads)
     prompts, task = read_prompts(config)
     responder = functools.cache(lambda: make_responder(config, prompts))  # not loaded if nothing is left to do
