@@ -53,8 +53,7 @@ class RewardModel(nn.Module):
                 sequences, use_cache=False
             ).last_hidden_state  # (B, T, H); attention is causal
         last = hidden[torch.arange(len(sequences)), attention_mask.sum(dim=1) - 1]  # (B, H)
-        head = self.model.score
-        return nn.functional.linear(last.float(), head.weight.float(), head.bias)[:, 0]  # not rounded to bfloat16
+        return last.float() @ self.model.score.weight[0].float()  # not rounded to bfloat16; there is no bias
 
 
 @torch.no_grad()
