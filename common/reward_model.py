@@ -49,9 +49,7 @@ class RewardModel(nn.Module):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
             if not hasattr(self.model, "score"):  # an encoder, which has a head of its own on the first token
                 return self.model(input_ids=sequences, attention_mask=attention_mask).logits[:, 0].float()
-            hidden = self.model.base_model(
-                sequences, use_cache=False
-            ).last_hidden_state  # (B, T, H); attention is causal
+            hidden = self.model.base_model(sequences, use_cache=False).last_hidden_state  # (B, T, H)
         last = hidden[torch.arange(len(sequences)), attention_mask.sum(dim=1) - 1]  # (B, H)
         return last.float() @ self.model.score.weight[0].float()  # not rounded to bfloat16; there is no bias
 

@@ -58,6 +58,7 @@ class Config:
     max_eval_pairs: Count | None = None  # the first held-out pairs only; None: all
     # write the answers as conversations that begin with the prompt, as HuggingFaceH4/ultrafeedback_binarized does
     conversations: bool = False
+    styles: bool = True  # write `style_chosen` and `style_rejected`
     seed: Seed = 0  # which prompts are held out, and which of several equal responses is taken
 
 
@@ -126,7 +127,8 @@ def line_of(config: Config, pair: dict, is_binary: bool) -> dict:
         answer = {"role": "assistant", "content": pair[side]["text"]}
         line[side] = [*as_messages(pair["prompt"]), answer] if config.conversations else answer["content"]
     line |= {} if is_binary else {f"score_{side}": pair[side]["score"] for side in SIDES}
-    return line | {f"style_{side}": style for side in SIDES if (style := style_of(pair[side]))}
+    styles = {f"style_{side}": style_of(pair[side]) for side in SIDES} if config.styles else {}
+    return line | {name: style for name, style in styles.items() if style}
 
 
 def style_of(response: dict) -> str | None:

@@ -3,9 +3,10 @@
     python -m viewer.results experiment_base/results runs/experiment_base/seed0 runs/experiment_base/seed1
 
 keeps runs in a folder; runs of the same names are replaced, and others stay. metrics.csv has a row for each line of
-their metrics.jsonl, with the run's name in the column `run` and floats of five significant digits (eight near 1); a
-cell is empty where the line lacks the key. runs.json has the settings and the summary of each run by its name. Neither
-names a path of the machine: paths are relative to the repository, and those in the directory of runs begin with runs/.
+their metrics.jsonl, with floats of five significant digits (eight near 1); a cell is empty where the line lacks the
+key. The column `run` names a run in its first row. runs.json has the settings and the summary of each run by its name.
+Neither names a path of the machine: paths are relative to the repository, and those in the directory of runs begin with
+runs/.
 """
 
 import csv
@@ -64,8 +65,10 @@ def read_runs(folder: Path) -> dict[str, KeptRun]:
         return {}
     folder = folder.resolve()
     with (folder / METRICS).open(newline="", encoding="utf-8") as file:
+        name = ""
         for row in csv.DictReader(file):
-            rows[row.pop("run")].append({key: _number(text) for key, text in row.items() if text})
+            name = row.pop("run") or name
+            rows[name].append({key: _number(text) for key, text in row.items() if text})
     found = {}
     for name, entry in json.loads((folder / RUNS).read_text(encoding="utf-8")).items():
         config, summary = entry["config"], entry["summary"]
@@ -96,10 +99,10 @@ def keep_runs(folder: Path, runs: Iterable[Run], columns: Sequence[str] = (), ev
         writer = csv.DictWriter(file, ["run", *keys], lineterminator="\n")
         writer.writeheader()
         for name, run in kept.items():
-            for row in run.metrics.rows:
-                writer.writerow({"run": name} | {key: _text(value) for key, value in row.items()})
+            for number, row in enumerate(run.metrics.rows):
+                writer.writerow({"run": "" if number else name} | {key: _text(value) for key, value in row.items()})
     entries = {name: relative_paths(_entry(run), run.config.get("runs_dir")) for name, run in kept.items()}
-    (folder / RUNS).write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    (folder / RUNS).write_text(_line_by_line(entries), encoding="utf-8")
 
 
 def _entry(run: Run) -> dict:
@@ -147,12 +150,14 @@ def write_json(path: Path, data: dict, entry: str | None = None) -> None:
         data = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | {entry: data}
     data = json.loads(json.dumps(relative_paths(data)), parse_float=lambda text: float(f"{float(text):.8g}"))
     text = json.dumps(data, indent=1, ensure_ascii=False)
-    if len(text) > BIG:  # a line for each entry
-        dense = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-        lines = (f"{dense(name)}:{dense(value)}" for name, value in data.items())
-        text = "{\n" + ",\n".join(lines) + "\n}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(_line_by_line(data) if len(text) > BIG else text + "\n", encoding="utf-8")
+
+
+def _line_by_line(data: dict) -> str:
+    """JSON with a line for each entry."""
+    dense = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+    return "{\n" + ",\n".join(f"{dense(name)}:{dense(value)}" for name, value in data.items()) + "\n}\n"
 
 
 def read_json(path: Path, entry: str) -> dict:
