@@ -13,7 +13,7 @@ The held-out pairs (--eval-output) are about other prompts, and about other conv
 
     python experiment_reward_model/sample_responses.py --num-samples 16 --generation-batch-size 512
     python experiment_reward_model/score_responses.py --by correct
-    python experiment_reward_model/make_pairs.py --eval-share 0.12 --max-pairs 3000 --max-eval-pairs 400 \\
+    python experiment_reward_model/make_pairs.py --no-styles --eval-share 0.12 --max-pairs 3000 --max-eval-pairs 400 \\
         --output data/preference_pairs.jsonl --eval-output data/preference_pairs_heldout.jsonl
 """
 
