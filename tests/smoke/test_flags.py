@@ -604,10 +604,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("setup", [BASE, SFT])
 def test_every_flag_has_an_entry(script, setup):
-    """`estimate` is in models/test_estimate.py."""
+    """`estimate` is in models/test_estimate.py, the flags of reward models are in test_reward_model_runs.py."""
     flags = {field.name for field in dataclasses.fields(script(setup).Config)}
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
-    assert known | {*REFUSED, "estimate"} == flags | {"another name"}
+    judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"} & flags
+    assert known | judged | {*REFUSED, "estimate"} == flags | {"another name"}
 
 
 @pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])

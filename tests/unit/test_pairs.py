@@ -86,6 +86,16 @@ def test_a_broken_row_is_refused_with_file_and_line(load, change, sentence):
         load(ROW, ROW | change)
 
 
+def test_a_torn_file_is_refused_with_its_line(load, tmp_path):
+    """As a full disk or a kill leaves it."""
+    load(ROW, ROW)
+    path = tmp_path / "pairs.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    config = SimpleNamespace(data=str(path))
+    with pytest.raises(UserError, match=r"pairs.jsonl:2: not JSON"):
+        load_pairs(config, None)
+
+
 def test_too_few_pairs_are_refused(load):
     with pytest.raises(UserError, match="no pair is left"):
         load(ROW | {"rejected": ""})
