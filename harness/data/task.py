@@ -247,7 +247,8 @@ def import_task(config: RunConfig, more_weights: dict[str, float] | None = None)
     """The task that `--task` names, with its weights but without its rows."""
     task = task_of(config.task, config.reward_weight, more_weights)
     if not any(task.weights.values()):
-        raise UserError(f"{task}: the weights of all components are 0, so that nothing would be learned")
+        judge = "give a --reward-model, or raise one with --reward-weight"
+        raise UserError(f"{task}: the weights of all components are 0, so that nothing would be learned: {judge}")
     return task
 
 

@@ -25,6 +25,7 @@ from harness.models.pretrained import (
     check_tokenizer,
     count_parameters,
     find_end_of_turn_ids,
+    is_reward_model,
     read_model,
     refuse_adapter,
     set_template,
@@ -42,6 +43,10 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     config = resolve(config, {})  # only for a config made in code: the command line resolves its own
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     refuse_adapter(config.base, is_here)
+    if is_reward_model(config.base, is_here):
+        raise UserError(
+            f"--model {shown(config.model)} is a reward model, which writes nothing: --reward-model takes it"
+        )
     tokenizer = tokenizer_of(config, is_here)
     options = {"attn_implementation": config.attn_implementation, "local_files_only": is_here}
     if config.load_in is not None:

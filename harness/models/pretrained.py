@@ -73,6 +73,12 @@ def read_config(source: str, local_files_only: bool):
     return _read(AutoConfig, "config of", source, local_files_only)
 
 
+def is_reward_model(source: str, local_files_only: bool) -> bool:
+    """Whether the config says that the model was saved with a head for scores, and not for tokens."""
+    kinds = read_config(source, local_files_only).architectures or [""]
+    return kinds[0].endswith("ForSequenceClassification")
+
+
 def read_tokenizer(source: str, local_files_only: bool):
     from transformers import AutoTokenizer
 

@@ -13,6 +13,7 @@ from harness.models.pretrained import (
     check_finite,
     count_parameters,
     find_end_of_turn_ids,
+    is_reward_model,
     read_config,
     read_model,
     read_tokenizer,
@@ -22,7 +23,10 @@ from harness.models.pretrained import (
 
 
 def new_reward_model(config: PolicyConfig) -> RewardModel:
-    """The layers of `config.model` under a new head, which is random and small, so that all scores begin near 0."""
+    """The layers of `config.model` under a new head, which is random and small: all scores begin near 0.
+
+    If `config.model` is itself a reward model, it is trained further.
+    """
     if config.has_adapter or config.load_in is not None:
         raise UserError("a reward model trains all of its weights: omit --lora-rank and --load-in, and name no adapter")
     is_here = config.base_path is not None or must_be_cached("model", config.base)
@@ -32,9 +36,10 @@ def new_reward_model(config: PolicyConfig) -> RewardModel:
     model = _read(config.base, torch.float32, is_here, may_lack=("score.weight",), **options)
     if not hasattr(model, "score"):
         raise UserError(f"--model {shown(config.model)}: {type(model).__name__} has no score head on its last token")
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        torch.nn.init.normal_(model.score.weight, std=0.02)
+    if not is_reward_model(config.base, is_here):  # otherwise it goes on with the head that it has
+        with torch.random.fork_rng():
+            torch.manual_seed(config.seed)
+            torch.nn.init.normal_(model.score.weight, std=0.02)
     reward_model = _wrap(model, tokenizer, f"--model {shown(config.model)}", config.device, DTYPES[config.dtype])
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -49,11 +54,13 @@ def load_reward_model(source: str, device: str, dtype: torch.dtype) -> RewardMod
     path, given = find_directory(source), f"--reward-model {shown(source)}"
     if path is not None and not (path / "config.json").is_file():
         raise UserError(f"{given}: there is no model (no config.json); a hub id is owner/name")
+    if path is not None and (path / "final").is_dir():
+        raise UserError(f"{given} is a run: give its {shown(path / 'final')}")
     source = source if path is None else str(path)
     is_here = path is not None or must_be_cached("model", source)
     config = read_config(source, is_here)
     kind = (config.architectures or ["a model without a head"])[0]
-    if not kind.endswith("ForSequenceClassification"):
+    if not is_reward_model(source, is_here):
         raise UserError(f"{given} is a {kind}, not a reward model: experiment_reward_model/train.py --model makes one")
     if config.num_labels != 1:
         raise UserError(f"{given} gives {config.num_labels} numbers: a reward model gives one (num_labels 1)")

@@ -29,6 +29,7 @@ from common.reward_model import RewardModel, score_rows
 
 from harness.base.config import TINY_POLICY, PolicyConfig
 from harness.data.answer_judge import Judge, load_judge
+from harness.models.loading import load_policy
 from harness.models.reward_loading import load_reward_model, new_reward_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -105,6 +106,15 @@ def test_a_new_one_begins_with_the_layers_of_its_model_and_is_what_any_library_l
         assert saved(ids).logits[:, 0].tolist() == pytest.approx(score_rows(model, rows, 2), abs=1e-5)
 
 
+def test_a_reward_model_is_trained_further_and_is_no_policy(save_judge):
+    path = save_judge()
+    config = PolicyConfig(model=str(path), device="cpu", dtype="float32", attn_implementation="sdpa")
+    weight = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).score.weight
+    assert torch.equal(new_reward_model(config).model.score.weight, weight)
+    with pytest.raises(UserError, match="is a reward model and writes nothing: --reward-model takes it"):
+        load_policy(config)
+
+
 def test_a_conversation_is_rendered_for_the_judge_as_in_its_training():
     tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
     messages = [*QUESTION, {"role": "assistant", "content": "<think>20+38=58</think><answer>58</answer>"}]
@@ -138,7 +148,9 @@ def test_a_score_that_is_no_number_ends_the_run():
 
 
 def test_what_is_no_reward_model_is_refused_in_one_sentence(save_judge, tmp_path):
-    two = save_judge(num_labels=2)
+    two, run = save_judge(num_labels=2), tmp_path / "run"
+    shutil.copytree(two, run / "final")
+    (run / "config.json").write_text("{}")
     damaged = save_judge()
     weights = AutoModelForSequenceClassification.from_pretrained(damaged)
     weights.score.weight.data[0, 0] = float("nan")
@@ -155,6 +167,7 @@ def test_what_is_no_reward_model_is_refused_in_one_sentence(save_judge, tmp_path
         (plain, "has no chat template"),
         (own_code, "needs code of its own"),
         (tmp_path, "no config.json"),
+        (run, f"is a run: give its {run / 'final'}"),
     ):
         with pytest.raises(UserError, match=sentence):
             load(str(path))
