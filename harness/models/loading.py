@@ -44,9 +44,7 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     refuse_adapter(config.base, is_here)
     if is_reward_model(config.base, is_here):
-        raise UserError(
-            f"--model {shown(config.model)} is a reward model, which writes nothing: --reward-model takes it"
-        )
+        raise UserError(f"--model {shown(config.model)} is a reward model and writes nothing: --reward-model takes it")
     tokenizer = tokenizer_of(config, is_here)
     options = {"attn_implementation": config.attn_implementation, "local_files_only": is_here}
     if config.load_in is not None:
