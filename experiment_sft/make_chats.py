@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 
 from common.errors import UserError
-from common.thoughts import answer_of, read_format
 
 from harness.base.config import Count, LocalPath, OfRun, shown
 from harness.base.terminal import say
@@ -38,6 +37,7 @@ from harness.data.responses import (
     make_responder,
     read_prompts,
 )
+from harness.data.thoughts import answer_of, read_format
 from harness.run.start import run_main
 
 

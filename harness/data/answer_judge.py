@@ -9,9 +9,9 @@ import torch
 from common.chat import encode_conversation
 from common.errors import UserError
 from common.reward_model import RewardModel, score_rows
-from common.thoughts import ThoughtFormat, answer_of, read_format
 
 from harness.base.config import DTYPES, RunConfig
+from harness.data.thoughts import ThoughtFormat, answer_of, read_format
 
 PREFERENCE = "preference"  # the reward component
 Messages = list[dict]

@@ -16,7 +16,6 @@ from common.logprobs import token_log_probs
 from common.parallel import gather_rows, part_of
 from common.policy import Policy
 from common.reward_model import RewardModel
-from common.thoughts import answer_of, read_format
 from common.trajectory import Trajectory
 
 from harness.base.config import ROOT, PolicyConfig, shown
@@ -25,6 +24,7 @@ from harness.base.terminal import say
 from harness.data.data import find_test_data, read_rows
 from harness.data.row_checks import hold_out
 from harness.data.rows import Row
+from harness.data.thoughts import answer_of, read_format
 
 PAIRS = ROOT / "data" / "preference_pairs.jsonl"
 HELD_OUT = ROOT / "data" / "preference_pairs_heldout.jsonl"

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from common.errors import UserError
-from common.thoughts import ThoughtFormat, answer_of, read_format
+
+from harness.data.thoughts import ThoughtFormat, answer_of, read_format
 
 TAGGED = ThoughtFormat(answer_begins="<response>", answer_ends="</response>")
 
