@@ -354,7 +354,8 @@ def print_tables(results: dict) -> None:
         for number in (300, 1000, 3000):
             curves = runs_named(results, part, f"{kind}{number}")
             points = [(p["kl"] ** 0.5, p["gold"] - start) for curve in curves for p in curve if p["kl"] > 0.01]
-            rows[f"{part}, {number} pairs"] = [f"{value:.3f}" for value in fit(points, part)] if points else []
+            name = f"{'GRPO' if part == 'curves' else 'best of n'}, {number} pairs"
+            rows[name] = [f"{value:.3f}" for value in fit(points, part)] if points else []
     show("gain of gold over sqrt(KL) | alpha | beta | R^2", rows)
 
 
