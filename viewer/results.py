@@ -3,10 +3,10 @@
     python -m viewer.results experiment_base/results runs/experiment_base/seed0 runs/experiment_base/seed1
 
 keeps runs in a folder; runs of the same names are replaced, and others stay. metrics.csv has a row for each line of
-their metrics.jsonl, with floats of five significant digits (eight near 1); a cell is empty where the line lacks the
-key. The column `run` names a run in its first row. runs.json has the settings and the summary of each run by its name.
-Neither names a path of the machine: paths are relative to the repository, and those in the directory of runs begin with
-runs/.
+their metrics.jsonl, with floats of five significant digits (eight near 1, three for time and memory); a cell is empty
+where the line lacks the key. The column `run` names a run in its first row. runs.json has the settings and the summary
+of each run by its name. Neither names a path of the machine: paths are relative to the repository, and those in the
+directory of runs begin with runs/.
 """
 
 import csv
@@ -100,7 +100,9 @@ def keep_runs(folder: Path, runs: Iterable[Run], columns: Sequence[str] = (), ev
         writer.writeheader()
         for name, run in kept.items():
             for number, row in enumerate(run.metrics.rows):
-                writer.writerow({"run": "" if number else name} | {key: _text(value) for key, value in row.items()})
+                writer.writerow(
+                    {"run": "" if number else name} | {key: _text(key, value) for key, value in row.items()}
+                )
     entries = {name: relative_paths(_entry(run), run.config.get("runs_dir")) for name, run in kept.items()}
     (folder / RUNS).write_text(_line_by_line(entries), encoding="utf-8")
 
@@ -114,9 +116,11 @@ def _entry(run: Run) -> dict:
     return {"config": run.config, "summary": summary}
 
 
-def _text(value: float) -> str:
+def _text(key: str, value: float) -> str:
     if not isinstance(value, float):
         return str(value)
+    if key.startswith(("time/", "memory/")) or key.endswith("_difference"):  # vary from run to run
+        return f"{value:.3g}"
     return f"{value:.8g}" if abs(value - 1) < 0.01 else f"{value:.5g}"  # of a ratio, the distance from 1 is shown
 
 
