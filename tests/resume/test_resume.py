@@ -214,10 +214,18 @@ def test_a_run_without_a_checkpoint_resumes_from_the_start(tmp_path, train, unin
 
 
 @pytest.mark.slow
-def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uninterrupted, cold):
+def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, cold):
     """SIGTERM while the policy is loaded, then Ctrl-C in a step; the test runs the printed command each time."""
     directory = tmp_path / "runs" / "experiment_base" / "my run"
-    command = ["python", str(TRAIN), *SIX_STEPS, "--checkpoint-every", "0", "--name", "my run"]
+    steps = (
+        *FLAGS,
+        "--steps",
+        "40",
+        "--checkpoint-every",
+        "0",
+    )  # six would be over before the signal comes
+    train(*steps, "--runs-dir", str(tmp_path), "--name", "uninterrupted")
+    command = ["python", str(TRAIN), *steps, "--name", "my run"]
     for number, is_in_a_step in ((signal.SIGTERM, False), (signal.SIGINT, True)):
         step_before = last_step(directory)
         with started(*command, cwd=tmp_path) as process:
@@ -231,14 +239,14 @@ def test_signals_end_a_run_with_the_command_that_resumes_it(tmp_path, train, uni
         assert status == 130, errors
         assert "Traceback" not in errors
         if is_in_a_step:
-            assert step_before < last_step(directory) < 6
+            assert step_before < last_step(directory) < 40
             assert newest_checkpoint(directory / "checkpoints")[0] == last_step(directory)
         else:
             assert not (directory / "metrics.jsonl").exists()
         command = shlex.split(re.search("^interrupted; resume with: (.*)$", errors, re.MULTILINE)[1])
         assert command == ["python", str(TRAIN), "--resume", "runs/experiment_base/my run"]
     train("--resume", str(directory))
-    assert_equal_runs(directory, uninterrupted)
+    assert_equal_runs(directory, tmp_path / "experiment_base" / "uninterrupted")
 
 
 def test_an_interrupt_raised_as_another_error_is_recognised(tmp_path, load_script):
