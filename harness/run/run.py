@@ -77,7 +77,8 @@ class Run:
 
     def tell(self, sentence: str) -> None:
         """Print above the progress bar. If nobody reads it any more, end the run after this step, with a checkpoint."""
-        self.stop.is_made |= not say_above_progress(sentence)
+        if not say_above_progress(sentence):  # not `|=`, which would undo a Ctrl-C that comes while it prints
+            self.stop.is_made = True
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Read a resumed run's checkpoint into policy and optimizer, through `accelerator` if it prepared them."""
