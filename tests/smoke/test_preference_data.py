@@ -218,6 +218,7 @@ def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     def die(_) -> None:
         if server.calls[CHAT] > 5 * 8:  # in the sixth of seven batches
             threading.Thread(target=server.stop).start()
+            raise ConnectionAbortedError  # no answer: otherwise the batch could be complete before the server stops
 
     server.damage = die
     with pytest.raises(UserError, match=r"has not answered|refused") as error:
