@@ -21,6 +21,7 @@ BUNDLED = {
     "tiny": TINY_POLICY,
     "tiny_tools": ROOT / "assets" / "tiny_policy_tools",
     "tiny_countdown": ROOT / "assets" / "tiny_policy_countdown",
+    "tiny_teacher": ROOT / "assets" / "tiny_teacher",  # a LoRA adapter of the first, which reasons
 }
 ADAPTER_SETTINGS = "adapter_config.json"
 # The training of a bundled policy: its tasks, and a description

@@ -7,7 +7,7 @@ import torch
 
 from common.keyed import keyed_generator
 
-from harness.engines.vllm import ALIVE, VLLM, RefusedError
+from harness.engines.vllm import VLLM, RefusedError
 
 SEEDS = 2**31  # of a request; every server takes these
 BUSY = (429, 503)  # statuses after which a request is sent again
@@ -22,13 +22,9 @@ class ChatServer(VLLM):
         super().__init__(url, torch.float32)
 
     def _check(self, dtype: torch.dtype) -> None:
+        if self._model is None:
+            self.find_model("the server")
         self.about = self.about.replace("the engine", "the server")
-        if self._model is not None:
-            return
-        try:
-            self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
-        except (TypeError, LookupError):
-            raise self.wrong("no model") from None
 
     def chat_all(
         self, asked: Sequence[tuple[list[dict], int]], count: int, key: tuple[int, ...], settings: dict

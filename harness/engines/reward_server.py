@@ -5,7 +5,7 @@ python -m vllm.entrypoints.openai.api_server --model REWARD_MODEL --runner pooli
 
 import torch
 
-from harness.engines.vllm import ALIVE, VLLM
+from harness.engines.vllm import VLLM
 
 
 class RewardServer(VLLM):
@@ -15,11 +15,7 @@ class RewardServer(VLLM):
         super().__init__(url, torch.float32)
 
     def _check(self, dtype: torch.dtype) -> None:
-        self.about = self.about.replace("the engine", "the reward model")
-        try:
-            self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
-        except (TypeError, LookupError):
-            raise self.wrong("no model") from None
+        self.find_model("the reward model")
 
     async def score(self, messages: list[dict]) -> float:
         """The score of a conversation, which the server renders with the reward model's own template."""

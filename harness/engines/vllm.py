@@ -114,6 +114,14 @@ class VLLM:
         if is_cpu and is_chunked:  # the first long prompt with a seed would crash it
             raise EngineError(f"{self.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
+    def find_model(self, name: str) -> None:
+        """Ask for nothing but the server's model, and call it `name`; for servers that need no other settings."""
+        self.about = self.about.replace("the engine", name)
+        try:
+            self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
+        except (TypeError, LookupError):
+            raise self.wrong("no model") from None
+
     def load(self, folder: Path) -> None:
         """Make the server load the weights in `folder`, and drop everything that it computed with the old ones."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}

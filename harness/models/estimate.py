@@ -127,6 +127,8 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     if getattr(config, "reward_model", None):
         judged = 2 if torch.device(config.device).type == "cuda" else 4
         held["reward model"] = judged * Shape(replace(config, model=config.reward_model)).parameters
+    if getattr(config, "teacher", None) and config.teacher_url is None:
+        held["teacher"] = arithmetic * Shape(replace(config, model=config.teacher)).parameters
     phases = {"sampling: KV cache, logits": sampling, "update: activations, logits": max(update, step)}
     return held | phases | {"total": sum(held.values()) + max(phases.values())}
 

@@ -33,8 +33,8 @@ from harness.models.pretrained import (
 )
 
 
-def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
-    """Load `config.model` on `config.device`: trained weights in float32, frozen ones (with LoRA) in `config.dtype`."""
+def load_policy(config: ModelConfig, temperature: float = 1.0, is_frozen: bool = False) -> Policy:
+    """Load `config.model` on `config.device`: trained weights in float32, frozen ones in `config.dtype`."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress line is enough
@@ -54,7 +54,8 @@ def load_policy(config: ModelConfig, temperature: float = 1.0) -> Policy:
         four_bit |= {"load_in_4bit": True, "bnb_4bit_compute_dtype": DTYPES[config.dtype]}
         bits = four_bit if config.load_in == "4bit" else {"load_in_8bit": True}
         options |= {"quantization_config": BitsAndBytesConfig(**bits), "device_map": {"": config.device}}
-    model = read_model(config.base, DTYPES[config.dtype] if config.has_adapter else torch.float32, **options)
+    dtype = DTYPES[config.dtype] if config.has_adapter or is_frozen else torch.float32
+    model = read_model(config.base, dtype, **options)
     return make_policy(model, tokenizer, config, temperature)
 
 
@@ -112,7 +113,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
 def _use_adapter(model: torch.nn.Module, config: ModelConfig) -> torch.nn.Module:
     """Add the adapter that `--model` names; it is merged if the run trains a new one."""
     model = load_adapter(model, config.adapter_path)
-    given = f"--model {shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
+    given = f"{shown(config.model)} is a LoRA adapter of rank {model.peft_config['default'].r}"
     if isinstance(config, PolicyConfig) and config.lora_rank:
         say(f"{given}: it is merged into its base {config.base}, and a new one of rank {config.lora_rank} is trained")
         return model.merge_and_unload()

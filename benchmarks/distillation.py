@@ -1,0 +1,275 @@
+"""The runs of experiment_distill/README.md: five seeds of each, some with a part of train.py replaced.
+
+    python benchmarks/distillation.py --jobs 2                       # all runs; the page says how long they took
+    python benchmarks/distillation.py --only distill grpo --seeds 0  # a part of them
+    python benchmarks/distillation.py --draw-only                    # the figures and tables, from the committed data
+
+The run called `half` has a smaller student, which --half names: the README says how it is made. Runs that already
+exist are not repeated, and results of missing ones are kept. Writes experiment_distill/results/, curve.png and
+broken.png, and prints the tables.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+import tyro
+from torch.utils.checkpoint import checkpoint
+
+from common.advantages import generalized_advantages
+from common.experience import Experience
+from common.logprobs import MAX_LOGITS
+from common.policy import Policy
+from viewer.bands import draw_comparison
+from viewer.groups import read_run
+from viewer.results import KeptRun, keep_runs, read_runs
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPERIMENT = ROOT / "experiment_distill"
+RESULTS = EXPERIMENT / "results"
+COLUMNS = (
+    "reward/correct", "completion/reasoned", "completion/length", "loss/kl", "loss/grad_norm", "policy/entropy",
+    "policy/token_advantage", "eval/greedy/accuracy", "eval/sampled/accuracy", "eval/sampled/reasoned", "time/step",
+)  # fmt: skip
+FIGURES = ("sampled/accuracy", "sampled/reasoned", "sampled/length", "greedy/accuracy")  # of an evaluation
+DISTILL, GRPO = "experiment_distill", "experiment_accelerate"
+STEPS, WINDOW, REACHED = 40, 3, 0.9  # of a run; over which a curve is averaged; the accuracy to reach
+ROWS = 128  # completions of a step
+
+
+# Variants of train.py -------------------------------------------------------------------------------------------------
+
+
+def reverse_kl(
+    policy: Policy, teacher: Policy, sequences: torch.Tensor, action_mask: torch.Tensor, max_logits: int = MAX_LOGITS
+) -> torch.Tensor:
+    """KL(student || teacher) of the distributions that action tokens are drawn from, over the complete vocabulary.
+
+        KL_t = sum_v p(v) (log p(v) - log q(v)),   p the student's and q the teacher's, given the tokens before t
+
+    (B, T-1) in nats, with gradient; 0 where the mask is 0. Logits are computed in chunks, and once more in the backward
+    pass, so that at most `max_logits` of either model exist at the same time.
+    """
+    hidden, positions = policy._hidden_states(sequences, action_mask)  # (N, H), (N,)
+    with torch.no_grad():
+        of_teacher, _ = teacher._hidden_states(sequences, action_mask)  # in the same order
+    heads = policy.model.get_output_embeddings(), teacher.model.get_output_embeddings()
+
+    def of_chunk(own: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        states = zip((own, others), heads, (policy, teacher), strict=True)
+        log_p, log_q = ((head(x).float() / model.temperature).log_softmax(dim=-1) for x, head, model in states)
+        return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+    size = max(1, max_logits // heads[0].out_features)
+    chunks = zip(hidden.split(size), of_teacher.split(size), strict=True)
+    values = torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
+    zeros, width = torch.zeros(action_mask.shape, device=sequences.device), action_mask.shape[1]
+    return zeros.index_put((positions // width, positions % width), values)
+
+
+Plant = Callable[[ModuleType], AbstractContextManager]  # takes the train.py
+
+
+def with_models(change: Callable[[ModuleType, list[Policy]], dict[str, object]]) -> Plant:
+    """Replace the functions of train.py that `change` returns; it gets the policy and the teacher, once loaded."""
+
+    def plant(train: ModuleType) -> AbstractContextManager:
+        models: list[Policy] = []
+        load_policy, load_teacher = train.load_policy, train.load_teacher
+
+        def remember_policy(*arguments) -> Policy:
+            models.append(load_policy(*arguments))
+            return models[0]
+
+        def remember_teacher(*arguments) -> Callable:
+            teacher = load_teacher(*arguments)
+            models.extend(teacher.args)  # a partial of `token_log_probs`
+            return teacher
+
+        replaced = {"load_policy": remember_policy, "load_teacher": remember_teacher}
+        return patch.multiple(train, **replaced, **change(train, models))
+
+    return plant
+
+
+def full(train: ModuleType, models: list[Policy]) -> dict[str, object]:
+    """The loss is the divergence itself, over the vocabulary, instead of an estimate from one token."""
+    sampled = train.policy_loss
+
+    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+        terms, diagnostics = sampled(config, log_probs, micro, num_rows)
+        mask = micro.action_mask
+        exact = reverse_kl(*models, micro.sequences, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows
+        return exact + 0.0 * terms, diagnostics  # so that log_probs still has a gradient: pushes of 0
+
+    return {"policy_loss": policy_loss}
+
+
+def with_advantages(change: Callable[[list[Policy], Experience], torch.Tensor]) -> Plant:
+    """Other advantages (B, T-1)."""
+
+    def replace(train: ModuleType, models: list[Policy]) -> dict[str, object]:
+        update = train.update
+
+        def update_otherwise(config, accelerator, model, optimizer, experience: Experience, step: int):
+            experience.advantages = change(models, experience) * experience.action_mask
+            return update(config, accelerator, model, optimizer, experience, step)
+
+        return {"update": update_otherwise}
+
+    return with_models(replace)
+
+
+def return_to_go(_: list[Policy], experience: Experience) -> torch.Tensor:
+    """The sum of the advantages from each token on: the gradient of the divergence of complete answers (MiniLLM)."""
+    own = experience.advantages
+    return generalized_advantages(own, torch.zeros_like(own), experience.action_mask, gamma=1.0, gae_lambda=1.0)
+
+
+@torch.no_grad()
+def kl_as_reward(models: list[Policy], experience: Experience) -> torch.Tensor:
+    """Minus the divergence at each position, whatever token was drawn there: no gradient on average."""
+    return -reverse_kl(*models, experience.sequences, experience.action_mask)
+
+
+def with_baseline(models: list[Policy], experience: Experience) -> torch.Tensor:
+    """The advantages plus the divergence at each position: minus their mean over all tokens, which changes no mean."""
+    return experience.advantages - kl_as_reward(models, experience)
+
+
+@torch.no_grad()
+def top_tokens(models: list[Policy], experience: Experience, k: int = 1) -> torch.Tensor:
+    """The advantages of tokens that are among the teacher's k most probable ones; the others are not scored."""
+    teacher = models[1]
+    logits = teacher.model(experience.sequences, use_cache=False).logits[:, :-1]  # (B, T-1, V): the model is tiny
+    is_top = (logits.topk(k).indices == experience.sequences[:, 1:, None]).any(dim=-1)
+    return experience.advantages * is_top
+
+
+PLANTS: dict[str, Plant] = {
+    "full": with_models(full),
+    "return-to-go": with_advantages(return_to_go),
+    "kl-as-reward": with_advantages(kl_as_reward),
+    "baseline": with_advantages(with_baseline),
+    "top-1": with_advantages(top_tokens),
+}
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+FAST = {"lr": 1e-4}
+NO_KL = {"kl-weight": 0}
+RUNS: dict[str, tuple[str, dict]] = {  # the experiment, and flags
+    "distill": (DISTILL, {}),
+    "grpo": (GRPO, NO_KL),
+    "distill-fast": (DISTILL, FAST),
+    "grpo-fast": (GRPO, NO_KL | FAST),
+    "one-each": (DISTILL, {"group-size": 1, "prompts-per-step": ROWS}),
+    "full": (DISTILL, {}),
+    "return-to-go": (DISTILL, {}),
+    "kl-as-reward": (DISTILL, {}),
+    "baseline": (DISTILL, {}),
+    "top-1": (DISTILL, {}),
+    "ignorant": (DISTILL, {"teacher": "tiny_countdown"}),
+    "tools": (DISTILL, {"model": "tiny_tools"}),
+    "tools-grpo": (GRPO, NO_KL | {"model": "tiny_tools"}),
+    "half": (DISTILL, FAST | {"model": "HALF"}),
+    "half-grpo": (GRPO, NO_KL | FAST | {"model": "HALF"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    only: tuple[str, ...] = tuple(RUNS)
+    half: str = "runs/distillation/experiment_sft/half/final"  # the smaller student
+    jobs: int = 1  # runs at the same time, each with one thread
+    runs_dir: str = "runs/distillation"
+    draw_only: bool = False  # draw and print without training
+    here: str | None = None  # make this run with the first seed, in this process; results stay as they are
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    config = tyro.cli(Config, args=arguments, description=__doc__)
+    if config.here is not None:
+        return train_here(config, config.here, config.seeds[0])
+    if not config.draw_only:
+        with ThreadPoolExecutor(config.jobs) as pool:
+            list(pool.map(lambda run: train(config, *run), [(n, seed) for seed in config.seeds for n in config.only]))
+        write_results(config)
+
+
+def place_of(config: Config, name: str, seed: int) -> Path:
+    return Path(config.runs_dir) / RUNS[name][0] / f"{name}-seed{seed}"
+
+
+def train(config: Config, name: str, seed: int) -> None:
+    """One run, in a separate process with one thread; a student that knew tools is examined afterwards."""
+    place, environment = place_of(config, name, seed), {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not (place / "summary.json").exists():
+        command = [sys.executable, __file__, "--here", name, "--seeds", str(seed)]
+        call([*command, "--half", config.half, "--runs-dir", config.runs_dir], environment)
+        print(place, flush=True)
+    if name.startswith("tools") and not examination_of(config, name, seed).exists():
+        command = [sys.executable, str(ROOT / "experiment_sft" / "train.py"), "--model", str(place / "final")]
+        flags = {"num-copying": 0, "num-reasoning": 0, "num-answering": 0, "lessons": "tools", "embeddings": "as_is"}
+        call(command + words_of(flags | {"name": place.name, "runs-dir": config.runs_dir}), environment)
+
+
+def call(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(command)} failed:\n{done.stderr[-3000:]}")
+
+
+def examination_of(config: Config, name: str, seed: int) -> Path:
+    return Path(config.runs_dir) / "experiment_sft" / f"{name}-seed{seed}" / "summary.json"
+
+
+def train_here(config: Config, name: str, seed: int) -> None:
+    """The experiment's own `main`, with the variant in it."""
+    from harness.run.start import run_main
+
+    experiment, flags = RUNS[name]
+    flags = {"steps": STEPS, "seed": seed, "name": f"{name}-seed{seed}", "runs-dir": config.runs_dir} | flags
+    flags |= {"samples-every": 0, "checkpoint-every": 0, "eval-every": 5}
+    flags |= {"model": config.half} if flags.get("model") == "HALF" else {}
+    spec = importlib.util.spec_from_file_location("train", ROOT / experiment / "train.py")
+    module = sys.modules["train"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with PLANTS.get(name, lambda _: nullcontext())(module):
+        run_main(lambda: module.main(words_of(flags)))
+
+
+def words_of(flags: dict[str, object]) -> list[str]:
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def write_results(config: Config) -> None:
+    """Collect the values for the figures and tables from the runs; other results are kept."""
+    runs = []
+    for name in RUNS:
+        for seed in config.seeds:
+            place = place_of(config, name, seed)
+            if (place / "summary.json").exists():
+                run = read_run(place)
+                about = {"run": name, "seed": seed} | {key: run.config[key] for key in ("machine", "commit")}
+                about |= {key: run.config[key] for key in ("lr", "prompts_per_step", "group_size", "eval_prompts")}
+                summary = {key: run.summary[key] for key in ("before", "after", "seconds", "parameters")}
+                for when in ("before", "after"):
+                    summary[when] = {key: value for key, value in summary[when].items() if key in FIGURES}
+                runs.append(KeptRun(RESULTS / place.name, about, summary, run.metrics.rows))
+    keep_runs(RESULTS, runs, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""On-policy distillation: a teacher says of every token that the student samples how probable it would have been.
+
+    for every step:
+        sample completions of Q prompts from the student, the policy that is trained
+        compute the log-probs of the same tokens under the teacher
+        A_t = log p_teacher(token) - log p_student(token), a constant               for every token that was sampled
+        loss = as in GRPO, with A_t in place of A
+
+The mean of -A_t over the student's own tokens estimates its reverse KL divergence to the teacher, and the gradient of
+the loss is, on average, the gradient of that divergence at every token. So each token has a reward of its own, and no
+group is needed to compare with. The task's reward is only logged. Sources: GKD (Agarwal et al. 2023, arXiv 2306.13649,
+section 3) and "On-Policy Distillation" (Thinking Machines Lab 2025).
+
+    python experiment_distill/train.py                                                 # the teacher is tiny_teacher
+    python experiment_distill/train.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B
+    diff experiment_accelerate/train.py experiment_distill/train.py
+
+Parent: experiment_accelerate, which runs in one process or in several.
+
+Shapes: Q prompts per step of this rank, its part of --prompts-per-step; G completions per prompt, B = Q*G rows with a
+group's rows adjacent, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which
+the logits at t predict.
+"""
+
+import harness.base.interrupt  # Ctrl-C during the imports: no traceback
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from common.chat import decode, encode_prompt
+from common.experience import Experience, collate
+from common.logprobs import token_log_probs
+from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
+from common.parallel import gather, gather_rows, in_step, part_of, world_size
+from common.policy import Policy
+from common.sampling import sample
+from common.trajectory import Trajectory
+
+from harness.base.config import Count, NotNegative, Positive, Share
+from harness.cli.parse import parse_config
+from harness.data.data import load_task, prompts_of_step
+from harness.data.held_out import evaluate_held_out
+from harness.data.task import Task
+from harness.logs.statistics import UpdateStatistics, rollout_metrics
+from harness.models.loading import load_policy
+from harness.models.teachers import Teacher, TeacherConfig, load_teacher
+from harness.processes.accelerator import clip_grad_norm_, prepare, start_accelerator
+from harness.run.run import Run
+from harness.run.start import run_main, start_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TeacherConfig):
+    steps: Count = 40  # each samples completions, rewards them and trains on them
+    prompts_per_step: Count = 16  # Q: questions per step
+    group_size: Count = 8  # G: completions per question
+    max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
+    temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
+    # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
+    top_p: Share = 1.0
+    epochs_per_step: Count = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
+    minibatch_size: Count | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
+    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    micro_batch_size: Count | None = None
+    # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
+    lr: Positive | None = None
+    weight_decay: NotNegative = 0.0  # of AdamW
+    # a token has no gradient once its ratio has moved by this much in the direction of its advantage
+    clip_eps: Positive = 0.2
+    max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
+
+
+def main(argv: list[str] | None = None) -> None:
+    config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
+    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    with start_run(config, task) as run:
+        policy = load_policy(config, config.temperature)
+        teacher = load_teacher(config, task, policy)
+        if not run.has_before:
+            run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
+        train(config, run, accelerator, task, policy, teacher)
+        run.save_final(policy)
+        run.finish(evaluate_held_out(config, task, policy, num_samples=8))
+
+
+def train(config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, teacher: Teacher) -> None:
+    """Run all steps, or those that a resumed run has left."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    run.restore(policy, optimizer, accelerator)
+    for step in run.steps(config.steps):
+        # 1 sample: G completions of each of Q prompts
+        trajectories = sample_completions(config, task, policy, step)
+        run.lap("sample")
+
+        # 2 reward: each completion by itself, from its text; only logged
+        rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
+        texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
+        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        for completion, row, text in zip(trajectories, rows, texts, strict=True):
+            completion.text = text
+            completion.rewards = task.reward(row, text)
+            completion.description = task.describe(row, text)  # only logged
+        totals = [task.total_reward(completion.rewards) for completion in trajectories]
+        returns = torch.tensor(totals).view(-1, config.group_size)  # (Q, G)
+
+        # 3 advantage of each token: how much more probable it is to the teacher than to the student (after step 4)
+        experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
+        run.lap("reward")
+
+        # 4 log-probs (B, T-1) of the same tokens: of the student, which sampled them, and of the teacher
+        experience.old_log_probs = old_log_probs(config, policy, experience)
+        experience.log_probs_ref = teacher(experience)
+        experience.advantages = (experience.log_probs_ref - experience.old_log_probs) * experience.action_mask
+        run.lap("log_probs")
+
+        # 5 update: one or more optimizer steps on this rollout
+        statistics = update(config, accelerator, model, optimizer, experience, step)
+        run.lap("update")
+
+        # 6 log, evaluate, checkpoint
+        completions = gather_rows(trajectories)  # of all ranks, in the order of one process
+        metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
+        metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
+        if config.eval_every and step % config.eval_every == 0:
+            evaluation = evaluate_held_out(config, task, policy)
+            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        run.log(step, metrics)
+        run.log_samples(step, trajectories, experience, statistics)
+        run.checkpoint(step, policy, optimizer, accelerator)
+
+
+def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
+    """G completions of each of this rank's part of the step's Q questions: B trajectories."""
+    prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
+    prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
+    conversations = [task.messages(task.train_rows[index], config.system_prompt) for index in prompt_index]
+    return sample(
+        policy,
+        [encode_prompt(policy.tokenizer, messages) for messages in conversations],
+        config.group_size,
+        max_new_tokens=config.max_new_tokens,
+        key=(config.seed, step),  # names the random numbers of this step
+        prompt_index=prompt_index,
+        top_p=config.top_p,
+        generation_batch_size=config.generation_batch_size,
+    )
+
+
+def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor:
+    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    if policy.compute_dtype == torch.float32:
+        return experience.sampler_log_probs
+    return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently
+
+
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
+    """Each token's term, (b, T-1): -min(ratio A, clip(ratio) A) / tokens of its row / num_rows."""
+    mask = micro.action_mask
+    ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
+    token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
+    diagnostics = {"ratio": ratio, "clipped": is_clipped(ratio, micro.advantages, config.clip_eps)}
+    diagnostics["token_advantage"] = micro.advantages
+    diagnostics["kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)  # to the teacher; only logged
+    return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
+
+
+def update(
+    config: Config,
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    experience: Experience,
+    step: int,
+) -> UpdateStatistics:
+    """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
+    statistics = UpdateStatistics(config.max_grad_norm)
+    for epoch in range(config.epochs_per_step):
+        key = (config.seed, step, epoch)  # names the shuffle
+        for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
+            optimizer.zero_grad()
+            num_rows = sum(gather(len(minibatch)))  # of all ranks
+            micro_batches = in_step(minibatch.split(config.micro_batch_size), minibatch.filler())
+            for number, micro in enumerate(micro_batches, start=1):
+                accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
+                log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
+                log_probs.retain_grad()  # a token's push is minus its gradient
+                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
+                accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
+                statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
+            grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards
+            if torch.isfinite(grad_norm):  # otherwise this update is skipped, and counted
+                optimizer.step()
+            statistics.end_update(grad_norm)
+    return statistics
+
+
+if __name__ == "__main__":
+    run_main(main)

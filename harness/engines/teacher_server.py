@@ -1,0 +1,93 @@
+"""A teacher on a vLLM server, which returns the log-probs of the tokens of a prompt (tried with 0.32.0 on a CPU).
+
+python -m vllm.entrypoints.openai.api_server --model TEACHER
+"""
+
+import asyncio
+import math
+
+import torch
+
+from common.errors import EngineError, UserError
+from common.experience import Experience
+from common.policy import Policy
+
+from harness.engines.engine import raise_together
+from harness.engines.vllm import VLLM
+from harness.models.pretrained import PROBE
+from harness.models.teachers import TeacherConfig, check_same_prompt
+
+MOST_REQUESTS = 64  # at the same time, one per row
+
+
+class TeacherServer(VLLM):
+    """Called with an experience, it returns the teacher's log-probs of the action tokens.
+
+    A request holds the ids of one row. Every token of the answer is compared with the policy's, id and text.
+    """
+
+    def __init__(self, config: TeacherConfig, policy: Policy):
+        if config.temperature != 1:
+            raise UserError(
+                f"--temperature {config.temperature:g}: a server computes the log-probs of a prompt at temperature 1, "
+                "and not at the policy's: use 1, or a teacher on this machine (--teacher)"
+            )
+        self._tokenizer = policy.tokenizer
+        super().__init__(config.teacher_url, torch.float32)
+        try:
+            body = {"model": self._model, "messages": PROBE, "add_generation_prompt": True}
+            prompt = list(map(int, self._request("POST", "/tokenize", body)["tokens"]))
+        except (TypeError, LookupError, ValueError):
+            raise self.wrong("something other than the tokens of a conversation") from None
+        check_same_prompt(f"--teacher-url {config.teacher_url}", prompt, policy, config)
+
+    def _check(self, dtype: torch.dtype) -> None:
+        self.find_model("the teacher")
+
+    def __call__(self, experience: Experience) -> torch.Tensor:
+        lengths = experience.attention_mask.sum(dim=1).tolist()
+        rows = [ids[:length] for ids, length in zip(experience.sequences.tolist(), lengths, strict=True)]
+        log_probs, error = torch.zeros_like(experience.sampler_log_probs), None
+        try:
+            for row, values in zip(log_probs, self.submit(self._score_all(rows)).result(), strict=True):
+                row[: len(values)] = torch.tensor(values)
+        except EngineError as raised:
+            error = raised
+        raise_together(error)
+        return log_probs * experience.action_mask
+
+    async def _score_all(self, rows: list[list[int]]) -> list[list[float]]:
+        gate = asyncio.Semaphore(MOST_REQUESTS)
+
+        async def score(ids: list[int]) -> list[float]:
+            async with gate:
+                return await self.score(ids)
+
+        return await asyncio.gather(*map(score, rows))
+
+    async def score(self, ids: list[int]) -> list[float]:
+        """The log-probs, in nats, of all tokens but the first, which follows nothing."""
+        # one more token is sampled, because the server samples at least one; nobody reads it
+        body = {"model": self._model, "prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
+        answer = await self._ask("POST", "/v1/completions", body)
+        try:
+            (choice,) = answer["choices"]
+            found = choice["prompt_logprobs"]
+            if len(found) != len(ids):
+                raise self.wrong(f"{len(found)} log-probs for a row of {len(ids)} tokens")
+            return [self._read(i, entry) for i, entry in zip(ids[1:], found[1:], strict=True)]
+        except (TypeError, LookupError, ValueError, AttributeError):
+            raise self.wrong("something other than log-probs of a prompt") from None
+
+    def _read(self, i: int, entry: dict[str, dict]) -> float:
+        """The log-prob of token `i` in the answer for its position."""
+        if str(i) not in entry:
+            raise self.wrong(f"the log-prob of token {', '.join(entry)} where token {i} was asked for")
+        own, others = self._tokenizer.decode([i]), entry[str(i)]["decoded_token"]
+        is_fragment = "\ufffd" in own or not others or "\ufffd" in others  # of a character of several bytes
+        if not is_fragment and own.strip() != others.strip():
+            raise self.wrong(f"a token {i} that is {others!r}, and {own!r} to the policy: it has another tokenizer")
+        log_prob = float(entry[str(i)]["logprob"])
+        if not math.isfinite(log_prob):
+            raise self.wrong(f"a log-prob of {log_prob} for token {i}")
+        return log_prob
