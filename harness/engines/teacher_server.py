@@ -27,9 +27,9 @@ class TeacherServer(VLLM):
     """
 
     def __init__(self, config: TeacherConfig, policy: Policy):
-        if config.temperature != 1:
+        if policy.temperature != 1:
             raise UserError(
-                f"--temperature {config.temperature:g}: a server computes the log-probs of a prompt at temperature 1, "
+                f"--temperature {policy.temperature:g}: a server computes the log-probs of a prompt at temperature 1, "
                 "and not at the policy's: use 1, or a teacher on this machine (--teacher)"
             )
         self._tokenizer = policy.tokenizer

@@ -45,7 +45,7 @@ def load_teacher(config: TeacherConfig, task: Task, policy: Policy) -> Teacher:
     of_teacher = ModelConfig(model=config.teacher, **same)
     try:
         check_model(of_teacher)
-        teacher = load_policy(of_teacher, config.temperature, is_frozen=True).requires_grad_(False)
+        teacher = load_policy(of_teacher, policy.temperature, is_frozen=True).requires_grad_(False)
     except UserError as error:
         raise UserError(str(error).replace("--model", "--teacher")) from error
     check_same_tokens(given, teacher.tokenizer.get_vocab(), policy.tokenizer.get_vocab())

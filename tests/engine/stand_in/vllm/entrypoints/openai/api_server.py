@@ -30,9 +30,9 @@ from common.sampling import begin_rows
 from .engine import Engine, Job, RefusedRequest
 
 COMPLETIONS, RPC, RESET = "/v1/completions", "/collective_rpc", "/reset_prefix_cache"
-CHAT = "/v1/chat/completions"
+CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 METHODS = {"/health": "GET", "/version": "GET", "/v1/models": "GET", "/server_info": "GET", COMPLETIONS: "POST"}
-METHODS |= {RPC: "POST", RESET: "POST", CHAT: "POST", "/stand_in": "POST"}
+METHODS |= {RPC: "POST", RESET: "POST", CHAT: "POST", TOKENIZE: "POST", "/stand_in": "POST"}
 
 
 class StandIn:
@@ -92,6 +92,8 @@ class StandIn:
             return self.complete(body)
         if path == CHAT:
             return self.chat(body)
+        if path == TOKENIZE:
+            return {"tokens": encode_prompt(self.engine.tokenizer, body["messages"])}
         if path == RPC:
             fails = self.has_fault("failed_reload", RPC)
             self.engine.reload("/nowhere" if fails else body["kwargs"]["weights_path"])
@@ -121,7 +123,7 @@ class StandIn:
         return {"choices": choices}
 
     def complete(self, body: dict) -> dict:
-        prompt, n, seed, longest = body["prompt"], body.get("n", 1), body["seed"], self.engine.max_model_len
+        prompt, n, seed, longest = body["prompt"], body.get("n", 1), body.get("seed", 0), self.engine.max_model_len
         temperature, top_p = body["temperature"], body.get("top_p", 1.0)
         budget = min(body["max_tokens"], longest - len(prompt))  # cut silently, as in vLLM
         if body.get("model", self.flags["served_model_name"]) != self.flags["served_model_name"]:
@@ -131,7 +133,7 @@ class StandIn:
             raise RefusedRequest(400, "wrong prompt, seed, temperature or n")
         self.requests.append(body)
         own = [] if body.get("ignore_eos") else [self.engine.tokenizer.eos_token_id]
-        stop_ids = tuple(sorted({*own, *body["stop_token_ids"]}))
+        stop_ids = tuple(sorted({*own, *body.get("stop_token_ids", [])}))
         rows = begin_rows([prompt], n)
         for j, row in enumerate(rows):  # the random numbers of a completion depend only on seed + j
             row.prompt_index, row.completion_index = (seed + j) % 2**64, 0
@@ -156,6 +158,8 @@ class StandIn:
             }
             for index, row in enumerate(rows)
         ]
+        if "prompt_logprobs" in body:
+            choices[0]["prompt_logprobs"] = self.engine.score(prompt)
         if self.has_fault("fewer_log_probs", COMPLETIONS):
             choices[-1]["logprobs"]["token_logprobs"].pop()
         self.damage(choices)

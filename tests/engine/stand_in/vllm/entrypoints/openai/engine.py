@@ -73,6 +73,15 @@ class Engine:
             self._write(weights)
             self.has_weights = True
 
+    @torch.no_grad()
+    def score(self, prompt: list[int]) -> list[dict | None]:
+        """The log-probs of a prompt's tokens at temperature 1, whatever the request says, as in vLLM."""
+        logits = self.policy.model(torch.tensor([prompt]), use_cache=False).logits[0, :-1]
+        found = logits.log_softmax(dim=-1).gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        texts = map(self.tokenizer.decode, prompt[1:])
+        pairs = zip(prompt[1:], texts, found, strict=True)
+        return [None, *({str(i): {"logprob": value, "decoded_token": text}} for i, text, value in pairs)]
+
     def run(self, job: Job) -> None:
         """Sample its rows, together with all waiting rows that have the same settings."""
         self.waiting.append(job)

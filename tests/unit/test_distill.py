@@ -1,0 +1,178 @@
+"""Distillation: the estimate from one token against the divergence, enumerated; its traps; the teacher's tokens."""
+
+import math
+
+import pytest
+import torch
+from oracle import slow_row
+
+from common.advantages import generalized_advantages
+from common.errors import UserError
+from common.experience import collate
+from common.sampling import sample
+
+from harness.models.teachers import TeacherConfig, check_same_tokens, load_teacher
+
+SIZE = 8  # of the vocabulary; an answer has two tokens
+
+
+def random_values(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def train(load_script):
+    return load_script("experiment_distill/train.py")
+
+
+@pytest.fixture(scope="module")
+def runs(load_script):
+    return load_script("benchmarks/distillation.py")
+
+
+@pytest.fixture
+def tables():
+    """Logits of the student and the teacher: (1 + 8, 8) each, for the first token, and the second after each first."""
+    return random_values(1 + SIZE, SIZE, seed=0).requires_grad_(), random_values(1 + SIZE, SIZE, seed=1)
+
+
+ANSWERS = torch.cartesian_prod(torch.arange(SIZE), torch.arange(SIZE))  # (64, 2)
+STATES = torch.stack([torch.zeros(SIZE * SIZE, dtype=torch.long), 1 + ANSWERS[:, 0]], dim=1)  # rows of a table
+
+
+def scores_of(logits: torch.Tensor) -> torch.Tensor:
+    """The log-probs (64, 2) of both tokens of all answers."""
+    return logits.log_softmax(dim=-1)[STATES, ANSWERS]
+
+
+def kl_of(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The reverse KL divergence of the next token in each state: (9,)."""
+    log_p, log_q = student.log_softmax(dim=-1), teacher.log_softmax(dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+
+def expected_gradient(train, make_experience, student: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """The gradient of train.py's loss, averaged over all answers by their probability."""
+    log_probs = scores_of(student)
+    old = log_probs.detach()
+    micro = make_experience(torch.ones_like(ANSWERS), advantages=advantages, old_log_probs=old, log_probs_ref=old)
+    terms, _ = train.policy_loss(train.Config(), log_probs, micro, num_rows=1)
+    (terms * old.sum(dim=1, keepdim=True).exp()).sum().backward()
+    gradient, student.grad = student.grad, None
+    return gradient
+
+
+def gradient_of_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """The gradient of the divergence at both tokens, in states that the student reaches, which are held constant."""
+    weights = torch.cat([torch.ones(1), student[0].detach().softmax(dim=-1)]).double()
+    (weights * kl_of(student, teacher) / 2).sum().backward()  # the mean over two tokens
+    gradient, student.grad = student.grad, None
+    return gradient
+
+
+def test_the_estimate_has_the_gradient_of_the_reverse_kl(train, make_experience, tables):
+    student, teacher = tables
+    advantages = scores_of(teacher) - scores_of(student).detach()
+    found = expected_gradient(train, make_experience, student, advantages)
+    torch.testing.assert_close(found, gradient_of_kl(student, teacher), atol=1e-9, rtol=0)
+    assert found.abs().max() > 0.01
+
+
+def test_an_advantage_without_the_token_has_no_gradient(train, make_experience, tables):
+    """Therefore it can be a baseline: subtracted, it leaves the gradient as it is."""
+    student, teacher = tables
+    of_position = -kl_of(student, teacher).detach()[STATES]
+    found = expected_gradient(train, make_experience, student, of_position)
+    torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-9, rtol=0)
+    assert of_position.abs().min() > 0.1
+    advantages = scores_of(teacher) - scores_of(student).detach() - of_position
+    found = expected_gradient(train, make_experience, student, advantages)
+    torch.testing.assert_close(found, gradient_of_kl(student, teacher), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_scores_of_the_top_tokens_alone_are_biased(train, make_experience, tables, k):
+    """They push no token that the teacher finds improbable: the ones that matter most."""
+    student, teacher = tables
+    is_top = (teacher.topk(k).indices[STATES] == ANSWERS[..., None]).any(dim=-1)
+    advantages = (scores_of(teacher) - scores_of(student).detach()) * is_top
+    found, exact = expected_gradient(train, make_experience, student, advantages), gradient_of_kl(student, teacher)
+    assert (found - exact).norm() > 0.2 * exact.norm()
+
+
+def test_the_return_to_go_has_the_gradient_of_the_divergence_of_answers(train, make_experience, tables):
+    student, teacher = tables
+    own = scores_of(teacher) - scores_of(student).detach()
+    advantages = generalized_advantages(own, torch.zeros_like(own), torch.ones_like(ANSWERS), 1.0, 1.0)
+    found = expected_gradient(train, make_experience, student, advantages)
+    log_probs = scores_of(student).sum(dim=1)
+    divergence = (log_probs.exp() * (log_probs - scores_of(teacher).sum(dim=1))).sum()
+    (divergence / 2).backward()
+    torch.testing.assert_close(found, student.grad, atol=1e-9, rtol=0)
+
+
+def test_the_gradient_equals_trl_on_given_rows(train, make_experience):
+    """TRL's divergence over the vocabulary with beta = 1, against the estimate averaged over each next token."""
+    trainer = pytest.importorskip("trl.experimental.gkd").GKDTrainer
+    rows, width = 3, 5
+    student, teacher = (
+        random_values(rows, width, SIZE, seed=2).requires_grad_(),
+        random_values(rows, width, SIZE, seed=3),
+    )
+    labels = torch.zeros(rows, width, dtype=torch.long)
+    trainer.generalized_jsd_loss(student, teacher, labels, beta=1.0).backward()
+    expected, student.grad = student.grad, None
+
+    log_p, log_q = student.log_softmax(dim=-1), teacher.log_softmax(dim=-1)
+    for token in range(SIZE):
+        old = log_p[..., token].detach()
+        given = {"advantages": log_q[..., token] - old, "old_log_probs": old, "log_probs_ref": old}
+        micro = make_experience(torch.ones(rows, width, dtype=torch.long), **given)
+        terms, _ = train.policy_loss(train.Config(), log_p[..., token], micro, num_rows=rows)
+        (terms * old.exp()).sum().backward(retain_graph=True)
+    torch.testing.assert_close(student.grad, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_terms_and_pushes_equal_a_slow_loop(train, make_experience, dtype):
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0]])
+    leaf = random_values(3, 6, seed=4).to(dtype).requires_grad_()
+    old = leaf.detach() + random_values(3, 6, seed=5).to(dtype) * 0.4
+    advantages = random_values(3, 6, seed=6).to(dtype)
+    garbage = torch.where(mask.bool(), random_values(3, 6, seed=7).to(dtype), math.nan)
+    micro = make_experience(mask, advantages=advantages, old_log_probs=old, log_probs_ref=garbage)
+    terms, diagnostics = train.policy_loss(train.Config(clip_eps=0.2), leaf, micro, num_rows=5)
+    terms.sum().backward()
+    settings = {"num_rows": 5, "num_tokens": 0, "kl_weight": 0.0, "budget": 0, "clip_eps": 0.2}
+    rows = zip(mask.tolist(), leaf.tolist(), advantages.tolist(), old.tolist(), strict=True)
+    slow = [slow_row("grpo", *row, None, **settings) for row in rows]
+    expected, pushes = (torch.tensor(x, dtype=torch.float64) for x in zip(*slow, strict=True))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(terms.detach().double(), expected, atol=tolerance, rtol=0)
+    torch.testing.assert_close(leaf.grad.double(), -pushes, atol=tolerance, rtol=0)
+    assert ((pushes == 0) & mask.bool()).any()
+    assert all(values.isfinite().all() for values in diagnostics.values())
+
+
+@pytest.mark.parametrize("max_logits", [10, 10**6])
+def test_the_divergence_in_chunks_is_the_divergence(runs, make_policy, max_logits):
+    student, teacher = make_policy(temperature=0.7), make_policy(seed=1, temperature=0.7)
+    experience = collate(sample(student, [[5, 6, 7], [8, 9]], 3, max_new_tokens=6, key=(0,)), student.pad_id)
+    found = runs.reverse_kl(student, teacher, experience.sequences, experience.action_mask, max_logits)
+    logits = (policy.model(experience.sequences).logits[:, :-1] / 0.7 for policy in (student, teacher))
+    expected = kl_of(*logits) * experience.action_mask
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    weight = student.model.get_input_embeddings().weight
+    gradients = (torch.autograd.grad(values.sum(), weight)[0] for values in (found, expected))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+# Teachers -------------------------------------------------------------------------------------------------------------
+
+
+def test_another_tokenizer_is_refused_by_the_first_difference():
+    check_same_tokens("x", {"a": 0, "b": 1}, {"b": 1, "a": 0})
+    with pytest.raises(UserError, match="token 1 is 'c' to the teacher, and 'b' to the policy"):
+        check_same_tokens("x", {"a": 0, "c": 1}, {"a": 0, "b": 1, "d": 2})
+    with pytest.raises(UserError, match="token 2 is None to the teacher, and 'd' to the policy"):
+        check_same_tokens("x", {"a": 0, "b": 1}, {"a": 0, "b": 1, "d": 2})
