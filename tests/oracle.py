@@ -23,9 +23,9 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "experiment_cispo": [("cispo", {})],
     "experiment_ppo": [("grpo", {})],  # the loss of its critic: tests/unit/test_ppo.py
 }
-# Their formulas have one line, or are about pairs: see tests/unit/test_sft.py, test_reinforce.py and test_dpo.py, and
-# tests/models/test_reward_model.py
-ONE_LINE = {"experiment_sft", "experiment_reinforce", "experiment_reward_model", "experiment_dpo"}
+# Their formulas have one line, are about pairs, or need a teacher: see tests/unit/test_sft.py, test_reinforce.py,
+# test_dpo.py and test_distill.py, and tests/models/test_reward_model.py
+ONE_LINE = {"experiment_sft", "experiment_reinforce", "experiment_reward_model", "experiment_dpo", "experiment_distill"}
 TOKEN_MEAN = {"dapo", "cispo"}  # divided by the number of all tokens, not by rows
 # Flags, narrow enough that the tests' ratios are clipped
 CLIPS = {"dapo": {"clip_eps": 0.2, "clip_eps_high": 0.28}, "gspo": {"clip_eps": 0.03, "clip_eps_high": 0.04}}

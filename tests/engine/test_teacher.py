@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from run_files import ROOT, metrics_of, rows_of as lines_of
+from run_files import ROOT, metrics_of
+from run_files import rows_of as lines_of
 
 from common.errors import EngineError, UserError
 from common.experience import collate
@@ -33,10 +34,8 @@ def test_the_log_probs_of_a_server_are_the_models(engine_url, policy):
 
 
 def test_a_server_knows_only_temperature_1(engine_url, policy):
-    with pytest.raises(
-        UserError, match="--temperature 0.7: a server computes the log-probs of a prompt at temperature"
-    ):
-        policy.temperature = 0.7
+    policy.temperature = 0.7
+    with pytest.raises(UserError, match=r"--temperature 0\.7: a server computes the log-probs of a prompt at"):
         TeacherServer(TeacherConfig(teacher_url=engine_url), policy)
 
 
@@ -111,7 +110,7 @@ def test_a_server_with_another_template_is_refused(stand_in, policy, monkeypatch
 def test_a_program_that_is_no_teacher_is_refused(stand_in, policy):
     server = stand_in()
     server.fault("invalid_json", path="/tokenize")
-    with pytest.raises(EngineError, match="the teacher at .* has answered POST /tokenize with something other than"):
+    with pytest.raises(EngineError, match=r"the teacher at .* has answered POST /tokenize with something other than"):
         TeacherServer(TeacherConfig(teacher_url=server.url), policy)
 
 

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.all_questions]
 
 ENGINE, TOOLS, SEARCH = "experiment_engine", "experiment_multiturn_tool_calling", "experiment_multiturn_qa"
 ACCELERATE, DDP, DAPO = "experiment_accelerate", "experiment_accelerate_ddp", "experiment_dapo"
-PPO = "experiment_ppo"
+PPO, DISTILL = "experiment_ppo", "experiment_distill"
 # With six prompts and groups of four, the conversations of the ranks differ in the number of turns and in length.
 DESCENDANT = "--steps 2 --prompts-per-step 6 --group-size 4 --eval-prompts 5 --lr 1e-5 --micro-batch-size 4 --seed 1"
 CALLS = f"{DESCENDANT} --max-new-tokens 64 --tools tools.py"
@@ -54,6 +54,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
         PPO: CRITIC,
+        DISTILL: OF_FAMILY,
         ACCELERATE: f"{SHORT} --task math --data {ROOT}/tests/data/math.jsonl",
     },
     3: {
@@ -64,6 +65,7 @@ RUNS = {  # by the number of processes: experiments, and their flags
         DAPO: DYNAMIC,
         **dict.fromkeys(FAMILY, OF_FAMILY),
         PPO: CRITIC,
+        DISTILL: OF_FAMILY,
     },
 }
 PARENT = {DDP: "experiment_base", ACCELERATE: "experiment_base"}  # the experiment that equals these in one process

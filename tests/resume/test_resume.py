@@ -460,7 +460,7 @@ def test_an_adapter_is_resumed(tmp_path, train):
     check_resumed(train, tmp_path, *FLAGS, "--steps", "2", "--lora-rank", "2")
 
 
-SIBLINGS = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo")
+SIBLINGS = ("experiment_rloo", "experiment_maxrl", "experiment_gspo", "experiment_cispo", "experiment_distill")
 
 
 @pytest.mark.parametrize(
