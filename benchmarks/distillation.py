@@ -1,15 +1,16 @@
 """The runs of experiment_distill/README.md: five seeds of each, some with a part of train.py replaced.
 
-    python benchmarks/distillation.py --jobs 2                       # all runs; the page says how long they took
+    python benchmarks/distillation.py                                # all runs: about two hours of one core
     python benchmarks/distillation.py --only distill grpo --seeds 0  # a part of them
-    python benchmarks/distillation.py --draw-only                    # the figures and tables, from the committed data
+    python benchmarks/distillation.py --table-only                   # the tables, from the committed data
 
-The run called `half` has a smaller student, which --half names: the README says how it is made. Runs that already
-exist are not repeated, and results of missing ones are kept. Writes experiment_distill/results/, curve.png and
-broken.png, and prints the tables.
+The student of `half` is smaller: half of the layers of the bundled policy, taught again with experiment_sft. Runs that
+already exist are not repeated, and results of missing ones are kept. Writes experiment_distill/results/, and prints the
+tables of the README.
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -18,12 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 from unittest.mock import patch
 
 import torch
 import tyro
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.advantages import generalized_advantages
 from common.chat import encode_prompt
@@ -32,8 +35,9 @@ from common.logprobs import MAX_LOGITS, token_log_probs
 from common.policy import Policy
 from common.trajectory import Trajectory
 from viewer.groups import read_run
-from viewer.results import KeptRun, keep_runs
+from viewer.results import KeptRun, keep_runs, read_runs
 
+from harness.base.config import TINY_POLICY
 from harness.data.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +48,11 @@ COLUMNS = (
     "policy/token_advantage", "eval/greedy/accuracy", "eval/sampled/accuracy", "eval/sampled/reasoned", "time/step",
 )  # fmt: skip
 FIGURES = ("sampled/accuracy", "sampled/reasoned", "sampled/length", "greedy/accuracy")  # of an evaluation
-DISTILL, GRPO = "experiment_distill", "experiment_accelerate"
+DISTILL, GRPO, SFT = "experiment_distill", "experiment_accelerate", "experiment_sft"
+EXAMINED = tuple(
+    f"tools/{what}" for what in ("calculator/sampled/called", "calculator/forced_sampled/accuracy",
+                                 "one_hop/sampled/called", "one_hop/forced_sampled/accuracy")
+)  # fmt: skip
 STEPS, WINDOW, REACHED = 40, 3, 0.9  # of a run; over which a curve is averaged; the accuracy to reach
 ROWS = 128  # completions of a step
 
@@ -206,19 +214,22 @@ RUNS: dict[str, tuple[str, dict]] = {  # the experiment, and flags
     "ignorant": (DISTILL, {"teacher": "tiny_countdown"}),
     "tools": (DISTILL, {"model": "tiny_tools"}),
     "tools-grpo": (GRPO, NO_KL | {"model": "tiny_tools"}),
-    "half": (DISTILL, FAST | {"model": "HALF"}),
-    "half-grpo": (GRPO, NO_KL | FAST | {"model": "HALF"}),
+    "half": (DISTILL, FAST),
+    "half-grpo": (GRPO, NO_KL | FAST),
 }
+
+
+CHATS = 4096  # of the teacher's completions that `sft` imitates
+HALF_LESSONS = {"num-copying": 10_000, "num-reasoning": 120_000, "num-answering": 50_000, "lr": 1.5e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    only: tuple[str, ...] = tuple(RUNS)
-    half: str = "runs/distillation/experiment_sft/half/final"  # the smaller student
+    only: tuple[str, ...] = ("sft", *RUNS)
     jobs: int = 1  # runs at the same time, each with one thread
     runs_dir: str = "runs/distillation"
-    draw_only: bool = False  # draw and print without training
+    table_only: bool = False  # print without training
     here: str | None = None  # make this run with the first seed, in this process; results stay as they are
 
 
@@ -226,37 +237,72 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = tyro.cli(Config, args=arguments, description=__doc__)
     if config.here is not None:
         return train_here(config, config.here, config.seeds[0])
-    if not config.draw_only:
+    if not config.table_only:
+        if any(name.startswith("half") for name in config.only):
+            make_half(config)
         with ThreadPoolExecutor(config.jobs) as pool:
             list(pool.map(lambda run: train(config, *run), [(n, seed) for seed in config.seeds for n in config.only]))
         write_results(config)
+    print(table(list(read_runs(RESULTS).values())))
 
 
 def place_of(config: Config, name: str, seed: int) -> Path:
-    return Path(config.runs_dir) / RUNS[name][0] / f"{name}-seed{seed}"
+    return Path(config.runs_dir) / (RUNS[name][0] if name in RUNS else SFT) / f"{name}-seed{seed}"
+
+
+def half_of(config: Config) -> Path:
+    return Path(config.runs_dir) / SFT / "half" / "final"
+
+
+def make_half(config: Config) -> None:
+    """The smaller student: the first and the last layer of the bundled policy, and then its lessons once more."""
+    if half_of(config).exists():
+        return
+    model = AutoModelForCausalLM.from_pretrained(TINY_POLICY, dtype=torch.float32)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[-1]])
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+    model.config.num_hidden_layers, model.config.layer_types = 2, None
+    source = Path(config.runs_dir) / "half"
+    model.save_pretrained(source)
+    AutoTokenizer.from_pretrained(TINY_POLICY).save_pretrained(source)
+    flags = HALF_LESSONS | {"model": source, "dtype": "bfloat16", "checkpoint-every": 0}
+    call(SFT, flags | {"name": "half", "runs-dir": config.runs_dir})
 
 
 def train(config: Config, name: str, seed: int) -> None:
-    """One run, in a separate process with one thread; a student that knew tools is examined afterwards."""
-    place, environment = place_of(config, name, seed), {**os.environ, "OMP_NUM_THREADS": "1"}
+    """One run, in separate processes with one thread; a student that knew tools is examined afterwards."""
+    place = place_of(config, name, seed)
+    if name == "sft":
+        return imitate(config, place, seed)
     if not (place / "summary.json").exists():
-        command = [sys.executable, __file__, "--here", name, "--seeds", str(seed)]
-        call([*command, "--half", config.half, "--runs-dir", config.runs_dir], environment)
+        call("benchmarks/distillation.py", {"here": name, "seeds": seed, "runs-dir": config.runs_dir})
         print(place, flush=True)
-    if name.startswith("tools") and not examination_of(config, name, seed).exists():
-        command = [sys.executable, str(ROOT / "experiment_sft" / "train.py"), "--model", str(place / "final")]
+    if name.startswith("tools") and not (examination := place.parent.parent / SFT / place.name).exists():
         flags = {"num-copying": 0, "num-reasoning": 0, "num-answering": 0, "lessons": "tools", "embeddings": "as_is"}
-        call(command + words_of(flags | {"name": place.name, "runs-dir": config.runs_dir}), environment)
+        call(SFT, flags | {"model": place / "final", "name": examination.name, "runs-dir": config.runs_dir})
 
 
-def call(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+def imitate(config: Config, place: Path, seed: int) -> None:
+    """Learn from the teacher's own completions: the forward KL divergence, one token at a time."""
+    chats, results = place.with_name(f"{place.name}.jsonl"), place.with_name(f"{place.name}-evaluation")
+    if results.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    given = {"model": "tiny_teacher", "limit": CHATS, "seed": seed, "output": chats}
+    call("experiment_sft/make_chats.py", given)
+    call(SFT, {"model": "tiny", "data": chats, "seed": seed, "name": place.name, "runs-dir": config.runs_dir})
+    call("evaluate.py", {"model": place / "final", "limit": 256, "seed": seed, "output": results})
+    print(place, flush=True)
+
+
+def call(program: str, flags: dict[str, object]) -> None:
+    """Run a program of this repository, or the train.py of an experiment."""
+    path = ROOT / program / "train.py" if program.startswith("experiment_") and "/" not in program else ROOT / program
+    command = [sys.executable, str(path), *words_of(flags)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {' '.join(command)} failed:\n{done.stderr[-3000:]}")
-
-
-def examination_of(config: Config, name: str, seed: int) -> Path:
-    return Path(config.runs_dir) / "experiment_sft" / f"{name}-seed{seed}" / "summary.json"
 
 
 def train_here(config: Config, name: str, seed: int) -> None:
@@ -266,7 +312,7 @@ def train_here(config: Config, name: str, seed: int) -> None:
     experiment, flags = RUNS[name]
     flags = {"steps": STEPS, "seed": seed, "name": f"{name}-seed{seed}", "runs-dir": config.runs_dir} | flags
     flags |= {"samples-every": 0, "checkpoint-every": 0, "eval-every": 5}
-    flags |= {"model": config.half} if flags.get("model") == "HALF" else {}
+    flags |= {"model": half_of(config)} if name.startswith("half") else {}
     spec = importlib.util.spec_from_file_location("train", ROOT / experiment / "train.py")
     module = sys.modules["train"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -278,21 +324,71 @@ def words_of(flags: dict[str, object]) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
+# Results --------------------------------------------------------------------------------------------------------------
+
+
 def write_results(config: Config) -> None:
     """Collect the values for the figures and tables from the runs; other results are kept."""
     runs = []
-    for name in RUNS:
+    for name in config.only:
         for seed in config.seeds:
             place = place_of(config, name, seed)
-            if (place / "summary.json").exists():
-                run = read_run(place)
-                about = {"run": name, "seed": seed} | {key: run.config[key] for key in ("machine", "commit")}
-                about |= {key: run.config[key] for key in ("lr", "prompts_per_step", "group_size", "eval_prompts")}
-                summary = {key: run.summary[key] for key in ("before", "after", "seconds", "parameters")}
+            if not (place / "summary.json").exists():
+                continue
+            run = read_run(place)
+            about = {"run": name, "seed": seed} | {key: run.config[key] for key in ("machine", "commit", "lr")}
+            summary = {key: run.summary[key] for key in ("seconds", "parameters")}
+            if name == "sft":
+                found = read_json(place.with_name(f"{place.name}-evaluation") / "results.json")
+                summary["after"] = {f"{how}/accuracy": found[how]["accuracy"]["value"] for how in ("greedy", "sampled")}
+            else:
+                about |= {key: run.config[key] for key in ("prompts_per_step", "group_size", "eval_prompts")}
                 for when in ("before", "after"):
-                    summary[when] = {key: value for key, value in summary[when].items() if key in FIGURES}
-                runs.append(KeptRun(RESULTS / place.name, about, summary, run.metrics.rows))
+                    summary[when] = {key: run.summary[when][key] for key in FIGURES}
+            if name.startswith("tools"):
+                found = read_json(place.parent.parent / SFT / place.name / "summary.json")
+                summary["examination"] = {key: found[key] for key in EXAMINED}
+            runs.append(KeptRun(RESULTS / place.name, about, summary, [] if name == "sft" else run.metrics.rows))
     keep_runs(RESULTS, runs, COLUMNS)
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def reached(run: KeptRun, accuracy: float) -> tuple[int, float] | None:
+    """The first step at which the training accuracy, averaged over `WINDOW` steps, is this high; sampled tokens."""
+    steps, tokens = [row for row in run.metrics.rows if "reward/correct" in row], 0.0
+    for index, row in enumerate(steps):
+        tokens += ROWS * row["completion/length"]
+        last = steps[max(0, index + 1 - WINDOW) : index + 1]
+        if len(last) == WINDOW and mean(row["reward/correct"] for row in last) >= accuracy:
+            return row["step"], tokens
+    return None
+
+
+def table(runs: list[KeptRun]) -> str:
+    """Mean (lowest to highest) over the seeds of every run."""
+    heads = ("run", "step of 0.8", f"step of {REACHED}", "thousand tokens", "sampled", "greedy", "KL at the end")
+    lines = [heads, ("---",) * len(heads)]
+    for name in dict.fromkeys(run.config["run"] for run in runs):
+        group = [run for run in runs if run.config["run"] == name]
+        found = {accuracy: [reached(run, accuracy) for run in group] for accuracy in (0.8, REACHED)}
+        cells = [", ".join(str(x[0]) if x else "-" for x in found[accuracy]) for accuracy in found]
+        cells.append(spread([x[1] / 1000 for x in found[REACHED] if x], 0))
+        for key in ("sampled/accuracy", "greedy/accuracy"):
+            cells.append(spread([run.summary["after"][key] for run in group]))
+        last = [[row["loss/kl"] for row in run.metrics.rows if "loss/kl" in row][-1:] for run in group]
+        lines.append((name, *cells, spread([kl for kls in last for kl in kls])))
+        for key in EXAMINED if name.startswith("tools") else ():
+            lines.append((key, spread([run.summary["examination"][key] for run in group])))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def spread(values: list[float], digits: int = 3) -> str:
+    if not values:
+        return "-"
+    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 if __name__ == "__main__":
