@@ -44,7 +44,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "experiment_distill"
 RESULTS = EXPERIMENT / "results"
 COLUMNS = (
-    "reward/correct", "completion/reasoned", "completion/length", "loss/kl", "loss/grad_norm", "policy/entropy",
+    "reward/correct", "completion/reasoned", "completion/length", "teacher/kl", "loss/grad_norm", "policy/entropy",
     "policy/token_advantage", "eval/greedy/accuracy", "eval/sampled/accuracy", "eval/sampled/reasoned", "time/step",
 )  # fmt: skip
 FIGURES = ("sampled/accuracy", "sampled/reasoned", "sampled/length", "greedy/accuracy")  # of an evaluation
@@ -378,7 +378,7 @@ def table(runs: list[KeptRun]) -> str:
         cells.append(spread([x[1] / 1000 for x in found[REACHED] if x], 0))
         for key in ("sampled/accuracy", "greedy/accuracy"):
             cells.append(spread([run.summary["after"][key] for run in group]))
-        last = [[row["loss/kl"] for row in run.metrics.rows if "loss/kl" in row][-1:] for run in group]
+        last = [[row["teacher/kl"] for row in run.metrics.rows if "teacher/kl" in row][-1:] for run in group]
         lines.append((name, *cells, spread([kl for kls in last for kl in kls])))
         for key in EXAMINED if name.startswith("tools") else ():
             lines.append((key, spread([run.summary["examination"][key] for run in group])))

@@ -162,7 +162,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
     token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
     diagnostics = {"ratio": ratio, "clipped": is_clipped(ratio, micro.advantages, config.clip_eps)}
     diagnostics["token_advantage"] = micro.advantages
-    diagnostics["kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)  # to the teacher; only logged
+    diagnostics["teacher/kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)  # only logged
     return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
 
 

@@ -24,6 +24,7 @@ HEADINGS = {
     "eval/log_prob_rejected": ("log-prob of the rejected answer (held-out pairs, nats)", (None, None)),
     "loss/grad_norm": ("norm of the gradient before clipping", (0, None)),
     "loss/kl": ("KL to the policy at the start (nats per token)", (0, None)),
+    "teacher/kl": ("KL to the teacher (nats per token)", (0, None)),
 }
 WINDOW = 5  # steps over which every run is averaged before runs are compared
 NUM_COLORS = 10  # of matplotlib; then the lines are dashed

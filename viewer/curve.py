@@ -61,6 +61,7 @@ def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
         "share of completions": {key: labels[key] for key in own if key not in counts},
         "mean number per completion": {key: labels[key] for key in counts},
         "KL to the policy at the start (nats per token)": {"loss/kl": ""},
+        "KL to the teacher (nats per token)": {"teacher/kl": ""},
         "accuracy by kind of question (held out, greedy)": {key: labels.get(key) for key in of_kinds},
     }
     if not own:

@@ -19,6 +19,7 @@ PROGRESS = {  # shown in the progress line if logged
     "completion/length": "length {:.1f}",
     "preference/accuracy": "accuracy {:.2f}",
     "loss/kl": "KL {:.3f}",
+    "teacher/kl": "KL to the teacher {:.3f}",
     "loss/total": "loss {:.4f}",
     "time/tokens_per_second": "{:,.0f} tokens/s",
 }

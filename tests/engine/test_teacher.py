@@ -149,7 +149,7 @@ def test_a_teacher_that_is_none_is_refused(run, monkeypatch, teacher, message):
 def test_the_policy_moves_towards_the_bundled_teacher(run):
     """Each token's advantage is the difference of two log-probs in the same row of samples.jsonl."""
     directory = run("--lr", "3e-4", "--temperature", "0.8", "--steps", "4")
-    kl = [row["loss/kl"] for row in metrics_of(directory) if "loss/kl" in row]
+    kl = [row["teacher/kl"] for row in metrics_of(directory) if "teacher/kl" in row]
     assert min(kl[-2:]) < kl[0]
     for row in lines_of(directory, "samples"):
         (update,) = row["updates"]

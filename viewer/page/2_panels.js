@@ -35,6 +35,7 @@ const PANELS = [
   ["Truncation", "Share of completions cut off at the limit of tokens.", /^completion\/truncated$/, share],
   ["Loss", "Mean over the updates of a step.", /^(loss\/total|eval\/loss)$/, {}],
   ["KL to the reference", "How far the policy is from its start, in nats per token.", /^loss\/kl$/, positive],
+  ["KL to the teacher", "How far the policy is from its teacher, in nats per token.", /^teacher\/kl$/, positive],
   ["Entropy", "How undecided the policy is about a token, in nats.", /^policy\/entropy$/, positive],
   ["Clipped tokens", "Share of tokens that the clip leaves without a policy gradient.", /^policy\/clipped$/, positive],
   ["Gradient norm", "Before the gradient is scaled down to --max-grad-norm.", /^loss\/grad_norm$/, positive],
