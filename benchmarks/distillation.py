@@ -138,17 +138,27 @@ def full(train: ModuleType, models: list[Policy]) -> dict[str, object]:
     """The loss is the divergence itself, over the vocabulary, instead of an estimate from one token."""
     sampled = train.policy_loss
 
-    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
-        terms, diagnostics = sampled(config, log_probs, micro, num_rows)
-        mask = micro.action_mask
-        exact = reverse_kl(*models, micro.sequences, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows
+    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
+        terms, diagnostics = sampled(config, log_probs, micro, num_tokens)
+        exact = reverse_kl(*models, micro.sequences, micro.action_mask) / num_tokens
         return exact + 0.0 * terms, diagnostics  # so that log_probs still has a gradient: pushes of 0
 
     return {"policy_loss": policy_loss}
 
 
-def with_advantages(change: Callable[[list[Policy], Experience], torch.Tensor]) -> Plant:
-    """Other advantages (B, T-1)."""
+def row_mean(train: ModuleType, _: list[Policy]) -> dict[str, object]:
+    """The mean over the tokens of a row, and then over rows, as in GRPO."""
+    over_all = train.policy_loss
+
+    def policy_loss(config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
+        terms, diagnostics = over_all(config, log_probs, micro, num_tokens)
+        return terms * num_tokens / micro.action_mask.sum(dim=1, keepdim=True) / ROWS, diagnostics
+
+    return {"policy_loss": policy_loss}
+
+
+def with_advantages(change: Callable[[list[Policy], Experience], torch.Tensor], loss: Callable | None = None) -> Plant:
+    """Other advantages (B, T-1), and possibly another loss."""
 
     def replace(train: ModuleType, models: list[Policy]) -> dict[str, object]:
         update = train.update
@@ -157,7 +167,7 @@ def with_advantages(change: Callable[[list[Policy], Experience], torch.Tensor]) 
             experience.advantages = change(models, experience) * experience.action_mask
             return update(config, accelerator, model, optimizer, experience, step)
 
-        return {"update": update_otherwise}
+        return {"update": update_otherwise} | (loss(train, models) if loss else {})
 
     return with_models(replace)
 
@@ -191,7 +201,9 @@ def top_tokens(models: list[Policy], experience: Experience, k: int = 1) -> torc
 PLANTS: dict[str, Plant] = {
     "full": with_models(full),
     "return-to-go": with_advantages(return_to_go),
+    "row-mean": with_models(row_mean),
     "kl-as-reward": with_advantages(kl_as_reward),
+    "kl-as-reward-row-mean": with_advantages(kl_as_reward, row_mean),
     "baseline": with_advantages(with_baseline),
     "top-1": with_advantages(top_tokens),
 }
@@ -208,7 +220,9 @@ RUNS: dict[str, tuple[str, dict]] = {  # the experiment, and flags
     "one-each": (DISTILL, {"group-size": 1, "prompts-per-step": ROWS}),
     "full": (DISTILL, {}),
     "return-to-go": (DISTILL, {}),
+    "row-mean": (DISTILL, {}),
     "kl-as-reward": (DISTILL, {}),
+    "kl-as-reward-row-mean": (DISTILL, {}),
     "baseline": (DISTILL, {}),
     "top-1": (DISTILL, {}),
     "ignorant": (DISTILL, {"teacher": "tiny_countdown"}),

@@ -4,7 +4,7 @@
         sample completions of Q prompts from the student, the policy that is trained
         compute the log-probs of the same tokens under the teacher
         A_t = log p_teacher(token) - log p_student(token), a constant               for every token that was sampled
-        loss = as in GRPO, with A_t in place of A
+        loss = as in GRPO, with A_t in place of A, and the mean over all tokens
 
 The mean of -A_t over the student's own tokens estimates its reverse KL divergence to the teacher, and the gradient of
 the loss is, on average, the gradient of that divergence at every token. So each token has a reward of its own, and no
@@ -155,15 +155,15 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently
 
 
-def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
-    """Each token's term, (b, T-1): -min(ratio A, clip(ratio) A) / tokens of its row / num_rows."""
+def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
+    """Each token's term, (b, T-1): -min(ratio A, clip(ratio) A) / num_tokens, the action tokens of all rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
     token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
     diagnostics = {"ratio": ratio, "clipped": is_clipped(ratio, micro.advantages, config.clip_eps)}
     diagnostics["token_advantage"] = micro.advantages
     diagnostics["teacher/kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)  # only logged
-    return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
+    return token_loss * mask / num_tokens, diagnostics  # not by its row's length, which depends on the token
 
 
 def update(
@@ -180,13 +180,13 @@ def update(
         key = (config.seed, step, epoch)  # names the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            num_rows = sum(gather(len(minibatch)))  # of all ranks
+            num_tokens = sum(gather(int(minibatch.action_mask.sum())))  # of all ranks
             micro_batches = in_step(minibatch.split(config.micro_batch_size), minibatch.filler())
             for number, micro in enumerate(micro_batches, start=1):
                 accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
-                terms, diagnostics = policy_loss(config, log_probs, micro, num_rows)
+                terms, diagnostics = policy_loss(config, log_probs, micro, num_tokens)
                 accelerator.backward(terms.sum() * world_size())  # gradients are averaged over ranks, not summed
                 statistics.add(epoch, index, micro, log_probs, terms, entropy=entropy, **diagnostics)
             grad_norm = clip_grad_norm_(accelerator, model, config.max_grad_norm)  # also of shards

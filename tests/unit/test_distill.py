@@ -39,13 +39,17 @@ def tables():
     return random_values(1 + SIZE, SIZE, seed=0).requires_grad_(), random_values(1 + SIZE, SIZE, seed=1)
 
 
-ANSWERS = torch.cartesian_prod(torch.arange(SIZE), torch.arange(SIZE))  # (64, 2)
-STATES = torch.stack([torch.zeros(SIZE * SIZE, dtype=torch.long), 1 + ANSWERS[:, 0]], dim=1)  # rows of a table
+FIRST, SECOND = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
+HAS_ENDED = FIRST.flatten() == 0  # token 0 ends an answer: it has one token then
+IS_ANSWER = ~HAS_ENDED | (SECOND.flatten() == 0)  # one row for an answer of one token
+ANSWERS = torch.stack([FIRST.flatten(), SECOND.flatten()], dim=1)[IS_ANSWER]  # (57, 2)
+MASK = torch.stack([torch.ones_like(HAS_ENDED), ~HAS_ENDED], dim=1)[IS_ANSWER].long()  # (57, 2)
+STATES = torch.stack([torch.zeros(len(ANSWERS), dtype=torch.long), 1 + ANSWERS[:, 0]], dim=1)  # rows of a table
 
 
 def scores_of(logits: torch.Tensor) -> torch.Tensor:
-    """The log-probs (64, 2) of both tokens of all answers."""
-    return logits.log_softmax(dim=-1)[STATES, ANSWERS]
+    """The log-probs (57, 2) of the tokens of all answers; 0 after the end."""
+    return logits.log_softmax(dim=-1)[STATES, ANSWERS] * MASK
 
 
 def kl_of(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
@@ -54,12 +58,13 @@ def kl_of(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
-def expected_gradient(train, make_experience, student: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """The gradient of train.py's loss, averaged over all answers by their probability."""
+def expected_gradient(train, make_experience, student, advantages, by_row: bool = False) -> torch.Tensor:
+    """The gradient of train.py's loss, averaged over all answers by their probability; `by_row`: GRPO's denominator."""
     log_probs = scores_of(student)
     old = log_probs.detach()
-    micro = make_experience(torch.ones_like(ANSWERS), advantages=advantages, old_log_probs=old, log_probs_ref=old)
-    terms, _ = train.policy_loss(train.Config(), log_probs, micro, num_rows=1)
+    micro = make_experience(MASK, advantages=advantages, old_log_probs=old, log_probs_ref=old)
+    terms, _ = train.policy_loss(train.Config(), log_probs, micro, 1)
+    terms = terms / MASK.sum(dim=1, keepdim=True) if by_row else terms
     (terms * old.sum(dim=1, keepdim=True).exp()).sum().backward()
     gradient, student.grad = student.grad, None
     return gradient
@@ -67,8 +72,8 @@ def expected_gradient(train, make_experience, student: torch.Tensor, advantages:
 
 def gradient_of_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """The gradient of the divergence at both tokens, in states that the student reaches, which are held constant."""
-    weights = torch.cat([torch.ones(1), student[0].detach().softmax(dim=-1)]).double()
-    (weights * kl_of(student, teacher) / 2).sum().backward()  # the mean over two tokens
+    reached = student[0].detach().softmax(dim=-1) * (torch.arange(SIZE) > 0)
+    (torch.cat([torch.ones(1), reached]) * kl_of(student, teacher)).sum().backward()
     gradient, student.grad = student.grad, None
     return gradient
 
@@ -84,13 +89,21 @@ def test_the_estimate_has_the_gradient_of_the_reverse_kl(train, make_experience,
 def test_an_advantage_without_the_token_has_no_gradient(train, make_experience, tables):
     """Therefore it can be a baseline: subtracted, it leaves the gradient as it is."""
     student, teacher = tables
-    of_position = -kl_of(student, teacher).detach()[STATES]
+    of_position = -kl_of(student, teacher).detach()[STATES] * MASK
     found = expected_gradient(train, make_experience, student, of_position)
     torch.testing.assert_close(found, torch.zeros_like(found), atol=1e-9, rtol=0)
-    assert of_position.abs().min() > 0.1
+    assert of_position[MASK.bool()].abs().min() > 0.1
     advantages = scores_of(teacher) - scores_of(student).detach() - of_position
     found = expected_gradient(train, make_experience, student, advantages)
     torch.testing.assert_close(found, gradient_of_kl(student, teacher), atol=1e-9, rtol=0)
+
+
+def test_dividing_by_the_length_of_the_row_is_biased(train, make_experience, tables):
+    """The length depends on the token: with GRPO's denominator an advantage without the token has a gradient."""
+    student, teacher = tables
+    of_position = -kl_of(student, teacher).detach()[STATES] * MASK
+    found = expected_gradient(train, make_experience, student, of_position, by_row=True)
+    assert found.norm() > 0.1 * gradient_of_kl(student, teacher).norm()
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -106,11 +119,11 @@ def test_scores_of_the_top_tokens_alone_are_biased(train, make_experience, table
 def test_the_return_to_go_has_the_gradient_of_the_divergence_of_answers(train, make_experience, tables):
     student, teacher = tables
     own = scores_of(teacher) - scores_of(student).detach()
-    advantages = generalized_advantages(own, torch.zeros_like(own), torch.ones_like(ANSWERS), 1.0, 1.0)
+    advantages = generalized_advantages(own, torch.zeros_like(own), MASK, 1.0, 1.0)
     found = expected_gradient(train, make_experience, student, advantages)
     log_probs = scores_of(student).sum(dim=1)
     divergence = (log_probs.exp() * (log_probs - scores_of(teacher).sum(dim=1))).sum()
-    (divergence / 2).backward()
+    divergence.backward()
     torch.testing.assert_close(found, student.grad, atol=1e-9, rtol=0)
 
 
@@ -131,7 +144,7 @@ def test_the_gradient_equals_trl_on_given_rows(train, make_experience):
         old = log_p[..., token].detach()
         given = {"advantages": log_q[..., token] - old, "old_log_probs": old, "log_probs_ref": old}
         micro = make_experience(torch.ones(rows, width, dtype=torch.long), **given)
-        terms, _ = train.policy_loss(train.Config(), log_p[..., token], micro, num_rows=rows)
+        terms, _ = train.policy_loss(train.Config(), log_p[..., token], micro, rows * width)
         (terms * old.exp()).sum().backward(retain_graph=True)
     torch.testing.assert_close(student.grad, expected, atol=1e-9, rtol=0)
 
@@ -144,11 +157,11 @@ def test_terms_and_pushes_equal_a_slow_loop(train, make_experience, dtype):
     advantages = random_values(3, 6, seed=6).to(dtype)
     garbage = torch.where(mask.bool(), random_values(3, 6, seed=7).to(dtype), math.nan)
     micro = make_experience(mask, advantages=advantages, old_log_probs=old, log_probs_ref=garbage)
-    terms, diagnostics = train.policy_loss(train.Config(clip_eps=0.2), leaf, micro, num_rows=5)
+    terms, diagnostics = train.policy_loss(train.Config(clip_eps=0.2), leaf, micro, 11)
     terms.sum().backward()
-    settings = {"num_rows": 5, "num_tokens": 0, "kl_weight": 0.0, "budget": 0, "clip_eps": 0.2}
+    settings = {"num_rows": 0, "num_tokens": 11, "kl_weight": 0.0, "budget": 0, "clip_eps": 0.2}
     rows = zip(mask.tolist(), leaf.tolist(), advantages.tolist(), old.tolist(), strict=True)
-    slow = [slow_row("grpo", *row, None, **settings) for row in rows]
+    slow = [slow_row("dapo", *row, None, **settings) for row in rows]
     expected, pushes = (torch.tensor(x, dtype=torch.float64) for x in zip(*slow, strict=True))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     torch.testing.assert_close(terms.detach().double(), expected, atol=tolerance, rtol=0)
