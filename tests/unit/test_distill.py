@@ -103,7 +103,7 @@ def test_dividing_by_the_length_of_the_row_is_biased(train, make_experience, tab
     student, teacher = tables
     of_position = -kl_of(student, teacher).detach()[STATES] * MASK
     found = expected_gradient(train, make_experience, student, of_position, by_row=True)
-    assert found.norm() > 0.1 * gradient_of_kl(student, teacher).norm()
+    assert found.norm() > 1e-3  # and not 1e-9, as above
 
 
 @pytest.mark.parametrize("k", [1, 4])
