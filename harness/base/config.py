@@ -61,6 +61,7 @@ class Group(Enum):
     POLICY = "policy"
     DATA = "data and task"
     JUDGE = "reward model"
+    TEACHER = "teacher"
     SEARCH = "search"
     ENGINE = "engine"
     EVALUATION = "evaluation"
@@ -71,6 +72,7 @@ T = TypeVar("T")
 OfPolicy = Annotated[T, Group.POLICY]
 OfData = Annotated[T, Group.DATA]
 OfJudge = Annotated[T, Group.JUDGE]
+OfTeacher = Annotated[T, Group.TEACHER]
 OfSearch = Annotated[T, Group.SEARCH]
 OfEngine = Annotated[T, Group.ENGINE]
 OfEvaluation = Annotated[T, Group.EVALUATION]

@@ -13,7 +13,7 @@ from common.logprobs import token_log_probs
 from common.policy import Policy
 
 from harness.base.checks import check_model
-from harness.base.config import InputPath, ModelConfig, RunConfig, shown
+from harness.base.config import InputPath, ModelConfig, OfTeacher, RunConfig, shown
 from harness.base.terminal import say, short
 from harness.data.context import check_context
 from harness.data.task import Task
@@ -29,9 +29,9 @@ class TeacherConfig(RunConfig):
 
     # who the policy learns from: a hub id, or a directory of a model or of a LoRA adapter; with the policy's tokenizer
     # and chat template; tiny_teacher: the bundled policy after it has learned to reason
-    teacher: InputPath = "tiny_teacher"
+    teacher: OfTeacher[InputPath] = "tiny_teacher"
     # the address of a vLLM server that holds the teacher, such as http://127.0.0.1:8000, instead of --teacher
-    teacher_url: str | None = None
+    teacher_url: OfTeacher[str | None] = None
 
 
 def load_teacher(config: TeacherConfig, task: Task, policy: Policy) -> Teacher:
