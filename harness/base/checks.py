@@ -79,6 +79,11 @@ def check_combinations(config: ModelConfig) -> None:
         _check_training(config)
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
+    if config.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(
+            "--attn-implementation flash_attention_2 needs the package flash-attn, a GPU and nvcc: pip install -e "
+            '".[flash]" --no-build-isolation, or omit it for sdpa'
+        )
 
 
 def tell_limits(config: ModelConfig) -> None:
