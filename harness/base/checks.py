@@ -118,6 +118,8 @@ def _check_training(config: PolicyConfig) -> None:
             f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round what it "
             "has learned: omit --lora-rank to train it further, or merge it first with --save-merged"
         )
+    if getattr(config, "steps_ahead", 0) and config.epochs is not None:
+        raise UserError("--steps-ahead has to know the last step: give --steps in place of --epochs")
     if getattr(config, "tools", None) and not config.tool:
         raise UserError("--no-tool leaves no tool, and --tools gives some: omit one of them")
     if getattr(config, "top_p", 1.0) < 1:

@@ -162,6 +162,9 @@ class PolicyConfig(ModelConfig):
     estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
     # also log to Weights & Biases; without its package, a key or a network the run continues
     wandb: OfRun[bool] = False
+    # a file of settings (YAML or JSON), by the names of flags: a run's config.json starts that run again; flags of the
+    # command line replace its values
+    config: OfRun[InputPath | None] = None
     name: OfRun[str | None] = None  # the run's name; None: date, time and seed
     runs_dir: OfRun[LocalPath] = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
     # directory of a run to resume, with its own settings: only --steps may be raised, and batch sizes changed; None:
@@ -209,6 +212,9 @@ class RunConfig(AskedConfig):
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: OfEvaluation[InputPath | None] = None
+    # passes over the training prompts, in place of --steps; None: as many steps as --steps says
+    epochs: OfData[Count | None] = None
+    max_prompts: OfData[Count | None] = None  # train on this many prompts only, the first that pass; None: on all
     at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained

@@ -39,6 +39,9 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         )
     else:
         train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
+    if len(train_rows) > (config.max_prompts or len(train_rows)):
+        say(f"{shown(source)}: the first {config.max_prompts} of {len(train_rows)} training rows are used")
+        train_rows = train_rows[: config.max_prompts]
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
@@ -118,20 +121,24 @@ def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
 
 def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
     """Keep the rows that pass `--at-most` and `--max-question-length`, and attach the task's question to each."""
-    kept = rows
+    kept, passed = rows, []
     for field, most in parse_numbers("--at-most", config.at_most).items():
         for row in kept:
             if isinstance(row.get(field), bool) or not isinstance(row.get(field), int | float):
                 raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
         kept = [row for row in kept if row[field] <= most]
+        passed.append(f"{len(kept)} --at-most {field}={most:g}")
     for row in kept:  # all of them, also to check that each can be asked
         row.question = task.question(row)
     if config.max_question_length is not None:
         kept = [row for row in kept if len(row.question) <= config.max_question_length]
+        passed.append(f"{len(kept)} --max-question-length {config.max_question_length}")
     if not kept:
         raise UserError(
             f"none of the {len(rows)} rows of {shown(source)} passes the filters (--at-most, --max-question-length)"
         )
+    if passed:
+        say(f"{shown(source)}: of {len(rows)} rows pass " + ", then ".join(passed))
     return kept
 
 

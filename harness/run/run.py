@@ -89,6 +89,7 @@ class Run:
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Yield the remaining steps, with a progress bar; Ctrl-C or a `stop_reason` ends it after a step."""
+        num_steps = getattr(self.config, "steps", num_steps)  # --epochs has become --steps when the run began
         self._last_step = num_steps
         if self._ends_early:  # a run that was over, and is resumed
             return

@@ -207,6 +207,7 @@ def files(tmp_path_factory) -> Path:
         said = [{"role": "assistant", "content": f"{n} " * (1 + n % 3)} for n in range(20)]
         write_rows(place / f"{name}.jsonl", [{"messages": chat} for chat in zip(asked, said, strict=True)])
     (place / "task.py").write_text(A_TASK)
+    (place / "settings.yaml").write_text("# of a colleague\nweight-decay: 10\nlr: 1e-2\n")
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (place / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     shutil.copytree(TINY_POLICY, place / "model")
@@ -367,6 +368,13 @@ def kept(new, old):
     assert (new.checkpoints(), old.checkpoints()) == ({f"step_{new.metrics[-1]['step']}"}, set())
 
 
+@changes("--config files/settings.yaml", of=BOTH)
+def config(new, old):
+    assert [run.read("config.json")["weight_decay"] for run in (new, old)] == [10, 0]
+    assert [run.read("config.json")["lr"] for run in (new, old)] == [1e-4, 1e-4]  # of the command line, which wins
+    assert new.final_weights().norm() < old.final_weights().norm()
+
+
 @changes("--wandb", needs="wandb", of=BOTH, is_slow=True)
 def wandb(new, old):
     assert list(new.directory.glob("wandb/offline-run-*/*.wandb"))
@@ -421,6 +429,13 @@ def at_most(new, old):
 def max_question_length(new, old):
     longest = [max(len(entry["question"]) for entry in run.samples) for run in (new, old)]
     assert longest[0] <= 12 < longest[1]
+
+
+@changes("--epochs 3 --max-prompts 4")
+def prompts_of_all_epochs(new, old):
+    asked = Counter(question for _, question in {(entry["step"], entry["question"]) for entry in new.samples})
+    assert list(asked.values()) == [3, 3, 3, 3]  # in six steps of two questions each
+    assert (new.read("config.json")["steps"], old.read("config.json")["steps"]) == (6, 2)
 
 
 # Sampling

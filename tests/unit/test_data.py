@@ -46,6 +46,17 @@ def questions(rows: list[dict]) -> set[str]:
     return {row["question"] for row in rows}
 
 
+def test_how_many_rows_pass_each_filter_is_printed(write, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(*(row(n, size=n) for n in range(1, 13)))
+    filters = {"at_most": ("size=10",), "max_question_length": 12, "max_prompts": 4}
+    train_rows, _ = load_rows(data="rows.jsonl", eval_prompts=2, **filters)
+    assert len(train_rows) == 4
+    told = capsys.readouterr().out
+    assert "rows.jsonl: of 12 rows pass 10 --at-most size=10, then 9 --max-question-length 12\n" in told
+    assert "rows.jsonl: the first 4 of 7 training rows are used\n" in told
+
+
 def test_rows_are_read_in_order_with_all_their_fields(write):
     rows = [row(1, note="é"), row(2)]
     assert read_rows(write(rows[0], "", "   ", rows[1]), REQUIRED) == rows
