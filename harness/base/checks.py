@@ -102,6 +102,9 @@ def tell_limits(config: ModelConfig) -> None:
 
 
 def _check_training(config: PolicyConfig) -> None:
+    for name in ("wandb_project", "wandb_group"):
+        if getattr(config, name) and not config.wandb:
+            raise UserError(f"{flag(name)} is for Weights & Biases: add --wandb")
     if size := getattr(config, "minibatch_size", None):
         if size % config.group_size:
             raise UserError(f"--minibatch-size {size} is not a multiple of --group-size {config.group_size}")

@@ -162,6 +162,8 @@ class PolicyConfig(ModelConfig):
     estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
     # also log to Weights & Biases; without its package, a key or a network the run continues
     wandb: OfRun[bool] = False
+    wandb_project: OfRun[str | None] = None  # with --wandb: the project; None: the experiment's name
+    wandb_group: OfRun[str | None] = None  # with --wandb: the group, for example of runs that differ by their seed
     # a file of settings (YAML or JSON), by the names of flags: a run's config.json starts that run again; flags of the
     # command line replace its values
     config: OfRun[InputPath | None] = None

@@ -28,7 +28,7 @@ from harness.base.terminal import printable, progress_bar, say_above_progress
 from harness.data.held_out import read_before
 from harness.data.task import Task
 from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
-from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines
+from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines, shows_samples
 from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import show_gain, summarise_gain, summarise_steps
@@ -50,6 +50,7 @@ class Run:
         self._checkpoints = self.directory / "checkpoints"
         self._lock = directory.lock  # held until the run is closed
         self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
+        self.steps_of_epochs: int | None = None  # with --epochs
         self.stop_reason: UserError | None = None  # why training must end after this step
         self._machine = machine  # as described at the start: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
@@ -67,7 +68,8 @@ class Run:
         for row in directory.history:
             self._diagnosis.check(row)  # already printed
         if is_main():
-            wandb = {"project": experiment_of(config), "name": self.directory.name, "config": vars(config)}
+            wandb = {"project": config.wandb_project or experiment_of(config), "group": config.wandb_group}
+            wandb |= {"name": self.directory.name, "config": vars(config)}
             history = list(directory.history)
             self._metrics = MetricsLog(self.directory, history, wandb if config.wandb else None, self.tell)
 
@@ -89,8 +91,7 @@ class Run:
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Yield the remaining steps, with a progress bar; Ctrl-C or a `stop_reason` ends it after a step."""
-        num_steps = getattr(self.config, "steps", num_steps)  # --epochs has become --steps when the run began
-        self._last_step = num_steps
+        self._last_step = num_steps = self.steps_of_epochs or num_steps
         if self._ends_early:  # a run that was over, and is resumed
             return
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
@@ -155,10 +156,12 @@ class Run:
         if not self.config.samples_every or step % self.config.samples_every:
             return
         group_size = getattr(self.config, "group_size", 2)  # without one, pairs
-        if (step % 10 == 0 or step == 1) and trajectories[0].question is None:
+        if shows_samples(step) and trajectories[0].question is None:
             self.tell(f"step {step}: {describe_best(self.task, trajectories[:group_size])}")
         path = self.directory / SAMPLES
-        write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
+        lines = write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
+        if shows_samples(step):
+            on_main(lambda: self._metrics.show_samples(step, lines))
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""

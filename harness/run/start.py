@@ -86,7 +86,12 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
 
         estimate(config, task)
         raise SystemExit(0)
-    run = _open_run(experiment, _in_steps(config, task), task, searched or {})
+    steps = None
+    if hasattr(config, "steps") and config.epochs is not None:
+        steps = config.epochs * (len(task.train_rows) // config.prompts_per_step)
+        config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
+    run = _open_run(experiment, config, task, searched or {})
+    run.steps_of_epochs = steps
     with signals.signals_to(run.request_stop):
         try:
             yield run
@@ -97,15 +102,6 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
             raise told from error
         finally:
             run.close()
-
-
-def _in_steps(config: PolicyConfig, task: Task | None) -> PolicyConfig:
-    """The settings with `--epochs` as the number of steps, which a resumed run can raise as usual."""
-    if not hasattr(config, "steps") or config.epochs is None:
-        return config
-    return dataclasses.replace(
-        config, steps=config.epochs * (len(task.train_rows) // config.prompts_per_step), epochs=None
-    )
 
 
 def _explain(error: BaseException, run: Run, config: PolicyConfig) -> BaseException:

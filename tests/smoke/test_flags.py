@@ -375,9 +375,12 @@ def config(new, old):
     assert new.final_weights().norm() < old.final_weights().norm()
 
 
-@changes("--wandb", needs="wandb", of=BOTH, is_slow=True)
+@changes("--wandb --wandb-project ours --wandb-group seeds", needs="wandb", of=BOTH, is_slow=True)
 def wandb(new, old):
-    assert list(new.directory.glob("wandb/offline-run-*/*.wandb"))
+    (log,) = new.directory.glob("wandb/offline-run-*/*.wandb")
+    assert b"ours" in log.read_bytes()
+    assert b"seeds" in log.read_bytes()
+    assert new.has("samples.jsonl") == bool(list(log.parent.glob("files/media/table/samples_*.json")))
     assert not old.has("wandb")
 
 
