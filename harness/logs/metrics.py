@@ -1,7 +1,9 @@
 """A run's numbers: the costs of a step, and the logs: metrics.jsonl, TensorBoard, and W&B if it is requested."""
 
+import gzip
 import json
 import math
+import re
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -69,6 +71,60 @@ class StepClock:
             **({"time/waiting": sum(shares) / len(shares)} if any(shares) else {}),
             "memory/peak_bytes": max(peaks),
         }
+
+
+class StepTrace:
+    """Records every operation of some steps: trace.json.gz, which https://ui.perfetto.dev opens, with named phases.
+
+    A phase is known only when it ends, so that the recorded ranges get their names when the file is written.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]):
+        self._path, self._tell = path, tell
+        self._profiler: torch.profiler.profile | None = None  # None: not recording
+        self._ranges: list[torch.profiler.record_function] = []  # open ones: the step and its phase
+        self._names: list[str] = []  # of the phases that have ended
+
+    def begin_step(self, step: int) -> None:
+        if self._profiler is None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        self._enter(f"step {step}")
+        self._enter(f"phase {len(self._names)}.")
+
+    def lap(self, phase: str) -> None:
+        """The end of a phase, and the beginning of the next one."""
+        if self._ranges:
+            self._exit(phase)
+            self._enter(f"phase {len(self._names)}.")
+
+    def end_step(self) -> None:
+        self._exit("log, evaluate, checkpoint")
+        self._ranges.pop().__exit__(None, None, None)
+
+    def write(self) -> None:
+        """Stop recording, and write the file."""
+        if self._profiler is None:
+            return
+        while self._ranges:  # of a step that did not end
+            self._ranges.pop().__exit__(None, None, None)
+        self._profiler.stop()
+        partial = self._path.with_suffix(".partial")
+        self._profiler.export_chrome_trace(str(partial))
+        text = partial.read_text(encoding="utf-8")
+        partial.unlink()
+        text = re.sub(r'"phase (\d+)\."', lambda found: json.dumps([*self._names, "unfinished"][int(found[1])]), text)
+        self._path.write_bytes(gzip.compress(text.encode(), compresslevel=6))
+        self._profiler = None
+        self._tell(f"profile: {self._path}, to be opened at https://ui.perfetto.dev")
+
+    def _enter(self, name: str) -> None:
+        self._ranges.append(torch.profiler.record_function(name))
+        self._ranges[-1].__enter__()
+
+    def _exit(self, phase: str) -> None:
+        self._ranges.pop().__exit__(None, None, None)
+        self._names.append(phase)
 
 
 class MetricsLog:

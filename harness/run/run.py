@@ -2,7 +2,7 @@
 
 runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl  diagnosis.jsonl  events.out...
                          checkpoints/step_N/  before.json  final/  final_merged/  base/  summary.json  curve.png
-                         report.html  .lock
+                         report.html  trace.json.gz  .lock
 """
 
 import json
@@ -28,7 +28,7 @@ from harness.base.terminal import printable, progress_bar, say_above_progress
 from harness.data.held_out import read_before
 from harness.data.task import Task
 from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
-from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines, shows_samples
+from harness.logs.metrics import MetricsLog, StepClock, StepTrace, finite, progress_line, read_lines, shows_samples
 from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import show_gain, summarise_gain, summarise_steps
@@ -61,6 +61,7 @@ class Run:
         self._bar = None
         self._last_step = 0
         self._clock = StepClock(config.device)
+        self._trace = StepTrace(self.directory / "trace.json.gz", self.tell)
         self.contexts = ExitStack()  # closed with the run
         # The results of the newest complete step, as long as nothing has changed them: `checkpoint`'s first arguments
         self._complete: tuple | None = None
@@ -95,10 +96,18 @@ class Run:
         if self._ends_early:  # a run that was over, and is resumed
             return
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
+        # the second step is the first whose speed is that of all others
+        profiled = range(self.resumed_at + 2, self.resumed_at + 2 + self.config.profile) if is_main() else ()
         for step in self._bar:
             self.step = step
             self._clock.start()
+            if step in profiled:
+                self._trace.begin_step(step)
             yield step
+            if step in profiled:
+                self._trace.end_step()
+                if step in (profiled[-1], num_steps):
+                    self._trace.write()
             if self._ends_early:
                 break
             if self.stop_reason is not None:
@@ -118,6 +127,7 @@ class Run:
     def lap(self, phase: str) -> None:
         """Mark the end of a phase of the step: its seconds are logged as `time/<phase>`, see `costs`."""
         self._clock.lap(phase)
+        self._trace.lap(phase)
         if phase == "log_probs":  # the update follows
             self._complete = None
 
@@ -227,6 +237,7 @@ class Run:
 
     def close(self) -> None:
         self.contexts.close()
+        self._trace.write()
         if is_main():
             self._metrics.close()
             self._lock.release()

@@ -4,6 +4,8 @@ Flags whose effects do not hide each other share a run.
 """
 
 import dataclasses
+import gzip
+import json
 import math
 import re
 import shutil
@@ -382,6 +384,20 @@ def wandb(new, old):
     assert b"seeds" in log.read_bytes()
     assert new.has("samples.jsonl") == bool(list(log.parent.glob("files/media/table/samples_*.json")))
     assert not old.has("wandb")
+
+
+@changes("--profile 1", of=BOTH)
+def profile(new, old):
+    assert not old.has("trace.json.gz")
+    assert "trace.json.gz, to be opened at https://ui.perfetto.dev" in new.output
+    trace = json.loads(gzip.decompress((new.directory / "trace.json.gz").read_bytes()))
+    found = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    begin, end = next((event["ts"], event["ts"] + event["dur"]) for event in found if event["name"] == "step 2")
+    phases = ["sample", "reward", "log_probs", "update"] * new.has("samples.jsonl") + ["log, evaluate, checkpoint"]
+    inside = [event for event in found if event["name"] in phases]
+    assert [event["name"] for event in sorted(inside, key=lambda event: event["ts"])] == phases
+    assert all(begin <= event["ts"] <= event["ts"] + event["dur"] <= end + 1 for event in inside)
+    assert any(event["name"] == "aten::addmm" or event["name"] == "aten::mm" for event in trace["traceEvents"])
 
 
 @changes(

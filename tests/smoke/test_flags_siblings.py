@@ -42,7 +42,7 @@ AN_ADAPTER = (
 )
 # Flags that act before any algorithm and need a package, a stopped run, or another test: test_flags.py,
 # resume/test_resume.py and models/test_estimate.py cover them; test_reward_model_runs.py covers those of reward models.
-ELSEWHERE = {"load_in", "wandb", "wandb_project", "wandb_group", "resume", "estimate", "config"}
+ELSEWHERE = {"load_in", "wandb", "wandb_project", "wandb_group", "profile", "resume", "estimate", "config"}
 ELSEWHERE |= {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"}
 WITHOUT_TOOLS = "--no-tool --max-turns 1 --task arithmetic --model tiny"
 AS_THE_PARENT = {  # each sibling's own flags that make it equal to experiment_base
