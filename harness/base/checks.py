@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import numbers
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
         if not name or not math.isfinite(values.get(name, math.nan)):
             raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
     return values
+
+
+def parse_sources(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+    """
+    >>> parse_sources("--eval-sets", ("amc=data/amc.jsonl",))
+    {'amc': 'data/amc.jsonl'}
+    """
+    sources: dict[str, str] = {}
+    for pair in pairs:
+        name, _, source = pair.partition("=")
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or not source or name in ("greedy", "sampled"):
+            raise UserError(f"{flag} {printable(pair, 60)}: this is not NAME=SOURCE")
+        if name in sources:
+            raise UserError(f"{flag} {printable(pair, 60)}: {name} is given twice")
+        sources[name] = source
+    return sources
 
 
 def check_texts(config: object) -> None:

@@ -182,7 +182,16 @@ class PolicyConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedConfig(PolicyConfig):
+class EvaluatedConfig(PolicyConfig):
+    """The additional settings of every experiment that is evaluated while it trains."""
+
+    # also keep the weights, in best/, of the step with the highest value of this metric, e.g. eval/greedy/accuracy;
+    # None: only the last ones
+    keep_best: OfEvaluation[str | None] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedConfig(EvaluatedConfig):
     """The additional settings of every experiment whose policy is asked the questions of a task."""
 
     # what is asked and rewarded: a file of tasks, or the path of your own
@@ -216,6 +225,9 @@ class RunConfig(AskedConfig):
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: OfEvaluation[InputPath | None] = None
+    # NAME=SOURCE: further held-out questions of the task, each with a curve of its own, eval/NAME/greedy/accuracy
+    eval_sets: OfEvaluation[tuple[str, ...]] = ()
+    eval_suite: OfEvaluation[Literal["math"] | None] = None  # the benchmarks of evaluate.py --suite as such sets
     # passes over the training prompts, in place of --steps; None: as many steps as --steps says
     epochs: OfData[Count | None] = None
     max_prompts: OfData[Count | None] = None  # train on this many prompts only, the first that pass; None: on all

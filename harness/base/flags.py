@@ -83,7 +83,9 @@ def make_flags(config: object) -> type:
             text, _, resolved = read_comment(type(config), field.name).partition("None: ")
             default, takes_many = getattr(config, field.name), types[field.name] == tuple[str, ...]
             is_positional = field.name in getattr(config, "POSITIONAL", ())
-            metavar = ("NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ...") if takes_many else None
+            metavar = (
+                (f"{text.partition(':')[0]} ..." if text.startswith("NAME=") else "NAME ...") if takes_many else None
+            )
             argument = tyro.conf.arg(
                 help=text.rstrip("; ") or resolved,
                 help_behavior_hint=f"({_hint(marks[field.name], default, resolved)})",

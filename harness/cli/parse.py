@@ -182,6 +182,11 @@ def with_absolute_paths(config: ConfigT) -> ConfigT:
     paths = {name: Path(value).expanduser() for name, value in named.items() if value}
     # build_index creates a missing index; a data set and a model can be on the hub
     absolute = {name: str(path.absolute()) for name, path in paths.items() if path.exists() or name == "index"}
+    if sets := checks.parse_sources("--eval-sets", getattr(config, "eval_sets", ())):
+        paths = {name: Path(source).expanduser() for name, source in sets.items()}
+        absolute["eval_sets"] = tuple(
+            f"{name}={paths[name].absolute() if paths[name].exists() else source}" for name, source in sets.items()
+        )
     if getattr(config, "engine_start", None) is not None:
         words = _words(config.engine_start)
         # do not follow links: the folder of a Python decides its environment

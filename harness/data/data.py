@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from common.errors import UserError
 from common.keyed import keyed_generator
 
-from harness.base.checks import local_path, parse_numbers
+from harness.base.checks import local_path, parse_numbers, parse_sources
 from harness.base.config import AskedConfig, RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
@@ -51,6 +51,12 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     task.try_out(train_rows[0])
     if note := task.note():
         say(f"{task}: {note}", sys.stderr)
+    for name, (set_source, renamed) in _find_sets(config).items():
+        rows = read_renamed(set_source, task, renamed)[: config.eval_prompts]
+        if known := sum(map(len, shared_questions(train_rows, rows))):
+            say(f"{known} of the {len(rows)} questions of {name} are training questions as well")
+        try_solutions(task, rows, config.task)
+        task.eval_sets[name], task.eval_sources[name] = rows, set_source
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     task.judge = judge  # not before: the solutions of all rows were tried above
@@ -71,6 +77,32 @@ def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
         raise UserError(f"{task} has no data of its own: give --data")
     eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
     return source, find_test_data(source) if eval_source is None else eval_source
+
+
+def _find_sets(config: RunConfig) -> dict[str, tuple[str, dict[str, str]]]:
+    """The sources of the further held-out questions by their names, with the task's names for their fields."""
+    sets = {name: (source, {}) for name, source in parse_sources("--eval-sets", config.eval_sets).items()}
+    if config.eval_suite is None:
+        return sets
+    from harness.evaluation.suite import SUITES  # not at the top: few runs need it
+
+    task, benchmarks = SUITES[config.eval_suite]
+    if config.task != task:
+        raise UserError(f"--eval-suite {config.eval_suite} is asked by --task {task}, not by {config.task}")
+    return {name: (found.hub, dict(found.renamed)) for name, found in benchmarks.items()} | sets
+
+
+def read_renamed(source: str, task: Task, renamed: dict[str, str]) -> list[Row]:
+    """All rows of a source, with their questions; `renamed`: fields of the data, and the task's names for them."""
+    rows = read_rows(source, {})
+    for row in rows:
+        for published, name in renamed.items():
+            if published in row:
+                row[name] = row.pop(published)
+        if (problem := find_problem(row, task.fields)) is not None:
+            raise FieldsError(row, problem)
+        row.question = task.question(row)
+    return rows
 
 
 def read_rows(source: str, fields: Fields) -> list[Row]:

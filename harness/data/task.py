@@ -63,6 +63,8 @@ class Task:
         self._scores: dict[tuple[int, str], float] = {}  # the judge's, of the completions that `prepare` announced
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
+        self.eval_sets: dict[str, list[Row]] = {}  # further held-out questions, by name
+        self.eval_sources: dict[str, str] = {}  # and where they are from
         self.fits_context = False  # whether all rows are known to fit
         self.fault: TaskError | None = None  # the first number that is not finite
         self._described: set[str] | None = None  # the names that `describe` returned the first time

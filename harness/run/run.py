@@ -1,12 +1,13 @@
 """A run: its directory, its progress, and when it has to stop.
 
 runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl  diagnosis.jsonl  events.out...
-                         checkpoints/step_N/  before.json  final/  final_merged/  base/  summary.json  curve.png
+                         checkpoints/step_N/  before.json  final/  final_merged/  best/  base/  summary.json  curve.png
                          report.html  trace.json.gz  .lock
 """
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -24,7 +25,7 @@ from common.trajectory import Trajectory
 from harness.base.config import DTYPES, PolicyConfig
 from harness.base.files import replace_file
 from harness.base.ranks import EndedElsewhereError, launcher, on_main
-from harness.base.terminal import printable, progress_bar, say_above_progress
+from harness.base.terminal import printable, progress_bar, say, say_above_progress
 from harness.data.held_out import read_before
 from harness.data.task import Task
 from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
@@ -65,6 +66,8 @@ class Run:
         self.contexts = ExitStack()  # closed with the run
         # The results of the newest complete step, as long as nothing has changed them: `checkpoint`'s first arguments
         self._complete: tuple | None = None
+        self._logged: dict[str, float] = {}  # by the newest step
+        self.best = _best_of(directory.history, getattr(config, "keep_best", None))
         self.newest: dict[str, float] = dict(directory.history[-1]) if directory.history else {}  # the last metrics
         for row in directory.history:
             self._diagnosis.check(row)  # already printed
@@ -139,6 +142,7 @@ class Run:
         """Write one step's metrics, show the progress, report what looks wrong, and check if training must stop."""
         on_main(lambda: self._metrics.write(step, metrics))
         self.newest |= metrics
+        self._logged = metrics
         if self._bar is not None:
             more = getattr(self.config, "progress", ())
             for key in set(more) - metrics.keys() if step == self.resumed_at + 1 else ():
@@ -175,10 +179,32 @@ class Run:
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
+        self._keep_best(step, policy)
         self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every
         if self.stop.agree() or (every and (step % every == 0 or step == self._last_step or self._ends_early)):
             self.keep_progress()
+
+    def _keep_best(self, step: int, policy: Policy) -> None:
+        """Write best/ if no earlier step has as high a value of the metric of `--keep-best`."""
+        name = getattr(self.config, "keep_best", None)
+        if name is None or (every := self.config.eval_every) == 0 or step % every:
+            return
+        if (value := self._logged.get(name)) is None:
+            if step == every:
+                self.tell(
+                    f"--keep-best {printable(name, 60)}: step {step} has no such metric; metrics.jsonl has all names"
+                )
+            return
+        if self.best is not None and value <= self.best["value"]:
+            return
+        self.best = {"step": step, "metric": name, "value": value}
+        best, partial = self.directory / "best", self.directory / "best.partial"
+        on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
+        on_main(lambda: save_base(self.config, policy, self.directory / "base"))
+        save_policy(policy, partial)
+        on_main(lambda: (shutil.rmtree(best, ignore_errors=True), partial.rename(best)))
+        self.tell(f"step {step}: {name} {value:.4g} is the highest so far: kept in {best}")
 
     def keep_progress(self) -> None:
         """Write a checkpoint of the newest complete step, if there is none and no update has begun since."""
@@ -228,6 +254,10 @@ class Run:
 
     def _write_summary(self, results: dict) -> None:
         rows = read_lines(self.directory / METRICS)
+        if self.best is not None:
+            value, where = f"{self.best['metric']} {self.best['value']:.4g}", self.directory / "best"
+            say(f"best: step {self.best['step']}, with {value}: {where}")
+            results = results | {"best": self.best}
         summary = results | summarise_steps(rows, self.config.device) | self._parameters | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
         if rows:  # without a step there is nothing to draw
@@ -245,3 +275,10 @@ class Run:
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM, see `StopRequest.receive`."""
         self.stop.receive(is_in_step=self._bar is not None)
+
+
+def _best_of(history: tuple[dict, ...], metric: str | None) -> dict | None:
+    """The first of the steps with the highest value of a metric, which best/ holds; None if no step has it."""
+    steps = [row for row in history if metric in row and "time/step" in row]  # not the evaluations before and after
+    best = max(steps, key=lambda row: row[metric], default=None)
+    return None if best is None else {"step": best["step"], "metric": metric, "value": best[metric]}

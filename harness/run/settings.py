@@ -73,6 +73,7 @@ def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
         sources |= {"base": config.base} if config.adapter_path is not None else {}
     if task is not None:
         sources |= {"data": task.data, "eval_data": task.held_out_data, "task": task.path}
+        sources |= {f"eval_sets {name}": source for name, source in task.eval_sources.items()}
     described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}
     return {name: source for name, source in described.items() if source["content"] is not None}
 

@@ -84,6 +84,9 @@ class Outcome:
     def last(self, name: str) -> float:
         return self.values(name)[-1]
 
+    def has_key(self, name: str) -> bool:
+        return any(name in entry for entry in self.metrics)
+
     def has(self, name: str) -> bool:
         return (self.directory / name).exists()
 
@@ -414,6 +417,30 @@ def shown(new, old):
     assert "0 and 0" not in old.output
 
 
+@changes("--eval-sets held=files/held.jsonl mine=files/mine.jsonl", also="--eval-every 1")
+def eval_sets(new, old):
+    for name, count in (("held", 4), ("mine", 4), ("", 2)):
+        key = f"eval/{name}/greedy/length".replace("//", "/")
+        assert len(new.values(key)) == 4, count  # before, at two steps, after
+        assert bool(old.has_key(key)) == (name == "")
+    assert new.values("eval/greedy/accuracy") == old.values("eval/greedy/accuracy")
+    assert new.read("config.json")["sources"]["eval_sets held"]["source"].endswith("held.jsonl")
+    assert new.read("config.json")["eval_sets"][0].startswith("held=/")  # for a resumed run
+    assert "held/greedy/accuracy" in new.output
+    assert "held/greedy/accuracy" not in old.output
+
+
+@changes("--keep-best eval/greedy/length", also="--eval-every 1 --lr 1e-3 --max-new-tokens 30")
+def keep_best(new, old):
+    steps = {entry["step"]: entry["eval/greedy/length"] for entry in new.metrics if "time/step" in entry}
+    best = max(steps, key=steps.get)
+    expected = {"step": best, "metric": "eval/greedy/length", "value": steps[best]}
+    assert (new.read("summary.json")["best"], old.has("best")) == (expected, False)
+    assert f"best: step {best}, with eval/greedy/length" in new.output
+    kept = load_file(new.directory / "best" / "model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in new.final().items()) == (best == 2)
+
+
 # Data and prompts
 
 
@@ -640,9 +667,10 @@ REFUSED = {
 def test_every_flag_has_an_entry(script, setup):
     """`estimate` is in models/test_estimate.py, the flags of reward models are in test_reward_model_runs.py."""
     flags = {field.name for field in dataclasses.fields(script(setup).Config)}
+    refused = {*REFUSED, "eval_suite"} & (flags | {"another name"})  # the latter by unit/test_data.py
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"} & flags
-    assert known | judged | {*REFUSED, "estimate"} == flags | {"another name"}
+    assert known | judged | refused | {"estimate"} == flags | {"another name"}
 
 
 @pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])

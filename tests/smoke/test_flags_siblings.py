@@ -26,7 +26,8 @@ from harness.base.config import TINY_POLICY
 # length of the gradient matters. The data have few rows, which are read faster.
 ALL_WEIGHTS = (
     f"--name x --seed 5 --device cpu --model files/tiny --attn-implementation eager --data {EVAL_DATA} "
-    f"--eval-data {EVAL_DATA} --reward-weight format=0.5 --at-most num_terms=3 num_digits=2 --max-question-length 26 "
+    f"--eval-data {EVAL_DATA} --eval-sets again={EVAL_DATA} --keep-best eval/greedy/length "
+    "--reward-weight format=0.5 --at-most num_terms=3 num_digits=2 --max-question-length 26 "
     "--system-prompt Briefly. --completion-prefix <think> --eval-prompts 3 --eval-every 1 --samples-every 2 "
     "--progress policy/clipped --checkpoint-every 1 --keep-checkpoints 1 --generation-batch-size 4 --steps 9 "
     "--epochs 1 --max-prompts 6 --prompts-per-step 3 --group-size 4 --max-new-tokens 10 "
@@ -42,7 +43,17 @@ AN_ADAPTER = (
 )
 # Flags that act before any algorithm and need a package, a stopped run, or another test: test_flags.py,
 # resume/test_resume.py and models/test_estimate.py cover them; test_reward_model_runs.py covers those of reward models.
-ELSEWHERE = {"load_in", "wandb", "wandb_project", "wandb_group", "profile", "resume", "estimate", "config"}
+ELSEWHERE = {
+    "load_in",
+    "wandb",
+    "wandb_project",
+    "wandb_group",
+    "profile",
+    "eval_suite",
+    "resume",
+    "estimate",
+    "config",
+}
 ELSEWHERE |= {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"}
 WITHOUT_TOOLS = "--no-tool --max-turns 1 --task arithmetic --model tiny"
 AS_THE_PARENT = {  # each sibling's own flags that make it equal to experiment_base
