@@ -211,6 +211,9 @@ class RunConfig(AskedConfig):
     """The additional settings of every experiment with rewards."""
 
     reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
+    # file of rewards as TRL takes them, f(prompts, completions, **columns) -> list[float], beside the task's own: each
+    # is a component under its name, with weight 1
+    reward_functions: OfData[InputPath | None] = None
     # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
     data: OfData[InputPath | None] = None
     # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id

@@ -26,7 +26,13 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     (`find_test_data`). Without either, `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
     """
     judge = load_judge(config)
-    task = import_task(config, (more_weights or {}) | ({PREFERENCE: 1.0} if judge else {}))
+    functions = None
+    if config.reward_functions is not None:
+        from harness.data.reward_functions import RewardFunctions  # not at the top: it imports this room
+
+        functions = RewardFunctions(config.reward_functions)
+    added = dict.fromkeys(functions.names if functions else [], 1.0) | ({PREFERENCE: 1.0} if judge else {})
+    task = import_task(config, (more_weights or {}) | added)
     task.tools = tools
     source, eval_source = find_sources(config, task)
     train_rows = load_rows(source, config, task)
@@ -60,6 +66,9 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     task.judge = judge  # not before: the solutions of all rows were tried above
+    if functions is not None:
+        task.functions, task.asked_with = functions, config.system_prompt or ""
+        task.call_functions(train_rows[:1], [""])  # before a model is loaded
     return task
 
 

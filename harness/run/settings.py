@@ -67,7 +67,10 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
 
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     """By flag: the source and its SHA-256 or hub commit; one process of each machine computes the model's."""
-    sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools", "reward_model")}
+    sources = {
+        name: getattr(config, name, None)
+        for name in ("chat_template", "data", "tools", "reward_model", "reward_functions")
+    }
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}

@@ -47,6 +47,18 @@ def messages(row, system_prompt):
 def reward(row, text):
     return {"even": len(text) % 2}
 """
+REWARDS = """
+import math  # not a reward
+
+def short(completions, **kwargs):
+    return [_score(completion[0]["content"]) for completion in completions]
+
+async def asked(prompts, completions, answer, **kwargs):
+    return [len(prompt[-1]["content"]) + len(gold) for prompt, gold in zip(prompts, answer, strict=True)]
+
+def _score(text):
+    return 1 / math.exp(len(text) / 10)
+"""
 GENTLE = "--lr 1e-5"  # for runs that should agree: a large rate would also amplify rounding
 
 
@@ -212,6 +224,7 @@ def files(tmp_path_factory) -> Path:
         said = [{"role": "assistant", "content": f"{n} " * (1 + n % 3)} for n in range(20)]
         write_rows(place / f"{name}.jsonl", [{"messages": chat} for chat in zip(asked, said, strict=True)])
     (place / "task.py").write_text(A_TASK)
+    (place / "rewards.py").write_text(REWARDS)
     (place / "settings.yaml").write_text("# of a colleague\nweight-decay: 10\nlr: 1e-2\n")
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (place / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
@@ -563,6 +576,20 @@ def reward_weight(new, old):
     assert new.first("reward/total") == pytest.approx(expected)
     assert old.first("reward/total") == pytest.approx(old.first("reward/correct"))
     assert_differ(new, old, "policy/ratio_max")
+
+
+@changes("--reward-functions files/rewards.py --reward-weight asked=0")
+def reward_functions(new, old):
+    for entry in new.samples:
+        rewards, length = entry["rewards"], len(entry["question"]) + len(entry["answer"])
+        assert rewards.keys() - old.samples[0]["rewards"].keys() == {"short", "asked"}
+        assert rewards["short"] == pytest.approx(math.exp(-len(entry["text"]) / 10))
+        assert rewards["asked"] == length
+        assert entry["return"] == pytest.approx(rewards["correct"] + rewards["short"])  # the former is logged only
+    assert new.has_key("reward/short")
+    assert new.has_key("eval/greedy/reward_short")
+    assert_differ(new, old, "policy/ratio_max")
+    assert "reward_functions" in new.read("config.json")["sources"]
 
 
 # What supervised fine-tuning learns

@@ -27,7 +27,8 @@ from harness.base.config import TINY_POLICY
 ALL_WEIGHTS = (
     f"--name x --seed 5 --device cpu --model files/tiny --attn-implementation eager --data {EVAL_DATA} "
     f"--eval-data {EVAL_DATA} --eval-sets again={EVAL_DATA} --keep-best eval/greedy/length "
-    "--reward-weight format=0.5 --at-most num_terms=3 num_digits=2 --max-question-length 26 "
+    "--reward-functions files/rewards.py --reward-weight format=0.5 --at-most num_terms=3 num_digits=2 "
+    "--max-question-length 26 "
     "--system-prompt Briefly. --completion-prefix <think> --eval-prompts 3 --eval-every 1 --samples-every 2 "
     "--progress policy/clipped --checkpoint-every 1 --keep-checkpoints 1 --generation-batch-size 4 --steps 9 "
     "--epochs 1 --max-prompts 6 --prompts-per-step 3 --group-size 4 --max-new-tokens 10 "
@@ -107,6 +108,8 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "tiny").symlink_to(TINY_POLICY)
     (tmp_path / "files" / "task.py").write_text(A_TASK)
+    reward = "def short(completions, **columns): return [1 / (1 + len(text[0]['content'])) for text in completions]"
+    (tmp_path / "files" / "rewards.py").write_text(reward)
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (tmp_path / "files" / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     monkeypatch.setattr(load_script("experiment_engine/train.py"), "start_engine", TheSampler)
