@@ -96,6 +96,8 @@ def check_combinations(config: ModelConfig) -> None:
         _check_training(config)
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
+    if getattr(config, "optimizer", "") == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("--optimizer adamw_8bit needs the package bitsandbytes: pip install bitsandbytes")
     if config.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise UserError(
             "--attn-implementation flash_attention_2 needs the package flash-attn, a GPU and nvcc: pip install -e "
@@ -128,7 +130,8 @@ def _check_training(config: PolicyConfig) -> None:
         if size > (rows := config.prompts_per_step * config.group_size):
             raise UserError(f"--minibatch-size {size} exceeds the {rows} rows of a rollout")
     if not config.lora_rank:
-        for name in ("lora_alpha",) if config.has_adapter else ("lora_alpha", "load_in", "save_merged"):
+        new = ("lora_alpha", "lora_targets")
+        for name in new if config.has_adapter else (*new, "load_in", "save_merged"):
             if getattr(config, name):
                 raise UserError(f"{flag(name)} needs an adapter to train: add --lora-rank 16, for example")
     elif config.model == "new":

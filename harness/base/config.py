@@ -153,6 +153,8 @@ class PolicyConfig(ModelConfig):
     gradient_checkpointing: OfPolicy[bool] = False  # recompute activations in the backward pass: less memory, more time
     lora_rank: OfPolicy[CountOrZero] = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
     lora_alpha: OfPolicy[Positive | None] = None  # adapters are scaled by alpha / rank; None: twice the rank
+    # linear layers that get an adapter, by the last part of their names, e.g. q_proj v_proj; none: all but the head
+    lora_targets: OfPolicy[tuple[str, ...]] = ()
     load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs an adapter
     save_merged: OfPolicy[bool] = False  # with an adapter: also write final_merged/, a model with the adapter merged in
     # held-out questions per evaluation; without --eval-data this many rows of --data are held out
@@ -185,6 +187,11 @@ class PolicyConfig(ModelConfig):
 class EvaluatedConfig(PolicyConfig):
     """The additional settings of every experiment that is evaluated while it trains."""
 
+    # the learning rate after the warm-up: constant, or down to nearly 0 at the last step, in a line or like a cosine
+    lr_schedule: OfPolicy[Literal["constant", "linear", "cosine"]] = "constant"
+    lr_warmup_steps: OfPolicy[CountOrZero] = 0  # steps over which the learning rate rises from 0
+    # adamw_8bit: hold the moments of AdamW in 8 bits (bitsandbytes); for experiment_accelerate and its siblings
+    optimizer: OfPolicy[Literal["adamw", "adamw_8bit"]] = "adamw"
     # also keep the weights, in best/, of the step with the highest value of this metric, e.g. eval/greedy/accuracy;
     # None: only the last ones
     keep_best: OfEvaluation[str | None] = None

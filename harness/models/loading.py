@@ -78,7 +78,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         model = _use_adapter(model, config)
     is_trained = isinstance(config, PolicyConfig)
     if is_trained and config.lora_rank:
-        model = add_adapter(model, config.lora_rank, config.lora_alpha, config.seed)
+        model = add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, config.lora_targets)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
         if is_trained and config.gradient_checkpointing:

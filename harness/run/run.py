@@ -6,6 +6,7 @@ runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl
 """
 
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -88,6 +89,7 @@ class Run:
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Read a resumed run's checkpoint into policy and optimizer, through `accelerator` if it prepared them."""
+        self._optimizer, self._rates = optimizer, [group["lr"] for group in optimizer.param_groups]
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, accelerator)
@@ -104,6 +106,7 @@ class Run:
         for step in self._bar:
             self.step = step
             self._clock.start()
+            self._set_learning_rate(step)
             if step in profiled:
                 self._trace.begin_step(step)
             yield step
@@ -118,6 +121,18 @@ class Run:
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
+
+    def _set_learning_rate(self, step: int) -> None:
+        """Follow --lr-schedule, which depends on the step alone: a resumed run has nothing to restore."""
+        if self._has_schedule:
+            factor = learning_rate_factor(self.config.lr_schedule, self.config.lr_warmup_steps, step, self._last_step)
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = factor * rate
+
+    @property
+    def _has_schedule(self) -> bool:
+        kind, warmup = (getattr(self.config, name, 0) for name in ("lr_schedule", "lr_warmup_steps"))
+        return bool(warmup) or kind in ("linear", "cosine")
 
     @property
     def _ends_early(self) -> bool:
@@ -140,6 +155,8 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's metrics, show the progress, report what looks wrong, and check if training must stop."""
+        if self._has_schedule and "time/step" in metrics:
+            metrics = metrics | {"lr": self._optimizer.param_groups[0]["lr"]}
         on_main(lambda: self._metrics.write(step, metrics))
         self.newest |= metrics
         self._logged = metrics
@@ -275,6 +292,20 @@ class Run:
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM, see `StopRequest.receive`."""
         self.stop.receive(is_in_step=self._bar is not None)
+
+
+def learning_rate_factor(kind: str, warmup: int, step: int, num_steps: int) -> float:
+    """The learning rate of a step, as a share of --lr: up in `warmup` steps, then as `kind` says.
+
+    >>> [learning_rate_factor("linear", 2, step, 6) for step in range(1, 7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> [round(learning_rate_factor("cosine", 0, step, 4), 2) for step in range(1, 5)]
+    [1.0, 0.85, 0.5, 0.15]
+    """
+    if step <= warmup:
+        return step / warmup
+    progress = (step - 1 - warmup) / (num_steps - warmup)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
 
 
 def _best_of(history: tuple[dict, ...], metric: str | None) -> dict | None:

@@ -51,6 +51,11 @@ def experiment_of(config: PolicyConfig) -> str:
     return Path(sys.modules[type(config).__module__].__file__).resolve().parent.name
 
 
+def has_accelerator(config: PolicyConfig) -> bool:
+    """Whether this train.py runs under Accelerate, which then prepares its optimizer."""
+    return hasattr(sys.modules[type(config).__module__], "start_accelerator")
+
+
 def script_of(config: PolicyConfig) -> str:
     """The SHA-256 of this train.py, shortened: of a file of the user's own, the commit says nothing."""
     return _sha256(Path(sys.modules[type(config).__module__].__file__))[:12]

@@ -22,7 +22,14 @@ from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
-from harness.run.settings import describe_sources, experiment_of, read_settings, script_of, write_settings
+from harness.run.settings import (
+    describe_sources,
+    experiment_of,
+    has_accelerator,
+    read_settings,
+    script_of,
+    write_settings,
+)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -79,6 +86,11 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
         raise UserError(
             f"{experiment} trains in one process, but {ranks.num_launched()} were started: start it with python, or "
             "several processes of experiment_accelerate"
+        )
+    if getattr(config, "optimizer", "adamw") != "adamw" and not has_accelerator(config):
+        raise UserError(
+            f"--optimizer {config.optimizer} is for experiment_accelerate, which otherwise equals experiment_base, and "
+            f"for its siblings, not for {experiment}"
         )
     torch.set_num_threads(config.threads)
     if config.estimate:

@@ -360,6 +360,14 @@ def lora_alpha(new, old):
     assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-5)
 
 
+@changes("--lora-targets q_proj v_proj", also="--lora-rank 2", of=BOTH, is_slow=True)
+def lora_targets(new, old):
+    assert sorted(new.read("final/adapter_config.json")["target_modules"]) == ["q_proj", "v_proj"]
+    assert len(old.read("final/adapter_config.json")["target_modules"]) == 7
+    adapted = {name.split(".")[-3] for name in load_file(new.directory / "final" / "adapter_model.safetensors")}
+    assert adapted == {"q_proj", "v_proj"}
+
+
 @changes("--load-in 4bit", also="--lora-rank 2", needs="bitsandbytes", of=BOTH, is_slow=True)
 def load_in(new, old):
     assert not new.has("final_merged")
@@ -547,6 +555,13 @@ def lr(new, old):
     assert 0 < new.last("loss/kl") < 0.1 * old.last("loss/kl")
 
 
+@changes("--lr-schedule linear --lr-warmup-steps 1", also="--steps 4")
+def lr_schedule(new, old):
+    assert new.values("lr") == pytest.approx([1e-4, 1e-4, 2e-4 / 3, 1e-4 / 3])
+    assert not old.has_key("lr")
+    assert new.distance() < old.distance()
+
+
 @changes("--weight-decay 10")
 def weight_decay(new, old):
     kept = new.final_weights().norm() / old.final_weights().norm()
@@ -694,10 +709,11 @@ REFUSED = {
 def test_every_flag_has_an_entry(script, setup):
     """`estimate` is in models/test_estimate.py, the flags of reward models are in test_reward_model_runs.py."""
     flags = {field.name for field in dataclasses.fields(script(setup).Config)}
-    refused = {*REFUSED, "eval_suite"} & (flags | {"another name"})  # the latter by unit/test_data.py
+    # those of the second line are in unit/test_data.py and test_flags_siblings.py
+    elsewhere = {"eval_suite", "optimizer"} & flags
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"} & flags
-    assert known | judged | refused | {"estimate"} == flags | {"another name"}
+    assert known | judged | elsewhere | {*REFUSED, "estimate"} == flags | {"another name"}
 
 
 @pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ divisions.
 
 import dataclasses
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from run_files import digest, json_of, metrics_of, rows_of
 
+from common.errors import UserError
 from common.sampling import sample
 from common.trajectory import Trajectory
 from tasks.arithmetic import EVAL_DATA
@@ -32,15 +34,14 @@ ALL_WEIGHTS = (
     "--system-prompt Briefly. --completion-prefix <think> --eval-prompts 3 --eval-every 1 --samples-every 2 "
     "--progress policy/clipped --checkpoint-every 1 --keep-checkpoints 1 --generation-batch-size 4 --steps 9 "
     "--epochs 1 --max-prompts 6 --prompts-per-step 3 --group-size 4 --max-new-tokens 10 "
-    "--temperature 1.3 --top-p 0.9 --epochs-per-step 2 "
-    "--minibatch-size 8 --micro-batch-size 3 --lr 1e-4 --weight-decay 10 --clip-eps 0.01 --kl-weight 0.5 "
-    "--max-grad-norm 1e-7"
+    "--temperature 1.3 --top-p 0.9 --epochs-per-step 2 --minibatch-size 8 --micro-batch-size 3 --lr 1e-4 "
+    "--lr-schedule cosine --lr-warmup-steps 1 --weight-decay 10 --clip-eps 0.01 --kl-weight 0.5 --max-grad-norm 1e-7"
 )
 AN_ADAPTER = (
     "--name x --device cpu --steps 1 --prompts-per-step 2 --group-size 3 --max-new-tokens 4 --eval-prompts 1 "
     "--epochs-per-step 2 --lr 1e-2 --task files/task.py --chat-template files/polite.jinja --dtype bfloat16 "
-    f"--data {EVAL_DATA} --gradient-checkpointing --lora-rank 2 --lora-alpha 40 --save-merged --threads 1 "
-    "--runs-dir elsewhere"
+    f"--data {EVAL_DATA} --gradient-checkpointing --lora-rank 2 --lora-alpha 40 --lora-targets q_proj v_proj "
+    "--save-merged --threads 1 --runs-dir elsewhere"
 )
 # Flags that act before any algorithm and need a package, a stopped run, or another test: test_flags.py,
 # resume/test_resume.py and models/test_estimate.py cover them; test_reward_model_runs.py covers those of reward models.
@@ -50,12 +51,14 @@ ELSEWHERE = {
     "wandb_project",
     "wandb_group",
     "profile",
-    "eval_suite",
+    "config",
     "resume",
     "estimate",
-    "config",
+    "eval_suite",
 }
+ELSEWHERE |= {"optimizer"}  # below
 ELSEWHERE |= {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"}
+EIGHT_BITS = "--optimizer adamw_8bit"
 WITHOUT_TOOLS = "--no-tool --max-turns 1 --task arithmetic --model tiny"
 AS_THE_PARENT = {  # each sibling's own flags that make it equal to experiment_base
     "experiment_drgrpo": "--critic-type grpo",
@@ -193,6 +196,27 @@ def test_inherited_flags_do_what_they_do_in_the_parent(run, flags, siblings):
                 assert found == content, (sibling, name)
             elif not isinstance(content, str):  # its old log-probs are recomputed, not the sampler's: rounding differs
                 assert_close(found, content)
+
+
+@pytest.mark.slow
+def test_moments_in_8_bits(run, load_script):
+    """Nearly the same update, from a checkpoint that is smaller and can be resumed."""
+    pytest.importorskip("bitsandbytes")
+    flags = "--name x --device cpu --steps 4 --prompts-per-step 4 --max-new-tokens 24 --eval-prompts 2 --lr 1e-4"
+    flags += " --checkpoint-every 2"
+    old, new = run("old", "experiment_accelerate", flags), run("new", "experiment_accelerate", f"{flags} {EIGHT_BITS}")
+    last = [metrics_of(directory)[4] for directory in (new, old)]
+    assert last[0]["loss/grad_norm"] == pytest.approx(last[1]["loss/grad_norm"], rel=0.2)
+    assert last[0] != last[1]
+    sizes = [sum(path.stat().st_size for path in at.glob("checkpoints/step_4/optimizer.*")) for at in (new, old)]
+    assert 0 < sizes[0] < 0.3 * sizes[1]
+    expected = contents(new)
+    shutil.rmtree(new / "checkpoints" / "step_4")
+    shutil.rmtree(new / "final")
+    load_script("experiment_accelerate/train.py").main(["--resume", str(new)])
+    assert contents(new) == expected
+    with pytest.raises(UserError, match=r"--optimizer adamw_8bit is for experiment_accelerate, .*, not for .*_base$"):
+        run("base", "experiment_base", f"{flags} {EIGHT_BITS}")
 
 
 # Dr. GRPO -------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def run_directories() -> list[Path]:
         ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
         ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 192 training rows"),
         ("--wandb-group x", "--wandb-group is for Weights & Biases: add --wandb"),
+        ("--lora-targets q_proj", "--lora-targets needs an adapter to train: add --lora-rank"),
         ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
         ("--load-in 8bit --lora-rank 2 --dtype float32", "--load-in 8bit computes in half precision"),
         ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
