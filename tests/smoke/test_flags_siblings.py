@@ -225,6 +225,7 @@ QUICK = (
     *("--steps", "2", "--prompts-per-step", "3", "--group-size", "4", "--max-new-tokens", "16", "--eval-prompts", "2"),
     *("--epochs-per-step", "2", "--minibatch-size", "4", "--lr", "1e-4", "--device", "cpu", "--name", "x"),
 )
+KINDS = ("grpo", "std", "length", "drgrpo")
 FILES = ("final/model.safetensors", "samples.jsonl")
 
 
@@ -250,6 +251,17 @@ def test_with_grpo_it_is_experiment_base_bit_for_bit(quick_run):
     for name in FILES:
         digests = [digest(directory / name) for directory in (base, same, other)]
         assert digests[0] == digests[1] != digests[2], name
+
+
+def test_one_of_the_two_divisions_can_be_made_alone(quick_run):
+    """Of the advantage by the standard deviation, and of the loss by the length."""
+    one_update = ("--steps", "1", "--epochs-per-step", "1", "--minibatch-size", "12")
+    runs = {kind: quick_run("experiment_drgrpo", *one_update, "--critic-type", kind) for kind in KINDS}
+    advantages = {kind: [row["advantage"] for row in rows_of(run, "samples")] for kind, run in runs.items()}
+    assert advantages["grpo"] == advantages["std"] != advantages["length"] == advantages["drgrpo"]
+    norms = {kind: metrics_of(run)[1]["loss/grad_norm"] for kind, run in runs.items()}
+    assert norms["grpo"] > norms["std"] > norms["drgrpo"]
+    assert norms["grpo"] > norms["length"] > norms["drgrpo"]
 
 
 def test_the_gradient_is_shorter_by_the_completion_budget(quick_run):
