@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import os
 import re
 import textwrap
 import time
@@ -87,6 +88,7 @@ class StepTrace:
 
     def begin_step(self, step: int) -> None:
         if self._profiler is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write its own stages into the progress line
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         self._enter(f"step {step}")

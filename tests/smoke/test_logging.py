@@ -1,6 +1,8 @@
 """A run's logs: the schema of samples.jsonl, the same values everywhere, and W&B, whose faults end no run."""
 
+import gzip
 import io
+import json
 import math
 import shutil
 import sys
@@ -17,7 +19,7 @@ from tasks import arithmetic
 from tasks.arithmetic import TRAIN_DATA
 
 from harness.base.config import RunConfig
-from harness.logs.metrics import MetricsLog
+from harness.logs.metrics import MetricsLog, StepTrace
 from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
@@ -224,6 +226,20 @@ def test_a_run_without_tensorboard_says_so_and_goes_on(tmp_path, monkeypatch):
     assert len(told) == 1
     assert told[0].startswith("the package tensorboard is not installed: the run goes on")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_step_that_does_not_end_is_in_the_trace(tmp_path, capfd):
+    """As after Ctrl-C. The profiler itself prints nothing."""
+    told: list[str] = []
+    trace = StepTrace(tmp_path / "trace.json.gz", told.append)
+    trace.begin_step(2)
+    trace.lap("sample")
+    torch.ones(2) + 1
+    trace.write()
+    trace.write()  # at the end of the run
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {"step 2", "sample", "unfinished", "aten::add"} <= {event["name"] for event in events}
+    assert (len(told), capfd.readouterr()) == (1, ("", ""))
 
 
 @pytest.mark.slow
