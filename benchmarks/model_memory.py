@@ -51,9 +51,10 @@ for name, hidden, inner, layers, heads, kv_heads in (
     ("Qwen/Qwen2.5-3B-Instruct", 2048, 11008, 36, 16, 2),
     ("Qwen/Qwen2.5-3B", 2048, 11008, 36, 16, 2),
     ("Qwen/Qwen2.5-7B-Instruct", 3584, 18944, 28, 28, 4),
+    ("Qwen/Qwen2.5-14B-Instruct", 5120, 13824, 48, 40, 8),
 ):
     SHAPES[name] = {
-        "model_type": "qwen2", "vocab_size": 152064 if hidden == 3584 else 151936, "hidden_size": hidden,
+        "model_type": "qwen2", "vocab_size": 152064 if hidden >= 3584 else 151936, "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "tie_word_embeddings": hidden < 3584,
     }  # fmt: skip
@@ -68,6 +69,18 @@ SETTINGS = {  # from the commands in docs/real_models.md
     "full, no KL, 64 rows": ("--kl-weight", "0", "--generation-batch-size", "64"),
     "LoRA": LORA,
     "4-bit and LoRA": (*LORA, "--load-in", "4bit", "--generation-batch-size", "64"),
+}
+OTHER_SIZES = {  # recipes with another model: the flags after their names
+    "qwen2.5_1.5b_full": ("gsm8k_qwen2.5_0.5b_full", "--model Qwen/Qwen2.5-1.5B-Instruct"),
+    "qwen2.5_3b_full": (
+        "gsm8k_qwen2.5_0.5b_full",
+        "--model Qwen/Qwen2.5-3B-Instruct --kl-weight 0 --generation-batch-size 64",
+    ),
+    "qwen2.5_3b_full_8bit": (
+        "gsm8k_qwen2.5_0.5b_full",
+        "--model Qwen/Qwen2.5-3B-Instruct --kl-weight 0 --generation-batch-size 64 --optimizer adamw_8bit",
+    ),
+    "qwen2.5_14b_lora": ("gsm8k_qwen2.5_7b_lora", "--model Qwen/Qwen2.5-14B-Instruct"),
 }
 PROMPT = 128  # tokens, in the table
 PROMPT_OF_RECIPES = 256
@@ -145,10 +158,15 @@ def print_recipes() -> None:
         python = Path(directory) / "python"
         python.write_text(recorder, encoding="utf-8")
         python.chmod(0o755)
-        for recipe in sorted((ROOT / "recipes").glob("*_*.sh")):
+        runs = {recipe.stem: (recipe.stem, "") for recipe in sorted((ROOT / "recipes").glob("*_*.sh"))} | OTHER_SIZES
+        for title, (recipe, more) in runs.items():
             environment = os.environ | {"PYTHON": str(python)}
-            given = subprocess.run(["bash", str(recipe)], env=environment, capture_output=True, text=True, check=True)
+            command = ["bash", f"{ROOT}/recipes/{recipe}.sh", "--", *more.split()]
+            given = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             script, *flags = json.loads(given.stdout.splitlines()[-1])  # a recipe can prepare something first
+            while flags.count("--model") > 1:  # the last one counts
+                place = flags.index("--model")
+                flags = [*flags[:place], *flags[place + 2 :]]
             place = flags.index("--model")
             if (name := flags[place + 1]) not in SHAPES:  # measured instead
                 continue
@@ -159,8 +177,8 @@ def print_recipes() -> None:
                 place, launch = flags.index("--reward-model") + 1, ("fsdp2", 8)
                 flags[place] = str(write_model(Path(directory) / "models" / flags[place], SHAPES[flags[place]]))
             found = estimate(model, tuple(flags), PROMPT_OF_RECIPES, *launch, script=script, device="cuda")
-            estimates[recipe.stem] = {"model": name, "flags": flags} | found
-            print(f"{recipe.stem}: {found['peak'] / 1e9:.1f} GB", flush=True)
+            estimates[title] = {"model": name, "flags": flags} | found
+            print(f"{title}: {found['peak'] / 1e9:.1f} GB", flush=True)
     _store("recipes", estimates)
 
 

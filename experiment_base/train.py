@@ -15,7 +15,7 @@ critic. The reference is the policy as it was before training. Source: DeepSeekM
     python experiment_base/train.py --model Qwen/Qwen2.5-0.5B-Instruct --gradient-checkpointing
     python experiment_base/train.py --task my_task.py --data my_rows.jsonl
 
-Left out: several processes, learning rate schedules, reward models, tools. Read next: the README beside this file.
+Left out: several processes, and tools. Read next: the README beside this file.
 
 Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
 per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.

@@ -69,7 +69,7 @@ class Config(RunConfig):
     clip_eps: Positive = 0.2
     kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
-    critic_type: Literal["grpo", "drgrpo"] = "drgrpo"  # "grpo" restores both biases: experiment_base
+    critic_type: Literal["grpo", "std", "length", "drgrpo"] = "drgrpo"  # which divisions are made: both, one, none
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -107,7 +107,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
 
         # 3 advantage: better or worse than the group; no difficulty bias: not in units of its standard deviation
         advantages = group_advantages(returns)  # (Q, G)
-        if config.critic_type == "grpo":
+        if config.critic_type in ("grpo", "std"):
             advantages = advantages / (group_std(returns) + STD_EPS)
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
@@ -160,7 +160,7 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
 
 
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
-    """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / max_new_tokens (grpo: tokens) / rows."""
+    """Each token's term, (b, T-1): (-min(ratio A, clip(ratio) A) + beta KL) / max_new_tokens, or tokens, / rows."""
     mask = micro.action_mask
     ratio = probability_ratio(log_probs, micro.old_log_probs, mask)  # (b, T-1)
     token_loss = clipped_surrogate(ratio, micro.advantages, config.clip_eps)  # (b, T-1)
@@ -168,7 +168,7 @@ def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_
     if config.kl_weight > 0:
         diagnostics["kl"] = approx_kl_divergence(log_probs, micro.log_probs_ref, mask)
         token_loss = token_loss + config.kl_weight * diagnostics["kl"]
-    if config.critic_type == "grpo":  # the mean over a row's tokens, then over rows
+    if config.critic_type in ("grpo", "length"):  # the mean over a row's tokens, then over rows
         return token_loss * mask / mask.sum(dim=1, keepdim=True).clamp(min=1) / num_rows, diagnostics
     # no length bias: a row's sum is divided by a constant, the completion budget
     return token_loss * mask / config.max_new_tokens / num_rows, diagnostics

@@ -33,7 +33,7 @@ from common.parallel import gather, gather_rows, part_of, world_size
 from common.preferences import preference_metrics
 from common.reward_model import RewardModel, score_rows
 
-from harness.base.config import Count, CountOrZero, InputPath, NotNegative, PolicyConfig, Positive
+from harness.base.config import Count, CountOrZero, EvaluatedConfig, InputPath, NotNegative, Positive
 from harness.base.terminal import say
 from harness.cli.parse import parse_config
 from harness.data.data import prompts_of_step
@@ -47,7 +47,7 @@ RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 32}, "full": {"lr": 1e-5, "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PolicyConfig):
+class Config(EvaluatedConfig):
     data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
     eval_data: InputPath | None = None  # held-out pairs; None: as for --data of other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all

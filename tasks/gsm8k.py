@@ -60,6 +60,7 @@ from tasks.verdicts.answer_text import MOST_UNIT_WORDS, changes_number
 TRAIN_DATA, EVAL_DATA = "openai/gsm8k:main", "openai/gsm8k:main:test"
 FIELDS = {"question": str, "answer": (str, int, float)}  # every row must have these
 REWARD_WEIGHTS = {"correct": 1.0, "strict_format": 0.0, "soft_format": 0.0, "integer_answer": 0.0, "length": 0.0}
+REWARD_WEIGHTS |= {"strict": 0.0, "flexible": 0.0}
 SYSTEM_PROMPT = (
     "Think step by step inside <think> and </think>, then give only the final answer, a number without unit, inside "
     "<answer> and </answer>."
@@ -84,15 +85,17 @@ def reward(row: dict, text: str) -> dict[str, float]:
     - `strict_format`: the text is one thought, not empty, then one answer, with only spaces and line ends around them;
     - `soft_format`: the share of the four tags that the text has exactly once, wherever they are;
     - `integer_answer`: the only `<answer>` outside `<think>` is a whole number by the table, right or wrong;
-    - `length`: max(0, 1 - characters / 2000), which is larger for shorter texts.
+    - `length`: max(0, 1 - characters / 2000), which is larger for shorter texts;
+    - `strict`, `flexible`: what verl's two verifiers give, to compare curves: in the last 300 characters, the last
+      number after `#### `, or the last number of all, is as text the gold one. Only `strict` removes commas.
 
-    All but `correct` can be earned without solving anything, so their weights should be small.
+    All but `correct`, `strict` and `flexible` can be earned without solving anything, so their weights should be small.
 
     >>> row = {"question": "What do 9 eggs cost, at $2 each?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
-    >>> reward(row, "<think>9 * 2 = 18</think>\n<answer>$18.00</answer>")
-    {'correct': 1.0, 'strict_format': 1.0, 'soft_format': 1.0, 'integer_answer': 1.0, 'length': 0.9755}
-    >>> reward(row, "<think>9 + 2 = 11</think> The answer is 11.")
-    {'correct': 0.0, 'strict_format': 0.0, 'soft_format': 0.5, 'integer_answer': 0.0, 'length': 0.9785}
+    >>> list(reward(row, "<think>9 * 2 = 18</think>\n<answer>$18.00</answer>").values())  # in this order
+    [1.0, 1.0, 1.0, 1.0, 0.9755, 0.0, 0.0]
+    >>> list(reward(row, "<think>9 * 2 = 18</think> #### 18").values())
+    [0.0, 0.0, 0.5, 0.0, 0.9835, 1.0, 1.0]
     """
     number, wanted = read_number(given_answer(text) or ""), gold(row)
     return {
@@ -101,6 +104,18 @@ def reward(row: dict, text: str) -> dict[str, float]:
         "soft_format": sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS),
         "integer_answer": float(number is not None and number.denominator == 1),
         "length": max(0.0, 1 - len(text) / MAX_LENGTH),
+        **_as_in_verl(text, _gold_text(row).replace(",", "")),
+    }
+
+
+def _as_in_verl(text: str, wanted: str) -> dict[str, float]:
+    """The scores of verl's utils/reward_score/gsm8k.py, by its two methods."""
+    end = text[-300:]
+    strict = [found.replace(",", "") for found in re.findall(r"#### (-?[0-9.,]+)", end)]
+    flexible = [found for found in re.findall(r"-?[0-9.,]+", end) if found not in ("", ".")]
+    return {
+        "strict": float(strict[-1:] == [wanted]),
+        "flexible": float(flexible[-1:] == [wanted]),
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 FORMULAS = {  # for each experiment with a policy gradient: the formula, and the flags that select it
     "experiment_base": [("grpo", {})],
-    "experiment_drgrpo": [("drgrpo", {}), ("grpo", {"critic_type": "grpo"})],
+    "experiment_drgrpo": [("drgrpo", {}), ("grpo", {"critic_type": "length"})],
     "experiment_accelerate": [("grpo", {})],
     "experiment_accelerate_ddp": [("grpo", {})],
     "experiment_multiturn_tool_calling": [("grpo", {})],

@@ -91,7 +91,10 @@ def _page_data(run: Run, kept: Kept) -> str:
         "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
         "kinds": kinds_of_questions(run.metrics.rows),
         "tokens": _token_texts(run.tokens.rows, kept.token_ids),
-        "steps": [{"step": step, "rows": kept.num_rows[step], "of": of} for step in sorted(kept.num_rows)],
+        "steps": [
+            {"step": step, "rows": kept.num_rows[step], "of": of, "prompts": kept.prompts.get(step, [])}
+            for step in sorted(kept.num_rows)
+        ],
     }
     return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_UNSAFE)
 

@@ -116,6 +116,7 @@ class Kept:
     chunks: dict[int, str] = field(default_factory=dict)  # base64 of gzip of JSON, of steps that are inside the page
     shortened: list[int] = field(default_factory=list)  # steps of which only some groups are there
     token_ids: set[int] = field(default_factory=set)
+    prompts: dict[int, list[int]] = field(default_factory=dict)  # by step, to find those that ask the same question
     damaged: int = 0  # rows
 
 
@@ -137,6 +138,7 @@ def keep_steps(
             continue
         used, read = used + len(packed), read + index.num_bytes(step)
         kept.chunks[step], kept.num_rows[step] = packed, count_rows(chunk)
+        kept.prompts[step] = [group["prompt_index"] for group in chunk["groups"]]
         kept.shortened += [step] if count_rows(chunk) < num_all else []
         kept.damaged += index.num_rows(step) - num_all
         for group in chunk["groups"]:

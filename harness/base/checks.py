@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import numbers
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +40,22 @@ def parse_numbers(flag: str, pairs: tuple[str, ...]) -> dict[str, float]:
         if not name or not math.isfinite(values.get(name, math.nan)):
             raise UserError(f"{flag} {pair}: this is not NAME=NUMBER")
     return values
+
+
+def parse_sources(flag: str, pairs: tuple[str, ...]) -> dict[str, str]:
+    """
+    >>> parse_sources("--eval-sets", ("amc=data/amc.jsonl",))
+    {'amc': 'data/amc.jsonl'}
+    """
+    sources: dict[str, str] = {}
+    for pair in pairs:
+        name, _, source = pair.partition("=")
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or not source or name in ("greedy", "sampled"):
+            raise UserError(f"{flag} {printable(pair, 60)}: this is not NAME=SOURCE")
+        if name in sources:
+            raise UserError(f"{flag} {printable(pair, 60)}: {name} is given twice")
+        sources[name] = source
+    return sources
 
 
 def check_texts(config: object) -> None:
@@ -79,6 +96,13 @@ def check_combinations(config: ModelConfig) -> None:
         _check_training(config)
     if config.load_in is not None and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"--load-in {config.load_in} needs the package bitsandbytes: pip install bitsandbytes")
+    if getattr(config, "optimizer", "") == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("--optimizer adamw_8bit needs the package bitsandbytes: pip install bitsandbytes")
+    if config.attn_implementation == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(
+            "--attn-implementation flash_attention_2 needs the package flash-attn, a GPU and nvcc: pip install -e "
+            '".[flash]" --no-build-isolation, or omit it for sdpa'
+        )
 
 
 def tell_limits(config: ModelConfig) -> None:
@@ -97,13 +121,17 @@ def tell_limits(config: ModelConfig) -> None:
 
 
 def _check_training(config: PolicyConfig) -> None:
+    for name in ("wandb_project", "wandb_group"):
+        if getattr(config, name) and not config.wandb:
+            raise UserError(f"{flag(name)} is for Weights & Biases: add --wandb")
     if size := getattr(config, "minibatch_size", None):
         if size % config.group_size:
             raise UserError(f"--minibatch-size {size} is not a multiple of --group-size {config.group_size}")
         if size > (rows := config.prompts_per_step * config.group_size):
             raise UserError(f"--minibatch-size {size} exceeds the {rows} rows of a rollout")
     if not config.lora_rank:
-        for name in ("lora_alpha",) if config.has_adapter else ("lora_alpha", "load_in", "save_merged"):
+        new = ("lora_alpha", "lora_targets")
+        for name in new if config.has_adapter else (*new, "load_in", "save_merged"):
             if getattr(config, name):
                 raise UserError(f"{flag(name)} needs an adapter to train: add --lora-rank 16, for example")
     elif config.model == "new":
@@ -113,6 +141,8 @@ def _check_training(config: PolicyConfig) -> None:
             f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round what it "
             "has learned: omit --lora-rank to train it further, or merge it first with --save-merged"
         )
+    if getattr(config, "steps_ahead", 0) and config.epochs is not None:
+        raise UserError("--steps-ahead has to know the last step: give --steps in place of --epochs")
     if getattr(config, "tools", None) and not config.tool:
         raise UserError("--no-tool leaves no tool, and --tools gives some: omit one of them")
     if getattr(config, "top_p", 1.0) < 1:

@@ -156,6 +156,8 @@ class PolicyConfig(ModelConfig):
     gradient_checkpointing: OfPolicy[bool] = False  # recompute activations in the backward pass: less memory, more time
     lora_rank: OfPolicy[CountOrZero] = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
     lora_alpha: OfPolicy[Positive | None] = None  # adapters are scaled by alpha / rank; None: twice the rank
+    # linear layers that get an adapter, by the last part of their names, e.g. q_proj v_proj; none: all but the head
+    lora_targets: OfPolicy[tuple[str, ...]] = ()
     load_in: Literal["8bit", "4bit"] | None = None  # hold the weights quantised (bitsandbytes); needs an adapter
     save_merged: OfPolicy[bool] = False  # with an adapter: also write final_merged/, a model with the adapter merged in
     # held-out questions per evaluation; without --eval-data this many rows of --data are held out
@@ -163,8 +165,15 @@ class PolicyConfig(ModelConfig):
     checkpoint_every: OfRun[CountOrZero] = 20  # steps between checkpoints; 0: only on Ctrl-C
     keep_checkpoints: OfRun[Count] = 2  # how many of the newest checkpoints are kept
     estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
+    # record this many steps, from the second on: trace.json.gz, which https://ui.perfetto.dev opens; 0: none
+    profile: OfRun[CountOrZero] = 0
     # also log to Weights & Biases; without its package, a key or a network the run continues
     wandb: OfRun[bool] = False
+    wandb_project: OfRun[str | None] = None  # with --wandb: the project; None: the experiment's name
+    wandb_group: OfRun[str | None] = None  # with --wandb: the group, for example of runs that differ by their seed
+    # a file of settings (YAML or JSON), by the names of flags: a run's config.json starts that run again; flags of the
+    # command line replace its values
+    config: OfRun[InputPath | None] = None
     name: OfRun[str | None] = None  # the run's name; None: date, time and seed
     runs_dir: OfRun[LocalPath] = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
     # directory of a run to resume, with its own settings: only --steps may be raised, and batch sizes changed; None:
@@ -178,7 +187,21 @@ class PolicyConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedConfig(PolicyConfig):
+class EvaluatedConfig(PolicyConfig):
+    """The additional settings of every experiment that is evaluated while it trains."""
+
+    # the learning rate after the warm-up: constant, or down to nearly 0 at the last step, in a line or like a cosine
+    lr_schedule: OfPolicy[Literal["constant", "linear", "cosine"]] = "constant"
+    lr_warmup_steps: OfPolicy[CountOrZero] = 0  # steps over which the learning rate rises from 0
+    # adamw_8bit: hold the moments of AdamW in 8 bits (bitsandbytes); for experiment_accelerate and its siblings
+    optimizer: OfPolicy[Literal["adamw", "adamw_8bit"]] = "adamw"
+    # also keep the weights, in best/, of the step with the highest value of this metric, e.g. eval/greedy/accuracy;
+    # None: only the last ones
+    keep_best: OfEvaluation[str | None] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedConfig(EvaluatedConfig):
     """The additional settings of every experiment whose policy is asked the questions of a task."""
 
     # what is asked and rewarded: a file of tasks, or the path of your own
@@ -198,6 +221,9 @@ class RunConfig(AskedConfig):
     """The additional settings of every experiment with rewards."""
 
     reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
+    # file of rewards as TRL takes them, f(prompts, completions, **columns) -> list[float], beside the task's own: each
+    # is a component under its name, with weight 1
+    reward_functions: OfData[InputPath | None] = None
     # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
     data: OfData[InputPath | None] = None
     # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id
@@ -212,6 +238,12 @@ class RunConfig(AskedConfig):
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: OfEvaluation[InputPath | None] = None
+    # NAME=SOURCE: further held-out questions of the task, each with a curve of its own, eval/NAME/greedy/accuracy
+    eval_sets: OfEvaluation[tuple[str, ...]] = ()
+    eval_suite: OfEvaluation[Literal["math"] | None] = None  # the benchmarks of evaluate.py --suite as such sets
+    # passes over the training prompts, in place of --steps; None: as many steps as --steps says
+    epochs: OfData[Count | None] = None
+    max_prompts: OfData[Count | None] = None  # train on this many prompts only, the first that pass; None: on all
     at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained

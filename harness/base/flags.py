@@ -83,10 +83,12 @@ def make_flags(config: object) -> type:
             text, _, resolved = read_comment(type(config), field.name).partition("None: ")
             default, takes_many = getattr(config, field.name), types[field.name] == tuple[str, ...]
             is_positional = field.name in getattr(config, "POSITIONAL", ())
-            metavar = ("NAME=NUMBER ..." if text.startswith("NAME=NUMBER") else "NAME ...") if takes_many else None
+            metavar = (
+                (f"{text.partition(':')[0]} ..." if text.startswith("NAME=") else "NAME ...") if takes_many else None
+            )
             argument = tyro.conf.arg(
                 help=text.rstrip("; ") or resolved,
-                help_behavior_hint=f"({_hint(marks[field.name], default, resolved)})",
+                help_behavior_hint=f"({option_hint(marks[field.name], default, resolved)})",
                 aliases=getattr(config, "ALIASES", {}).get(field.name),
                 metavar=field.name.upper() if is_positional else metavar,
             )
@@ -106,12 +108,13 @@ def read_comment(config_class: type, name: str) -> str:
     return get_field_docstring(config_class, name, ()) or ""
 
 
-def _hint(marks: Marks, default: object, resolved: str) -> str:
+def option_hint(marks: Marks, default: object, resolved: str) -> str:
     """The range and the default of a flag, as `--help` shows them after its comment."""
     if isinstance(default, bool):
         shown = "on" if default else "off"
     else:
-        shown = resolved if default is None else " ".join(default) if isinstance(default, tuple) else str(default)
+        values = default if isinstance(default, tuple) else (default,)
+        shown = resolved if default is None else " ".join(map(str, values))
     return (f"{marks.range}; " if marks.limits else "") + f"default: {shown or 'none'}"
 
 

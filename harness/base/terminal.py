@@ -122,8 +122,15 @@ def _make_visible(record: logging.LogRecord) -> bool:
     return True
 
 
+def silence_bitsandbytes() -> None:
+    """Without its notes on speed and casts: peft imports it where it is installed, whether or not it is used."""
+    for name in ("backends.cpu.ops", "autograd._functions"):
+        logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
+
+
 def prepare_output() -> None:
     """Make printing possible whatever stdout and stderr are, and pass tracebacks through `say`."""
+    silence_bitsandbytes()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # None: closed by the shell; the next file to be opened would take its number

@@ -17,7 +17,7 @@ from common.errors import UserError
 
 from harness.base import checks
 from harness.base.checks import flag
-from harness.base.config import BUNDLED, RESOLVED, ConfigT, resolve
+from harness.base.config import BUNDLED, RESOLVED, ConfigT, resolve, shown
 from harness.base.flags import make_flags, read_marks, show_description
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
@@ -35,6 +35,9 @@ def parse_config(
     """Read the command line, fill in each None from `resolved`, and refuse settings that cannot work."""
     argv = _prepare(config_class, argv, description)
     config = with_absolute_paths(_read_flags(config_class(), argv))
+    if getattr(config, "config", None) is not None:
+        argv = [*_words_of_file(config.config, config, argv), *argv]
+        config = with_absolute_paths(_read_flags(config_class(), argv))
     if getattr(config, "resume", None) is not None:
         config = _resumed(config, argv)
     checks.check_model(config)
@@ -77,6 +80,36 @@ def _prepare(config_class: type, argv: Sequence[str] | None, description: str) -
         if kind == tuple[str, ...] and words.count(flag(name)) > 1:
             raise UserError(f"{flag(name)} is given {words.count(flag(name))} times: give all of its values after one")
     return argv
+
+
+def _words_of_file(name: str, config: ConfigT, argv: Sequence[str]) -> list[str]:
+    """The settings in the file of `--config` as words of a command line, without those that `argv` gives itself."""
+    import yaml
+
+    try:
+        settings = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = printable(str(error), 200)
+        raise UserError(f"--config {shown(name)}: no settings can be read there, in YAML or JSON ({reason})") from error
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise UserError(f"--config {shown(name)}: it must hold one setting in each line, for example lr: 0.0001")
+    settings = {key.replace("-", "_"): value for key, value in settings.items()}
+    if "experiment" in settings:  # of a run, which keeps its name
+        settings = {key: settings[key] for key in settings.keys() - NOT_FLAGS - {"config", "name", "resume"}}
+    if unknown := sorted(settings.keys() - {field.name for field in dataclasses.fields(config)}):
+        raise UserError(f"--config {shown(name)}: there is no flag {flag(unknown[0])} here (--help lists all)")
+    given = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in argv}
+    words = []
+    for key, value in settings.items():
+        if flag(key) in given or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(flag(key) if value else f"--no-{flag(key)[2:]}")
+        elif isinstance(value, list):
+            words += [flag(key), *map(str, value)] if value else []
+        else:
+            words.append(f"{flag(key)}={value}")
+    return words
 
 
 def _read_flags(config: ConfigT, argv: Sequence[str]) -> ConfigT:
@@ -149,6 +182,11 @@ def with_absolute_paths(config: ConfigT) -> ConfigT:
     paths = {name: Path(value).expanduser() for name, value in named.items() if value}
     # build_index creates a missing index; a data set and a model can be on the hub
     absolute = {name: str(path.absolute()) for name, path in paths.items() if path.exists() or name == "index"}
+    if sets := checks.parse_sources("--eval-sets", getattr(config, "eval_sets", ())):
+        paths = {name: Path(source).expanduser() for name, source in sets.items()}
+        absolute["eval_sets"] = tuple(
+            f"{name}={paths[name].absolute() if paths[name].exists() else source}" for name, source in sets.items()
+        )
     if getattr(config, "engine_start", None) is not None:
         words = _words(config.engine_start)
         # do not follow links: the folder of a Python decides its environment

@@ -1,5 +1,6 @@
 """Checks before training that the model's context has room for every prompt plus the completion budget."""
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -51,7 +52,8 @@ def longest_of_run(config: ModelConfig, task: Task, tokenizer) -> int:
 
 def _asked(config: ModelConfig, task: Task) -> tuple[list[Row], Callable[[Row], list[dict]]]:
     """All rows of a run, and the function that writes their prompts."""
-    return [*task.eval_rows, *task.train_rows], partial(task.messages, system_prompt=config.system_prompt)
+    rows = [*task.eval_rows, *task.train_rows, *itertools.chain(*task.eval_sets.values())]
+    return rows, partial(task.messages, system_prompt=config.system_prompt)
 
 
 def check_prompts(

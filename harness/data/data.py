@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from common.errors import UserError
 from common.keyed import keyed_generator
 
-from harness.base.checks import local_path, parse_numbers
+from harness.base.checks import local_path, parse_numbers, parse_sources
 from harness.base.config import AskedConfig, RunConfig, shown
 from harness.base.hub import find_test_split, is_hub_source, read_split
 from harness.base.ranks import together
@@ -26,7 +26,13 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     (`find_test_data`). Without either, `--eval-prompts` rows of `--data`, chosen by `--seed`, are held out.
     """
     judge = load_judge(config)
-    task = import_task(config, (more_weights or {}) | ({PREFERENCE: 1.0} if judge else {}))
+    functions = None
+    if config.reward_functions is not None:
+        from harness.data.reward_functions import RewardFunctions  # not at the top: it imports this room
+
+        functions = RewardFunctions(config.reward_functions)
+    added = dict.fromkeys(functions.names if functions else [], 1.0) | ({PREFERENCE: 1.0} if judge else {})
+    task = import_task(config, (more_weights or {}) | added)
     task.tools = tools
     source, eval_source = find_sources(config, task)
     train_rows = load_rows(source, config, task)
@@ -39,6 +45,9 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         )
     else:
         train_rows, eval_rows = hold_out(train_rows, config.eval_prompts, config.seed)
+    if len(train_rows) > (config.max_prompts or len(train_rows)):
+        say(f"{shown(source)}: the first {config.max_prompts} of {len(train_rows)} training rows are used")
+        train_rows = train_rows[: config.max_prompts]
     prompts_per_step = getattr(config, "prompts_per_step", 1)
     if len(train_rows) < prompts_per_step:
         raise UserError(f"--prompts-per-step {prompts_per_step} exceeds the {len(train_rows)} training rows")
@@ -48,9 +57,18 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
     task.try_out(train_rows[0])
     if note := task.note():
         say(f"{task}: {note}", sys.stderr)
+    for name, (set_source, renamed) in _find_sets(config).items():
+        rows = read_renamed(set_source, task, renamed)[: config.eval_prompts]
+        if known := sum(map(len, shared_questions(train_rows, rows))):
+            say(f"{known} of the {len(rows)} questions of {name} are training questions as well")
+        try_solutions(task, rows, config.task)
+        task.eval_sets[name], task.eval_sources[name] = rows, set_source
     task.data, task.held_out_data = source, eval_source
     task.train_rows, task.eval_rows = train_rows, eval_rows
     task.judge = judge  # not before: the solutions of all rows were tried above
+    if functions is not None:
+        task.functions, task.asked_with = functions, config.system_prompt or ""
+        task.call_functions(train_rows[:1], [""])  # before a model is loaded
     return task
 
 
@@ -68,6 +86,32 @@ def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
         raise UserError(f"{task} has no data of its own: give --data")
     eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
     return source, find_test_data(source) if eval_source is None else eval_source
+
+
+def _find_sets(config: RunConfig) -> dict[str, tuple[str, dict[str, str]]]:
+    """The sources of the further held-out questions by their names, with the task's names for their fields."""
+    sets = {name: (source, {}) for name, source in parse_sources("--eval-sets", config.eval_sets).items()}
+    if config.eval_suite is None:
+        return sets
+    from harness.evaluation.suite import SUITES  # not at the top: few runs need it
+
+    task, benchmarks = SUITES[config.eval_suite]
+    if config.task != task:
+        raise UserError(f"--eval-suite {config.eval_suite} is asked by --task {task}, not by {config.task}")
+    return {name: (found.hub, dict(found.renamed)) for name, found in benchmarks.items()} | sets
+
+
+def read_renamed(source: str, task: Task, renamed: dict[str, str]) -> list[Row]:
+    """All rows of a source, with their questions; `renamed`: fields of the data, and the task's names for them."""
+    rows = read_rows(source, {})
+    for row in rows:
+        for published, name in renamed.items():
+            if published in row:
+                row[name] = row.pop(published)
+        if (problem := find_problem(row, task.fields)) is not None:
+            raise FieldsError(row, problem)
+        row.question = task.question(row)
+    return rows
 
 
 def read_rows(source: str, fields: Fields) -> list[Row]:
@@ -118,20 +162,24 @@ def load_rows(source: str, config: RunConfig, task: Task) -> list[Row]:
 
 def filter_rows(rows: list[Row], config: RunConfig, task: Task, source: str) -> list[Row]:
     """Keep the rows that pass `--at-most` and `--max-question-length`, and attach the task's question to each."""
-    kept = rows
+    kept, passed = rows, []
     for field, most in parse_numbers("--at-most", config.at_most).items():
         for row in kept:
             if isinstance(row.get(field), bool) or not isinstance(row.get(field), int | float):
                 raise UserError(f"--at-most {field}: {row.place} has no number in a field {field!r}")
         kept = [row for row in kept if row[field] <= most]
+        passed.append(f"{len(kept)} --at-most {field}={most:g}")
     for row in kept:  # all of them, also to check that each can be asked
         row.question = task.question(row)
     if config.max_question_length is not None:
         kept = [row for row in kept if len(row.question) <= config.max_question_length]
+        passed.append(f"{len(kept)} --max-question-length {config.max_question_length}")
     if not kept:
         raise UserError(
             f"none of the {len(rows)} rows of {shown(source)} passes the filters (--at-most, --max-question-length)"
         )
+    if passed:
+        say(f"{shown(source)}: of {len(rows)} rows pass " + ", then ".join(passed))
     return kept
 
 

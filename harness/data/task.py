@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, UnionType
+from typing import TYPE_CHECKING
 
 from common.environment import OUTCOMES
 from common.errors import UserError
@@ -19,6 +20,9 @@ from harness.base.hub import find_source
 from harness.base.terminal import describe_error, say, short
 from harness.data.answer_judge import PREFERENCE, Judge
 from harness.data.rows import Row, find_problem
+
+if TYPE_CHECKING:
+    from harness.data.reward_functions import RewardFunctions
 
 BUNDLED = Path(__file__).resolve().parents[2] / "tasks"
 # Names of other metrics, or their beginnings, which a description cannot use.
@@ -60,9 +64,14 @@ class Task:
         self.data, self.held_out_data = None, None  # the files in use, set by `load_task` like the rows
         self.tools: list[dict] | None = None  # JSON schemas that every prompt presents
         self.judge: Judge | None = None  # a reward model, whose scores are one more component
+        self.functions: RewardFunctions | None = None  # in the form of TRL, whose values are further components
+        self.asked_with = ""  # the system prompt of the questions that these functions see
+        self._values: dict[tuple[int, str], dict[str, float]] = {}  # of these functions, like the judge's scores
         self._scores: dict[tuple[int, str], float] = {}  # the judge's, of the completions that `prepare` announced
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
+        self.eval_sets: dict[str, list[Row]] = {}  # further held-out questions, by name
+        self.eval_sources: dict[str, str] = {}  # and where they are from
         self.fits_context = False  # whether all rows are known to fit
         self.fault: TaskError | None = None  # the first number that is not finite
         self._described: set[str] | None = None  # the names that `describe` returned the first time
@@ -99,6 +108,10 @@ class Task:
             if (id(row), text) not in self._scores:
                 self._judge([row], [text])
             rewards[PREFERENCE] = self._scores[id(row), text]
+        if self.functions is not None:
+            if (id(row), text) not in self._values:
+                self.call_functions([row], [text])
+            rewards |= self._values[id(row), text]
         return rewards
 
     def prepare(self, rows: list[dict], texts: list[str]) -> None:
@@ -107,6 +120,13 @@ class Task:
             self._call("prepare", rows, texts)
         if rows and self.judge is not None:
             self._judge(rows, texts)
+        if rows and self.functions is not None:
+            self.call_functions(rows, texts)
+
+    def call_functions(self, rows: list[Row], texts: list[str]) -> None:
+        """Reward completions by the functions of `--reward-functions`, which see what the policy was asked."""
+        values = self.functions.score([self.messages(row, self.asked_with) for row in rows], rows, texts)
+        self._values = dict(zip(zip(map(id, rows), texts, strict=True), values, strict=True))
 
     def _judge(self, rows: list[dict], texts: list[str]) -> None:
         """Score completions; the judge sees the question, without the system turn that is meant for the policy."""

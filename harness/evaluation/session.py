@@ -24,8 +24,7 @@ from harness.base.files import replace_file
 from harness.base.hub import find_test_split, is_hub_source
 from harness.base.terminal import completions_bar, printable, say
 from harness.data.context import check_context
-from harness.data.data import filter_rows, load_rows, read_rows
-from harness.data.rows import FieldsError, find_problem
+from harness.data.data import filter_rows, load_rows, read_renamed
 from harness.data.task import Row, Task, import_named, task_of
 from harness.evaluation.comparison import compare, read_results
 from harness.evaluation.completions import Completions, ask, make_batches
@@ -122,24 +121,16 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
     if is_hub_source(source) and (test_split := find_test_split(source)) is not None:
         say(f"the questions are those of {test_split} (--data names another split)")
         source = test_split
-    rows = _read_renamed(source, config, task, renamed) if renamed else load_rows(source, config, task)
+    if renamed:
+        rows = filter_rows(read_renamed(source, task, renamed), config, task, source)
+    else:
+        rows = load_rows(source, config, task)
     task.data, task.eval_rows = source, rows[: config.limit]
     task.try_out(task.eval_rows[0])
     text = task.solution(task.eval_rows[0]) or ""
     answer_reader(task)(0, text)  # so that a failing `vote` or `tally` fails now
     task.tally(task.eval_rows[0], text)
     return task
-
-
-def _read_renamed(source: str, config: ModelConfig, task: Task, renamed: dict[str, str]) -> list[Row]:
-    rows = read_rows(source, {})
-    for row in rows:
-        for published, name in renamed.items():
-            if published in row:
-                row[name] = row.pop(published)
-        if (problem := find_problem(row, task.fields)) is not None:
-            raise FieldsError(row, problem)
-    return filter_rows(rows, config, task, source)
 
 
 def answer_reader(task: Task) -> Callable[[int, str], str | None]:

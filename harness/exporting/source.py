@@ -60,7 +60,9 @@ class Source:
             arithmetic = import_named("arithmetic")
             values |= {"task": "arithmetic", "data": str(arithmetic.TRAIN_DATA), "eval_data": str(arithmetic.EVAL_DATA)}
         # The task does not know an experiment's own components, and no reward is needed
-        config = dataclasses.replace(RunConfig(**values), reward_weight=())
+        config = dataclasses.replace(
+            RunConfig(**values), reward_weight=(), reward_functions=None, eval_sets=(), eval_suite=None
+        )
         task = load_task(config)
         task.eval_rows = task.eval_rows[:limit]
         return task, config.system_prompt or ""

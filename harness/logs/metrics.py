@@ -1,16 +1,22 @@
 """A run's numbers: the costs of a step, and the logs: metrics.jsonl, TensorBoard, and W&B if it is requested."""
 
+import gzip
 import json
 import math
+import os
+import re
+import textwrap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from common.parallel import gather
 
+from harness.base.terminal import visible
 from harness.run.machine import peak_memory_bytes
 
 PROGRESS = {  # shown in the progress line if logged
@@ -23,6 +29,9 @@ PROGRESS = {  # shown in the progress line if logged
     "loss/total": "loss {:.4f}",
     "time/tokens_per_second": "{:,.0f} tokens/s",
 }
+
+
+SAMPLE_COLUMNS = ("question", "text", "return", "advantage", "finish_reason")  # of samples.jsonl, in W&B's table
 
 
 class StepClock:
@@ -66,6 +75,61 @@ class StepClock:
         }
 
 
+class StepTrace:
+    """Records every operation of some steps: trace.json.gz, which https://ui.perfetto.dev opens, with named phases.
+
+    A phase is known only when it ends, so that the recorded ranges get their names when the file is written.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]):
+        self._path, self._tell = path, tell
+        self._profiler: torch.profiler.profile | None = None  # None: not recording
+        self._ranges: list[torch.profiler.record_function] = []  # open ones: the step and its phase
+        self._names: list[str] = []  # of the phases that have ended
+
+    def begin_step(self, step: int) -> None:
+        if self._profiler is None:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write its own stages into the progress line
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        self._enter(f"step {step}")
+        self._enter(f"phase {len(self._names)}.")
+
+    def lap(self, phase: str) -> None:
+        """The end of a phase, and the beginning of the next one."""
+        if self._ranges:
+            self._exit(phase)
+            self._enter(f"phase {len(self._names)}.")
+
+    def end_step(self) -> None:
+        self._exit("log, evaluate, checkpoint")
+        self._ranges.pop().__exit__(None, None, None)
+
+    def write(self) -> None:
+        """Stop recording, and write the file."""
+        if self._profiler is None:
+            return
+        while self._ranges:  # of a step that did not end
+            self._ranges.pop().__exit__(None, None, None)
+        self._profiler.stop()
+        partial = self._path.with_suffix(".partial")
+        self._profiler.export_chrome_trace(str(partial))
+        text = partial.read_text(encoding="utf-8")
+        partial.unlink()
+        text = re.sub(r'"phase (\d+)\."', lambda found: json.dumps([*self._names, "unfinished"][int(found[1])]), text)
+        self._path.write_bytes(gzip.compress(text.encode(), compresslevel=6))
+        self._profiler = None
+        self._tell(f"profile: {self._path}, to be opened at https://ui.perfetto.dev")
+
+    def _enter(self, name: str) -> None:
+        self._ranges.append(torch.profiler.record_function(name))
+        self._ranges[-1].__enter__()
+
+    def _exit(self, phase: str) -> None:
+        self._ranges.pop().__exit__(None, None, None)
+        self._names.append(phase)
+
+
 class MetricsLog:
     """Writes metrics.jsonl, TensorBoard and W&B (with `wandb_settings`); `history` holds a resumed run's lines."""
 
@@ -73,7 +137,8 @@ class MetricsLog:
         self._directory = directory
         self._tell = tell
         self._not_shown = history  # until there is a new line, so that a run that fails earlier changes nothing
-        self._events = None
+        self._samples = _first_groups(directory / "samples.jsonl") if history else {}  # not shown either, by step
+        self._events = self._begun = None
         self._wandb = None if wandb_settings is None else _start_wandb(directory, wandb_settings, tell)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -87,17 +152,35 @@ class MetricsLog:
 
     def _show(self, step: int, **metrics: float) -> None:
         """Send one line to TensorBoard and W&B."""
-        if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            for path in self._directory.glob("events.out.tfevents.*"):
-                path.unlink()
-            self._events = SummaryWriter(str(self._directory))
-        for name, value in metrics.items():
+        if not self._begun:
+            self._begun = True
+            self._events = _start_tensorboard(self._directory, self._tell)
+        for name, value in metrics.items() if self._events is not None else ():
             self._events.add_scalar(name, value, step)
+        self._send(metrics, step)
+        if step in self._samples:
+            self._show_group(step, self._samples.pop(step))
+
+    def show_samples(self, step: int, lines: list[str]) -> None:
+        """Send the first group of a step's lines of samples.jsonl: as text to TensorBoard, as a table to W&B."""
+        self._show_group(step, _first_group(map(json.loads, lines)))
+
+    def _show_group(self, step: int, group: list[dict]) -> None:
+        rows = [[entry[name] if name != "text" else _text_of(entry) for name in SAMPLE_COLUMNS] for entry in group]
+        if self._events is not None:
+            texts = [f"return {row[2]}, {row[4]}\n\n" + textwrap.indent(visible(row[1]), "    ") for row in rows]
+            question = textwrap.indent(visible(group[0]["question"]), "    ")  # as code: it is no markup
+            self._events.add_text("samples", "\n\n".join([question, *texts]), step)
+        if self._wandb is not None:
+            import wandb
+
+            self._send({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows)}, step)
+
+    def _send(self, values: dict, step: int) -> None:
+        """Log to W&B, if it is in use."""
         if self._wandb is not None:
             try:
-                self._wandb.log(metrics, step=step)
+                self._wandb.log(values, step=step)
             except Exception as error:  # no error here may end the run
                 self._tell(f"--wandb: {error}; logging continues without it")
                 self._wandb = None
@@ -145,6 +228,42 @@ def read_lines(path: Path) -> list[dict]:
         except ValueError:
             break
     return rows
+
+
+def shows_samples(step: int) -> bool:
+    """Whether completions of a step are printed, and sent to TensorBoard and W&B."""
+    return step == 1 or step % 10 == 0
+
+
+def _first_groups(path: Path) -> dict[int, list[dict]]:
+    """The completions of a stopped run that were sent to TensorBoard and W&B, by step."""
+    groups: dict[int, list[dict]] = {}
+    with path.open(encoding="utf-8") if path.exists() else nullcontext(()) as lines:  # it can be large
+        for step, of_step in groupby(map(json.loads, lines), key=lambda entry: entry["step"]):
+            if shows_samples(step):
+                groups[step] = _first_group(of_step)
+    return groups
+
+
+def _first_group(entries: Iterable[dict]) -> list[dict]:
+    group = next(groupby(entries, key=lambda entry: entry["prompt_index"]))[1]
+    return [{name: entry.get(name) for name in ("turns", *SAMPLE_COLUMNS)} for entry in group]
+
+
+def _text_of(entry: dict) -> str:
+    return "\n".join(f"{role}: {text}" for role, text in entry["turns"]) if entry["turns"] else entry["text"]
+
+
+def _start_tensorboard(directory: Path, tell: Callable[[str], None]):
+    """Write TensorBoard's events anew; None, and a sentence, without its package."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        tell("the package tensorboard is not installed: the run goes on without its events; metrics.jsonl has them all")
+        return None
+    for path in directory.glob("events.out.tfevents.*"):
+        path.unlink()
+    return SummaryWriter(str(directory))
 
 
 def _start_wandb(directory: Path, settings: dict, tell: Callable[[str], None]):

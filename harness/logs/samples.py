@@ -31,8 +31,11 @@ def write_samples(
     trajectories: list[Trajectory],
     experience: Experience,
     statistics: UpdateStatistics,
-) -> None:
-    """Append two groups of most steps and all of every tenth step, from all ranks, with 0 where nothing was sampled."""
+) -> list[str]:
+    """Append two groups of most steps and all of every tenth step, from all ranks, with 0 where nothing was sampled.
+
+    Returns the lines.
+    """
     num_rows = world_size() * len(trajectories)
     kept = num_rows if step % 10 == 0 else 2 * group_size
     entries = []
@@ -57,6 +60,7 @@ def write_samples(
             samples.writelines(line for _, line in entries)
 
     on_main(write)
+    return [line for _, line in entries]
 
 
 def _describe_row(row: Trajectory, index: int, experience: Experience, statistics: UpdateStatistics) -> dict:

@@ -98,7 +98,8 @@ def show_gain(directory: Path, task: Task, before: Evaluation, after: Evaluation
     for heading in ("", "before", "after"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     sampled = (name for name in before.metrics | after.metrics if name.startswith("sampled/"))
-    for name in dict.fromkeys([*SHOWN, *sampled]):
+    further = (name for name in before.metrics if name.endswith("/greedy/accuracy"))  # of --eval-sets
+    for name in dict.fromkeys([*SHOWN, *further, *sampled]):
         values = [side.metrics.get(name) for side in (before, after)]
         if values != [None, None]:
             words = name.removeprefix("sampled/").replace("accuracy_", "accuracy if ").replace("_", " ")

@@ -35,12 +35,27 @@ def is_lora(policy: Policy) -> bool:
     return getattr(policy.model, "peft_config", None) is not None
 
 
-def add_adapter(model: torch.nn.Module, rank: int, alpha: float | None = None, seed: int = 0) -> torch.nn.Module:
-    """LoRA (arXiv 2106.09685) on every linear layer but the head: W x becomes W x + (alpha / rank) B A x, B = 0."""
+def add_adapter(
+    model: torch.nn.Module, rank: int, alpha: float | None = None, seed: int = 0, targets: tuple[str, ...] = ()
+) -> torch.nn.Module:
+    """LoRA (arXiv 2106.09685) on linear layers: W x becomes W x + (alpha / rank) B A x, and B = 0 at first.
+
+    `targets` are the last parts of their names; without any, all layers but the head get an adapter.
+    """
     alpha = 2 * rank if alpha is None else alpha
+    known = {name.rpartition(".")[2] for name in linear_layers(model)}
+    if unknown := sorted({*targets} - known):
+        raise UserError(f"--lora-targets {unknown[0]}: the linear layers of this model are {', '.join(sorted(known))}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # A is random
-        return _inject(model, r=rank, lora_alpha=alpha, target_modules="all-linear")
+        return _inject(model, r=rank, lora_alpha=alpha, target_modules=list(targets) or "all-linear")
+
+
+def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The linear layers by their full names, without the head."""
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    linear = {name for name, x in modules.items() if isinstance(x, torch.nn.Linear) or type(x).__name__ == "Conv1D"}
+    return {name: modules[name] for name in modules if name in linear and modules[name] is not head}
 
 
 def load_adapter(model: torch.nn.Module, path: Path) -> torch.nn.Module:

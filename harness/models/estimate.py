@@ -22,6 +22,7 @@ from harness.base.hub import must_be_cached
 from harness.base.terminal import say
 from harness.data.context import longest_of_run
 from harness.data.task import Task
+from harness.models.adapters import linear_layers
 from harness.models.pretrained import read_config, set_template, tokenizer_of
 
 # 4-bit weights with double quantisation: 4 bits, 8 for each block of 64 weights, 32 for each 256 of those blocks
@@ -56,10 +57,11 @@ class Shape:
         self.inner = getattr(text, "intermediate_size", None) or 4 * self.hidden
         self.parameters = model.num_parameters()
         self.largest = max(weight.numel() for weight in model.parameters())
-        head = model.get_output_embeddings()
-        linear = [x.weight for x in model.modules() if type(x).__name__ in ("Linear", "Conv1D") and x is not head]
-        self.in_linear = sum(weight.numel() for weight in linear)
-        self.ends_of_linear = sum(sum(weight.shape) for weight in linear)  # inputs and outputs
+        linear = {name: layer.weight for name, layer in linear_layers(model).items()}
+        self.in_linear = sum(weight.numel() for weight in linear.values())
+        targets = getattr(config, "lora_targets", ())
+        adapted = [x for name, x in linear.items() if not targets or name.rpartition(".")[2] in targets]
+        self.ends_of_linear = sum(sum(weight.shape) for weight in adapted)  # inputs and outputs, for its rank
 
 
 def estimate(config: PolicyConfig, task: Task | None) -> None:
@@ -118,9 +120,10 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     update = casts + gathered + kept * (1 + IN_PIECES * on_cpu) + largest
     # Adam computes with one weight at a time, or with all together
     step = 2 * largest if on_cpu and not rank else 4 * trained / shards
+    moments = 2 * (1 + 4 / 256) if getattr(config, "optimizer", "") == "adamw_8bit" else 8  # a scale for each block
     held = {
         "weights": weights / shards,
-        "gradients and optimizer": 12 * trained / shards,
+        "gradients and optimizer": (4 + moments) * trained / shards,
         "reference": 4 * shape.parameters if getattr(config, "kl_weight", 0) > 0 and not rank else 0,
         "program, buffers of DDP": PROGRAM + (4 * trained if launch == "multi_gpu" else 0),
     }

@@ -1,7 +1,6 @@
 """Load a policy: any Hugging Face causal language model with a chat template, from the hub or from a directory."""
 
 import copy
-import logging
 import os
 import warnings
 
@@ -18,7 +17,7 @@ from common.sampling import next_logits
 
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached
-from harness.base.terminal import printable, say
+from harness.base.terminal import printable, say, silence_bitsandbytes
 from harness.models.adapters import AdapterReference, add_adapter, is_lora, load_adapter
 from harness.models.pretrained import (
     check_finite,
@@ -38,8 +37,7 @@ def load_policy(config: ModelConfig, temperature: float = 1.0, is_frozen: bool =
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # one progress line is enough
-    for name in ("backends.cpu.ops", "autograd._functions"):  # about speed and casts, in every layer
-        logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
+    silence_bitsandbytes()
     config = resolve(config, {})  # only for a config made in code: the command line resolves its own
     is_here = config.base_path is not None or must_be_cached("model", config.base)
     refuse_adapter(config.base, is_here)
@@ -81,7 +79,7 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
         model = _use_adapter(model, config)
     is_trained = isinstance(config, PolicyConfig)
     if is_trained and config.lora_rank:
-        model = add_adapter(model, config.lora_rank, config.lora_alpha, config.seed)
+        model = add_adapter(model, config.lora_rank, config.lora_alpha, config.seed, config.lora_targets)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.2x renames gradient checkpointing
         if is_trained and config.gradient_checkpointing:

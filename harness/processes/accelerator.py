@@ -52,6 +52,8 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
                 f"set mixed_precision no {processes.WHERE}"
             )
         what = "pairs" if hasattr(config, "pairs_per_step") else "prompts"
+        if config.optimizer != "adamw" and asked.sharding is not None:
+            raise UserError(f"--optimizer {config.optimizer} needs whole weights: use a configuration without sharding")
         processes.check_divides(f"--{what}-per-step", getattr(config, f"{what}_per_step"), what)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _fill_deepspeed(accelerator, config.micro_batch_size, config.max_grad_norm)
@@ -63,6 +65,7 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
     else:
         accelerator.register_save_state_pre_hook(_save)
         accelerator.register_load_state_pre_hook(_load)
+    accelerator.has_8bit_moments = config.optimizer == "adamw_8bit"  # for `prepare`
     device = "cpu" if accelerator.device.type == "cpu" else str(accelerator.device)
     return dataclasses.replace(config, device=device, dtype=dtype), accelerator
 
@@ -78,7 +81,17 @@ def prepare(
         policy.compute_device = accelerator.device
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         policy.max_logits = sys.maxsize  # under ZeRO-3 so is each call of the LM head
+    if getattr(accelerator, "has_8bit_moments", False):  # not of one that a test has made
+        optimizer = _in_8_bits(optimizer)
     return accelerator.prepare(policy, optimizer)
+
+
+def _in_8_bits(optimizer: torch.optim.AdamW) -> torch.optim.Optimizer:
+    """The same AdamW with its moments in 8 bits, in blocks of 256 (arXiv 2110.02861); small weights keep 32 bits."""
+    from bitsandbytes.optim import AdamW8bit
+
+    names = ("params", "lr", "betas", "eps", "weight_decay")
+    return AdamW8bit([{name: group[name] for name in names} for group in optimizer.param_groups])
 
 
 def clip_grad_norm_(accelerator: Accelerator, model: torch.nn.Module, max_norm: float) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """A run: its directory, its progress, and when it has to stop.
 
 runs/<experiment>/<name>/config.json  metrics.jsonl  samples.jsonl  tokens.jsonl  diagnosis.jsonl  events.out...
-                         checkpoints/step_N/  before.json  final/  final_merged/  base/  summary.json  curve.png
-                         report.html  .lock
+                         checkpoints/step_N/  before.json  final/  final_merged/  best/  base/  summary.json  curve.png
+                         report.html  trace.json.gz  .lock
 """
 
 import json
+import math
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -24,11 +26,11 @@ from common.trajectory import Trajectory
 from harness.base.config import DTYPES, PolicyConfig
 from harness.base.files import replace_file
 from harness.base.ranks import EndedElsewhereError, launcher, on_main
-from harness.base.terminal import printable, progress_bar, say_above_progress
+from harness.base.terminal import printable, progress_bar, say, say_above_progress
 from harness.data.held_out import read_before
 from harness.data.task import Task
 from harness.logs.diagnosis import OVER_OPTIMISED, Diagnosis
-from harness.logs.metrics import MetricsLog, StepClock, finite, progress_line, read_lines
+from harness.logs.metrics import MetricsLog, StepClock, StepTrace, finite, progress_line, read_lines, shows_samples
 from harness.logs.samples import TokenTexts, describe_best, write_samples
 from harness.logs.statistics import UpdateStatistics
 from harness.logs.summary import show_gain, summarise_gain, summarise_steps
@@ -50,6 +52,7 @@ class Run:
         self._checkpoints = self.directory / "checkpoints"
         self._lock = directory.lock  # held until the run is closed
         self.step = self.resumed_at = directory.step  # of the checkpoint that it continues from; 0: none
+        self.steps_of_epochs: int | None = None  # with --epochs
         self.stop_reason: UserError | None = None  # why training must end after this step
         self._machine = machine  # as described at the start: the checkout may have changed since
         self._diagnosis = Diagnosis(config)
@@ -60,14 +63,18 @@ class Run:
         self._bar = None
         self._last_step = 0
         self._clock = StepClock(config.device)
+        self._trace = StepTrace(self.directory / "trace.json.gz", self.tell)
         self.contexts = ExitStack()  # closed with the run
         # The results of the newest complete step, as long as nothing has changed them: `checkpoint`'s first arguments
         self._complete: tuple | None = None
+        self._logged: dict[str, float] = {}  # by the newest step
+        self.best = _best_of(directory.history, getattr(config, "keep_best", None))
         self.newest: dict[str, float] = dict(directory.history[-1]) if directory.history else {}  # the last metrics
         for row in directory.history:
             self._diagnosis.check(row)  # already printed
         if is_main():
-            wandb = {"project": experiment_of(config), "name": self.directory.name, "config": vars(config)}
+            wandb = {"project": config.wandb_project or experiment_of(config), "group": config.wandb_group}
+            wandb |= {"name": self.directory.name, "config": vars(config)}
             history = list(directory.history)
             self._metrics = MetricsLog(self.directory, history, wandb if config.wandb else None, self.tell)
 
@@ -82,6 +89,7 @@ class Run:
 
     def restore(self, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Read a resumed run's checkpoint into policy and optimizer, through `accelerator` if it prepared them."""
+        self._optimizer, self._rates = optimizer, [group["lr"] for group in optimizer.param_groups]
         if self.resumed_at:
             path = self._checkpoints / f"step_{self.resumed_at}"
             read_checkpoint(path, policy, optimizer, accelerator)
@@ -89,14 +97,23 @@ class Run:
 
     def steps(self, num_steps: int) -> Iterator[int]:
         """Yield the remaining steps, with a progress bar; Ctrl-C or a `stop_reason` ends it after a step."""
-        self._last_step = num_steps
+        self._last_step = num_steps = self.steps_of_epochs or num_steps
         if self._ends_early:  # a run that was over, and is resumed
             return
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
+        # the second step is the first whose speed is that of all others
+        profiled = range(self.resumed_at + 2, self.resumed_at + 2 + self.config.profile) if is_main() else ()
         for step in self._bar:
             self.step = step
             self._clock.start()
+            self._set_learning_rate(step)
+            if step in profiled:
+                self._trace.begin_step(step)
             yield step
+            if step in profiled:
+                self._trace.end_step()
+                if step in (profiled[-1], num_steps):
+                    self._trace.write()
             if self._ends_early:
                 break
             if self.stop_reason is not None:
@@ -104,6 +121,18 @@ class Run:
             if self.stop.is_agreed:
                 raise KeyboardInterrupt
         self._bar = None
+
+    def _set_learning_rate(self, step: int) -> None:
+        """Follow --lr-schedule, which depends on the step alone: a resumed run has nothing to restore."""
+        if self._has_schedule:
+            factor = learning_rate_factor(self.config.lr_schedule, self.config.lr_warmup_steps, step, self._last_step)
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = factor * rate
+
+    @property
+    def _has_schedule(self) -> bool:
+        kind, warmup = (getattr(self.config, name, 0) for name in ("lr_schedule", "lr_warmup_steps"))
+        return bool(warmup) or kind in ("linear", "cosine")
 
     @property
     def _ends_early(self) -> bool:
@@ -116,6 +145,7 @@ class Run:
     def lap(self, phase: str) -> None:
         """Mark the end of a phase of the step: its seconds are logged as `time/<phase>`, see `costs`."""
         self._clock.lap(phase)
+        self._trace.lap(phase)
         if phase == "log_probs":  # the update follows
             self._complete = None
 
@@ -125,8 +155,11 @@ class Run:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Write one step's metrics, show the progress, report what looks wrong, and check if training must stop."""
+        if self._has_schedule and "time/step" in metrics:
+            metrics = metrics | {"lr": self._optimizer.param_groups[0]["lr"]}
         on_main(lambda: self._metrics.write(step, metrics))
         self.newest |= metrics
+        self._logged = metrics
         if self._bar is not None:
             more = getattr(self.config, "progress", ())
             for key in set(more) - metrics.keys() if step == self.resumed_at + 1 else ():
@@ -154,17 +187,41 @@ class Run:
         if not self.config.samples_every or step % self.config.samples_every:
             return
         group_size = getattr(self.config, "group_size", 2)  # without one, pairs
-        if (step % 10 == 0 or step == 1) and trajectories[0].question is None:
+        if shows_samples(step) and trajectories[0].question is None:
             self.tell(f"step {step}: {describe_best(self.task, trajectories[:group_size])}")
         path = self.directory / SAMPLES
-        write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
+        lines = write_samples(path, self._tokens, step, self.task, group_size, trajectories, experience, statistics)
+        if shows_samples(step):
+            on_main(lambda: self._metrics.show_samples(step, lines))
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
         """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
+        self._keep_best(step, policy)
         self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every
         if self.stop.agree() or (every and (step % every == 0 or step == self._last_step or self._ends_early)):
             self.keep_progress()
+
+    def _keep_best(self, step: int, policy: Policy) -> None:
+        """Write best/ if no earlier step has as high a value of the metric of `--keep-best`."""
+        name = getattr(self.config, "keep_best", None)
+        if name is None or (every := self.config.eval_every) == 0 or step % every:
+            return
+        if (value := self._logged.get(name)) is None:
+            if step == every:
+                self.tell(
+                    f"--keep-best {printable(name, 60)}: step {step} has no such metric; metrics.jsonl has all names"
+                )
+            return
+        if self.best is not None and value <= self.best["value"]:
+            return
+        self.best = {"step": step, "metric": name, "value": value}
+        best, partial = self.directory / "best", self.directory / "best.partial"
+        on_main(lambda: shutil.rmtree(partial, ignore_errors=True))
+        on_main(lambda: save_base(self.config, policy, self.directory / "base"))
+        save_policy(policy, partial)
+        on_main(lambda: (shutil.rmtree(best, ignore_errors=True), partial.rename(best)))
+        self.tell(f"step {step}: {name} {value:.4g} is the highest so far: kept in {best}")
 
     def keep_progress(self) -> None:
         """Write a checkpoint of the newest complete step, if there is none and no update has begun since."""
@@ -214,6 +271,10 @@ class Run:
 
     def _write_summary(self, results: dict) -> None:
         rows = read_lines(self.directory / METRICS)
+        if self.best is not None:
+            value, where = f"{self.best['metric']} {self.best['value']:.4g}", self.directory / "best"
+            say(f"best: step {self.best['step']}, with {value}: {where}")
+            results = results | {"best": self.best}
         summary = results | summarise_steps(rows, self.config.device) | self._parameters | self._machine
         (self.directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n", encoding="utf-8")
         if rows:  # without a step there is nothing to draw
@@ -223,6 +284,7 @@ class Run:
 
     def close(self) -> None:
         self.contexts.close()
+        self._trace.write()
         if is_main():
             self._metrics.close()
             self._lock.release()
@@ -230,3 +292,24 @@ class Run:
     def request_stop(self, *_) -> None:
         """On Ctrl-C or SIGTERM, see `StopRequest.receive`."""
         self.stop.receive(is_in_step=self._bar is not None)
+
+
+def learning_rate_factor(kind: str, warmup: int, step: int, num_steps: int) -> float:
+    """The learning rate of a step, as a share of --lr: up in `warmup` steps, then as `kind` says.
+
+    >>> [learning_rate_factor("linear", 2, step, 6) for step in range(1, 7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> [round(learning_rate_factor("cosine", 0, step, 4), 2) for step in range(1, 5)]
+    [1.0, 0.85, 0.5, 0.15]
+    """
+    if step <= warmup:
+        return step / warmup
+    progress = (step - 1 - warmup) / (num_steps - warmup)
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[kind]
+
+
+def _best_of(history: tuple[dict, ...], metric: str | None) -> dict | None:
+    """The first of the steps with the highest value of a metric, which best/ holds; None if no step has it."""
+    steps = [row for row in history if metric in row and "time/step" in row]  # not the evaluations before and after
+    best = max(steps, key=lambda row: row[metric], default=None)
+    return None if best is None else {"step": best["step"], "metric": metric, "value": best[metric]}

@@ -52,6 +52,11 @@ def experiment_of(config: PolicyConfig) -> str:
     return Path(sys.modules[type(config).__module__].__file__).resolve().parent.name
 
 
+def has_accelerator(config: PolicyConfig) -> bool:
+    """Whether this train.py runs under Accelerate, which then prepares its optimizer."""
+    return hasattr(sys.modules[type(config).__module__], "start_accelerator")
+
+
 def script_of(config: PolicyConfig) -> str:
     """The SHA-256 of this train.py, shortened: of a file of the user's own, the commit says nothing."""
     return _sha256(Path(sys.modules[type(config).__module__].__file__))[:12]
@@ -68,12 +73,16 @@ def describe_settings(config: PolicyConfig, machine: dict) -> dict:
 
 def describe_sources(config: ModelConfig, task: Task | None) -> dict[str, dict]:
     """By flag: the source and its SHA-256 or hub commit; one process of each machine computes the model's."""
-    sources = {name: getattr(config, name, None) for name in ("chat_template", "data", "tools", "reward_model")}
+    sources = {
+        name: getattr(config, name, None)
+        for name in ("chat_template", "data", "tools", "reward_model", "reward_functions")
+    }
     if is_first_here():
         sources |= {"model": config.model_path or config.model}
         sources |= {"base": config.base} if config.adapter_path is not None else {}
     if task is not None:
         sources |= {"data": task.data, "eval_data": task.held_out_data, "task": task.path}
+        sources |= {f"eval_sets {name}": source for name, source in task.eval_sources.items()}
     described = {name: _describe(name, source) for name, source in sources.items() if source not in (None, "new")}
     return {name: source for name, source in described.items() if source["content"] is not None}
 

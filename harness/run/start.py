@@ -1,5 +1,6 @@
 """Starting a program and its run: a new directory or a resumed one, and the message if the run ends early."""
 
+import dataclasses
 import errno
 import shutil
 import sys
@@ -21,7 +22,14 @@ from harness.run import signals
 from harness.run.directory import RunDirectory, make_directory, open_resumed_run
 from harness.run.machine import describe_machine, is_out_of_memory, out_of_memory
 from harness.run.run import Run
-from harness.run.settings import describe_sources, experiment_of, read_settings, script_of, write_settings
+from harness.run.settings import (
+    describe_sources,
+    experiment_of,
+    has_accelerator,
+    read_settings,
+    script_of,
+    write_settings,
+)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -79,13 +87,23 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
             f"{experiment} trains in one process, but {ranks.num_launched()} were started: start it with python, or "
             "several processes of experiment_accelerate"
         )
+    if getattr(config, "optimizer", "adamw") != "adamw" and not has_accelerator(config):
+        raise UserError(
+            f"--optimizer {config.optimizer} is for experiment_accelerate, which otherwise equals experiment_base, and "
+            f"for its siblings, not for {experiment}"
+        )
     torch.set_num_threads(config.threads)
     if config.estimate:
         from harness.models.estimate import estimate  # not at the top: it imports much
 
         estimate(config, task)
         raise SystemExit(0)
+    steps = None
+    if hasattr(config, "steps") and config.epochs is not None:
+        steps = config.epochs * (len(task.train_rows) // config.prompts_per_step)
+        config = dataclasses.replace(config, steps=steps, epochs=None)  # a resumed run can raise --steps as usual
     run = _open_run(experiment, config, task, searched or {})
+    run.steps_of_epochs = steps
     with signals.signals_to(run.request_stop):
         try:
             yield run

@@ -16,7 +16,7 @@ SMALL = (
 )
 UPDATES = ("--prompts-per-step", "2", "--epochs-per-step", "2", "--minibatch-size", "4", "--clip-eps", "0.02")
 RUNS = {
-    "base": ("experiment_base", UPDATES),
+    "base": ("experiment_base", (*UPDATES, "--max-prompts", "2")),  # both steps ask the same questions
     "turns": ("experiment_multiturn_tool_calling", ("--prompts-per-step", "4")),  # two of four groups are written
     "mine": ("experiment_mine", UPDATES),
 }

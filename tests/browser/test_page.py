@@ -146,6 +146,64 @@ def test_a_loss_that_differs_is_said(runs, open_page):
 # A step, a prompt, a token
 
 
+def test_completions_are_filtered(runs, open_page):
+    """By return, length, end and text; prompts without one that passes go away."""
+    directory = runs["turns"]
+    page = open_page(directory / "report.html")
+    choose_step(page, 2)
+    rows = [row for row in read(directory, "samples.jsonl") if row["step"] == 2]
+    page.locator("#filter summary").click()
+    middle = sorted(sum(row["action_mask"]) for row in rows)[len(rows) // 2]
+    word = rows[0]["text"].split()[0]
+    filters = {
+        "least-return": ("1", lambda row: row["return"] >= 1),
+        "most-return": ("0.5", lambda row: row["return"] <= 0.5),
+        "least-length": (str(middle), lambda row: sum(row["action_mask"]) >= middle),
+        "most-length": (str(middle), lambda row: sum(row["action_mask"]) <= middle),
+        "end": ("length", lambda row: row["finish_reason"] == "length"),
+        "text": (word.upper(), lambda row: word in "\n".join([row["text"], *(text for _, text in row["turns"])])),
+    }
+    for name, (value, passes) in filters.items():
+        control = page.locator(f"#filter-{name}")
+        control.select_option(value) if name == "end" else control.fill(value)
+        passing = [row for row in rows if passes(row)]
+        assert page.inner_text("#filter-status") == f"{len(passing)} of {len(rows)} completions"
+        asked = {row["prompt_index"] for row in passing}
+        assert page.locator("input[name=prompt]").count() == len(asked) or not asked
+        assert page.locator("#group").is_visible() == bool(asked)
+        if asked:
+            prompt = int(page.locator("input[name=prompt]:checked").get_attribute("data-prompt"))
+            shown = page.locator("#completions .completion:visible").evaluate_all(
+                "all => all.map(x => +x.dataset.completion)"
+            )
+            assert {*shown} == {row["completion_index"] for row in passing if row["prompt_index"] == prompt}
+        page.click("#filter-clear")
+        assert page.locator("#completions .completion:visible").count() == 4
+    row = shown_row(page, directory, 0)
+    assert (
+        page.inner_text(".completion[data-rank='0'] [data-key=trajectory]")
+        == f"with prompt and tools {len(row['ids'])}"
+    )
+
+
+def test_two_steps_of_one_question_are_side_by_side(runs, open_page):
+    directory = runs["base"]
+    page = open_page(directory / "report.html")
+    choose_step(page, 1)
+    prompt = int(page.locator("input[name=prompt]:checked").get_attribute("data-prompt"))
+    assert page.locator("#beside option").all_inner_texts() == ["none", "2"]
+    assert not page.locator("#other").is_visible()
+    page.select_option("#beside", "2")
+    page.wait_for_selector("#other .completion")
+    rows = [row for row in read(directory, "samples.jsonl") if (row["step"], row["prompt_index"]) == (2, prompt)]
+    rows.sort(key=lambda row: (-row["return"], row["completion_index"]))
+    assert page.locator("#other .said").all_inner_texts() == [row["text"] for row in rows]
+    left, right = (page.locator(place).bounding_box() for place in ("#completions", "#other"))
+    assert left["x"] + left["width"] <= right["x"]
+    choose_step(page, 2)
+    assert not page.locator("#other").is_visible()
+
+
 @pytest.mark.slow
 def test_a_token_is_chosen_by_mouse(runs, open_page):
     directory = runs["turns"]

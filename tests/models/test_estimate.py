@@ -1,5 +1,6 @@
 """`--estimate`: its formula against measured runs, and against the sizes of models, caches and passes; its output."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from harness.models.pretrained import count_parameters
 
 SMALL = ("--device", "cpu", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "24")
 LORA = ("--lora-rank", "3")
+SOME = (*LORA, "--lora-targets", "q_proj", "down_proj")
 PROMPT, COMPLETION = 20, 24
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = read_json(ROOT / "benchmarks/results/measurements.json", "model_memory")["measured_float32_cpu_0.5B"]
@@ -50,6 +52,13 @@ def test_it_is_near_every_peak_that_was_measured(load_script, tmp_path, monkeypa
         assert 0.93 < found["peak"] / run["measured"] < 1, name
 
 
+def test_moments_in_8_bits_take_a_quarter(configure):
+    config, shape = configure()
+    eight = dataclasses.replace(config, optimizer="adamw_8bit")
+    small, large = (memory_of(each, shape, PROMPT)["gradients and optimizer"] for each in (eight, config))
+    assert small == pytest.approx((4 + 2 * (1 + 4 / 256)) / 12 * large)
+
+
 def test_a_critic_is_a_second_decoder(configure, load_script):
     config, shape = configure()
     with_critic = load_script("experiment_ppo/train.py").Config(**vars(config))
@@ -60,7 +69,7 @@ def test_a_critic_is_a_second_decoder(configure, load_script):
     assert one[activations] < two[activations] < 2 * one[activations]
 
 
-@pytest.mark.parametrize(("flags", "kind"), [((), "qwen2"), (LORA, "qwen2"), ((), "llama"), (LORA, "llama")])
+@pytest.mark.parametrize(("flags", "kind"), [((), "qwen2"), (LORA, "qwen2"), ((), "llama"), (SOME, "llama")])
 def test_weights_are_counted_as_they_are(configure, flags, kind):
     config, shape = configure(*flags, kind=kind)
     policy, memory = load_policy(config), memory_of(config, shape, PROMPT)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import random
 import re
@@ -306,6 +307,18 @@ def test_a_full_disk_at_the_start_leaves_no_directory(tmp_path, train):
     with files_limited_to(500), pytest.raises(UserError, match="cannot be written"):
         train(*SIX_STEPS, "--runs-dir", str(tmp_path), "--name", "mine")
     assert not list((tmp_path / "experiment_base").iterdir())
+
+
+@pytest.mark.slow
+def test_a_learning_rate_schedule_continues_where_it_was(tmp_path, train):
+    flags = ("--lr-schedule", "cosine", "--lr-warmup-steps", "2", "--keep-best", "eval/greedy/length")
+    train(*SIX_STEPS, *CHECKPOINTS, *flags, "--runs-dir", str(tmp_path), "--name", "mine")
+    whole = tmp_path / "experiment_base" / "mine"
+    rates = [row["lr"] for row in metrics_of(whole) if "lr" in row]
+    assert rates == pytest.approx([2.5e-5, 5e-5, *(5e-5 * (1 + math.cos(math.pi * n / 4)) / 2 for n in range(4))])
+    resumed = copy_of(whole, tmp_path, until=4)
+    train("--resume", str(resumed))
+    assert_equal_runs(resumed, whole)
 
 
 @pytest.mark.slow

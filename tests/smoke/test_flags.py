@@ -4,6 +4,8 @@ Flags whose effects do not hide each other share a run.
 """
 
 import dataclasses
+import gzip
+import json
 import math
 import re
 import shutil
@@ -45,6 +47,18 @@ def messages(row, system_prompt):
 def reward(row, text):
     return {"even": len(text) % 2}
 """
+REWARDS = """
+import math  # not a reward
+
+def short(completions, **kwargs):
+    return [_score(completion[0]["content"]) for completion in completions]
+
+async def asked(prompts, completions, answer, **kwargs):
+    return [len(prompt[-1]["content"]) + len(gold) for prompt, gold in zip(prompts, answer, strict=True)]
+
+def _score(text):
+    return 1 / math.exp(len(text) / 10)
+"""
 GENTLE = "--lr 1e-5"  # for runs that should agree: a large rate would also amplify rounding
 
 
@@ -81,6 +95,9 @@ class Outcome:
 
     def last(self, name: str) -> float:
         return self.values(name)[-1]
+
+    def has_key(self, name: str) -> bool:
+        return any(name in entry for entry in self.metrics)
 
     def has(self, name: str) -> bool:
         return (self.directory / name).exists()
@@ -207,6 +224,8 @@ def files(tmp_path_factory) -> Path:
         said = [{"role": "assistant", "content": f"{n} " * (1 + n % 3)} for n in range(20)]
         write_rows(place / f"{name}.jsonl", [{"messages": chat} for chat in zip(asked, said, strict=True)])
     (place / "task.py").write_text(A_TASK)
+    (place / "rewards.py").write_text(REWARDS)
+    (place / "settings.yaml").write_text("# of a colleague\nweight-decay: 10\nlr: 1e-2\n")
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (place / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     shutil.copytree(TINY_POLICY, place / "model")
@@ -341,6 +360,14 @@ def lora_alpha(new, old):
     assert new.last("loss/total") != pytest.approx(old.last("loss/total"), rel=1e-5)
 
 
+@changes("--lora-targets q_proj v_proj", also="--lora-rank 2", of=BOTH, is_slow=True)
+def lora_targets(new, old):
+    assert sorted(new.read("final/adapter_config.json")["target_modules"]) == ["q_proj", "v_proj"]
+    assert len(old.read("final/adapter_config.json")["target_modules"]) == 7
+    adapted = {name.split(".")[-3] for name in load_file(new.directory / "final" / "adapter_model.safetensors")}
+    assert adapted == {"q_proj", "v_proj"}
+
+
 @changes("--load-in 4bit", also="--lora-rank 2", needs="bitsandbytes", of=BOTH, is_slow=True)
 def load_in(new, old):
     assert not new.has("final_merged")
@@ -367,10 +394,34 @@ def kept(new, old):
     assert (new.checkpoints(), old.checkpoints()) == ({f"step_{new.metrics[-1]['step']}"}, set())
 
 
-@changes("--wandb", needs="wandb", of=BOTH, is_slow=True)
+@changes("--config files/settings.yaml", of=BOTH)
+def config(new, old):
+    assert [run.read("config.json")["weight_decay"] for run in (new, old)] == [10, 0]
+    assert [run.read("config.json")["lr"] for run in (new, old)] == [1e-4, 1e-4]  # of the command line, which wins
+    assert new.final_weights().norm() < old.final_weights().norm()
+
+
+@changes("--wandb --wandb-project ours --wandb-group seeds", needs="wandb", of=BOTH, is_slow=True)
 def wandb(new, old):
-    assert list(new.directory.glob("wandb/offline-run-*/*.wandb"))
+    (log,) = new.directory.glob("wandb/offline-run-*/*.wandb")
+    assert b"ours" in log.read_bytes()
+    assert b"seeds" in log.read_bytes()
+    assert new.has("samples.jsonl") == bool(list(log.parent.glob("files/media/table/samples_*.json")))
     assert not old.has("wandb")
+
+
+@changes("--profile 1", of=BOTH)
+def profile(new, old):
+    assert not old.has("trace.json.gz")
+    assert "trace.json.gz, to be opened at https://ui.perfetto.dev" in new.output
+    trace = json.loads(gzip.decompress((new.directory / "trace.json.gz").read_bytes()))
+    found = [event for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
+    begin, end = next((event["ts"], event["ts"] + event["dur"]) for event in found if event["name"] == "step 2")
+    phases = ["sample", "reward", "log_probs", "update"] * new.has("samples.jsonl") + ["log, evaluate, checkpoint"]
+    inside = [event for event in found if event["name"] in phases]
+    assert [event["name"] for event in sorted(inside, key=lambda event: event["ts"])] == phases
+    assert all(begin <= event["ts"] <= event["ts"] + event["dur"] <= end + 1 for event in inside)
+    assert any(event["name"] == "aten::addmm" or event["name"] == "aten::mm" for event in trace["traceEvents"])
 
 
 @changes(
@@ -385,6 +436,30 @@ def shown(new, old):
     assert [len(run.values("eval/greedy/accuracy")) for run in (new, old)] == [4, 2]
     assert "0 and 0" in new.output  # the closing table shows the questions
     assert "0 and 0" not in old.output
+
+
+@changes("--eval-sets held=files/held.jsonl mine=files/mine.jsonl", also="--eval-every 1")
+def eval_sets(new, old):
+    for name, count in (("held", 4), ("mine", 4), ("", 2)):
+        key = f"eval/{name}/greedy/length".replace("//", "/")
+        assert len(new.values(key)) == 4, count  # before, at two steps, after
+        assert bool(old.has_key(key)) == (name == "")
+    assert new.values("eval/greedy/accuracy") == old.values("eval/greedy/accuracy")
+    assert new.read("config.json")["sources"]["eval_sets held"]["source"].endswith("held.jsonl")
+    assert new.read("config.json")["eval_sets"][0].startswith("held=/")  # for a resumed run
+    assert "held/greedy/accuracy" in new.output
+    assert "held/greedy/accuracy" not in old.output
+
+
+@changes("--keep-best eval/greedy/length", also="--eval-every 1 --lr 1e-3 --max-new-tokens 30")
+def keep_best(new, old):
+    steps = {entry["step"]: entry["eval/greedy/length"] for entry in new.metrics if "time/step" in entry}
+    best = max(steps, key=steps.get)
+    expected = {"step": best, "metric": "eval/greedy/length", "value": steps[best]}
+    assert (new.read("summary.json")["best"], old.has("best")) == (expected, False)
+    assert f"best: step {best}, with eval/greedy/length" in new.output
+    kept = load_file(new.directory / "best" / "model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in new.final().items()) == (best == 2)
 
 
 # Data and prompts
@@ -421,6 +496,13 @@ def at_most(new, old):
 def max_question_length(new, old):
     longest = [max(len(entry["question"]) for entry in run.samples) for run in (new, old)]
     assert longest[0] <= 12 < longest[1]
+
+
+@changes("--epochs 3 --max-prompts 4")
+def prompts_of_all_epochs(new, old):
+    asked = Counter(question for _, question in {(entry["step"], entry["question"]) for entry in new.samples})
+    assert list(asked.values()) == [3, 3, 3, 3]  # in six steps of two questions each
+    assert (new.read("config.json")["steps"], old.read("config.json")["steps"]) == (6, 2)
 
 
 # Sampling
@@ -473,6 +555,13 @@ def lr(new, old):
     assert 0 < new.last("loss/kl") < 0.1 * old.last("loss/kl")
 
 
+@changes("--lr-schedule linear --lr-warmup-steps 1", also="--steps 4")
+def lr_schedule(new, old):
+    assert new.values("lr") == pytest.approx([1e-4, 1e-4, 2e-4 / 3, 1e-4 / 3])
+    assert not old.has_key("lr")
+    assert new.distance() < old.distance()
+
+
 @changes("--weight-decay 10")
 def weight_decay(new, old):
     kept = new.final_weights().norm() / old.final_weights().norm()
@@ -502,6 +591,20 @@ def reward_weight(new, old):
     assert new.first("reward/total") == pytest.approx(expected)
     assert old.first("reward/total") == pytest.approx(old.first("reward/correct"))
     assert_differ(new, old, "policy/ratio_max")
+
+
+@changes("--reward-functions files/rewards.py --reward-weight asked=0")
+def reward_functions(new, old):
+    for entry in new.samples:
+        rewards, length = entry["rewards"], len(entry["question"]) + len(entry["answer"])
+        assert rewards.keys() - old.samples[0]["rewards"].keys() == {"short", "asked"}
+        assert rewards["short"] == pytest.approx(math.exp(-len(entry["text"]) / 10))
+        assert rewards["asked"] == length
+        assert entry["return"] == pytest.approx(rewards["correct"] + rewards["short"])  # the former is logged only
+    assert new.has_key("reward/short")
+    assert new.has_key("eval/greedy/reward_short")
+    assert_differ(new, old, "policy/ratio_max")
+    assert "reward_functions" in new.read("config.json")["sources"]
 
 
 # What supervised fine-tuning learns
@@ -606,9 +709,11 @@ REFUSED = {
 def test_every_flag_has_an_entry(script, setup):
     """`estimate` is in models/test_estimate.py, the flags of reward models are in test_reward_model_runs.py."""
     flags = {field.name for field in dataclasses.fields(script(setup).Config)}
+    # those of the second line are in unit/test_data.py and test_flags_siblings.py
+    elsewhere = {"eval_suite", "optimizer"} & flags
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"} & flags
-    assert known | judged | {*REFUSED, "estimate"} == flags | {"another name"}
+    assert known | judged | elsewhere | {*REFUSED, "estimate"} == flags | {"another name"}
 
 
 @pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])

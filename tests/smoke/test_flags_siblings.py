@@ -9,6 +9,7 @@ divisions.
 
 import dataclasses
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from run_files import digest, json_of, metrics_of, rows_of
 
+from common.errors import UserError
 from common.sampling import sample
 from common.trajectory import Trajectory
 from tasks.arithmetic import EVAL_DATA
@@ -26,23 +28,37 @@ from harness.base.config import TINY_POLICY
 # length of the gradient matters. The data have few rows, which are read faster.
 ALL_WEIGHTS = (
     f"--name x --seed 5 --device cpu --model files/tiny --attn-implementation eager --data {EVAL_DATA} "
-    f"--eval-data {EVAL_DATA} --reward-weight format=0.5 --at-most num_terms=3 num_digits=2 --max-question-length 26 "
+    f"--eval-data {EVAL_DATA} --eval-sets again={EVAL_DATA} --keep-best eval/greedy/length "
+    "--reward-functions files/rewards.py --reward-weight format=0.5 --at-most num_terms=3 num_digits=2 "
+    "--max-question-length 26 "
     "--system-prompt Briefly. --completion-prefix <think> --eval-prompts 3 --eval-every 1 --samples-every 2 "
-    "--progress policy/clipped --checkpoint-every 1 --keep-checkpoints 1 --generation-batch-size 4 --steps 2 "
-    "--prompts-per-step 3 --group-size 4 --max-new-tokens 10 --temperature 1.3 --top-p 0.9 --epochs-per-step 2 "
-    "--minibatch-size 8 --micro-batch-size 3 --lr 1e-4 --weight-decay 10 --clip-eps 0.01 --kl-weight 0.5 "
-    "--max-grad-norm 1e-7"
+    "--progress policy/clipped --checkpoint-every 1 --keep-checkpoints 1 --generation-batch-size 4 --steps 9 "
+    "--epochs 1 --max-prompts 6 --prompts-per-step 3 --group-size 4 --max-new-tokens 10 "
+    "--temperature 1.3 --top-p 0.9 --epochs-per-step 2 --minibatch-size 8 --micro-batch-size 3 --lr 1e-4 "
+    "--lr-schedule cosine --lr-warmup-steps 1 --weight-decay 10 --clip-eps 0.01 --kl-weight 0.5 --max-grad-norm 1e-7"
 )
 AN_ADAPTER = (
     "--name x --device cpu --steps 1 --prompts-per-step 2 --group-size 3 --max-new-tokens 4 --eval-prompts 1 "
     "--epochs-per-step 2 --lr 1e-2 --task files/task.py --chat-template files/polite.jinja --dtype bfloat16 "
-    f"--data {EVAL_DATA} --gradient-checkpointing --lora-rank 2 --lora-alpha 40 --save-merged --threads 1 "
-    "--runs-dir elsewhere"
+    f"--data {EVAL_DATA} --gradient-checkpointing --lora-rank 2 --lora-alpha 40 --lora-targets q_proj v_proj "
+    "--save-merged --threads 1 --runs-dir elsewhere"
 )
 # Flags that act before any algorithm and need a package, a stopped run, or another test: test_flags.py,
 # resume/test_resume.py and models/test_estimate.py cover them; test_reward_model_runs.py covers those of reward models.
-ELSEWHERE = {"load_in", "wandb", "resume", "estimate"}
+ELSEWHERE = {
+    "load_in",
+    "wandb",
+    "wandb_project",
+    "wandb_group",
+    "profile",
+    "config",
+    "resume",
+    "estimate",
+    "eval_suite",
+}
+ELSEWHERE |= {"optimizer"}  # below
 ELSEWHERE |= {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"}
+EIGHT_BITS = "--optimizer adamw_8bit"
 WITHOUT_TOOLS = "--no-tool --max-turns 1 --task arithmetic --model tiny"
 AS_THE_PARENT = {  # each sibling's own flags that make it equal to experiment_base
     "experiment_drgrpo": "--critic-type grpo",
@@ -95,6 +111,8 @@ def run(load_script, tmp_path, monkeypatch) -> Callable[..., Path]:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "tiny").symlink_to(TINY_POLICY)
     (tmp_path / "files" / "task.py").write_text(A_TASK)
+    reward = "def short(completions, **columns): return [1 / (1 + len(text[0]['content'])) for text in completions]"
+    (tmp_path / "files" / "rewards.py").write_text(reward)
     template = (TINY_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
     (tmp_path / "files" / "polite.jinja").write_text("{{- 'Please: ' }}" + template, encoding="utf-8")
     monkeypatch.setattr(load_script("experiment_engine/train.py"), "start_engine", TheSampler)
@@ -137,8 +155,10 @@ def assert_close(value: object, expected: object) -> None:
         names = expected if isinstance(expected, dict) else range(len(expected))
         for name in names:
             assert_close(value[name], expected[name])
+    elif float in (type(value), type(expected)):  # samples.jsonl writes 1.0 as 1
+        assert value == pytest.approx(expected, rel=1e-4, abs=1e-4)
     else:
-        assert value == (pytest.approx(expected, rel=1e-4, abs=1e-4) if isinstance(expected, float) else expected)
+        assert value == expected
 
 
 def names_in(flags: str) -> set[str]:
@@ -180,12 +200,34 @@ def test_inherited_flags_do_what_they_do_in_the_parent(run, flags, siblings):
                 assert_close(found, content)
 
 
+@pytest.mark.slow
+def test_moments_in_8_bits(run, load_script):
+    """Nearly the same update, from a checkpoint that is smaller and can be resumed."""
+    pytest.importorskip("bitsandbytes")
+    flags = "--name x --device cpu --steps 4 --prompts-per-step 4 --max-new-tokens 24 --eval-prompts 2 --lr 1e-4"
+    flags += " --checkpoint-every 2"
+    old, new = run("old", "experiment_accelerate", flags), run("new", "experiment_accelerate", f"{flags} {EIGHT_BITS}")
+    last = [metrics_of(directory)[4] for directory in (new, old)]
+    assert last[0]["loss/grad_norm"] == pytest.approx(last[1]["loss/grad_norm"], rel=0.2)
+    assert last[0] != last[1]
+    sizes = [sum(path.stat().st_size for path in at.glob("checkpoints/step_4/optimizer.*")) for at in (new, old)]
+    assert 0 < sizes[0] < 0.3 * sizes[1]
+    expected = contents(new)
+    shutil.rmtree(new / "checkpoints" / "step_4")
+    shutil.rmtree(new / "final")
+    load_script("experiment_accelerate/train.py").main(["--resume", str(new)])
+    assert contents(new) == expected
+    with pytest.raises(UserError, match=r"--optimizer adamw_8bit is for experiment_accelerate, .*, not for .*_base$"):
+        run("base", "experiment_base", f"{flags} {EIGHT_BITS}")
+
+
 # Dr. GRPO -------------------------------------------------------------------------------------------------------------
 
 QUICK = (
     *("--steps", "2", "--prompts-per-step", "3", "--group-size", "4", "--max-new-tokens", "16", "--eval-prompts", "2"),
     *("--epochs-per-step", "2", "--minibatch-size", "4", "--lr", "1e-4", "--device", "cpu", "--name", "x"),
 )
+KINDS = ("grpo", "std", "length", "drgrpo")
 FILES = ("final/model.safetensors", "samples.jsonl")
 
 
@@ -211,6 +253,17 @@ def test_with_grpo_it_is_experiment_base_bit_for_bit(quick_run):
     for name in FILES:
         digests = [digest(directory / name) for directory in (base, same, other)]
         assert digests[0] == digests[1] != digests[2], name
+
+
+def test_one_of_the_two_divisions_can_be_made_alone(quick_run):
+    """Of the advantage by the standard deviation, and of the loss by the length."""
+    one_update = ("--steps", "1", "--epochs-per-step", "1", "--minibatch-size", "12")
+    runs = {kind: quick_run("experiment_drgrpo", *one_update, "--critic-type", kind) for kind in KINDS}
+    advantages = {kind: [row["advantage"] for row in rows_of(run, "samples")] for kind, run in runs.items()}
+    assert advantages["grpo"] == advantages["std"] != advantages["length"] == advantages["drgrpo"]
+    norms = {kind: metrics_of(run)[1]["loss/grad_norm"] for kind, run in runs.items()}
+    assert norms["grpo"] > norms["std"] > norms["drgrpo"]
+    assert norms["grpo"] > norms["length"] > norms["drgrpo"]
 
 
 def test_the_gradient_is_shorter_by_the_completion_budget(quick_run):

@@ -1,7 +1,10 @@
 """A run's logs: the schema of samples.jsonl, the same values everywhere, and W&B, whose faults end no run."""
 
+import gzip
 import io
+import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from tasks import arithmetic
 from tasks.arithmetic import TRAIN_DATA
 
 from harness.base.config import RunConfig
+from harness.logs.metrics import MetricsLog, StepTrace
 from harness.models.loading import load_policy
 
 pytestmark = pytest.mark.all_questions
@@ -184,6 +188,58 @@ def test_tensorboard_holds_the_values_of_metrics_jsonl(ten_steps):
     }
     assert len({name for name, _, _ in written}) > 20
     assert shown == written
+
+
+def test_tensorboard_shows_the_first_group_of_step_1_and_of_every_tenth_step(ten_steps, samples):
+    """Also in a run that is resumed, which writes all events anew. The texts are code: markup in them does nothing."""
+    shown = texts_of(ten_steps)
+    assert list(shown) == [1, 10]
+    for step, text in shown.items():
+        group = [entry for entry in samples if entry["step"] == step][:GROUP_SIZE]
+        assert text.startswith(f"    {group[0]['question']}\n\n")
+        assert [line[4:] for line in text.split("\n\n")[2::2]] == [entry["text"] for entry in group]
+        assert f"return {group[0]['return']}, {group[0]['finish_reason']}" in text
+
+
+def texts_of(directory: Path) -> dict[int, str]:
+    events = EventAccumulator(str(directory)).Reload().Tensors("samples/text_summary")
+    return {event.step: event.tensor_proto.string_val[0].decode() for event in events}
+
+
+def test_samples_are_shown_again_in_a_resumed_run(ten_steps, tmp_path):
+    history = read_lines(ten_steps / "metrics.jsonl")[:-1]
+    shutil.copy(ten_steps / "samples.jsonl", tmp_path)
+    log = MetricsLog(tmp_path, history, None, print)
+    log.write(11, {"loss/total": 0.0})
+    log.close()
+    assert texts_of(tmp_path) == texts_of(ten_steps)
+
+
+def test_a_run_without_tensorboard_says_so_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # importing it raises an ImportError
+    told: list[str] = []
+    log = MetricsLog(tmp_path, [], None, told.append)
+    for step in (1, 2):
+        log.write(step, {"loss/total": 1.0})
+    log.show_samples(1, ['{"question": "?", "text": "!", "return": 1, "prompt_index": 0}'])
+    log.close()
+    assert len(told) == 1
+    assert told[0].startswith("the package tensorboard is not installed: the run goes on")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_step_that_does_not_end_is_in_the_trace(tmp_path, capfd):
+    """As after Ctrl-C. The profiler itself prints nothing."""
+    told: list[str] = []
+    trace = StepTrace(tmp_path / "trace.json.gz", told.append)
+    trace.begin_step(2)
+    trace.lap("sample")
+    torch.ones(2) + 1
+    trace.write()
+    trace.write()  # at the end of the run
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {"step 2", "sample", "unfinished", "aten::add"} <= {event["name"] for event in events}
+    assert (len(told), capfd.readouterr()) == (1, ("", ""))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,16 @@ def run_directories() -> list[Path]:
         ("--minibatch-size 12", "--minibatch-size 12 is not a multiple of --group-size 8"),
         ("--minibatch-size 256", "--minibatch-size 256 exceeds the 128 rows of a rollout"),
         ("--prompts-per-step 5000", "--prompts-per-step 5000 exceeds the 192 training rows"),
+        ("--wandb-group x", "--wandb-group is for Weights & Biases: add --wandb"),
+        ("--lora-targets q_proj", "--lora-targets needs an adapter to train: add --lora-rank"),
         ("--lora-alpha 8", "--lora-alpha needs an adapter to train: add --lora-rank"),
         ("--load-in 8bit --lora-rank 2 --dtype float32", "--load-in 8bit computes in half precision"),
         ("--attn-implementation flash_attention_2 --dtype float32", "flash_attention_2 computes in half precision"),
+        pytest.param(
+            "--attn-implementation flash_attention_2 --dtype bfloat16",
+            r"flash_attention_2 needs the package flash-attn, .* pip install -e \"\.\[flash\]\" --no-build-isolation",
+            marks=pytest.mark.skipif(find_spec("flash_attn") is not None, reason="FlashAttention-2 is installed"),
+        ),
         ("--at-most num_terms=1", "none of the 192 rows of .* passes the filters"),
         ("--at-most num_terms", "--at-most num_terms: this is not NAME=NUMBER"),
         ("--reward-weight format=1 --reward_weight correct=2", "--reward-weight is given 2 times"),

@@ -63,8 +63,14 @@ def started_by(tmp_path) -> Callable[..., list[str]]:
 
     def start(recipe: Path | str, *flags: str, **environment: str) -> list[str]:
         result = call(recipe, *flags, PYTHON=str(program), ARGUMENTS=str(arguments), **environment)
-        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-        return arguments.read_text(encoding="utf-8").split("\0")[:-1]
+        given = arguments.read_text(encoding="utf-8").split("\0")[:-1]
+        assert (result.returncode, result.stdout) == (0, "")
+        assert result.stderr.startswith(f"command: {program} ")
+        shown = subprocess.run(
+            ["bash", "-c", f"printf '%s\\0' {result.stderr[9:]}"], capture_output=True, text=True
+        ).stdout
+        assert shown.split("\0")[1:-1] == given  # it can be pasted into a shell
+        return given
 
     return start
 
@@ -126,6 +132,28 @@ def test_flags_reach_the_training_as_they_are(started_by):
     for flags in (odd, ["--", *odd]):  # the first -- is optional
         assert started_by(recipe, *flags)[-4:] == odd
     assert started_by(recipe, "--") == started_by(recipe)
+
+
+def test_words_before_the_flags_start_the_training(started_by, tmp_path):
+    """As with `bash recipes/X.sh torchrun --nproc-per-node 2 -- --steps 5`."""
+    runner = (str(tmp_path / "python"), "--nproc-per-node", "2")
+    words = started_by("gsm8k_qwen2.5_0.5b_full.sh", *runner, "--", "--steps", "5")
+    assert words[:3] == ["--nproc-per-node", "2", str(ROOT / ACCELERATE)]
+    assert words[3:] == [*started_by("gsm8k_qwen2.5_0.5b_full.sh")[1:], "--steps", "5"]
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "sentence"),
+    [
+        (("torchrun", "--steps", "5"), {}, "torchrun: end the words of a launcher with --, and .*"),
+        (("no-runner", "--"), {}, "no-runner: there is no such command"),
+        (("env", "--"), {"NUM_PROCESSES": "2"}, "NUM_PROCESSES and CONFIG make .*"),
+    ],
+)
+def test_words_that_start_nothing_are_refused(words, environment, sentence):
+    result = call("gsm8k_qwen2.5_0.5b_full.sh", *words, **environment)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(rf"error: {sentence}\n", result.stderr)
 
 
 @pytest.mark.parametrize("config", ["", "fsdp2", "deepspeed_zero2", "multi_gpu"])

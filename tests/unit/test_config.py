@@ -109,11 +109,40 @@ def test_defaults_are_resolved_from_the_model(load_script, tmp_path):
         (("--attn-implementation", "flash_attention_2"), "add --dtype bfloat16"),
         (("--seed", "-1"), "--seed must be at least 0 and at most"),
         (("--threads", "0"), "--threads must be at least 1"),
+        (("--config", "nowhere.yaml"), r"--config nowhere.yaml: no settings can be read there, .*No such file"),
     ],
 )
 def test_impossible_settings_are_refused(load_script, argv, sentence):
     with pytest.raises(UserError, match=sentence):
         parse(load_script, *argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lr: [", r"^--config x\.yaml: no settings can be read there, in YAML or JSON \(while parsing"),
+        ("- lr", r"^--config x\.yaml: it must hold one setting in each line"),
+        ("learning_rate: 1", r"^--config x\.yaml: there is no flag --learning-rate here"),
+        ("steps: 0", "^--steps must be at least 1, not 0"),
+    ],
+)
+def test_a_file_of_settings_is_checked_like_a_command_line(load_script, tmp_path, monkeypatch, text, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("x.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=sentence):
+        parse(load_script, "--config", "x.yaml")
+
+
+def test_the_settings_of_a_run_start_it_again(load_script, tmp_path):
+    """All but its name; YAML's own reading of 1e-5 is a text."""
+    flags = ("--lr", "1e-5", "--at-most", "num_terms=2", "num_digits=1", "--gradient-checkpointing", "--name", "first")
+    first = parse(load_script, *flags)
+    settings = describe_settings(first, {"processes": 1, "machine": "x"})
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    again = parse(load_script, "--config", str(tmp_path / "config.json"), "--at-most", "num_terms=3")
+    assert (first.lr, again.at_most, again.name) == (1e-5, ("num_terms=3",), None)
+    other = {"name": None, "at_most": again.at_most, "config": str(tmp_path / "config.json")}
+    assert again == dataclasses.replace(first, **other)
 
 
 class OtherMachine:

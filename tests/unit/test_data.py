@@ -2,16 +2,21 @@
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from common.errors import UserError
 from tasks.arithmetic import FIELDS as REQUIRED
 
+from harness.base.checks import parse_sources
 from harness.base.config import RunConfig
 from harness.base.hub import _load
 from harness.data.data import load_task, prompts_of_step, read_rows
+from harness.data.held_out import evaluate_held_out
 from harness.data.task import import_task
+from harness.evaluation.suite import SUITES, Benchmark
+from harness.models.loading import load_policy
 from harness.run.settings import check_sources, describe_sources
 
 pytestmark = pytest.mark.all_questions
@@ -44,6 +49,47 @@ def row(number: int, **fields) -> dict:
 
 def questions(rows: list[dict]) -> set[str]:
     return {row["question"] for row in rows}
+
+
+def test_how_many_rows_pass_each_filter_is_printed(write, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(*(row(n, size=n) for n in range(1, 13)))
+    filters = {"at_most": ("size=10",), "max_question_length": 12, "max_prompts": 4}
+    train_rows, _ = load_rows(data="rows.jsonl", eval_prompts=2, **filters)
+    assert len(train_rows) == 4
+    told = capsys.readouterr().out
+    assert "rows.jsonl: of 12 rows pass 10 --at-most size=10, then 9 --max-question-length 12\n" in told
+    assert "rows.jsonl: the first 4 of 7 training rows are used\n" in told
+
+
+def test_the_benchmarks_of_a_suite_are_further_sets(write, monkeypatch):
+    """Under the task's names for fields; a set that is given replaces the suite's of the same name."""
+    sums = {n: write({"problem": f"{n}+{n}?", "answer": str(2 * n)}, name=f"{n}.jsonl") for n in range(3)}
+    asked = write({"question": "4+4?", "answer": "8"}, name="asked.jsonl")
+    benchmarks = {
+        "amc": Benchmark("AMC", sums[0]),
+        "minerva": Benchmark("Minerva", asked, (("question", "problem"),)),
+    }
+    monkeypatch.setitem(SUITES, "math", ("math", benchmarks))
+    settings = {"data": sums[1], "eval_data": sums[1], "eval_suite": "math", "eval_sets": (f"amc={sums[2]}",)}
+    with pytest.raises(UserError, match="--eval-suite math is asked by --task math, not by arithmetic"):
+        load_task(RunConfig(task="arithmetic", **settings | {"data": None, "eval_data": None}))
+    config = RunConfig(task="math", device="cpu", system_prompt="", **settings)
+    task = load_task(config)
+    found = {name: [row["problem"] for row in rows] for name, rows in task.eval_sets.items()}
+    assert found == {"amc": ["2+2?"], "minerva": ["4+4?"]}
+    settings = SimpleNamespace(**vars(config), max_new_tokens=4)
+    metrics = evaluate_held_out(settings, task, load_policy(config)).metrics
+    mean = (metrics["amc/greedy/accuracy"] + metrics["minerva/greedy/accuracy"]) / 2
+    assert metrics["math/greedy/accuracy"] == mean
+
+
+@pytest.mark.parametrize("pair", ["amc", "amc=", "=x.jsonl", "a/b=x.jsonl", "greedy=x.jsonl"])
+def test_a_set_has_a_name_and_a_source(pair):
+    with pytest.raises(UserError, match=f"^--eval-sets {pair}: this is not NAME=SOURCE$"):
+        parse_sources("--eval-sets", (pair,))
+    with pytest.raises(UserError, match="amc is given twice"):
+        parse_sources("--eval-sets", ("amc=x", "amc=y"))
 
 
 def test_rows_are_read_in_order_with_all_their_fields(write):

@@ -92,6 +92,11 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
             pytest.fail(f"{script} {shlex.join(arguments)}")
 
 
+def test_the_page_of_options_is_what_the_programs_say(load_script):
+    """Otherwise: python docs/options.py."""
+    assert load_script("docs/options.py").page() == (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+
+
 def test_every_logged_key_is_explained():
     explained = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     keys = set()

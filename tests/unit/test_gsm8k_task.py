@@ -183,3 +183,25 @@ def test_rows_as_published_are_loaded(tmp_path):
     task = load_task(RunConfig(task="gsm8k", data=str(path), eval_data=str(path)))
     assert [gsm8k.gold(row) for row in task.train_rows] == [72, 2]
     assert re.fullmatch(r"openai/gsm8k:main(:test)?", gsm8k.EVAL_DATA)
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("9 * 2 = 18\n#### 18", 1, 1),
+        ("#### 17 No: #### 18", 1, 1),
+        ("The answer is 18", 0, 1),
+        ("The answer is 18.", 0, 0),  # "18." is no "18"
+        ("#### 18, because 9 * 2 is", 1, 0),  # removes the comma; the last number is another one
+        ("####18", 0, 1),
+        ("#### $18", 0, 1),
+        ("#### 18" + " " * 300, 0, 0),  # only the end is read
+        ("", 0, 0),
+    ],
+)
+def test_the_verifiers_of_verl(text, strict, flexible):
+    rewards = gsm8k.reward({"question": "?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}, text)
+    assert (rewards["strict"], rewards["flexible"]) == (strict, flexible)
+    thousands = {"question": "?", "answer": "#### 1,080"}
+    assert [gsm8k.reward(thousands, f"#### {n}")["strict"] for n in ("1,080", "1080", "108")] == [1, 1, 0]
+    assert [gsm8k.reward(thousands, n)["flexible"] for n in ("1,080", "1080")] == [0, 1]

@@ -334,3 +334,26 @@ def test_masked_sums_and_means_never_read_what_is_ignored():
     assert masked_mean(x, mask, dim=1).tolist() == [2.0, 0.0]  # an empty row is 0, not 0 / 0
     masked_mean(x, mask, dim=1).sum().backward()
     assert x.grad.tolist() == [[0.5, 0.0, 0.5], [0.0, 0.0, 0.0]]
+
+
+def test_an_entropy_bonus_from_sampled_tokens():
+    """Its expectation over all tokens has the gradient of minus the entropy (docs/hyperparameters.md)."""
+    logits = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    log_probs = logits.log_softmax(dim=0)
+    (exact,) = torch.autograd.grad((log_probs.exp() * log_probs).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((log_probs.exp().detach() * log_probs.detach() * log_probs).sum(), logits)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-12)
+    assert exact.norm() > 0.1
+
+
+def test_a_clamped_log_ratio_loses_the_gradient_that_the_clip_keeps():
+    """Of a token with a negative advantage whose ratio is 10 (an exercise of experiment_base)."""
+    old, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    gradients = []
+    for guard in (10.0, 2.0):
+        log_probs = torch.full((1, 1), 10.0).log().requires_grad_()
+        ratio = probability_ratio(log_probs.clamp(-guard, guard), old, mask)
+        clipped_surrogate(ratio, torch.tensor([[-1.0]]), 0.2).sum().backward()
+        assert not is_clipped(ratio, torch.tensor([[-1.0]]), 0.2)
+        gradients.append(log_probs.grad.item())
+    assert gradients == pytest.approx([10.0, 0.0])

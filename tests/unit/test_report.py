@@ -103,7 +103,7 @@ def test_a_page_holds_what_the_run_wrote(directory):
     assert data["metrics"]["steps"] == [0, 1, 2, 3, 3]
     assert data["metrics"]["series"]["loss/total"] == pytest.approx([None, 1 / 3, 2 / 3, 1, None], abs=1e-7)
     assert data["tokens"] == {"7": [" four", 0], "2": ["<|end|>", 3], "5": ["in the prompt", 0]}
-    assert data["steps"] == [{"step": step, "rows": 4, "of": 4} for step in (1, 2, 3)]
+    assert data["steps"] == [{"step": step, "rows": 4, "of": 4, "prompts": [0, 1]} for step in (1, 2, 3)]
     assert chunks.keys() == {1, 2, 3}
     assert [len(group["rows"]) for group in chunks[2]["groups"]] == [2, 2]
     page = path.read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ import io
 import logging
 import re
 import shutil
+import subprocess
 import sys
 import unicodedata
 from pathlib import Path
@@ -125,3 +126,12 @@ def test_what_transformers_logs_cannot_control_the_terminal(tmp_path, monkeypatc
     printed = handler.stream.getvalue()
     assert "]0;mine" in printed
     assert printed == visible(printed)
+
+
+@pytest.mark.slow
+def test_bitsandbytes_says_nothing_where_it_is_not_used():
+    """Importing peft imports it, and on some CPUs it then reports that a kernel is missing."""
+    pytest.importorskip("bitsandbytes")
+    code = "from harness.base.terminal import prepare_output; prepare_output(); import peft"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("", "")

@@ -9,8 +9,8 @@ class GroupView {
     this.hasTerms = namesIn(group.rows).includes("terms");
     this.tokens = []; // of every list: {list, ids, numbers (null for the prompt), spans}
     fill(byId("group-head"), this.head());
-    const cards = this.rows.map((numbers, rank) => this.card(numbers, rank));
-    const list = element("div", { class: `cards${cards.length > 16 ? " many" : ""}` }, cards);
+    this.cards = this.rows.map((numbers, rank) => this.card(numbers, rank));
+    const list = element("div", { class: `cards${this.cards.length > 16 ? " many" : ""}` }, this.cards);
     this.root = element("div", {}, this.prompt(), list);
     fill(byId("completions"), this.root);
     const options = Object.entries(this.colors).map(([value, { label }]) => element("option", { value }, label));
@@ -56,7 +56,7 @@ class GroupView {
   card(numbers, rank) {
     const { row } = numbers;
     const terms = sum(numbers.totals.terms);
-    const end = { stop: "stopped", length: "cut off" }[row.finish_reason] ?? row.finish_reason ?? "–";
+    const end = endOf(row);
     const fact = (key, value, name = key) =>
       element("span", { "data-key": key }, `${name} `, element("b", { class: "number" }, value));
     const rewards = Object.entries(row.rewards);
@@ -64,6 +64,7 @@ class GroupView {
       !isGiven(row) && fact("advantage", signed(row.advantage, 4)),
       rewards.map(([name, value]) => fact(name, short(value), name.replaceAll("_", " "))),
       fact("length", `${row.sampler.length}`),
+      fact("trajectory", `${this.group.prompt.length + row.ids.length}`, row.turns ? "with prompt and tools" : "with prompt"),
       fact("finish_reason", end, "end"),
       this.hasTerms && fact("terms", signed(terms, 8), "sum of terms"),
     ];
@@ -102,6 +103,11 @@ class GroupView {
     const list = element("div", { class: "tokens", "data-list": this.tokens.length, ...roles }, spans);
     this.tokens.push({ list, ids, numbers, spans });
     return list;
+  }
+
+  /** Show only the completions that pass. */
+  filter(passes) {
+    this.rows.forEach(({ row }, rank) => (this.cards[rank].hidden = !passes(row)));
   }
 
   // ---- colours
@@ -246,6 +252,23 @@ class GroupView {
     ];
     fill(byId("readout"), element("div", { class: "which" }, which), facts.i !== null && numberTable(facts));
   }
+}
+
+const endOf = (row) => ({ stop: "stopped", length: "cut off" })[row.finish_reason] ?? row.finish_reason ?? "–";
+
+/** The completions of a prompt at another step, as text. */
+function otherGroup(step, { rows }) {
+  const returns = rows.map((row) => row.return).filter(isNumber);
+  const note = `${count(rows.length, "completion")}, mean return ${returns.length ? short(mean(returns)) : "–"}`;
+  const card = (row) =>
+    element(
+      "article",
+      { class: "completion" },
+      element("h4", {}, `Completion ${row.completion_index}`, element("span", {}, `return ${short(row.return)}`)),
+      element("p", { class: "facts" }, `length ${row.sampler.length}, ${endOf(row)}`),
+      row.turns ? conversation(row) : element("div", { class: "said" }, shortened(row.text, 20000)),
+    );
+  return [element("h3", {}, `Step ${step}`), element("p", { class: "note" }, note), ...rows.map(card)];
 }
 
 // ---- conversations

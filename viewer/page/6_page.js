@@ -2,6 +2,7 @@
 
 let chosen = { step: null, prompt: null, row: null, token: null, by: "push", pass: "" }; // also in the address
 let groups = null; // of the chosen step
+let offered = []; // those of them with a completion that passes the filter
 let view = null; // of the chosen group
 let shownStep = null;
 
@@ -62,12 +63,11 @@ async function show() {
     if (step !== shownStep) return; // another one was chosen in the meantime
     groups = read instanceof Error ? [] : read;
     view = null;
-    byId("group").hidden = byId("prompts").hidden = !groups.length;
-    if (groups.length) showPrompts();
+    showPrompts();
     if (groups.length) showCheck(steps[place]);
     else showVerdict("missing", `The samples of step ${step} cannot be read: ${read.message}.`);
   }
-  if (groups?.length) showGroup();
+  if (offered.length) showGroup();
 }
 
 const returnsOf = (group) => group.rows.map((row) => row.return).filter(isNumber);
@@ -76,12 +76,17 @@ const returnsOf = (group) => group.rows.map((row) => row.return).filter(isNumber
 function currentGroup() {
   const variance = (group) => (returnsOf(group).length ? spread(returnsOf(group)) : -1);
   return (
-    groups.find((group) => group.prompt_index === chosen.prompt) ??
-    groups.reduce((best, group) => (variance(group) > variance(best) + 1e-12 ? group : best), groups[0])
+    offered.find((group) => group.prompt_index === chosen.prompt) ??
+    offered.reduce((best, group) => (variance(group) > variance(best) + 1e-12 ? group : best), offered[0])
   );
 }
 
 function showPrompts() {
+  offered = groups.filter((group) => group.rows.some(passes));
+  const [passing, all] = [groups.flatMap(({ rows }) => rows.filter(passes)), groups.flatMap(({ rows }) => rows)];
+  byId("filter-status").textContent = isFiltered() ? `${passing.length} of ${count(all.length, "completion")}` : "";
+  byId("group").hidden = byId("prompts").hidden = !offered.length;
+  if (!offered.length) return;
   const most = largest(groups.flatMap(returnsOf).map(Math.abs), 1e-9);
   const rounded = (value) => short(Number(value.toFixed(3)));
   const bar = (value) =>
@@ -101,18 +106,59 @@ function showPrompts() {
     );
   };
   const list = byId("prompt-list");
-  fill(list, groups.map(item));
-  list.scrollTop = list.children[groups.indexOf(currentGroup())].offsetTop - list.clientHeight / 3; // the list alone
+  fill(list, offered.map(item));
+  list.scrollTop = list.children[offered.indexOf(currentGroup())].offsetTop - list.clientHeight / 3; // the list alone
 }
 
 function showGroup() {
   const group = currentGroup();
   if (view?.group !== group) {
     view = new GroupView(group, (row, token) => remember({ prompt: group.prompt_index, row, token }));
-    byId("prompt-list").children[groups.indexOf(group)].querySelector("input").checked = true;
     if (chosen.token !== null) view.select(chosen.row, chosen.token);
+    offerBeside(group);
   }
+  byId("prompt-list").children[offered.indexOf(group)].querySelector("input").checked = true;
+  view.filter(passes);
   view.paint(chosen);
+}
+
+// ---- a filter of completions
+
+const FILTERS = {
+  "least-return": (row, value) => isNumber(row.return) && row.return >= Number(value),
+  "most-return": (row, value) => isNumber(row.return) && row.return <= Number(value),
+  "least-length": (row, value) => row.sampler.length >= Number(value),
+  "most-length": (row, value) => row.sampler.length <= Number(value),
+  end: (row, value) => row.finish_reason === value,
+  text: (row, value) => allTextOf(row).toLowerCase().includes(value.toLowerCase()),
+};
+const filterInputs = Object.keys(FILTERS).map((name) => [name, byId(`filter-${name}`)]);
+const allTextOf = (row) => [row.text, ...(row.turns ?? []).map(([, text]) => text)].join("\n");
+const isFiltered = () => filterInputs.some(([, input]) => input.value !== "");
+const passes = (row) => filterInputs.every(([name, { value }]) => value === "" || FILTERS[name](row, value));
+
+function applyFilter() {
+  showPrompts();
+  if (offered.length) showGroup();
+}
+
+// ---- the same question at another step
+
+function offerBeside(group) {
+  const asks = ({ step, prompts }) => step !== chosen.step && prompts.includes(group.prompt_index);
+  const options = steps.filter(asks).map(({ step }) => element("option", { value: step }, String(step)));
+  fill(byId("beside"), element("option", { value: "" }, "none"), options);
+  byId("beside-bar").hidden = !options.length;
+  byId("other").hidden = true;
+}
+
+async function showBeside(value) {
+  const [step, prompt] = [Number(value), view.group.prompt_index];
+  byId("other").hidden = value === "";
+  if (value === "") return;
+  const read = await readSamples(step);
+  if (byId("beside").value !== value || view.group.prompt_index !== prompt) return; // chosen in the meantime
+  fill(byId("other"), otherGroup(step, read.find((group) => group.prompt_index === prompt)));
 }
 
 // ---- the terms of a step against the loss that was logged
@@ -198,6 +244,12 @@ if (steps.length) {
   byId("color").addEventListener("change", ({ target }) => choose({ by: target.value }));
   byId("pass").addEventListener("change", ({ target }) => choose({ pass: target.value }));
   byId("view").addEventListener("change", ({ target }) => (byId("group").dataset.view = target.value));
+  byId("beside").addEventListener("change", ({ target }) => showBeside(target.value));
+  byId("filter").addEventListener("input", applyFilter);
+  byId("filter-clear").addEventListener("click", () => {
+    for (const [, input] of filterInputs) input.value = "";
+    applyFilter();
+  });
   addEventListener("hashchange", followAddress);
   const named = readAddress();
   chosen = { ...chosen, step: firstStep(), ...named };
