@@ -226,6 +226,7 @@ RUNS: dict[str, tuple[str, dict]] = {  # the experiment, and flags
     "baseline": (DISTILL, {}),
     "top-1": (DISTILL, {}),
     "ignorant": (DISTILL, {"teacher": "tiny_countdown"}),
+    "worse": (DISTILL, {"teacher": "tiny_tools"}),
     "tools": (DISTILL, {"model": "tiny_tools"}),
     "tools-grpo": (GRPO, NO_KL | {"model": "tiny_tools"}),
     "half": (DISTILL, FAST),
