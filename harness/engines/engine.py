@@ -16,7 +16,7 @@ import torch
 
 from common.errors import EngineError
 from common.keyed import keyed_generator
-from common.parallel import gather, is_main
+from common.parallel import gather_all, is_main
 from common.policy import Policy
 from common.sampling import begin_rows, in_groups
 from common.trajectory import Trajectory
@@ -124,7 +124,7 @@ class Engine:
         from safetensors import SafetensorError  # raised on a full disk
 
         mark = fingerprint(policy)
-        if not any(gather(mark != self._holds)):  # the same on all ranks; none of them is still sampling
+        if not any(gather_all(mark != self._holds)):  # the same on all ranks; none of them is still sampling
             return False
         self._holds, error = None, None  # a failed push can leave some of the new weights, or none at all
         if is_main():
@@ -190,7 +190,7 @@ class Engine:
 
 def raise_together(error: EngineError | None) -> None:
     """Raise this rank's error, or else the first error of another rank. All ranks call it together."""
-    for sentence in gather(None if error is None else str(error)):
+    for sentence in gather_all(None if error is None else str(error)):
         if sentence is not None:
             raise EngineError(sentence) from error
 

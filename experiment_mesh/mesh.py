@@ -1,0 +1,232 @@
+"""A mesh of ranks, data x tensor: what each rank holds, and log-probs of a vocabulary that is divided over ranks.
+
+With 4 ranks and --tensor-parallel 2, ranks 0 and 1 form a tensor group, and so do 2 and 3. The ranks of a tensor group
+have the same rows, and each computes a half of every layer. Ranks 0 and 2 compute the same half, of different rows;
+FSDP2 shards its weights over them, and gathers one layer at a time.
+
+Shapes: n tokens, vocabulary size V, W ranks in a tensor group; each has V/W columns of the logits, in the order of the
+ranks.
+"""
+
+import re
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from common.errors import UserError
+from common.parallel import data_size, split_tensors
+from common.policy import Policy
+
+from harness.base.config import ConfigT
+from harness.base.ranks import num_launched, together
+from harness.processes.processes import check_divides, start_processes
+
+# How a layer of transformers' plans is divided: by the columns of x W, so that its output is divided too; or by the
+# rows, so that its input is, and the outputs of the ranks are added. A norm of single heads, whose weight every rank
+# has, sees some of the heads on each rank: the gradients of its weight are added.
+STYLES = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "replicated_with_grad_allreduce": partial(SequenceParallel, sequence_dim=2, use_local_output=True),
+}
+
+
+def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
+    """Connect to the other processes; returns the settings with this process's device, and the mesh."""
+    size, num_ranks = config.tensor_parallel, num_launched()
+    if num_ranks % size:
+        raise UserError(
+            f"--tensor-parallel {size}: {num_ranks} process{'es' * (num_ranks > 1)} cannot be divided into groups of "
+            f"{size}: start a multiple of {size}, for example with torchrun --nproc-per-node {2 * size}"
+        )
+    if num_ranks > 1 and config.load_in is not None:
+        raise UserError(f"--load-in {config.load_in}: quantised weights cannot be sharded here: omit it")
+    split_tensors(size)
+    config = start_processes(config)
+    with together():
+        check_divides("--prompts-per-step", config.prompts_per_step, "prompts")
+    shape = (data_size(), size)
+    return config, init_device_mesh(torch.device(config.device).type, shape, mesh_dim_names=("data", "tensor"))
+
+
+def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> None:
+    """Divide the policy and its reference over the mesh. One process keeps them as they are."""
+    # `full_tensor` of a weight that is divided along both dimensions; it needs two messages
+    warnings.filterwarnings("ignore", "While redistributing from")
+    if mesh.size() == 1:
+        return
+    for copy in [policy] if reference is None or reference.trained is policy else [policy, reference]:
+        if mesh["tensor"].size() > 1:
+            _split_and_compare(copy, mesh["tensor"])
+        for module in copy.model.modules():
+            if type(module).__name__ in copy.model._no_split_modules:
+                fully_shard(module, mesh=mesh["data"])
+        fully_shard(copy, mesh=mesh["data"])  # the rest: embedding, last norm and head
+        copy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data
+    if reference is not None:
+        reference.score, reference.share_prompts = policy.score, False  # also where it is the policy without adapter
+
+
+# Tensor parallelism ---------------------------------------------------------------------------------------------------
+
+
+def _split_and_compare(policy: Policy, mesh: DeviceMesh) -> None:
+    """Split the model; UserError if it then computes anything else: transformers' plan is not always all it takes."""
+    ids = torch.arange(9, device=policy.device)[None]  # (1, 9)
+    action_mask = torch.ones_like(ids[:, 1:])
+    with torch.no_grad():
+        whole = policy(ids, action_mask).log_probs
+        split_model(policy, mesh)
+        name = policy.model.config.architectures[0]
+        try:
+            difference = (policy(ids, action_mask).log_probs - whole).abs().max().item()
+        except RuntimeError as error:  # shapes that are no longer those that a layer expects
+            raise UserError(f"--tensor-parallel {mesh.size()}: {name} does not run when it is split ({error})") from error
+    if not difference <= (1e-3 if policy.compute_dtype == torch.float32 else 0.5):
+        raise UserError(
+            f"--tensor-parallel {mesh.size()}: {name} computes other log-probs when it is split, by {difference:.2g} "
+            "nats: this model is not supported"
+        )
+
+
+def split_model(policy: Policy, mesh: DeviceMesh) -> None:
+    """Give this rank its part of every layer, of the embedding and of the LM head."""
+    model = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
+    plan, embedding, head = _plan_of(model, mesh.size()), model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    for name, module in list(model.get_decoder().named_modules()):
+        if (style := plan.get(re.sub(r"\.\d+\.", ".*.", name))) is None:
+            continue
+        parts = [module]
+        if hasattr(module, "lora_A"):  # W x + B A x: the columns of B are divided like those of W, or the rows of A
+            parts = [module.base_layer, *(module.lora_B if style == "colwise" else module.lora_A).values()]
+        for part in parts:
+            if isinstance(part, nn.Linear):
+                part.__class__ = nn.Linear  # common/fast/matmul.py knows no divided weights
+            parallelize_module(part, mesh, STYLES[style]())
+    head.__class__ = nn.Linear
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))  # 0 for ids of other ranks, added
+    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Shard(-1)))  # (n, V/W)
+    if is_tied:
+        head.weight = embedding.weight
+    group = mesh.get_group()
+    policy.score = partial(score_split_logits, group=group)
+    # The sampler calls the complete model, for the logits after the last token
+    policy.model.register_forward_pre_hook(partial(_check_same_ids, group=group), with_kwargs=True)
+    policy.model.register_forward_hook(partial(_gather_logits, group=group))
+
+
+def _plan_of(model: nn.Module, size: int) -> dict[str, str]:
+    """The style of each kind of layer, by name, from transformers; UserError if the model cannot be split."""
+    config, what = model.config.get_text_config(), f"--tensor-parallel {size}"
+    plan, embedding = config.base_model_tp_plan or {}, model.get_input_embeddings()
+    others = sorted({*plan.values()} - STYLES.keys())
+    if not plan or others or type(embedding) is not nn.Embedding:
+        why = f"with layers of the kind {others[0]}" if others else "without a plan, or with an embedding of its own kind"
+        raise UserError(
+            f"{what}: transformers describes {type(model).__name__} {why}: use a model such as Llama, Mistral, Qwen2, "
+            "Qwen3 or SmolLM3, or --tensor-parallel 1"
+        )
+    counts = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "units of a feed-forward layer": config.intermediate_size,
+        "ids of the vocabulary": len(embedding.weight),
+    }
+    for name, count in counts.items():
+        if count % size:
+            fitting = [n for n in range(2, size + 1) if not any(number % n for number in counts.values())]
+            remedy = f"use {' or '.join(map(str, [1, *fitting]))}"
+            raise UserError(f"{what}: the {count} {name} of the model cannot be divided by {size}: {remedy}")
+    return plan
+
+
+def score_split_logits(
+    logits: torch.Tensor, targets: torch.Tensor, group: distributed.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`common.logprobs.score_logits` for logits (n, V/W) of which each rank has some columns; none are gathered.
+
+        m = max_v z_v,   S = sum_v exp(z_v - m),   log p(token) = z[token] - m - log S
+        H = log S - sum_v exp(z_v - m) (z_v - m) / S
+
+    Each maximum and each sum over the vocabulary is computed over the columns of each rank, and then over the ranks
+    (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3): messages of 4 numbers per token instead of V.
+    """
+    num_columns = logits.shape[-1]
+    column = targets - num_columns * distributed.get_rank(group)  # (n,) of the token, if this rank has it
+    is_own = (column >= 0) & (column < num_columns)
+    top = logits.detach().amax(dim=-1)  # (n,); the result does not depend on it
+    distributed.all_reduce(top, distributed.ReduceOp.MAX, group=group)
+    shifted = logits - top[:, None]  # (n, V/W)
+    exps = shifted.exp()
+    token = shifted.gather(-1, column.clamp(0, num_columns - 1)[:, None])[:, 0] * is_own
+    expected = (exps * shifted).detach().sum(dim=-1)
+    total, token, expected = _SumOverRanks.apply(torch.stack([exps.sum(dim=-1), token, expected]), group)  # (n,) each
+    log_z = total.log()
+    return token - log_z, (log_z - expected / total).detach()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the ranks, from which each rank computes the same loss."""
+
+    @staticmethod
+    def forward(context, x: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
+        x = x.clone()
+        distributed.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(context, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Each rank's x counts once in the one loss; a sum of the ranks' equal dy would count it W times."""
+        return dy, None
+
+
+def _check_same_ids(model: nn.Module, args: tuple, kwargs: dict, group: distributed.ProcessGroup) -> None:
+    """The ranks of a group draw the same tokens from the same logits and random numbers; none is sent, all are checked.
+
+    A rank with another token would soon have another number of rows, and the ranks would wait for each other forever.
+    """
+    ids = kwargs["input_ids"]
+    mine = torch.stack([torch.tensor(len(ids), device=ids.device), (ids.T * torch.arange(len(ids))).sum()])
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    distributed.all_gather(everyone, mine, group=group)
+    if any(not torch.equal(other, mine) for other in everyone):
+        raise UserError(
+            "the ranks of a tensor group drew different tokens, although their logits and random numbers should be "
+            "the same: use devices of one kind for each group"
+        )
+
+
+def _gather_logits(model: nn.Module, args: tuple, output, group: distributed.ProcessGroup):
+    """The complete logits (rows, 1, V) of one token per row, to draw the next one from."""
+    parts = [torch.empty_like(output.logits) for _ in range(group.size())]
+    distributed.all_gather(parts, output.logits.contiguous(), group=group)
+    output.logits = torch.cat(parts, dim=-1)
+    return output
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+class DistributedCheckpoint:
+    """The trained weights and the optimizer's state; each rank writes its part, and any other mesh reads them."""
+
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer):
+        self.of, self.options = (policy, optimizer), StateDictOptions(ignore_frozen_params=True)
+
+    def save_state(self, path: str) -> None:
+        dcp.save(dict(zip(("weights", "optimizer"), get_state_dict(*self.of, options=self.options), strict=True)), checkpoint_id=path)
+
+    def load_state(self, path: str) -> None:
+        weights, state = get_state_dict(*self.of, options=self.options)  # read in place
+        dcp.load({"weights": weights, "optimizer": state}, checkpoint_id=path)
+        options = StateDictOptions(ignore_frozen_params=True, strict=False)
+        set_state_dict(*self.of, model_state_dict=weights, optim_state_dict=state, options=options)
