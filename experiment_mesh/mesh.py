@@ -8,8 +8,9 @@ Shapes: n tokens, vocabulary size V, W ranks in a tensor group; each has V/W col
 ranks.
 """
 
+import logging
 import re
-import warnings
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ from common.policy import Policy
 
 from harness.base.config import ConfigT
 from harness.base.ranks import num_launched, together
+from harness.base.terminal import say
 from harness.processes.processes import check_divides, start_processes
 
 # How a layer of transformers' plans is divided: by the columns of x W, so that its output is divided too; or by the
@@ -48,7 +50,10 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
             f"{size}: start a multiple of {size}, for example with torchrun --nproc-per-node {2 * size}"
         )
     if num_ranks > 1 and config.load_in is not None:
-        raise UserError(f"--load-in {config.load_in}: quantised weights cannot be sharded here: omit it")
+        raise UserError(f"--load-in {config.load_in}: quantised weights cannot be divided over ranks: omit it")
+    if config.attn_implementation == "flash_attention_2":  # the model is tried out before it is divided, on the CPU
+        say("attention is computed with sdpa: FlashAttention 2 cannot run where the model is loaded")
+        config = replace(config, attn_implementation="sdpa")
     split_tensors(size)
     config = start_processes(config)
     with together():
@@ -58,10 +63,12 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
 
 
 def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> None:
-    """Divide the policy and its reference over the mesh. One process keeps them as they are."""
-    # `full_tensor` of a weight that is divided along both dimensions; it needs two messages
-    warnings.filterwarnings("ignore", "While redistributing from")
+    """Move this rank's parts of the policy and of its reference to its device. One process keeps all of them."""
+    # it warns of two messages where one weight is divided along both dimensions
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if mesh.size() == 1:
+        for whole in filter(None, (policy, reference)):
+            whole.to(mesh.device_type)
         return
     for copy in [policy] if reference is None or reference.trained is policy else [policy, reference]:
         if mesh["tensor"].size() > 1:
@@ -70,6 +77,7 @@ def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> No
             if type(module).__name__ in copy.model._no_split_modules:
                 fully_shard(module, mesh=mesh["data"])
         fully_shard(copy, mesh=mesh["data"])  # the rest: embedding, last norm and head
+        copy.to(mesh.device_type)  # buffers
         copy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data
     if reference is not None:
         reference.score, reference.share_prompts = policy.score, False  # also where it is the policy without adapter
@@ -195,7 +203,7 @@ def _check_same_ids(model: nn.Module, args: tuple, kwargs: dict, group: distribu
     A rank with another token would soon have another number of rows, and the ranks would wait for each other forever.
     """
     ids = kwargs["input_ids"]
-    mine = torch.stack([torch.tensor(len(ids), device=ids.device), (ids.T * torch.arange(len(ids))).sum()])
+    mine = torch.stack([torch.tensor(len(ids), device=ids.device), (ids.T * torch.arange(len(ids), device=ids.device)).sum()])
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     distributed.all_gather(everyone, mine, group=group)
     if any(not torch.equal(other, mine) for other in everyone):
@@ -220,13 +228,13 @@ class DistributedCheckpoint:
     """The trained weights and the optimizer's state; each rank writes its part, and any other mesh reads them."""
 
     def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer):
-        self.of, self.options = (policy, optimizer), StateDictOptions(ignore_frozen_params=True)
+        self.of, self.options = (policy, optimizer), StateDictOptions(ignore_frozen_params=True, strict=False)
 
     def save_state(self, path: str) -> None:
-        dcp.save(dict(zip(("weights", "optimizer"), get_state_dict(*self.of, options=self.options), strict=True)), checkpoint_id=path)
+        weights, state = get_state_dict(*self.of, options=self.options)
+        dcp.save({"weights": weights, "optimizer": state}, checkpoint_id=path)
 
     def load_state(self, path: str) -> None:
         weights, state = get_state_dict(*self.of, options=self.options)  # read in place
         dcp.load({"weights": weights, "optimizer": state}, checkpoint_id=path)
-        options = StateDictOptions(ignore_frozen_params=True, strict=False)
-        set_state_dict(*self.of, model_state_dict=weights, optim_state_dict=state, options=options)
+        set_state_dict(*self.of, model_state_dict=weights, optim_state_dict=state, options=self.options)

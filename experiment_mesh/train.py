@@ -18,7 +18,7 @@ B = Q*G rows, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) ten
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from mesh import DistributedCheckpoint, distribute, start_mesh
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     config, mesh = start_mesh(parse_config(Config, argv, description=__doc__))
     task = load_task(config)  # what is asked and rewarded, with its rows of data
     with start_run(config, task) as run:
-        policy = load_policy(config, config.temperature)
+        policy = load_policy(replace(config, device="cpu"), config.temperature)  # no device needs room for all of it
         reference = make_reference(policy) if config.kl_weight > 0 else None
         distribute(mesh, policy, reference)
         if not run.has_before:
