@@ -38,7 +38,7 @@ def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: 
 def score_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-probs (n,) of the tokens `targets` (n,), in nats, and the entropies (n,), without gradient.
 
-        log p(token) = z[token] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,   z = logits (n, V)
+    log p(token) = z[token] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,   z = logits (n, V)
     """
     log_z = logits.logsumexp(dim=-1)  # (n,)
     log_probs = logits.gather(-1, targets[:, None])[:, 0] - log_z

@@ -64,7 +64,7 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
 
 def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> None:
     """Move this rank's parts of the policy and of its reference to its device. One process keeps all of them."""
-    # it warns of two messages where one weight is divided along both dimensions
+    # Where a weight is divided along both dimensions, gathering it takes two messages, of which torch warns
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if mesh.size() == 1:
         for whole in filter(None, (policy, reference)):
@@ -77,7 +77,6 @@ def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> No
             if type(module).__name__ in copy.model._no_split_modules:
                 fully_shard(module, mesh=mesh["data"])
         fully_shard(copy, mesh=mesh["data"])  # the rest: embedding, last norm and head
-        copy.to(mesh.device_type)  # buffers
         copy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data
     if reference is not None:
         reference.score, reference.share_prompts = policy.score, False  # also where it is the policy without adapter
@@ -87,22 +86,20 @@ def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> No
 
 
 def _split_and_compare(policy: Policy, mesh: DeviceMesh) -> None:
-    """Split the model; UserError if it then computes anything else: transformers' plan is not always all it takes."""
-    ids = torch.arange(9, device=policy.device)[None]  # (1, 9)
+    """Split the model, which must then compute what it did: a plan of transformers can leave out what it takes here."""
+    ids = torch.arange(9)[None]  # (1, 9)
     action_mask = torch.ones_like(ids[:, 1:])
+    what, name = f"--tensor-parallel {mesh.size()}", policy.model.config.architectures[0]
     with torch.no_grad():
         whole = policy(ids, action_mask).log_probs
         split_model(policy, mesh)
-        name = policy.model.config.architectures[0]
         try:
-            difference = (policy(ids, action_mask).log_probs - whole).abs().max().item()
+            split = policy.to(mesh.device_type)(ids.to(mesh.device_type), action_mask.to(mesh.device_type)).log_probs
+            difference = (split.cpu() - whole).abs().max().item()
         except RuntimeError as error:  # shapes that are no longer those that a layer expects
-            raise UserError(f"--tensor-parallel {mesh.size()}: {name} does not run when it is split ({error})") from error
+            raise UserError(f"{what}: {name} does not run when it is split ({error})") from error
     if not difference <= (1e-3 if policy.compute_dtype == torch.float32 else 0.5):
-        raise UserError(
-            f"--tensor-parallel {mesh.size()}: {name} computes other log-probs when it is split, by {difference:.2g} "
-            "nats: this model is not supported"
-        )
+        raise UserError(f"{what}: {name} computes other log-probs when it is split, by {difference:.2g} nats")
 
 
 def split_model(policy: Policy, mesh: DeviceMesh) -> None:
@@ -138,7 +135,7 @@ def _plan_of(model: nn.Module, size: int) -> dict[str, str]:
     plan, embedding = config.base_model_tp_plan or {}, model.get_input_embeddings()
     others = sorted({*plan.values()} - STYLES.keys())
     if not plan or others or type(embedding) is not nn.Embedding:
-        why = f"with layers of the kind {others[0]}" if others else "without a plan, or with an embedding of its own kind"
+        why = f"with layers of the kind {others[0]}" if others else "without a plan, or with its own kind of embedding"
         raise UserError(
             f"{what}: transformers describes {type(model).__name__} {why}: use a model such as Llama, Mistral, Qwen2, "
             "Qwen3 or SmolLM3, or --tensor-parallel 1"
@@ -202,8 +199,9 @@ def _check_same_ids(model: nn.Module, args: tuple, kwargs: dict, group: distribu
 
     A rank with another token would soon have another number of rows, and the ranks would wait for each other forever.
     """
-    ids = kwargs["input_ids"]
-    mine = torch.stack([torch.tensor(len(ids), device=ids.device), (ids.T * torch.arange(len(ids), device=ids.device)).sum()])
+    ids = kwargs["input_ids"]  # (rows, new tokens)
+    numbers = torch.arange(1, len(ids) + 1, device=ids.device)
+    mine = torch.stack([numbers.sum(), (ids.T * numbers).sum()])
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     distributed.all_gather(everyone, mine, group=group)
     if any(not torch.equal(other, mine) for other in everyone):

@@ -113,11 +113,10 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     rows, evaluated = (math.ceil(count / (processes // tensor)) for count in (rows, 8 * config.eval_prompts))
     micro = min(config.micro_batch_size * (2 if hasattr(config, "pairs_per_step") else 1), rows)
 
-    casts = (
-        2 * copies * shape.parameters / tensor if arithmetic == 2 and not rank and (shards == 1 or launch in MESH) else 0
-    )  # autocast keeps these copies
-    gathered = arithmetic * shape.parameters if shards > 1 else 0  # all layers in a rollout, two in the update
-    gathered = 4 * shape.parameters / tensor if launch in MESH else gathered
+    is_cast = arithmetic == 2 and not rank and launch != "fsdp2"  # by autocast, which keeps the copies
+    casts = 2 * copies * shape.parameters / tensor if is_cast else 0
+    gathered = arithmetic if launch == "fsdp2" else 4 if launch in MESH else 0  # bytes of a weight
+    gathered *= shape.parameters / tensor  # all layers in a rollout, two in the update
     sampling = casts + gathered + _cache(config, part, prompt + completion, max(rows, evaluated))
     shares = group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
     kept = copies * _activations(config, part, micro, prompt, completion, shares)

@@ -114,7 +114,8 @@ def run_scenario(train: ModuleType, scenario: str, divide: Callable, call: Calla
     experience.advantages = advantages[own.start : own.stop]
     experience.old_log_probs = token_log_probs(policy, experience, 8) + 0.01  # ratios are not 1
     experience.log_probs_ref = token_log_probs(reference, experience, 8)
-    reference_log_probs = torch.cat([x[mask == 1] for x, mask in gather((experience.log_probs_ref, experience.action_mask))])
+    all_ranks = gather((experience.log_probs_ref, experience.action_mask))
+    reference_log_probs = torch.cat([log_probs[mask == 1] for log_probs, mask in all_ranks])
     experience.log_probs_ref = experience.log_probs_ref - 0.1
     is_split = scenario == "minibatches"
     config = train.Config(
@@ -149,7 +150,8 @@ def scores(mesh_of: ModuleType, group) -> dict[str, torch.Tensor]:
 
 
 def logits_and_targets() -> tuple[torch.Tensor, torch.Tensor]:
-    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0, 5, 50, 200, 200]]).T
+    logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(3))
+    logits = logits * torch.tensor([[1.0, 5, 50, 200, 200]]).T
     return logits, torch.tensor([0, VOCAB // 2 - 1, VOCAB // 2, VOCAB - 1, int(logits[4].argmax())])
 
 
@@ -308,7 +310,7 @@ def test_scores_of_split_logits_are_those_of_whole_ones(results_of, mesh):
     ("vocabulary", "the 25 ids of the vocabulary of the model cannot be divided by 2: use 1"),
     ("no plan", "transformers describes GPT2LMHeadModel without a plan"),
     ("other layers", "with layers of the kind colwise_gather_output: use a model such as Llama"),
-    ("other embedding", "with an embedding of its own kind"),
+    ("other embedding", "with its own kind of embedding"),
     ("half a plan", "ARandomModel does not run when it is split ("),
     ("different log-probs", "ARandomModel computes other log-probs when it is split, by "),
     ("different tokens", "the ranks of a tensor group drew different tokens"),
