@@ -71,21 +71,20 @@ def main(config: Config) -> None:
 
 def measure(data: int, tensor: int, folder: Path) -> dict:
     """Start a mesh; what its first rank measured."""
-    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(data * tensor), __file__)
-    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXPERIMENT}", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *command, str(tensor), str(folder)], check=True, env=os.environ | paths)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(data * tensor))
+    _start(*launcher, __file__, str(tensor), str(folder))
     return json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
 
 
 def run_rank(tensor: int, folder: Path) -> None:
     """One rank: bytes of its tensors, and messages of a token and of an update."""
+    import train
     from mesh import distribute, start_mesh
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from harness.models.loading import make_reference
     from harness.run.signals import leave
 
-    train = _import_train()
     data = int(os.environ["WORLD_SIZE"]) // tensor
     config = train.Config(
         device="cpu", threads=1, tensor_parallel=tensor, prompts_per_step=2 * data, group_size=ROWS // 2,
@@ -183,20 +182,24 @@ PANELS = ("reward/correct", "loss/grad_norm", "loss/kl", "policy/sampling_log_pr
 
 def train(kind: str, seed: int, folder: Path) -> Path:
     """Train in one process; "broken": with the log-probs that two ranks would compute from their own columns."""
-    script = _import_train()
-    load = script.load_policy
+    _start(sys.executable, __file__, kind, str(seed), str(folder))
+    return folder / "experiment_mesh" / f"{kind}-seed{seed}"
+
+
+def run_alone(kind: str, seed: str, folder: str) -> None:
+    import train
+
+    load = train.load_policy
 
     def load_broken(*arguments) -> Policy:
         policy = load(*arguments)
         policy.score = score_halves
         return policy
 
-    script.load_policy = load_broken if kind == "broken" else load
-    flags = ("--steps", "40", "--seed", str(seed), "--eval-every", "0", "--checkpoint-every", "0")
-    script.main([*flags, "--name", f"{kind}-seed{seed}", "--runs-dir", str(folder)])
-    distributed.destroy_process_group()
-    script.load_policy = load
-    return folder / "experiment_mesh" / f"{kind}-seed{seed}"
+    if kind == "broken":
+        train.load_policy = load_broken
+    flags = ("--steps", "40", "--seed", seed, "--eval-every", "0", "--checkpoint-every", "0")
+    train.main([*flags, "--name", f"{kind}-seed{seed}", "--runs-dir", folder])
 
 
 def score_halves(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,16 +209,16 @@ def score_halves(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Ten
     return score_logits(own, targets % half)
 
 
-def _import_train():
-    if str(EXPERIMENT) not in os.environ.get("PYTHONPATH", ""):  # this script's folder comes first otherwise
-        os.environ["PYTHONPATH"] = str(EXPERIMENT)
-    import train
-
-    return train
+def _start(*command: str) -> None:
+    """Start this script again, with the modules of the experiment."""
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{EXPERIMENT}", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=os.environ | paths)
 
 
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ:
         run_rank(int(sys.argv[1]), Path(sys.argv[2]))
+    elif sys.argv[1:2] in (["broken"], ["correct"]):
+        run_alone(*sys.argv[1:])
     else:
         main(tyro.cli(Config))

@@ -1,21 +1,21 @@
-"""A mesh of ranks, data x tensor: what each rank holds, and log-probs of a vocabulary that is divided over ranks.
+"""A mesh of ranks, data x tensor: how a model is divided over it, who samples, and checkpoints that any mesh reads.
 
 With 4 ranks and --tensor-parallel 2, ranks 0 and 1 form a tensor group, and so do 2 and 3. The ranks of a tensor group
 have the same rows, and each computes a half of every layer. Ranks 0 and 2 compute the same half, of different rows;
-FSDP2 shards its weights over them, and gathers one layer at a time.
-
-Shapes: n tokens, vocabulary size V, W ranks in a tensor group; each has V/W columns of the logits, in the order of the
-ranks.
+FSDP2 shards its weights over them, and gathers one layer at a time. split_vocabulary.py has the log-probs.
 """
 
 import logging
 import re
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import distributed, nn
+from split_vocabulary import check_same_ids, gather_logits, score_split_logits
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,13 +23,17 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from common.errors import UserError
-from common.parallel import data_size, split_tensors
+from common.parallel import data_size, gather_all, rank, split_tensors, world_size
 from common.policy import Policy
+from common.sampling import sample
+from common.trajectory import Trajectory
 
 from harness.base.config import ConfigT
 from harness.base.ranks import num_launched, together
 from harness.base.terminal import say
+from harness.engines.engine import Engine
 from harness.processes.processes import check_divides, start_processes
+from harness.run.run import Run
 
 # How a layer of transformers' plans is divided: by the columns of x W, so that its output is divided too; or by the
 # rows, so that its input is, and the outputs of the ranks are added. A norm of single heads, whose weight every rank
@@ -51,6 +55,8 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
         )
     if num_ranks > 1 and config.load_in is not None:
         raise UserError(f"--load-in {config.load_in}: quantised weights cannot be divided over ranks: omit it")
+    if config.engine is not None and (config.dtype != "float32" or config.lora_rank or config.adapter_path is not None):
+        raise UserError("--engine needs exact weights of the whole model: use --dtype float32, and no adapter")
     if config.attn_implementation == "flash_attention_2":  # the model is tried out before it is divided, on the CPU
         say("attention is computed with sdpa: FlashAttention 2 cannot run where the model is loaded")
         config = replace(config, attn_implementation="sdpa")
@@ -125,8 +131,8 @@ def split_model(policy: Policy, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     policy.score = partial(score_split_logits, group=group)
     # The sampler calls the complete model, for the logits after the last token
-    policy.model.register_forward_pre_hook(partial(_check_same_ids, group=group), with_kwargs=True)
-    policy.model.register_forward_hook(partial(_gather_logits, group=group))
+    policy.model.register_forward_pre_hook(partial(check_same_ids, group=group), with_kwargs=True)
+    policy.model.register_forward_hook(partial(gather_logits, group=group))
 
 
 def _plan_of(model: nn.Module, size: int) -> dict[str, str]:
@@ -154,69 +160,24 @@ def _plan_of(model: nn.Module, size: int) -> dict[str, str]:
     return plan
 
 
-def score_split_logits(
-    logits: torch.Tensor, targets: torch.Tensor, group: distributed.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`common.logprobs.score_logits` for logits (n, V/W) of which each rank has some columns; none are gathered.
-
-        m = max_v z_v,   S = sum_v exp(z_v - m),   log p(token) = z[token] - m - log S
-        H = log S - sum_v exp(z_v - m) (z_v - m) / S
-
-    Each maximum and each sum over the vocabulary is computed over the columns of each rank, and then over the ranks
-    (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3): messages of 4 numbers per token instead of V.
-    """
-    num_columns = logits.shape[-1]
-    column = targets - num_columns * distributed.get_rank(group)  # (n,) of the token, if this rank has it
-    is_own = (column >= 0) & (column < num_columns)
-    top = logits.detach().amax(dim=-1)  # (n,); the result does not depend on it
-    distributed.all_reduce(top, distributed.ReduceOp.MAX, group=group)
-    shifted = logits - top[:, None]  # (n, V/W)
-    exps = shifted.exp()
-    token = shifted.gather(-1, column.clamp(0, num_columns - 1)[:, None])[:, 0] * is_own
-    expected = (exps * shifted).detach().sum(dim=-1)
-    total, token, expected = _SumOverRanks.apply(torch.stack([exps.sum(dim=-1), token, expected]), group)  # (n,) each
-    log_z = total.log()
-    return token - log_z, (log_z - expected / total).detach()
+# Sampling -------------------------------------------------------------------------------------------------------------
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks, from which each rank computes the same loss."""
+def sampler_of(config: ConfigT, run: Run) -> Callable[..., list[Trajectory]]:
+    """`common.sampling.sample`, or the same by the vLLM server at `--engine`, which gets the weights one by one."""
+    if config.engine is None:
+        return sample
+    with together():
+        engine = Engine(config.engine, run.directory / "engine")
+    run.contexts.enter_context(closing(engine))
+    size = world_size() // data_size()
 
-    @staticmethod
-    def forward(context, x: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:
-        x = x.clone()
-        distributed.all_reduce(x, group=group)
-        return x
+    def ask(policy: Policy, prompts: list[list[int]], group_size: int, **settings) -> list[Trajectory]:
+        """Only the first rank of a tensor group asks: two answers to the same request could differ."""
+        rows = {} if rank() % size == 0 else {"rows": range(0)}
+        return gather_all(engine.sample(policy, prompts, group_size, **settings | rows))[rank() - rank() % size]
 
-    @staticmethod
-    def backward(context, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Each rank's x counts once in the one loss; a sum of the ranks' equal dy would count it W times."""
-        return dy, None
-
-
-def _check_same_ids(model: nn.Module, args: tuple, kwargs: dict, group: distributed.ProcessGroup) -> None:
-    """The ranks of a group draw the same tokens from the same logits and random numbers; none is sent, all are checked.
-
-    A rank with another token would soon have another number of rows, and the ranks would wait for each other forever.
-    """
-    ids = kwargs["input_ids"]  # (rows, new tokens)
-    numbers = torch.arange(1, len(ids) + 1, device=ids.device)
-    mine = torch.stack([numbers.sum(), (ids.T * numbers).sum()])
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    distributed.all_gather(everyone, mine, group=group)
-    if any(not torch.equal(other, mine) for other in everyone):
-        raise UserError(
-            "the ranks of a tensor group drew different tokens, although their logits and random numbers should be "
-            "the same: use devices of one kind for each group"
-        )
-
-
-def _gather_logits(model: nn.Module, args: tuple, output, group: distributed.ProcessGroup):
-    """The complete logits (rows, 1, V) of one token per row, to draw the next one from."""
-    parts = [torch.empty_like(output.logits) for _ in range(group.size())]
-    distributed.all_gather(parts, output.logits.contiguous(), group=group)
-    output.logits = torch.cat(parts, dim=-1)
-    return output
+    return ask
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

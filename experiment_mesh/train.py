@@ -18,10 +18,11 @@ B = Q*G rows, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) ten
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from mesh import DistributedCheckpoint, distribute, start_mesh
+from mesh import DistributedCheckpoint, distribute, sampler_of, start_mesh
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_prompt
@@ -30,7 +31,6 @@ from common.logprobs import token_log_probs
 from common.loss import approx_kl_divergence, clipped_surrogate, is_clipped, probability_ratio
 from common.parallel import clip_grad_norm_, data_size, gather, gather_rows, in_step, part_of
 from common.policy import Policy
-from common.sampling import sample
 from common.trajectory import Trajectory
 
 from harness.base.config import Count, GroupSize, NotNegative, Positive, RunConfig, Share
@@ -47,6 +47,8 @@ from harness.run.start import run_main, start_run
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     tensor_parallel: Count = 1  # ranks that hold one copy of the model together; a divisor of the number of processes
+    # address of a vLLM server that samples, as in experiment_engine, but exactly (float32); None: the ranks sample
+    engine: str | None = None
     steps: Count = 80  # each samples completions, rewards them and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
@@ -74,14 +76,22 @@ def main(argv: list[str] | None = None) -> None:
         policy = load_policy(replace(config, device="cpu"), config.temperature)  # no device needs room for all of it
         reference = make_reference(policy) if config.kl_weight > 0 else None
         distribute(mesh, policy, reference)
+        sample = sampler_of(config, run)
         if not run.has_before:
-            run.log_before(evaluate_held_out(config, task, policy, num_samples=8))
-        train(config, run, task, policy, reference)
+            run.log_before(evaluate_held_out(config, task, policy, num_samples=8, sampler=sample))
+        train(config, run, task, policy, reference, sample)
         run.save_final(policy)
-        run.finish(evaluate_held_out(config, task, policy, num_samples=8))
+        run.finish(evaluate_held_out(config, task, policy, num_samples=8, sampler=sample))
 
 
-def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
+def train(
+    config: Config,
+    run: Run,
+    task: Task,
+    policy: Policy,
+    reference: Policy | None,
+    sample: Callable[..., list[Trajectory]],
+) -> None:
     """Run all steps, or those that a resumed run has left."""
     # one weight after the other (foreach=False): not all of them are divided along the same dimensions
     optimizer = torch.optim.AdamW(policy.parameters(), config.lr, weight_decay=config.weight_decay, foreach=False)
@@ -89,7 +99,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
     run.restore(policy, optimizer, checkpoint)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
-        trajectories = sample_completions(config, task, policy, step)
+        trajectories = sample_completions(config, task, policy, step, sample)
         run.lap("sample")
 
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
@@ -124,14 +134,16 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         metrics = statistics.metrics() | rollout_metrics(completions, torch.cat(gather(returns)))
         metrics |= run.costs(num_tokens=sum(completion.num_action_tokens for completion in completions))
         if config.eval_every and step % config.eval_every == 0:
-            evaluation = evaluate_held_out(config, task, policy)
+            evaluation = evaluate_held_out(config, task, policy, sampler=sample)
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         run.log(step, metrics)
         run.log_samples(step, trajectories, experience, statistics)
         run.checkpoint(step, policy, optimizer, checkpoint)
 
 
-def sample_completions(config: Config, task: Task, policy: Policy, step: int) -> list[Trajectory]:
+def sample_completions(
+    config: Config, task: Task, policy: Policy, step: int, sample: Callable[..., list[Trajectory]]
+) -> list[Trajectory]:
     """G completions of each of this tensor group's part of the step's Q questions: B trajectories."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
     prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]

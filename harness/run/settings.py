@@ -25,7 +25,7 @@ NOT_FLAGS |= {"script", "about", "loss"}  # what train.py says about itself, and
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they limit memory and change no update
-MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "tensor_parallel")  # when a run is resumed
+MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "tensor_parallel", "engine")  # when a run is resumed
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 
 

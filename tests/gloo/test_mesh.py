@@ -138,14 +138,17 @@ def run_scenario(train: ModuleType, scenario: str, divide: Callable, call: Calla
     }  # fmt: skip
 
 
-def scores(mesh_of: ModuleType, group) -> dict[str, torch.Tensor]:
+def scores(group) -> dict[str, torch.Tensor]:
     """Log-probs, entropy and the gradient of this rank's columns, for logits up to 200; put together by the test."""
     logits, targets = logits_and_targets()
     columns = logits.chunk(group.size(), dim=-1)[group.rank()].clone().requires_grad_()
-    log_probs, entropy = mesh_of.score_split_logits(columns, targets, group)
+    score = sys.modules["split_vocabulary"].score_split_logits
+    log_probs, entropy = score(columns, targets, group)
     (log_probs * torch.arange(1.0, 6.0)).sum().backward()
     gradient = torch.cat(gather_all(columns.grad)[: group.size()], dim=-1)
-    nothing = mesh_of.score_split_logits(columns[:0], targets[:0], group)[0]  # a rank without action tokens
+    nothing = sys.modules["split_vocabulary"].score_split_logits(columns[:0], targets[:0], group)[
+        0
+    ]  # a rank without action tokens
     return {"log_probs": log_probs.detach(), "entropy": entropy, "gradient": gradient, "nothing": nothing.detach()}
 
 
@@ -214,7 +217,7 @@ def main(path: str, tensor_size: str) -> None:
     divide = functools.partial(mesh_of.distribute, mesh)
     scenarios = MESHES[f"{mesh['data'].size()}x{tensor_size}"]
     results = {name: run_scenario(train, name, divide, train.update, kv_heads) for name in scenarios}
-    results["scores"] = scores(mesh_of, mesh["tensor"].get_group())
+    results["scores"] = scores(mesh["tensor"].get_group())
     if mesh.shape == (1, 2):
         results["refusals"] = refusals(train, mesh_of, mesh)
     if rank() == 0:
