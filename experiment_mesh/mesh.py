@@ -7,6 +7,7 @@ FSDP2 shards its weights over them, and gathers one layer at a time. split_vocab
 
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from common.errors import UserError
-from common.parallel import data_size, gather_all, rank, split_tensors, world_size
+from common.parallel import data_size, gather_all, is_main, rank, split_tensors, world_size
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -168,7 +169,9 @@ def sampler_of(config: ConfigT, run: Run) -> Callable[..., list[Trajectory]]:
     if config.engine is None:
         return sample
     with together():
-        engine = Engine(config.engine, run.directory / "engine")
+        engine = Engine(config.engine, folder := run.directory / "engine")
+    if is_main():
+        run.contexts.callback(shutil.rmtree, folder, ignore_errors=True)  # as large as the model
     run.contexts.enter_context(closing(engine))
     size = world_size() // data_size()
 

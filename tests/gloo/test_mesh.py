@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import torch
 from run_files import ROOT, launch, metrics_of, rows_of
 from safetensors.torch import load_file
 from torch import distributed
+from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
 from common.experience import collate
@@ -58,7 +60,7 @@ equality = load("tests/gloo/test_equality.py")
 
 def make_policy(scenario: str, num_kv_heads: int = 2) -> Policy:
     """A random model with its adapter, if the scenario has one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from harness.models.adapters import add_adapter
 
@@ -158,9 +160,38 @@ def logits_and_targets() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, torch.tensor([0, VOCAB // 2 - 1, VOCAB // 2, VOCAB - 1, int(logits[4].argmax())])
 
 
+def exported(mesh_of: ModuleType, mesh, folder: Path) -> int:
+    """Write a divided policy for an engine; the most whole weights that existed at the same time."""
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoTokenizer
+
+    from harness.base.config import TINY_POLICY
+    from harness.engines.folder import export_divided
+
+    policy = make_policy("adamw", max(2, mesh["tensor"].size()))  # its embedding and head are tied
+    gather_one, kept, most = DTensor.full_tensor, [], 0
+    policy.tokenizer = AutoTokenizer.from_pretrained(TINY_POLICY)
+    mesh_of.distribute(mesh, policy, None)
+
+    def full_tensor(weight: DTensor) -> torch.Tensor:
+        nonlocal most
+        whole = gather_one(weight)
+        kept.append(weakref.ref(whole))
+        most = max(most, sum(other() is not None for other in kept))
+        return whole
+
+    DTensor.full_tensor = full_tensor
+    try:
+        export_divided(policy, folder, torch.float32)
+    finally:
+        DTensor.full_tensor = gather_one
+    assert len(kept) == len(policy.model.state_dict())
+    return most
+
+
 def refusals(train: ModuleType, mesh_of: ModuleType, mesh) -> dict[str, str]:
     """The sentences of models that cannot be split, and of ranks that draw different tokens."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     def sentence(change: Callable) -> str:
         try:
@@ -218,6 +249,7 @@ def main(path: str, tensor_size: str) -> None:
     scenarios = MESHES[f"{mesh['data'].size()}x{tensor_size}"]
     results = {name: run_scenario(train, name, divide, train.update, kv_heads) for name in scenarios}
     results["scores"] = scores(mesh["tensor"].get_group())
+    results["weights at once"] = exported(mesh_of, mesh, Path(path).with_name("exported"))
     if mesh.shape == (1, 2):
         results["refusals"] = refusals(train, mesh_of, mesh)
     if rank() == 0:
@@ -237,7 +269,7 @@ def results_of(tmp_path_factory) -> Callable[[str], dict]:
         data, tensor = map(int, mesh.split("x"))
         paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "experiment_mesh")))
         launch(data * tensor, __file__, path, str(tensor), PYTHONPATH=paths)
-        return torch.load(path)
+        return torch.load(path) | {"folder": path.parent}
 
     return start
 
@@ -308,6 +340,18 @@ def test_scores_of_split_logits_are_those_of_whole_ones(results_of, mesh):
     assert found["nothing"].shape == (0,)
 
 
+@each_mesh
+def test_weights_for_an_engine_are_gathered_one_by_one(results_of, mesh):
+    """The folder is that of whole weights; while the next one is gathered, the one before it may still be written."""
+    found = results_of(mesh)
+    assert found["weights at once"] <= 2
+    model = AutoModelForCausalLM.from_pretrained(found["folder"] / "exported")
+    expected = make_policy("adamw", max(2, int(mesh[-1]))).model.state_dict()
+    assert not model.config.tie_word_embeddings
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
 @pytest.mark.parametrize(("what", "words"), [
     ("key-value heads", "the 1 key-value heads of the model cannot be divided by 2: use 1"),
     ("vocabulary", "the 25 ids of the vocabulary of the model cannot be divided by 2: use 1"),
@@ -372,6 +416,23 @@ def check_same_run(found: Path, expected: Path) -> None:
 def test_a_run_on_a_mesh_is_the_run_of_one_process(run_of_2x2, run_alone):
     """Its final/ is a Hugging Face directory with whole weights."""
     check_same_run(run_of_2x2, run_alone)
+
+
+@pytest.mark.slow
+def test_an_engine_samples_for_a_mesh(stand_in, tmp_path, load_script):
+    """As for one process of experiment_engine; it is asked once for each row, and gets the weights of every step."""
+    server, other = stand_in(), stand_in()
+    launch(4, TRAIN, *RUN, "--tensor-parallel", "2", "--runs-dir", tmp_path, "--engine", server.url)
+    flags = ("--engine-url", other.url, "--importance-cap", "0", "--runs-dir", str(tmp_path))
+    load_script("experiment_engine/train.py").main([*RUN, *flags])
+    found, expected = (tmp_path / f"experiment_{name}" / "x" for name in ("mesh", "engine"))
+    assert server.calls == other.calls
+    for new, old in zip(metrics_of(found), metrics_of(expected), strict=True):
+        assert new == pytest.approx({name: old[name] for name in new}, rel=1e-4, abs=1e-5)
+    assert [row["ids"] for row in rows_of(found, "samples")] == [row["ids"] for row in rows_of(expected, "samples")]
+    weights, others = (load_file(directory / "final" / "model.safetensors") for directory in (found, expected))
+    assert all((weights[name] - others[name]).abs().max() <= 1e-5 for name in others)
+    assert not (found / "engine").exists()
 
 
 @pytest.mark.slow
