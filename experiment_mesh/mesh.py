@@ -36,6 +36,8 @@ from harness.engines.engine import Engine
 from harness.processes.processes import check_divides, start_processes
 from harness.run.run import Run
 
+Sampler = Callable[..., list[Trajectory]]  # as `common.sampling.sample`
+
 # How a layer of transformers' plans is divided: by the columns of x W, so that its output is divided too; or by the
 # rows, so that its input is, and the outputs of the ranks are added. A norm of single heads, whose weight every rank
 # has, sees some of the heads on each rank: the gradients of its weight are added.
@@ -54,7 +56,7 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
             f"--tensor-parallel {size}: {num_ranks} process{'es' * (num_ranks > 1)} cannot be divided into groups of "
             f"{size}: start a multiple of {size}, for example with torchrun --nproc-per-node {2 * size}"
         )
-    if num_ranks > 1 and config.load_in is not None:
+    if config.load_in is not None:
         raise UserError(f"--load-in {config.load_in}: quantised weights cannot be divided over ranks: omit it")
     if config.engine is not None and (config.dtype != "float32" or config.lora_rank or config.adapter_path is not None):
         raise UserError("--engine needs exact weights of the whole model: use --dtype float32, and no adapter")
@@ -164,7 +166,7 @@ def _plan_of(model: nn.Module, size: int) -> dict[str, str]:
 # Sampling -------------------------------------------------------------------------------------------------------------
 
 
-def sampler_of(config: ConfigT, run: Run) -> Callable[..., list[Trajectory]]:
+def sampler_of(config: ConfigT, run: Run) -> Sampler:
     """`common.sampling.sample`, or the same by the vLLM server at `--engine`, which gets the weights one by one."""
     if config.engine is None:
         return sample

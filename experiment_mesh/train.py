@@ -18,11 +18,10 @@ B = Q*G rows, T tokens, b rows per micro-batch; entry `[:, t]` of a (B, T-1) ten
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from mesh import DistributedCheckpoint, distribute, sampler_of, start_mesh
+from mesh import DistributedCheckpoint, Sampler, distribute, sampler_of, start_mesh
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.chat import decode, encode_prompt
@@ -47,8 +46,7 @@ from harness.run.start import run_main, start_run
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     tensor_parallel: Count = 1  # ranks that hold one copy of the model together; a divisor of the number of processes
-    # address of a vLLM server that samples, as in experiment_engine, but exactly (float32); None: the ranks sample
-    engine: str | None = None
+    engine: str | None = None  # address of a vLLM server that samples, see experiment_engine; None: the ranks do
     steps: Count = 80  # each samples completions, rewards them and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
@@ -84,14 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         run.finish(evaluate_held_out(config, task, policy, num_samples=8, sampler=sample))
 
 
-def train(
-    config: Config,
-    run: Run,
-    task: Task,
-    policy: Policy,
-    reference: Policy | None,
-    sample: Callable[..., list[Trajectory]],
-) -> None:
+def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None, sample: Sampler) -> None:
     """Run all steps, or those that a resumed run has left."""
     # one weight after the other (foreach=False): not all of them are divided along the same dimensions
     optimizer = torch.optim.AdamW(policy.parameters(), config.lr, weight_decay=config.weight_decay, foreach=False)
@@ -141,9 +132,7 @@ def train(
         run.checkpoint(step, policy, optimizer, checkpoint)
 
 
-def sample_completions(
-    config: Config, task: Task, policy: Policy, step: int, sample: Callable[..., list[Trajectory]]
-) -> list[Trajectory]:
+def sample_completions(config: Config, task: Task, policy: Policy, step: int, sample: Sampler) -> list[Trajectory]:
     """G completions of each of this tensor group's part of the step's Q questions: B trajectories."""
     prompt_index = prompts_of_step(len(task.train_rows), config.prompts_per_step, step, config.seed)
     prompt_index = [prompt_index[index] for index in part_of(config.prompts_per_step)]
