@@ -61,7 +61,7 @@ OTHER_DEFAULTS = {
 SEARCH_FLAGS = {"top_k", "corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"}
 ELSEWHERE_OF = {
     "experiment_engine": {"engine_start", "engine_dtype", "push_every", "steps_ahead"},  # engine/test_run.py
-    "experiment_mesh": {"tensor_parallel"},  # gloo/test_mesh.py
+    "experiment_mesh": {"tensor_parallel", "engine"},  # gloo/test_mesh.py
     "experiment_multiturn_tool_calling": {"tools", "tool_seconds"},
     "experiment_multiturn_qa": {"tools", "tool_seconds"} | SEARCH_FLAGS,
 }
