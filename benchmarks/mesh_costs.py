@@ -4,8 +4,7 @@
     python benchmarks/mesh_costs.py --draw     # from the committed data: the tables, and experiment_mesh/broken.png
 
 Bytes are those of the tensors that a rank has allocated; messages are counted by torch's dispatcher. Both are the same
-on a GPU; no time is measured. The data are the entry mesh of benchmarks/results/measurements.json, and the runs in
-experiment_mesh/results/.
+on a GPU; no time is measured. The data are the entry mesh of benchmarks/results/measurements.json.
 """
 
 import json
@@ -19,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import torch
 import tyro
 from torch import distributed
@@ -31,7 +29,7 @@ from common.logprobs import score_logits
 from common.policy import Policy
 from common.sampling import begin_rows, sample
 from viewer.bands import draw_comparison
-from viewer.results import keep_runs, read_json, read_runs, write_json
+from viewer.results import KeptRun, read_json, write_json
 from viewer.runs import Run
 
 from harness.run.machine import describe_machine
@@ -56,13 +54,16 @@ def main(config: Config) -> None:
     if not config.draw:
         with tempfile.TemporaryDirectory() as folder:
             found = {f"{data}x{tensor}": measure(data, tensor, Path(folder)) for data, tensor in MESHES}
-            write_json(RESULTS, {"sizes": SIZES, "meshes": found} | describe_machine(), entry="mesh")
-            runs = [train(kind, seed, Path(folder)) for kind in KINDS for seed in SEEDS]
-            keep_runs(EXPERIMENT / "results", map(Run, runs), columns=PANELS)
-    print_tables(read_json(RESULTS, "mesh")["meshes"])
-    matplotlib.use("Agg")  # works without a display
-    runs = read_runs(EXPERIMENT / "results")
-    groups = {label: [runs[f"{kind}-seed{seed}"] for seed in SEEDS] for kind, label in KINDS.items()}
+            runs = {kind: [train(kind, seed, Path(folder)) for seed in SEEDS] for kind in KINDS}
+            write_json(RESULTS, {"sizes": SIZES, "meshes": found, "runs": runs} | describe_machine(), entry="mesh")
+    data = read_json(RESULTS, "mesh")
+    print_tables(data["meshes"])
+    for kind, runs in data["runs"].items():
+        for key in ("eval/sampled/accuracy", PANELS[-1]):
+            print(f"{kind}, {key}, last value:", *(f"{[x[key] for x in rows if key in x][-1]:.3g}" for rows in runs))
+    groups = {
+        KINDS[kind]: [KeptRun(Path(kind), {}, None, rows) for rows in runs] for kind, runs in data["runs"].items()
+    }
     draw_comparison(groups, EXPERIMENT / "broken.png", PANELS)
 
 
@@ -136,7 +137,11 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Messages(TorchDispatchMode):
-    """Counts the messages that this rank takes part in, by the dimension of the mesh, and the bytes that it puts in."""
+    """Counts the messages that this rank takes part in, by the dimension of the mesh, and the bytes that it puts in.
+
+    "objects" are Python objects, such as numbers of rows, of all ranks. Messages within an operation on divided weights
+    are hidden from a dispatch mode: those of the gradient norm, one for each dimension of each kind of weight.
+    """
 
     def __init__(self, mesh):
         super().__init__()
@@ -145,33 +150,33 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("c10d", "_c10d_functional") and re.search("reduce|gather", func.__name__):
-            group = self.names.get(_group_name(args), "all")
-            self.numbers[group] += 1
-            self.sizes[group] += max(_sizes(args), default=0)
+            tensors = _tensors(args)
+            is_object = any(x.dtype == torch.uint8 or (x.dtype == torch.int64 and x.numel() == 1) for x in tensors)
+            name = "objects" if is_object else self.names[_group_name(args)]
+            self.numbers[name] += 1
+            self.sizes[name] += max(x.numel() * x.element_size() for x in tensors)
         return func(*args, **kwargs or {})
 
 
 def _group_name(args: tuple) -> str:
     for value in args:
-        if isinstance(value, str) and value.isdigit():
-            return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return distributed.ProcessGroup.unbox(value).group_name
-    return ""
+    return next(value for value in args if isinstance(value, str) and value.isdigit())
 
 
-def _sizes(value) -> list[int]:
+def _tensors(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [value.numel() * value.element_size()]
-    return [size for part in value for size in _sizes(part)] if isinstance(value, list | tuple) else []
+        return [value]
+    return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
 
 
 def print_tables(meshes: dict[str, dict]) -> None:
-    print("| MB per rank | " + " | ".join(meshes) + " |\n|---" * 1 + "|---" * len(meshes) + "|")
+    print("| MB per rank | " + " | ".join(meshes) + " |\n" + "|---" * (1 + len(meshes)) + "|")
     for part in meshes["1x1"]["bytes"]:
         print(f"| {part} | " + " | ".join(f"{found['bytes'][part] / 1e6:.1f}" for found in meshes.values()) + " |")
     for what in ("messages per sampled token", "messages per update"):
-        for name in ("tensor", "data", "all"):
+        for name in ("tensor", "data", "objects"):
             print(f"| {what}, {name} | " + " | ".join(f"{m[what].get(name, 0):g}" for m in meshes.values()) + " |")
 
 
@@ -180,10 +185,12 @@ def print_tables(meshes: dict[str, dict]) -> None:
 PANELS = ("reward/correct", "loss/grad_norm", "loss/kl", "policy/sampling_log_prob_difference")
 
 
-def train(kind: str, seed: int, folder: Path) -> Path:
-    """Train in one process; "broken": with the log-probs that two ranks would compute from their own columns."""
+def train(kind: str, seed: int, folder: Path) -> list[dict]:
+    """The metrics of a run in one process; "broken": with log-probs as two ranks would compute them."""
     _start(sys.executable, __file__, kind, str(seed), str(folder))
-    return folder / "experiment_mesh" / f"{kind}-seed{seed}"
+    rows = Run(folder / "experiment_mesh" / f"{kind}-seed{seed}").metrics.rows
+    keys = ("step", "eval/sampled/accuracy", *PANELS)
+    return [{key: row[key] for key in keys if key in row} for row in rows]
 
 
 def run_alone(kind: str, seed: str, folder: str) -> None:
