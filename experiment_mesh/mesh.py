@@ -50,7 +50,7 @@ STYLES = {
 
 def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
     """Connect to the other processes; returns the settings with this process's device, and the mesh."""
-    size, num_ranks = config.tensor_parallel, num_launched()
+    size, num_ranks = 1 if config.estimate else config.tensor_parallel, num_launched()
     if num_ranks % size:
         raise UserError(
             f"--tensor-parallel {size}: {num_ranks} process{'es' * (num_ranks > 1)} cannot be divided into groups of "

@@ -123,7 +123,7 @@ def test_each_flag_that_helps_saves_what_it_says(configure, monkeypatch):
         ("experiment_base", ""),
         ("experiment_sft", "--tokens-per-batch 256 --num-copying 8 --num-reasoning 0 --num-answering 0"),
         ("experiment_engine", "--engine-url http://127.0.0.1:1"),
-        ("experiment_mesh", ""),
+        ("experiment_mesh", "--tensor-parallel 2"),
     ],
 )
 def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, monkeypatch, capsys, experiment, flags):
@@ -135,7 +135,7 @@ def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, 
         load_script(f"{experiment}/train.py").main([*every.split(), *flags.split()])
     assert not ended.value.code
     output = capsys.readouterr().out
-    launch = "mesh 2x1" if experiment == "experiment_mesh" else "fsdp2 x2"
+    launch = "mesh 1x2" if experiment == "experiment_mesh" else "fsdp2 x2"
     for expected in ("1,820,352 parameters", launch, "one process fits", "less memory:"):
         assert expected in output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
