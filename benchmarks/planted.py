@@ -99,8 +99,8 @@ def no_temperature(train: ModuleType) -> AbstractContextManager:
     """Tokens are drawn at the temperature, but log-probs come from the unscaled logits."""
     score = common.policy.log_probs_and_entropy
 
-    def score_without(hidden, targets, head, temperature, max_logits):
-        return score(hidden, targets, head, 1.0, max_logits)
+    def score_without(hidden, targets, head, temperature, *others):
+        return score(hidden, targets, head, 1.0, *others)
 
     return replaced(common.policy, log_probs_and_entropy=score_without)
 

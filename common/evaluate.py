@@ -5,7 +5,7 @@ from math import comb
 from typing import NamedTuple
 
 from common.chat import decode, encode_prompt
-from common.parallel import gather_rows, part_of, world_size
+from common.parallel import data_size, gather_rows, part_of
 from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
@@ -79,7 +79,7 @@ def evaluate(
     def ask(group_size: int, greedy: bool) -> list[Trajectory]:
         key, completions = (seed, EVALUATION), []
         count = max(1, generation_batch_size // group_size)  # questions asked at the same time
-        for start in range(0, -(-len(rows) // world_size()), count):  # as often on every rank: sampling gathers shards
+        for start in range(0, -(-len(rows) // data_size()), count):  # as often on every rank: sampling gathers shards
             part = list(own[start : start + count])
             if converse is not None:
                 completions += converse(rows, part, group_size, key=key, greedy=greedy)

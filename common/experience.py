@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from common.keyed import keyed_generator
-from common.parallel import gather, gather_rows, rank
+from common.parallel import data_rank, gather, gather_rows
 from common.trajectory import Trajectory
 
 _ABOUT_TOKEN_T = ("sequences", "attention_mask")  # entry t is about token t; in all other fields, about token t+1
@@ -63,7 +63,7 @@ class Experience:
             ValueError: the rows, or the rows of a minibatch, are not complete groups.
         """
         counts = gather(len(self))
-        first, num_rows = sum(counts[: rank()]), sum(counts)
+        first, num_rows = sum(counts[: data_rank()]), sum(counts)
         minibatch_size = num_rows if minibatch_size is None else minibatch_size
         for rows in (num_rows, minibatch_size):
             if rows % group_size:

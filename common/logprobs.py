@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, N action tokens, hidden size H, vocabulary size V; ent
 about token t+1.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,8 @@ from common.fast.sharded_weights import gathered_weights
 
 if TYPE_CHECKING:
     from common.policy import Policy
+
+Score = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # as `score_logits`
 
 # The most logits that exist at the same time: 2**25 logits are 128 MiB in float32. All logits of 64 rows of 512 tokens
 # with Llama 3's vocabulary of 128,256 would be 16.8 GB, and log_softmax would hold them twice.
@@ -32,12 +35,27 @@ def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: 
     return log_probs
 
 
-def log_probs_and_entropy(
-    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module, temperature: float, max_logits: int = MAX_LOGITS
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the LM head to the hidden states that predict tokens.
+def score_logits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-probs (n,) of the tokens `targets` (n,), in nats, and the entropies (n,), without gradient.
 
-        log p(token) = z[token] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,   z = logits / temperature
+    log p(token) = z[token] - logsumexp(z),   H = logsumexp(z) - sum_v p_v z_v,   z = logits (n, V)
+    """
+    log_z = logits.logsumexp(dim=-1)  # (n,)
+    log_probs = logits.gather(-1, targets[:, None])[:, 0] - log_z
+    with torch.no_grad():
+        entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(dim=-1)
+    return log_probs, entropy
+
+
+def log_probs_and_entropy(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    head: nn.Module,
+    temperature: float,
+    max_logits: int = MAX_LOGITS,
+    score: Score = score_logits,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply the LM head to the hidden states that predict tokens, and score its logits / temperature.
 
     The logits are computed in chunks of at most `max_logits`, and once more in the backward pass, so that the (N, V)
     tensor never exists. `hidden` is (N, H), `targets` are the (N,) tokens.
@@ -48,9 +66,9 @@ def log_probs_and_entropy(
     tokens_per_chunk = max(1, max_logits // head.out_features)
     chunks = [
         # a single chunk fits in memory; computing it twice would only cost time
-        _score_chunk(h, t, head, temperature)
+        _score_chunk(h, t, head, temperature, score)
         if len(targets) <= tokens_per_chunk
-        else checkpoint(_score_chunk, h, t, head, temperature, use_reentrant=False)
+        else checkpoint(_score_chunk, h, t, head, temperature, score, use_reentrant=False)
         for h, t in zip(hidden.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
     ]
     log_probs, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -58,11 +76,6 @@ def log_probs_and_entropy(
 
 
 def _score_chunk(
-    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module, temperature: float
+    hidden: torch.Tensor, targets: torch.Tensor, head: nn.Module, temperature: float, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = head(hidden).float() / temperature  # (n, V); float32 even where the model runs in bfloat16
-    log_z = logits.logsumexp(dim=-1)  # (n,)
-    log_probs = logits.gather(-1, targets[:, None])[:, 0] - log_z
-    with torch.no_grad():
-        entropy = log_z - ((logits - log_z[:, None]).exp() * logits).sum(dim=-1)
-    return log_probs, entropy
+    return score(head(hidden).float() / temperature, targets)  # float32 even where the model runs in bfloat16

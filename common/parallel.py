@@ -8,6 +8,8 @@ from torch import distributed, nn
 
 T = TypeVar("T")
 
+_tensor_size = 1  # more only in experiment_mesh, see `split_tensors`
+
 
 def rank() -> int:
     """The number of this process; 0 is the main process, the only one that writes and prints."""
@@ -23,21 +25,42 @@ def world_size() -> int:
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
+def split_tensors(size: int) -> None:
+    """From now on, each `size` adjacent ranks hold one copy of the model together: they have the same rows."""
+    global _tensor_size
+    _tensor_size = size
+
+
+def data_rank() -> int:
+    """The number of the part of the rows that this rank has; its own number, unless ranks split tensors."""
+    return rank() // _tensor_size
+
+
+def data_size() -> int:
+    """The number of parts that the rows are divided into."""
+    return world_size() // _tensor_size
+
+
 def part_of(count: int) -> range:
     """This rank's part of `count` things in a row; the parts of all ranks, one after the other, are the whole.
 
     >>> part_of(5)  # alone
     range(0, 5)
     """
-    return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
+    return range(count * data_rank() // data_size(), count * (data_rank() + 1) // data_size())
 
 
 def gather(value: T) -> list[T]:
-    """The values of all ranks, in the order of the ranks; every rank gets them.
+    """The values of all ranks, in the order of the ranks; every rank gets them. Ranks with the same rows count once.
 
     Sums, means and maxima over ranks are computed from these values, on each rank in the same order, so with the same
     rounding.
     """
+    return gather_all(value)[::_tensor_size]
+
+
+def gather_all(value: T) -> list[T]:
+    """The values of all ranks, also of those that have the same rows."""
     if world_size() == 1:
         return [value]
     values: list = [None] * world_size()

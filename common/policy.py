@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from common.fast.shared_prompts import hidden_states as hidden_states_of_shared_prompts
-from common.logprobs import MAX_LOGITS, log_probs_and_entropy
+from common.logprobs import MAX_LOGITS, log_probs_and_entropy, score_logits
 
 
 class PolicyOutput(NamedTuple):
@@ -55,6 +55,7 @@ class Policy(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.share_prompts = True
         self.max_logits = MAX_LOGITS
+        self.score = score_logits  # unless each rank computes only some of the logits, see experiment_mesh
         self.compute_device: torch.device | None = None  # unless it is the device of the weights: they can be offloaded
 
     @property
@@ -84,7 +85,8 @@ class Policy(nn.Module):
             hidden, positions = self._hidden_states(sequences, action_mask)  # (N, H), (N,)
             targets = sequences[:, 1:].flatten()[positions]  # (N,)
             head = self.model.get_output_embeddings()
-            values = log_probs_and_entropy(hidden, targets, head, self.temperature, self.max_logits)  # (N,), (N,)
+            settings = (self.temperature, self.max_logits, self.score)
+            values = log_probs_and_entropy(hidden, targets, head, *settings)  # (N,), (N,)
         zeros, width = torch.zeros(action_mask.shape, device=sequences.device), action_mask.shape[1]
         return PolicyOutput(*(zeros.index_put((positions // width, positions % width), x) for x in values))
 

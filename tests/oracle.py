@@ -16,6 +16,7 @@ FORMULAS = {  # for each experiment with a policy gradient: the formula, and the
     "experiment_multiturn_tool_calling": [("grpo", {})],
     "experiment_multiturn_qa": [("grpo", {})],
     "experiment_engine": [("grpo", {})],
+    "experiment_mesh": [("grpo", {})],
     "experiment_rloo": [("drgrpo", {})],
     "experiment_maxrl": [("grpo", {})],
     "experiment_dapo": [("dapo", {})],

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import distributed, nn
 
+from common.parallel import is_main
+
 GATHERED = "gathered_weights"  # marks DeepSpeed's weights while they are gathered
 
 
@@ -82,6 +84,7 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """The whole weights, by name, of a model that is sharded over the ranks; None if every rank has the whole model.
 
     All ranks call it together. A weight that the model uses twice, such as tied embeddings, is one tensor here too.
+    Those of FSDP2 are gathered one by one, and kept in the main process's CPU memory only.
     """
     from torch.distributed.tensor import DTensor  # takes half a second, which --help and a mistake need not wait for
 
@@ -90,7 +93,11 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
         with gathered_weights(model):
             whole = {id(weight): weight.detach().clone() for weight in model.parameters()}
     elif any(isinstance(weight, DTensor) for weight in model.parameters()):
-        whole = {id(weight): weight.full_tensor() for weight in model.parameters() if isinstance(weight, DTensor)}
+        whole = {}
+        for weight in model.parameters():
+            if isinstance(weight, DTensor):
+                gathered = weight.detach().full_tensor()
+                whole[id(weight)] = gathered.cpu() if is_main() else gathered.new_empty(0)
     else:
         return None
     return {name: whole.get(id(weights[name]), value) for name, value in model.state_dict().items()}

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import distributed
 
 from common.errors import UserError
-from common.parallel import gather, rank, world_size
+from common.parallel import gather_all, rank, world_size
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def together() -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    sentences = gather(None if error is None else str(error))
+    sentences = gather_all(None if error is None else str(error))
     failed = [f"process {number}: {sentence}" for number, sentence in enumerate(sentences) if sentence is not None]
     if failed and rank() > 0:
         raise EndedElsewhereError from error
@@ -76,7 +76,7 @@ def together() -> Iterator[None]:
 
 def check_alike(values: dict[str, object]) -> None:
     """Refuse values that differ between the processes that know them."""
-    first, *everywhere = gather(values)
+    first, *everywhere = gather_all(values)
     for number, others in enumerate(everywhere, start=1):
         for name in first.keys() & others.keys():
             if others[name] != first[name]:

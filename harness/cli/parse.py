@@ -23,7 +23,7 @@ from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
 from harness.data.task import bundled_tasks, task_of
 from harness.run.machine import with_threads
-from harness.run.settings import BATCH_SIZES, ENGINE_PLACES, NOT_FLAGS, PLACES, read_settings
+from harness.run.settings import ENGINE_PLACES, MAY_CHANGE, NOT_FLAGS, read_settings
 from harness.run.signals import may_say_why
 
 OTHER_NAMES = {"learning-rate": "lr", "beta": "kl-weight", "num-generations": "group-size"}  # of flags, for TRL users
@@ -162,7 +162,7 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         config = dataclasses.replace(config, **{name: None for name in ENGINE_PLACES if name not in engines})
     for name in names:
         old, new = getattr(before, name), getattr(config, name)
-        if name not in ("resume", *BATCH_SIZES, *PLACES) and new != old and not (name == "steps" and new > old):
+        if name not in ("resume", *MAY_CHANGE) and new != old and not (name == "steps" and new > old):
             new, old = (" ".join(value) or "none" if isinstance(value, tuple) else value for value in (new, old))
             raise UserError(
                 f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, and only --steps "

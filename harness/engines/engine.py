@@ -16,12 +16,12 @@ import torch
 
 from common.errors import EngineError
 from common.keyed import keyed_generator
-from common.parallel import gather, is_main
+from common.parallel import gather_all, is_main
 from common.policy import Policy
 from common.sampling import begin_rows, in_groups
 from common.trajectory import Trajectory
 
-from harness.engines.folder import export
+from harness.engines.folder import export, export_divided
 from harness.engines.vllm import VLLM, Completion
 
 MOST_REQUESTS = 64  # at the same time, one per prompt; the engine batches them
@@ -119,23 +119,27 @@ class Engine:
     def push(self, policy: Policy) -> bool:
         """Give the policy's weights to the engine if it has others; returns whether that was necessary.
 
-        All ranks call it together; the main rank writes the weights while the others wait.
+        All ranks call it together; the main rank writes the weights while the others wait, or gather them with it.
         """
         from safetensors import SafetensorError  # raised on a full disk
 
         mark = fingerprint(policy)
-        if not any(gather(mark != self._holds)):  # the same on all ranks; none of them is still sampling
+        if not any(gather_all(mark != self._holds)):  # the same on all ranks; none of them is still sampling
             return False
         self._holds, error = None, None  # a failed push can leave some of the new weights, or none at all
-        if is_main():
-            try:
+        is_divided = any(hasattr(weight, "full_tensor") for weight in policy.parameters())
+        try:
+            if is_divided:
+                export_divided(policy, self.folder, self.dtype)
+            elif is_main():
                 export(policy, self.folder, self.dtype)
+            if is_main():
                 self.server.load(self.folder)
-            except (OSError, SafetensorError) as fault:
-                where = f"for {self.server.about} could not be written to {self.folder}"
-                error = EngineError(f"the weights {where} ({fault})")
-            except EngineError as fault:
-                error = fault
+        except (OSError, SafetensorError) as fault:
+            where = f"for {self.server.about} could not be written to {self.folder}"
+            error = EngineError(f"the weights {where} ({fault})")
+        except EngineError as fault:
+            error = fault
         raise_together(error)
         self._holds = mark
         return True
@@ -190,7 +194,7 @@ class Engine:
 
 def raise_together(error: EngineError | None) -> None:
     """Raise this rank's error, or else the first error of another rank. All ranks call it together."""
-    for sentence in gather(None if error is None else str(error)):
+    for sentence in gather_all(None if error is None else str(error)):
         if sentence is not None:
             raise EngineError(sentence) from error
 
@@ -201,7 +205,7 @@ def fingerprint(policy: Policy) -> tuple:
     Writes that bypass autograd (`weight.data.copy_`) are not counted, and memory can be reused, so a few values of each
     weight are included, too.
     """
-    weights = list(policy.parameters())
+    weights = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in policy.parameters()]
     numbers = [weight.detach().flatten()[:: max(1, weight.numel() // 64)].double().sum() for weight in weights]
     marks = [(weight.data_ptr(), weight._version) for weight in weights]
     return (*marks, *torch.stack(numbers).tolist())

@@ -1,11 +1,13 @@
 """Writes a policy's weights as a folder that an inference engine can load."""
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
 import torch
 
+from common.parallel import is_main
 from common.policy import Policy
 
 
@@ -24,15 +26,51 @@ def export(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> 
     weights[f"{head}.weight"] = weights[f"{head}.weight"].clone()
     shutil.rmtree(folder, ignore_errors=True)
     shell = copy.copy(model)  # describes the weights that are written, not the ones that they are computed from
-    shell.hf_quantizer, shell.config = None, copy.deepcopy(model.config)
-    shell.config.tie_word_embeddings = shell.config.get_text_config().tie_word_embeddings = False
-    if hasattr(shell.config, "quantization_config"):
-        del shell.config.quantization_config
+    shell.hf_quantizer, shell.config = None, _untied(model.config)
     # in CPU memory: a GPU may have no room for another copy
     shell.save_pretrained(folder, state_dict={name: weight.to("cpu", dtype) for name, weight in weights.items()})
     shell.config.dtype = dtype  # only now: save_pretrained wrote the model's own dtype
     shell.config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def export_divided(policy: Policy, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """`export` of weights that are divided over ranks: each is gathered, written and freed before the next one.
+
+    All ranks call it together, and the main one writes. A safetensors file is the length of a header in JSON, the
+    header, and the values of one tensor after the other; the library can write only what is in memory as a whole.
+    """
+    weights, header, end = policy.model.state_dict(), {}, 0  # a tied LM head is listed, and written, again
+    for name, weight in weights.items():
+        start, end = end, end + weight.numel() * dtype.itemsize
+        kind = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+        header[name] = {"dtype": kind, "shape": list(weight.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    whole = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in weights.values())
+    try:
+        if is_main():
+            shutil.rmtree(folder, ignore_errors=True)
+            config = _untied(policy.model.config)
+            config.dtype = dtype
+            config.save_pretrained(folder)
+            policy.tokenizer.save_pretrained(folder)
+            with (folder / "model.safetensors").open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for weight in whole:
+                    file.write(weight.to("cpu", dtype).contiguous().flatten().view(torch.uint8).numpy())
+    finally:
+        for _ in whole:  # after an error, too: the other ranks gather all
+            pass
+
+
+def _untied(config):
+    """A copy of a model's config that says that embedding and LM head are separate, and nothing quantised."""
+    config = copy.deepcopy(config)
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def merged_weights(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

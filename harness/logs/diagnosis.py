@@ -20,7 +20,8 @@ def sampling_limit(config: PolicyConfig) -> float:
         return MAX_STALE_DIFFERENCE
     is_rounded = "bfloat16" in (config.dtype, getattr(config, "engine_dtype", None))
     is_older = getattr(config, "steps_ahead", 0) > 0  # a step changes log-probs by some 1e-2
-    is_cut = hasattr(config, "engine_url") and config.top_p < 1  # an engine returns log-probs within the nucleus
+    has_engine = hasattr(config, "engine_url") or getattr(config, "engine", None) is not None
+    is_cut = has_engine and config.top_p < 1  # an engine returns log-probs within the nucleus
     return MAX_SAMPLING_DIFFERENCE["bfloat16" if is_rounded or is_older or is_cut else "float32"]
 
 

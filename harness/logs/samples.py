@@ -9,7 +9,7 @@ import torch
 
 from common.experience import Experience
 from common.loss import masked_mean
-from common.parallel import gather_rows, part_of, world_size
+from common.parallel import data_size, gather_rows, part_of
 from common.trajectory import Trajectory
 
 from harness.base.ranks import on_main
@@ -36,7 +36,7 @@ def write_samples(
 
     Returns the lines.
     """
-    num_rows = world_size() * len(trajectories)
+    num_rows = data_size() * len(trajectories)
     kept = num_rows if step % 10 == 0 else 2 * group_size
     entries = []
     for index, (number, trajectory) in enumerate(zip(part_of(num_rows), trajectories, strict=True)):

@@ -9,7 +9,7 @@ from common.advantages import has_reward_variance
 from common.evaluate import mean
 from common.experience import Experience
 from common.loss import masked_mean
-from common.parallel import gather, gather_rows, world_size
+from common.parallel import data_size, gather, gather_rows
 from common.preferences import mean_log_probs
 from common.trajectory import Trajectory
 
@@ -57,7 +57,7 @@ class UpdateStatistics:
             raise ValueError(f"policy_loss must return a term for every token, {wanted}, not {got}")
         if not mask.any():
             return  # a filler, see `Experience.filler`
-        push = -log_probs.grad / world_size()  # each rank backpropagates its loss times this number
+        push = -log_probs.grad / data_size()  # each rank backpropagates its loss times this number
         log_probs, terms = log_probs.detach(), terms.detach()
         diagnostics = {name: values.detach().expand_as(mask) for name, values in diagnostics.items()}
         own = self._own

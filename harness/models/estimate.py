@@ -5,6 +5,7 @@ quantised. Sampling and the update do not overlap, so the larger one counts. doc
 with measured runs.
 """
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -34,8 +35,9 @@ AUTOCAST = 2.6  # bytes per value that bfloat16 arithmetic keeps: 2 for most, 4 
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 FULL = 0.95  # of a device's memory: above it, fragmentation alone can exhaust the memory
 GB = 1e9
-# Files of accelerate_configs/: every process holds everything, or a shard of the trained values
-LAUNCHES = ("multi_gpu", "fsdp2")
+# Files of accelerate_configs/: every process holds everything, or a shard of the trained values; experiment_mesh
+# shards the reference too, and each process of a tensor group computes a part of every layer
+LAUNCHES, MESH = ("multi_gpu", "fsdp2"), ("mesh",)
 
 
 class Shape:
@@ -74,10 +76,13 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
         return
     processes, room = max(2, world_size(), torch.cuda.device_count()), device_memory(config.device)
     one = memory_of(config, shape, prompt)
-    columns = [one, *(memory_of(config, shape, prompt, launch, processes) for launch in LAUNCHES)]
+    launches, tensor = (MESH, config.tensor_parallel) if hasattr(config, "tensor_parallel") else (LAUNCHES, 1)
+    processes = math.ceil(processes / tensor) * tensor
+    columns = [one, *(memory_of(config, shape, prompt, launch, processes) for launch in launches)]
+    size = f"{processes // tensor}x{tensor}" if launches is MESH else f"x{processes}"
     trained = rank_of(config) * shape.ends_of_linear or shape.parameters
     say(f"{shown(config.model)}: {shape.parameters:,} parameters, {trained:,} trained; {config.dtype}, {config.device}")
-    table = Table("GB per device", "one", *(f"{launch} x{processes}" for launch in LAUNCHES), box=None)
+    table = Table("GB per device", "one", *(f"{launch} {size}" for launch in launches), box=None)
     for part in one:
         table.add_row(part, *(f"{bytes_of[part] / GB:.2f}" for bytes_of in columns))
     Console(width=120).print(table)
@@ -90,7 +95,10 @@ def estimate(config: PolicyConfig, task: Task | None) -> None:
 
 def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "one", processes: int = 1) -> dict:
     """Bytes per device, by part and in total, for the length of the longest prompt; `LAUNCHES` lists launches."""
-    rank, on_cpu, shards = rank_of(config), config.device == "cpu", processes if launch == "fsdp2" else 1
+    rank, on_cpu, shards = rank_of(config), config.device == "cpu", processes if launch in ("fsdp2", *MESH) else 1
+    tensor = config.tensor_parallel if launch in MESH else 1
+    part = copy.copy(shape)  # what one process computes of each layer
+    part.queries, part.keys, part.inner = (size / tensor for size in (shape.queries, shape.keys, shape.inner))
     arithmetic = 2 if config.dtype == "bfloat16" else 4  # bytes
     trained, frozen = (rank * shape.ends_of_linear, shape.parameters) if rank else (shape.parameters, 0)
     packed = shape.in_linear if config.load_in else 0
@@ -104,27 +112,28 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
         rows = config.tokens_per_batch // completion
     if hasattr(config, "pairs_per_step"):  # the longest pairs that are not left out
         prompt, completion, rows = 0, config.max_length, 2 * config.pairs_per_step
-    rows, evaluated = math.ceil(rows / processes), math.ceil(8 * config.eval_prompts / processes)
+    rows, evaluated = (math.ceil(count / (processes // tensor)) for count in (rows, 8 * config.eval_prompts))
     micro = min(config.micro_batch_size * (2 if hasattr(config, "pairs_per_step") else 1), rows)
 
-    casts = (
-        2 * copies * shape.parameters if arithmetic == 2 and not rank and shards == 1 else 0
-    )  # autocast keeps these copies
-    gathered = arithmetic * shape.parameters if shards > 1 else 0  # all layers in a rollout, two in the update
-    sampling = casts + gathered + _cache(config, shape, prompt + completion, max(rows, evaluated))
+    is_cast = arithmetic == 2 and not rank and launch != "fsdp2"  # by autocast, which keeps the copies
+    casts = 2 * copies * shape.parameters / tensor if is_cast else 0
+    gathered = arithmetic if launch == "fsdp2" else 4 if launch in MESH else 0  # bytes of a weight
+    gathered *= shape.parameters / tensor  # all layers in a rollout, two in the update
+    sampling = casts + gathered + _cache(config, part, prompt + completion, max(rows, evaluated))
     shares = group > 1 and micro > group / 2 and shards == 1 and not config.gradient_checkpointing
-    kept = copies * _activations(config, shape, micro, prompt, completion, shares)
-    kept += 3 * 4 * min(MAX_LOGITS, micro * completion * shape.vocabulary)  # logits
-    largest = 0 if rank else 4 * shape.largest  # the gradient of one weight, before it is added
+    kept = copies * _activations(config, part, micro, prompt, completion, shares)
+    kept += 3 * 4 * min(MAX_LOGITS, micro * completion * shape.vocabulary) / tensor  # logits
+    largest = 0 if rank else 4 * shape.largest / tensor  # the gradient of one weight, before it is added
     gathered *= 1 - shape.in_linear / shape.parameters * (1 - 2 / shape.layers)
     update = casts + gathered + kept * (1 + IN_PIECES * on_cpu) + largest
     # Adam computes with one weight at a time, or with all together
     step = 2 * largest if on_cpu and not rank else 4 * trained / shards
     moments = 2 * (1 + 4 / 256) if getattr(config, "optimizer", "") == "adamw_8bit" else 8  # a scale for each block
+    has_reference = getattr(config, "kl_weight", 0) > 0 and not rank
     held = {
         "weights": weights / shards,
         "gradients and optimizer": (4 + moments) * trained / shards,
-        "reference": 4 * shape.parameters if getattr(config, "kl_weight", 0) > 0 and not rank else 0,
+        "reference": 4 * shape.parameters / (shards if launch in MESH else 1) if has_reference else 0,
         "program, buffers of DDP": PROGRAM + (4 * trained if launch == "multi_gpu" else 0),
     }
     if getattr(config, "reward_model", None):

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from common.errors import UserError
-from common.parallel import world_size
+from common.parallel import data_size
 
 from harness.base.config import ConfigT
 from harness.base.ranks import num_launched, together
@@ -56,10 +56,10 @@ def own_device(device: str) -> str:
 
 def check_divides(name: str, count: int, what: str) -> None:
     """Refuse a count that the processes cannot divide equally."""
-    if count % world_size():
+    if count % data_size():
         raise UserError(
-            f"{name}: {count} {what} cannot be divided among {world_size()} processes: use a multiple of "
-            f"{world_size()}, or another number of processes"
+            f"{name}: {count} {what} cannot be divided among {data_size()} processes: use a multiple of "
+            f"{data_size()}, or another number of processes"
         )
 
 

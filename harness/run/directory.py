@@ -14,8 +14,7 @@ from harness.base.flags import group_fields
 from harness.base.terminal import say
 from harness.run.checkpoints import Checkpoint, newest_checkpoint, restore_logs
 from harness.run.settings import (
-    BATCH_SIZES,
-    PLACES,
+    MAY_CHANGE,
     check_sources,
     describe_settings,
     read_settings,
@@ -120,7 +119,7 @@ def _restore(directory: Path, config: PolicyConfig, settings: dict, machine: dic
         before = settings.get(name, unknown.get(name))
         if before != machine[name]:
             say(f"the run began with {name} {before} and resumes with {machine[name]}: figures may differ")
-    changed = ("steps", *BATCH_SIZES, *PLACES)
+    changed = ("steps", *MAY_CHANGE)
     settings |= {name: getattr(config, name) for name in changed if hasattr(config, name)}
     write_settings(directory, settings | {"sources": sources, "task_failed": False})
     return found.step, history

@@ -15,7 +15,7 @@ from typing import NoReturn
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
 
-from common.parallel import gather, rank
+from common.parallel import gather_all, rank
 
 from harness.base.ranks import num_launched
 
@@ -54,7 +54,7 @@ class StopRequest:
 
     def agree(self) -> bool:
         """Whether any process was asked to stop; all call it together."""
-        self.is_agreed = any(gather(self.is_made))
+        self.is_agreed = any(gather_all(self.is_made))
         return self.is_agreed
 
     def receive(self, is_in_step: bool) -> None:

@@ -51,7 +51,7 @@ def test_whether_gpus_were_asked_for_is_read(monkeypatch, name, on_gpus):
 
 
 def test_unequal_parts_are_refused(monkeypatch):
-    monkeypatch.setattr(processes, "world_size", lambda: 2)
+    monkeypatch.setattr(processes, "data_size", lambda: 2)
     check_divides("--prompts-per-step", 4, "prompts")
     with pytest.raises(UserError, match=r"^--prompts-per-step: 5 prompts cannot be divided among 2 processes: use "):
         check_divides("--prompts-per-step", 5, "prompts")

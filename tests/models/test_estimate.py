@@ -132,6 +132,7 @@ def test_each_flag_that_helps_saves_what_it_says(configure, monkeypatch):
         ("experiment_base", ""),
         ("experiment_sft", "--tokens-per-batch 256 --num-copying 8 --num-reasoning 0 --num-answering 0"),
         ("experiment_engine", "--engine-url http://127.0.0.1:1"),
+        ("experiment_mesh", "--tensor-parallel 2"),
     ],
 )
 def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, monkeypatch, capsys, experiment, flags):
@@ -143,9 +144,24 @@ def test_an_estimate_reads_no_weights_and_writes_nothing(load_script, tmp_path, 
         load_script(f"{experiment}/train.py").main([*every.split(), *flags.split()])
     assert not ended.value.code
     output = capsys.readouterr().out
-    for expected in ("1,820,352 parameters", "fsdp2", "one process fits", "less memory:"):
+    launch = "mesh 1x2" if experiment == "experiment_mesh" else "fsdp2 x2"
+    for expected in ("1,820,352 parameters", launch, "one process fits", "less memory:"):
         assert expected in output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_mesh_divides_what_is_held_and_what_is_computed(configure, load_script):
+    config, shape = configure("--kl-weight", "0.1")
+    of_mesh = load_script("experiment_mesh/train.py").Config
+    one, two, four = (
+        memory_of(of_mesh(**vars(config) | {"tensor_parallel": tensor}), shape, PROMPT, "mesh", 4)
+        for tensor in (1, 2, 4)
+    )
+    whole, activations = memory_of(config, shape, PROMPT), "update: activations, logits"
+    for part in ("weights", "gradients and optimizer", "reference"):  # over all four ranks, however they are arranged
+        assert one[part] == two[part] == four[part] == whole[part] / 4 > 0
+    assert four[activations] < 2 * two[activations]  # a tensor group of four has four times the rows, not their work
+    assert four[activations] > whole[activations] / 4
 
 
 def test_the_limit_of_a_container_is_respected(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Every flag of a sibling does something: its own flags here, inherited ones the same as in experiment_base.
 
-Each sibling can equal experiment_base bit for bit. Dr. GRPO needs `--critic-type grpo`, the two for many processes run
-in one process, and the two with several turns run without tools. The one with an inference engine runs without
+Each sibling can equal experiment_base bit for bit. Dr. GRPO needs `--critic-type grpo`, the three for many processes
+run in one process, and the two with several turns run without tools. The one with an inference engine runs without
 importance weights, with the policy itself as its engine. So a flag that does not reach the sibling makes the two
 differ. test_flags.py shows the effect of each inherited flag. Without `--critic-type grpo`, Dr. GRPO omits two
 divisions.
@@ -65,6 +65,7 @@ AS_THE_PARENT = {  # each sibling's own flags that make it equal to experiment_b
     "experiment_accelerate": "",
     "experiment_accelerate_ddp": "",
     "experiment_engine": "--importance-cap 0 --engine-url http://127.0.0.1:1",
+    "experiment_mesh": "",
     "experiment_multiturn_tool_calling": WITHOUT_TOOLS,
     "experiment_multiturn_qa": WITHOUT_TOOLS,
 }
@@ -76,6 +77,7 @@ OTHER_DEFAULTS = {
 SEARCH_FLAGS = {"top_k", "corpus", "index", "encoder", "search_url", "search_seconds", "chunk_words", "chunk_overlap"}
 ELSEWHERE_OF = {
     "experiment_engine": {"engine_start", "engine_dtype", "push_every", "steps_ahead"},  # engine/test_run.py
+    "experiment_mesh": {"tensor_parallel", "engine"},  # gloo/test_mesh.py
     "experiment_multiturn_tool_calling": {"tools", "tool_seconds"},
     "experiment_multiturn_qa": {"tools", "tool_seconds"} | SEARCH_FLAGS,
 }

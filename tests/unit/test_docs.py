@@ -112,13 +112,16 @@ def test_every_logged_key_is_explained():
 
 @pytest.mark.parametrize("patch", sorted(ROOT.glob("experiment_*/*.patch")), ids=lambda path: path.parent.name)
 def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
-    script = f"{patch.parent.name}/train.py"
-    (tmp_path / script).parent.mkdir()
-    shutil.copy(ROOT / script, tmp_path / script)
+    scripts = re.findall(r"^\+\+\+ b/(experiment_\w+/\w+\.py)$", patch.read_text(encoding="utf-8"), re.MULTILINE)
+    (tmp_path / patch.parent.name).mkdir()
+    for script in scripts:
+        shutil.copy(ROOT / script, tmp_path / script)
     result = subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / script).read_bytes() != (ROOT / script).read_bytes()
-    compile((tmp_path / script).read_bytes(), script, "exec")
+    assert scripts
+    for script in scripts:
+        assert (tmp_path / script).read_bytes() != (ROOT / script).read_bytes()
+        compile((tmp_path / script).read_bytes(), script, "exec")
 
 
 def test_the_table_of_hyperparameters_matches_its_data(load_script):
