@@ -393,7 +393,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory) -> str:
-    """The bundled policy with each of its two key-value heads twice, which changes no output: four ranks can share it."""
+    """The bundled policy with each key-value head twice, which changes no output: four ranks can share them."""
     place = shutil.copytree(TINY_POLICY, tmp_path_factory.mktemp("model") / "four_heads")
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     for layer in model.model.layers:
