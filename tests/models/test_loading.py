@@ -284,6 +284,7 @@ def test_tools_of_a_task_are_part_of_its_prompts():
     rows = placed_rows(["abc"])
     config = SimpleNamespace(system_prompt="", max_new_tokens=9)
     task = SimpleNamespace(eval_rows=rows, train_rows=[], messages=lambda row, system_prompt: ask(row), tools=tools)
+    task.eval_sets = {}
     longest = len(encode_prompt(tokenizer, ask(rows[0]), tools))
     check_context(config, task, make_policy(tokenizer, max_position_embeddings=longest + 9))
     with pytest.raises(UserError, match=f"its prompt of {longest} tokens"):
