@@ -217,7 +217,6 @@ RUNS: dict[str, tuple[str, dict]] = {  # the experiment, and flags
     "grpo": (GRPO, NO_KL),
     "distill-fast": (DISTILL, FAST),
     "grpo-fast": (GRPO, NO_KL | FAST),
-    "one-each": (DISTILL, {"group-size": 1, "prompts-per-step": ROWS}),
     "full": (DISTILL, {}),
     "return-to-go": (DISTILL, {}),
     "row-mean": (DISTILL, {}),
