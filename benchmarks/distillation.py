@@ -356,7 +356,7 @@ def write_results(config: Config) -> None:
                 found = read_json(place.with_name(f"{place.name}-evaluation") / "results.json")
                 summary["after"] = {f"{how}/accuracy": found[how]["accuracy"]["value"] for how in ("greedy", "sampled")}
             else:
-                about |= {key: run.config[key] for key in ("prompts_per_step", "group_size", "eval_prompts")}
+                about["eval_prompts"] = run.config["eval_prompts"]
                 for when in ("before", "after"):
                     summary[when] = {key: run.summary[when][key] for key in FIGURES}
             if name.startswith("tools"):
