@@ -193,8 +193,10 @@ def test_inherited_flags_do_what_they_do_in_the_parent(run, flags, siblings):
     base = contents(run("base", "experiment_base", flags))
     for sibling in siblings:
         same = contents(run(sibling, sibling, f"{AS_THE_PARENT[sibling]} {flags}"))
-        assert same.keys() == base.keys()
-        for name, content in base.items():
+        in_parts = "checkpoints/" if sibling == "experiment_mesh" else None  # written by torch.distributed.checkpoint
+        expected = {name: content for name, content in base.items() if not (in_parts and name.startswith(in_parts))}
+        assert same.keys() == expected.keys()
+        for name, content in expected.items():
             found = like(same[name], content)
             if sibling != "experiment_engine":
                 assert found == content, (sibling, name)
