@@ -21,8 +21,8 @@ PROGRAMS = (
 )
 HEAD = """# All options
 
-Made by `python docs/options.py` from the programs, whose `--help` shows the same. A program has the options of its own
-table, and those of the classes of settings that are named above it.
+Made by `python docs/options.py` from the programs, whose `--help` shows the same. Each program has the options
+in its own table, and those of the shared settings that are named above the table.
 """
 
 
