@@ -94,7 +94,6 @@ def run_rank(tensor: int, folder: Path) -> None:
     config, mesh = start_mesh(config)
     torch.manual_seed(0)
     policy = Policy(LlamaForCausalLM(LlamaConfig(**SIZES)), None, [2], 0)
-    policy.share_prompts = False  # on one process too
     reference = make_reference(policy)
     distribute(mesh, policy, reference)
     found = {"bytes": {"weights": bytes_of(policy.parameters()), "reference": bytes_of(reference.parameters())}}

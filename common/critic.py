@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common.experience import Experience
+from common.experience import Experience, MicroBatchSize
 from common.fast.sharded_weights import gathered_weights
 from common.policy import Policy
 
@@ -53,7 +53,7 @@ class ActorCritic(Policy):
 
 
 @torch.no_grad()
-def token_values(policy: ActorCritic, experience: Experience, micro_batch_size: int) -> torch.Tensor:
+def token_values(policy: ActorCritic, experience: Experience, micro_batch_size: int | MicroBatchSize) -> torch.Tensor:
     """The values before all action tokens of `experience` without gradient, a few rows at a time: (B, T-1)."""
     values = torch.zeros_like(experience.sampler_log_probs)
     with gathered_weights(policy.trained):  # ranks have different numbers of rows

@@ -6,12 +6,21 @@ Shapes: Q prompts, G completions per prompt, B = Q*G rows with a group's rows ad
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
 from common.keyed import keyed_generator
 from common.parallel import data_rank, gather, gather_rows
 from common.trajectory import Trajectory
+
+
+class MicroBatchSize(NamedTuple):
+    """The largest micro-batch, in rows and, where rows are packed, in tokens; a longer row is one by itself."""
+
+    rows: int
+    tokens: int | None = None
+
 
 _ABOUT_TOKEN_T = ("sequences", "attention_mask")  # entry t is about token t; in all other fields, about token t+1
 
@@ -73,8 +82,10 @@ class Experience:
             rows = (groups[:, None] * group_size + torch.arange(group_size)).flatten() - first
             yield self.select(rows[(rows >= 0) & (rows < len(self))].to(self.sequences.device))
 
-    def split(self, micro_batch_size: int, *, skip_zero_advantages: bool = False) -> Iterator["Experience"]:
-        """Micro-batches of at most `micro_batch_size` rows.
+    def split(
+        self, micro_batch_size: int | MicroBatchSize, *, skip_zero_advantages: bool = False
+    ) -> Iterator["Experience"]:
+        """Micro-batches of at most `micro_batch_size`.
 
         Rows of one prompt are adjacent, so that the prompt is encoded once. Prompts whose longest rows have similar
         lengths are adjacent too, to save padding. `skip_zero_advantages` leaves out rows whose advantages are all 0,
@@ -112,15 +123,28 @@ class Experience:
             importance_weights=column,
         )
 
-    def micro_batch_rows(self, micro_batch_size: int) -> tuple[torch.Tensor, ...]:
+    def micro_batch_rows(self, micro_batch_size: int | MicroBatchSize) -> tuple[torch.Tensor, ...]:
         """The rows of each micro-batch of `split`."""
+        size = micro_batch_size if isinstance(micro_batch_size, MicroBatchSize) else MicroBatchSize(micro_batch_size)
         lengths = self.attention_mask.sum(dim=1)
         _, group = self.prompt_index.unique(return_inverse=True)
         longest = torch.zeros_like(group).scatter_reduce(0, group, lengths, "amax")[group]
         order = lengths.argsort(stable=True)
         for key in (group, longest):  # the last key is the primary one
             order = order[key[order].argsort(stable=True)]
-        return order.split(micro_batch_size)
+        if size.tokens is None:
+            return order.split(size.rows)
+        parts, prompts, num_tokens = [[]], set(), 0
+        for row in order.tolist():
+            prompt, length = int(group[row]), int(lengths[row])
+            new = length - (int(self.prompt_lengths[row]) - 1 if prompt in prompts else 0)  # a prompt is there once
+            if parts[-1] and (num_tokens + new > size.tokens or len(parts[-1]) == size.rows):
+                parts.append([])
+                prompts, num_tokens, new = set(), 0, length
+            parts[-1].append(row)
+            prompts.add(prompt)
+            num_tokens += new
+        return tuple(torch.tensor(part, device=order.device) for part in parts)
 
 
 def collate(trajectories: list[Trajectory], pad_id: int, device: str | torch.device = "cpu") -> Experience:

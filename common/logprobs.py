@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.experience import Experience
+from common.experience import Experience, MicroBatchSize
 from common.fast.sharded_weights import gathered_weights
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MAX_LOGITS = 2**25
 
 
 @torch.no_grad()
-def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: int) -> torch.Tensor:
+def token_log_probs(policy: "Policy", experience: Experience, micro_batch_size: int | MicroBatchSize) -> torch.Tensor:
     """The log-probs of all action tokens of `experience` without gradient, a few rows at a time: (B, T-1), in nats."""
     log_probs = torch.zeros_like(experience.sampler_log_probs)
     with gathered_weights(policy.trained):  # ranks have different numbers of rows

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from common.fast.shared_prompts import hidden_states as hidden_states_of_shared_prompts
+from common.fast.packed_rows import hidden_states as hidden_states_of_packed_rows
+from common.fast.packed_rows import use_segments
 from common.logprobs import MAX_LOGITS, log_probs_and_entropy, score_logits
 
 
@@ -31,8 +32,8 @@ class Policy(nn.Module):
         compute_dtype: torch.float32, or torch.bfloat16 for autocast. Trained weights are in float32 either way: a step
             of 1e-6 would be rounded away in a bfloat16 weight, and training would silently do nothing.
 
-    `share_prompts` must be False for sharded weights. Complete rows are then run, in one call of the decoder: each call
-    is a message that all ranks must send, and with shared prompts the number of calls depends on the data.
+    Rows are packed where the model's attention allows it (`packing` names the attention; None: rows are padded). Either
+    way `forward` calls the decoder once: with sharded weights each call is a message that all ranks must send.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.gradient_checkpointing = gradient_checkpointing
-        self.share_prompts = True
+        self.packing = use_segments(model)
         self.max_logits = MAX_LOGITS
         self.score = score_logits  # unless each rank computes only some of the logits, see experiment_mesh
         self.compute_device: torch.device | None = None  # unless it is the device of the weights: they can be offloaded
@@ -102,10 +103,8 @@ class Policy(nn.Module):
         Of the model's own decoder, unless another one is given.
         """
         decoder = self.model.get_decoder() if decoder is None else decoder
-        if self.share_prompts and not self.model.training:  # gradient checkpointing keeps no cache, which sharing needs
-            shared = hidden_states_of_shared_prompts(decoder, sequences, action_mask)
-            if shared is not None:
-                return shared
+        if self.packing and action_mask.any():
+            return hidden_states_of_packed_rows(decoder, sequences, action_mask, self.packing)
         hidden = decoder(sequences, use_cache=False).last_hidden_state  # (B, T, H)
         positions = action_mask.flatten().nonzero()[:, 0]
         return hidden[:, :-1].flatten(0, 1)[positions], positions

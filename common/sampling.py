@@ -13,7 +13,6 @@ import torch
 
 from common.fast.kept_rows import KeptRows
 from common.fast.sharded_weights import gathered_weights
-from common.fast.shared_prompts import left_pad
 from common.keyed import keyed_generator
 from common.policy import Policy
 from common.trajectory import Trajectory
@@ -198,6 +197,14 @@ def _complete(
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
         logits = next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
     _record(rows, budgets, drawn, drawn_log_probs, policy.end_of_turn_ids)
+
+
+def left_pad(prompts: list[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask (U, P) of the prompts, padded on the left: every row's next token is at the same position."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+    return ids, mask
 
 
 def next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:

@@ -9,9 +9,9 @@ from torch import nn
 
 from common.advantages import STD_EPS, group_advantages, group_std
 from common.experience import collate
-from common.fast.shared_prompts import left_pad
 from common.logprobs import log_probs_and_entropy
 from common.loss import approx_kl_divergence, clipped_surrogate, probability_ratio
+from common.sampling import left_pad
 from common.trajectory import Trajectory
 
 LOSS = "grpo"

@@ -110,7 +110,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
-            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch)
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
@@ -150,7 +150,7 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
-    return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently
+    return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
@@ -174,7 +174,7 @@ def update(
         key = (config.seed, step, epoch)  # names the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
-            for micro in minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0):
+            for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):
                 log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
                 log_probs.retain_grad()  # a token's push is minus its gradient
                 terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(minibatch))

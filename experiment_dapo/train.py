@@ -126,7 +126,7 @@ def train(
         # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
-            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch)
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
@@ -193,7 +193,7 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
-    return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently
+    return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
@@ -224,7 +224,7 @@ def update(
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             num_tokens = sum(gather(int(minibatch.action_mask.sum())))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0)
+            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
             micro_batches = in_step(micro_batches, minibatch.filler())
             for number, micro in enumerate(micro_batches, start=1):
                 accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one

@@ -152,7 +152,7 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
     """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
-    return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently
+    return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_tokens: int) -> tuple:
@@ -181,7 +181,7 @@ def update(
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             num_tokens = sum(gather(int(minibatch.action_mask.sum())))  # of all ranks
-            micro_batches = in_step(minibatch.split(config.micro_batch_size), minibatch.filler())
+            micro_batches = in_step(minibatch.split(config.micro_batch), minibatch.filler())
             for number, micro in enumerate(micro_batches, start=1):
                 accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one
                 log_probs, entropy = model(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens

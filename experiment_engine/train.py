@@ -124,11 +124,11 @@ def train(
         run.lap("reward")
 
         # 4 log-probs to compare with: of the policy before the update, never those of the engine, and of the reference
-        experience.old_log_probs = token_log_probs(policy, experience, config.micro_batch_size)
+        experience.old_log_probs = token_log_probs(policy, experience, config.micro_batch)
         experience.importance_weights = importance_weights(config, experience)
         comparison = compare_with_engine(config, experience)  # ends the run if the engine is not the policy
         if reference is not None:
-            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch)
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
@@ -200,7 +200,7 @@ def update(
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch_size, skip_zero_advantages=config.kl_weight == 0)
+            micro_batches = minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0)
             micro_batches = in_step(micro_batches, minibatch.filler())
             for number, micro in enumerate(micro_batches, start=1):
                 accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one

@@ -86,9 +86,8 @@ def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> No
             if type(module).__name__ in copy.model._no_split_modules:
                 fully_shard(module, mesh=mesh["data"])
         fully_shard(copy, mesh=mesh["data"])  # the rest: embedding, last norm and head
-        copy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data
     if reference is not None:
-        reference.score, reference.share_prompts = policy.score, False  # also where it is the policy without adapter
+        reference.score = policy.score  # also where it is the policy without adapter
 
 
 # Tensor parallelism ---------------------------------------------------------------------------------------------------

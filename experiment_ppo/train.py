@@ -122,7 +122,7 @@ def train(
         # 3 advantage of each token: how much better it went on than the critic had expected
         experience = collate(trajectories, policy.pad_id, policy.device)  # ragged lists become padded tensors
         run.lap("reward")
-        mask, values = experience.action_mask, token_values(policy, experience, config.micro_batch_size)  # (B, T-1)
+        mask, values = experience.action_mask, token_values(policy, experience, config.micro_batch)  # (B, T-1)
         rewards = final_rewards(returns.view(-1).to(policy.device), mask)  # (B, T-1): at the last action token
         advantages = generalized_advantages(rewards, values, mask, config.gamma, config.gae_lambda)  # (B, T-1)
         experience.values, experience.value_targets = values, advantages + values
@@ -131,7 +131,7 @@ def train(
         # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
-            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch_size)
+            experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch)
         run.lap("log_probs")
 
         # 5 update: one or more optimizer steps on this rollout
@@ -174,7 +174,7 @@ def old_log_probs(config: Config, policy: Policy, experience: Experience) -> tor
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
-    return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently
+    return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently
 
 
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience, num_rows: int) -> tuple[torch.Tensor, dict]:
@@ -212,7 +212,7 @@ def update(
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             num_rows = sum(gather(len(minibatch)))  # of all ranks
-            micro_batches = minibatch.split(config.micro_batch_size)  # the critic learns from every row
+            micro_batches = minibatch.split(config.micro_batch)  # the critic learns from every row
             micro_batches = in_step(micro_batches, minibatch.filler())
             for number, micro in enumerate(micro_batches, start=1):
                 accelerator.sync_gradients = number == len(micro_batches)  # DeepSpeed takes its step in the last one

@@ -147,7 +147,7 @@ def update(
     """One optimizer step on one rollout, whose micro-batches add up."""
     statistics = UpdateStatistics(max_grad_norm=math.inf)
     optimizer.zero_grad()
-    for micro in experience.split(config.micro_batch_size, skip_zero_advantages=True):
+    for micro in experience.split(config.micro_batch, skip_zero_advantages=True):
         log_probs, entropy = policy(micro.sequences, micro.action_mask)  # (b, T-1) each, of the given tokens
         log_probs.retain_grad()  # a token's push is minus its gradient
         terms, diagnostics = policy_loss(config, log_probs, micro, num_rows=len(experience))

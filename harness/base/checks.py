@@ -103,6 +103,8 @@ def check_combinations(config: ModelConfig) -> None:
             "--attn-implementation flash_attention_2 needs the package flash-attn, a GPU and nvcc: pip install -e "
             '".[flash]" --no-build-isolation, or omit it for sdpa'
         )
+    if config.attn_implementation == "flex_attention" and config.device == "cpu":
+        raise UserError("--attn-implementation flex_attention has no backward pass on CPUs: omit it for sdpa")
 
 
 def tell_limits(config: ModelConfig) -> None:

@@ -13,6 +13,7 @@ import torch
 from annotated_types import Ge, Gt, Interval
 
 from common.errors import UserError
+from common.experience import MicroBatchSize
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_POLICY = ROOT / "assets" / "tiny_policy"
@@ -104,7 +105,7 @@ class ModelConfig:
     # None: bfloat16 for models other than the bundled one on cuda, else float32
     dtype: OfPolicy[Literal["float32", "bfloat16"] | None] = None
     # how attention is computed; auto: flash_attention_2 if it is installed and usable (cuda, bfloat16), else sdpa
-    attn_implementation: OfPolicy[Literal["auto", "sdpa", "eager", "flash_attention_2"]] = "auto"
+    attn_implementation: OfPolicy[Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]] = "auto"
     load_in: OfPolicy[Literal["8bit", "4bit"] | None] = None  # hold the weights quantised (bitsandbytes)
 
     @property
@@ -154,6 +155,9 @@ class PolicyConfig(ModelConfig):
     model: str = "tiny"
     seed: int = 0  # seed of data order, sampling and minibatches
     gradient_checkpointing: OfPolicy[bool] = False  # recompute activations in the backward pass: less memory, more time
+    # lay the rows of a micro-batch end to end, with a shared prompt only once, instead of padding them; the loss is the
+    # same; not where the model's attention does not know the borders of rows
+    pack: OfPolicy[bool] = True
     lora_rank: OfPolicy[CountOrZero] = 0  # train low-rank adapters of this rank instead of all weights; 0: all weights
     lora_alpha: OfPolicy[Positive | None] = None  # adapters are scaled by alpha / rank; None: twice the rank
     # linear layers that get an adapter, by the last part of their names, e.g. q_proj v_proj; none: all but the head
@@ -220,6 +224,8 @@ class AskedConfig(EvaluatedConfig):
 class RunConfig(AskedConfig):
     """The additional settings of every experiment with rewards."""
 
+    # tokens per pass, beside --micro-batch-size rows: memory then does not depend on the longest row; None: any number
+    tokens_per_micro_batch: OfPolicy[Count | None] = None
     reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
     # file of rewards as TRL takes them, f(prompts, completions, **columns) -> list[float], beside the task's own: each
     # is a component under its name, with weight 1
@@ -248,6 +254,11 @@ class RunConfig(AskedConfig):
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained
     completion_prefix: OfData[str | None] = None
+
+    @property
+    def micro_batch(self) -> MicroBatchSize:
+        """The largest micro-batch: a flag of the experiment in rows, and one of all experiments in tokens."""
+        return MicroBatchSize(self.micro_batch_size, self.tokens_per_micro_batch)
 
 
 def shown(source: str | Path) -> str:

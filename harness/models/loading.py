@@ -11,9 +11,9 @@ from common.chat import begin_completions
 from common.errors import UserError
 from common.fast.cache import RowCache
 from common.fast.matmul import use_fast_products
-from common.fast.shared_prompts import hidden_states, left_pad
+from common.fast.packed_rows import FLEX, hidden_states
 from common.policy import Policy
-from common.sampling import next_logits
+from common.sampling import left_pad, next_logits
 
 from harness.base.config import DTYPES, ModelConfig, PolicyConfig, resolve, shown
 from harness.base.hub import must_be_cached
@@ -44,7 +44,8 @@ def load_policy(config: ModelConfig, temperature: float = 1.0, is_frozen: bool =
     if is_reward_model(config.base, is_here):
         raise UserError(f"--model {shown(config.model)} is a reward model and writes nothing: --reward-model takes it")
     tokenizer = tokenizer_of(config, is_here)
-    options = {"attn_implementation": config.attn_implementation, "local_files_only": is_here}
+    attention = "sdpa" if config.attn_implementation == FLEX else config.attn_implementation  # sdpa samples
+    options = {"attn_implementation": attention, "local_files_only": is_here}
     if config.load_in is not None:
         from transformers import BitsAndBytesConfig
 
@@ -101,7 +102,13 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
     policy.gradient_checkpointing = is_trained and config.gradient_checkpointing
     exclude_frozen(policy)
     check_finite(f"--model {shown(config.model)}", model.named_parameters())
+    if config.attn_implementation == FLEX:
+        policy.packing = FLEX
+    if not getattr(config, "pack", True):
+        policy.packing = None
     check_computation(policy)
+    if policy.packing is None and getattr(config, "tokens_per_micro_batch", None):
+        raise UserError("--tokens-per-micro-batch needs packed rows: omit it, and limit the rows by --micro-batch-size")
     if is_trained:
         total, trained = count_parameters(model).values()
         say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
@@ -177,8 +184,6 @@ def check_computation(policy: Policy) -> None:
             logits = model(input_ids=sequences, use_cache=False).logits
             fault = own_state
             continued = _continue(policy, rows, prompts)
-            states, positions = hidden_states(decoder, sequences, action_mask)
-            scored = head(states[positions.argsort()])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # depends on the model: a cache without keys, an unsupported argument
@@ -190,9 +195,24 @@ def check_computation(policy: Policy) -> None:
     plain = logits[:, :-1][action_mask.bool()]  # (N, V), by row
     # 8-bit layers let the rows of a batch influence each other, and bfloat16 rounds, which can choose other experts
     is_exact = policy.compute_dtype == torch.float32 and not getattr(model, "is_quantized", False)
-    for found in (continued, scored):
-        if not _distance(found, plain) <= (1e-3 if is_exact else 0.5):  # NaN is no agreement either
-            raise UserError(own_state)
+    tolerance = 1e-3 if is_exact else 0.5
+    if not _distance(continued, plain) <= tolerance:  # NaN is no agreement either
+        raise UserError(own_state)
+    if policy.packing and not _distance(_packed(policy, sequences, action_mask, plain), plain) <= tolerance:
+        say(f"rows are padded, not packed: the attention of {name} does not know the borders of packed rows")
+        policy.packing = None
+
+
+def _packed(policy: Policy, sequences: torch.Tensor, action_mask: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """The logits (N, V) that predict the rows' new tokens, from packed rows; NaN if the model does not take these."""
+    try:
+        with policy.autocast():
+            hidden, positions = hidden_states(policy.model.get_decoder(), sequences, action_mask, policy.packing)
+            return policy.model.get_output_embeddings()(hidden[positions.argsort()])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # depends on the model: a sliding window, an argument that it does not pass on
+        return torch.full_like(plain, torch.nan)
 
 
 def _rows(policy: Policy) -> tuple[list[list[int]], list[list[int]], torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ def load_teacher(config: TeacherConfig, task: Task, policy: Policy) -> Teacher:
     check_same_prompt(given, encode_prompt(teacher.tokenizer, PROBE), policy, config)
     check_context(config, task, teacher)
     say(f"{given} is the teacher: {sum(weight.numel() for weight in teacher.model.parameters()):,} parameters")
-    return partial(token_log_probs, teacher, micro_batch_size=config.micro_batch_size)
+    return partial(token_log_probs, teacher, micro_batch_size=config.micro_batch)
 
 
 def check_same_tokens(given: str, vocabulary: dict[str, int], own: dict[str, int]) -> None:

@@ -77,7 +77,6 @@ def prepare(
     exclude_frozen(policy)  # also those of a critic
     policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one by one
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        policy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data
         policy.compute_device = accelerator.device
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         policy.max_logits = sys.maxsize  # under ZeRO-3 so is each call of the LM head

@@ -24,7 +24,8 @@ NOT_FLAGS = {"versions", "machine", "gpu", "commit", "processes", "experiment", 
 NOT_FLAGS |= {"script", "about", "loss"}  # what train.py says about itself, and about the terms of its loss
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
-BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they limit memory and change no update
+# May change, too: they limit memory and change no update
+BATCH_SIZES = ("micro_batch_size", "tokens_per_micro_batch", "generation_batch_size")
 # When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
 MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url", "tensor_parallel")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory

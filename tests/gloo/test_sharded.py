@@ -48,7 +48,6 @@ def shard(policy: Policy) -> Policy:
 
     for layer in policy.model.model.layers:
         fully_shard(layer)
-    policy.share_prompts = False
     return fully_shard(policy)
 
 

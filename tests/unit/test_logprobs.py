@@ -1,8 +1,11 @@
 """`Policy.forward`: the log-probabilities that training sees, in value, gradient and memory.
 
-A prompt that several rows share is encoded once; values, gradients and the independence of rows do not change.
+Rows are packed, and a prompt that several rows share is encoded once; neither changes values, gradients or the
+independence of rows.
 """
 
+import warnings
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +14,8 @@ from accelerate import DistributedType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from common.experience import collate
-from common.fast import shared_prompts
+from common.experience import MicroBatchSize, collate
+from common.fast import packed_rows
 from common.logprobs import MAX_LOGITS, token_log_probs
 from common.policy import Policy
 from common.sampling import sample
@@ -223,20 +226,17 @@ def test_micro_batches_change_neither_gradient_nor_update(load_script, make_poli
     assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shares", "is_bounded"), [("MULTI_GPU", True, True), ("FSDP", False, True), ("DEEPSPEED", False, False)]
-)
-def test_logits_stay_bounded_where_the_head_may_be_chunked(make_policy, kind, shares, is_bounded):
+@pytest.mark.parametrize(("kind", "is_bounded"), [("MULTI_GPU", True), ("FSDP", True), ("DEEPSPEED", False)])
+def test_logits_stay_bounded_where_the_head_may_be_chunked(make_policy, kind, is_bounded):
     """Under ZeRO-3 each call of the LM head is a message, so the number of calls must not depend on the data."""
     accelerator = SimpleNamespace(
         distributed_type=DistributedType(kind), device=None, prepare=lambda *prepared: prepared
     )
     policy, _ = prepare(accelerator, make_policy(), None)
-    assert policy.share_prompts == shares
     assert (policy.max_logits == MAX_LOGITS) == is_bounded
 
 
-# Prompts that several rows share --------------------------------------------------------------------------------------
+# Rows that are packed, and prompts that several of them share --------------------------------------------------------
 
 PROMPTS = ([3, 4], [5, 6, 7, 8, 9], [10], [3, 4, 11, 12])  # one is a prefix of another, one is a single token
 GROUP_SIZE = 3
@@ -259,23 +259,72 @@ def batch(policy):
     return experience
 
 
-@pytest.mark.parametrize(("tokens_at_once", "attention"), [(1, "sdpa"), (20, "sdpa"), (10_000, "sdpa"), (20, "eager")])
-def test_values_and_gradients_are_those_of_complete_rows(policy, batch, monkeypatch, tokens_at_once, attention):
-    policy.model.set_attn_implementation(attention)
-    monkeypatch.setitem(shared_prompts.TOKENS_AT_ONCE, "cpu", tokens_at_once)
-    assert shared_prompts.hidden_states(policy.model.get_decoder(), batch.sequences, batch.action_mask) is not None
+def make_model(name: str):
+    """A random model with grouped-query attention: llama, qwen2 (with biases) or qwen3 (which normalises q and k)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        name, **shape, head_dim=8, intermediate_size=64, vocab_size=VOCAB, initializer_range=0.3, eos_token_id=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("with_checkpoints", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_packed_rows_have_the_values_and_gradients_of_complete_rows(batch, name, with_checkpoints):
+    policy = Policy(make_model(name), None, [2], pad_id=0, temperature=0.7)
+    if with_checkpoints:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.gradient_checkpointing = True
+    assert policy.packing == "sdpa"
     assert_scores_and_gradient(policy, batch.sequences, batch.action_mask)
 
 
-def test_every_prompt_and_completion_token_is_run_once(policy, batch, monkeypatch):
-    monkeypatch.setitem(shared_prompts.TOKENS_AT_ONCE, "cpu", 1)  # one row at a time: no padding
+def test_rows_are_padded_where_attention_is_eager(batch):
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    policy = Policy(model, None, [2], pad_id=0)
+    assert policy.packing is None
+    assert_scores_and_gradient(policy, batch.sequences, batch.action_mask)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_every_prompt_and_completion_token_is_run_once_in_one_call(policy, batch, is_checkpointed):
+    policy.gradient_checkpointing = is_checkpointed
     seen = []
     policy.model.get_input_embeddings().register_forward_hook(lambda _, args, output: seen.append(args[0].shape))
     policy(batch.sequences, batch.action_mask)
     # the last token of a prompt predicts the first of a completion, and a completion's last one predicts nothing
-    assert seen[0] == (len(PROMPTS), max(map(len, PROMPTS)) - 1)
     completions = (batch.attention_mask.sum(dim=1) - batch.prompt_lengths)[batch.action_mask.any(dim=1)]
-    assert sorted(shape[1] for shape in seen[1:]) == sorted(completions.tolist())
+    num_tokens = sum(len(prompt) - 1 for prompt in PROMPTS) + int(completions.sum())
+    assert seen == [(1, num_tokens)]
+
+
+def test_a_block_mask_of_flex_attention_gives_the_same_values(policy, batch):
+    """Only the forward pass: FlexAttention has no backward pass on CPUs."""
+    expected = policy(batch.sequences, batch.action_mask).log_probs
+    policy.packing = packed_rows.FLEX
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is not compiled here
+        assert_close(policy(batch.sequences, batch.action_mask).log_probs, expected.detach())
+
+
+def test_flash_attention_gets_the_borders_of_complete_rows(batch):
+    """FlashAttention needs a GPU; transformers' own attention finds the same borders where positions restart."""
+    row = packed_rows.lay_out(batch.sequences, batch.action_mask, share_prompts=False)
+    borders = packed_rows._flash_borders(row.segments, torch.device("cpu"))
+    starts = borders["cu_seq_lens_q"].tolist()
+    assert [start for start, position in enumerate(row.positions) if position == 0] == starts[:-1]
+    assert starts[-1] == len(row.ids)
+    assert borders["max_length_q"] == max(after - before for before, after in pairwise(starts))
+    model = make_model("llama").eval()
+    ids, positions = torch.tensor([row.ids]), torch.tensor([row.positions])
+    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, row.places]
+    plain = model(batch.sequences, use_cache=False).logits[:, :-1].flatten(0, 1)[row.flat]
+    assert_close(packed, plain)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(policy, batch):
@@ -288,18 +337,24 @@ def test_a_row_does_not_depend_on_its_neighbours(policy, batch):
     assert not torch.allclose(after[0], before[0])
 
 
-def test_rows_without_a_common_prompt_are_run_in_full(policy, batch):
-    alone = batch.select(torch.arange(0, len(batch), GROUP_SIZE))
-    assert shared_prompts.hidden_states(policy.model.get_decoder(), alone.sequences, alone.action_mask) is None
-
-
-def test_gradient_checkpointing_gives_the_same_without_sharing(policy, batch):
-    expected = policy(batch.sequences, batch.action_mask).log_probs
-    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.gradient_checkpointing = True
-    log_probs = policy(batch.sequences, batch.action_mask).log_probs
-    assert_close(log_probs, expected)
-    assert gradient(policy, log_probs).norm() > 0
+def test_micro_batches_of_tokens_hold_every_row_once(policy, batch):
+    batch = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)))
+    lengths = batch.attention_mask.sum(dim=1)
+    parts = batch.micro_batch_rows(MicroBatchSize(rows=5, tokens=40))
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
+    assert len(parts) > 3
+    for rows in parts:
+        part = batch.select(rows)
+        row = packed_rows.lay_out(part.sequences, part.action_mask)
+        assert len(rows) <= 5
+        assert len(row.ids) <= 40
+    longest = int(lengths.max())
+    alone = batch.micro_batch_rows(MicroBatchSize(rows=5, tokens=longest - 5))
+    assert any(len(rows) == 1 and lengths[rows[0]] == longest for rows in alone)
+    assert_close(
+        token_log_probs(policy, batch, MicroBatchSize(5, 40)),
+        policy(batch.sequences, batch.action_mask).log_probs.detach(),
+    )
 
 
 def test_micro_batches_keep_the_rows_of_a_prompt_together(batch):

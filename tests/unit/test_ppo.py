@@ -186,13 +186,13 @@ def test_a_value_has_not_seen_the_token_that_it_is_about(make_policy):
     torch.testing.assert_close(policy.values(padded, longer)[:1, :6], values, atol=1e-5, rtol=0)
 
 
-def test_shared_prompts_change_no_value(make_policy):
+def test_packing_changes_no_value(make_policy):
     policy = teach(ActorCritic(make_policy()))
     experience = rows_of(policy)
-    shared = token_values(policy, experience, 8)
-    policy.share_prompts = False
-    torch.testing.assert_close(token_values(policy, experience, 8), shared, atol=1e-5, rtol=0)
-    assert shared.any()
+    packed = token_values(policy, experience, 8)
+    policy.packing = None
+    torch.testing.assert_close(token_values(policy, experience, 8), packed, atol=1e-5, rtol=0)
+    assert packed.any()
 
 
 def test_actor_and_critic_share_no_gradient(make_policy):

@@ -366,7 +366,7 @@ def test_a_new_policy_and_its_lessons_depend_on_the_seed(train):
     def weights(seed: int, attn_implementation: str) -> torch.Tensor:
         flags = {"seed": seed, "attn_implementation": attn_implementation}
         model = train.new_policy(train.Config(device="cpu", dtype="float32", **flags)).model
-        assert model.config._attn_implementation == attn_implementation
+        assert model.config._attn_implementation.startswith(attn_implementation)
         return torch.cat([weight.flatten() for weight in model.parameters()])
 
     first = weights(3, "sdpa")
