@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, N action tokens, hidden size H; entry `[:, t]` of a (B, T-1) tensor is about token t+1.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -91,8 +92,10 @@ class Policy(nn.Module):
         zeros, width = torch.zeros(action_mask.shape, device=sequences.device), action_mask.shape[1]
         return PolicyOutput(*(zeros.index_put((positions // width, positions % width), x) for x in values))
 
-    def next_logits(self, **inputs) -> torch.Tensor:
-        """The logits (rows, V) that predict the token after the last one; `inputs` go to `self.model`."""
+    def next_logits(self, step: Callable[..., torch.Tensor] | None = None, **inputs) -> torch.Tensor:
+        """The logits (rows, V) that predict the token after the last one, by `step` (`decoding_step`) or the model."""
+        if step is not None:
+            return step(**inputs)
         return self.model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1]
 
     def _hidden_states(

@@ -6,11 +6,14 @@ in the logits moves a token across a boundary.
 """
 
 import math
+from collections.abc import Callable
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import nn
 
+from common.fast.decoding import decoding_step
 from common.fast.kept_rows import KeptRows
 from common.fast.sharded_weights import gathered_weights
 from common.keyed import keyed_generator
@@ -176,6 +179,7 @@ def _complete(
     logits = next_logits(policy, sequences[:, known:], attention_mask, cache)[owner]  # (B, V)
     cache.batch_select_indices(owner)  # a prompt is run once; its keys and values serve the group
     attention_mask = attention_mask[owner]  # (B, P), one column wider each round
+    step = decoding_step(policy.model, attention_mask.shape[1] + max(budgets))
     end_of_turn = torch.tensor(policy.end_of_turn_ids, device=policy.device)
     active = torch.arange(len(rows), device=policy.device)  # the rows that are still in the batch
     last = torch.tensor(budgets, device=policy.device) - 1  # (B,) the position of a row's last token
@@ -195,7 +199,7 @@ def _complete(
             order = cache.drop_rows(ended)
             active, tokens, attention_mask = active[order], tokens[order], attention_mask[order]
         attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(active), 1)], dim=1)
-        logits = next_logits(policy, tokens[:, None], attention_mask, cache)  # (active, V)
+        logits = next_logits(policy, tokens[:, None], attention_mask, cache, step)  # (active, V)
     _record(rows, budgets, drawn, drawn_log_probs, policy.end_of_turn_ids)
 
 
@@ -207,12 +211,17 @@ def left_pad(prompts: list[tuple[int, ...]], pad_id: int, device: torch.device) 
     return ids, mask
 
 
-def next_logits(policy: Policy, ids: torch.Tensor, attention_mask: torch.Tensor, cache: "RowCache") -> torch.Tensor:
+def next_logits(
+    policy: Policy,
+    ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cache: "RowCache",
+    step: Callable[..., torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Feed `ids` (rows, new tokens) after the cached tokens; the logits of the token that follows: (rows, V)."""
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # left padding does not count
-    return policy.next_logits(
-        input_ids=ids, attention_mask=attention_mask, position_ids=positions, past_key_values=cache
-    )
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, "position_ids": positions, "past_key_values": cache}
+    return policy.next_logits(step, **inputs)
 
 
 def _draw(
@@ -231,14 +240,27 @@ def _draw(
     if uniforms is None:
         tokens = log_probs.argmax(dim=-1)
     else:
-        probs = log_probs.to(uniforms.dtype).exp()  # float64: a sum over 128k tokens would leave float32 short of 1
-        if top_p < 1:
-            probs = probs * _nucleus(probs, top_p)
-        cdf = probs.cumsum(dim=-1)
-        u = uniforms[:, None] * cdf[:, -1:]
-        # right=True skips tokens of probability 0, whose CDF equals their predecessor's
-        tokens = torch.searchsorted(cdf, u, right=True)[:, 0].clamp(max=cdf.shape[1] - 1)
+        probs = log_probs.exp()
+        tokens = _invert_cdf(probs * _nucleus(probs, top_p) if top_p < 1 else probs, uniforms)
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _invert_cdf(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The tokens (rows,) whose intervals contain the uniform numbers (rows,): first a block of tokens, then one of it.
+
+    Sums are float64: over 128k tokens, float32 would fall short of 1. In two steps, they take a tenth of the time.
+    """
+    rows, size = len(probs), 64
+    blocks = nn.functional.pad(probs, (0, -probs.shape[1] % size)).view(rows, -1, size)
+    sums = blocks.sum(dim=-1, dtype=uniforms.dtype).cumsum(dim=-1)  # (rows, blocks)
+    u = uniforms[:, None] * sums[:, -1:]
+    # right=True skips what has probability 0: its sum equals that of its predecessor
+    block = torch.searchsorted(sums, u, right=True).clamp(max=sums.shape[1] - 1)  # (rows, 1)
+    before = nn.functional.pad(sums, (1, 0)).gather(-1, block)
+    cdf = blocks[torch.arange(rows, device=probs.device), block[:, 0]].cumsum(dim=-1, dtype=uniforms.dtype)
+    total = cdf[:, -1:]
+    u = torch.minimum((u - before).clamp(min=0), total.nextafter(-total))  # despite rounding, within the block
+    return (block * size + torch.searchsorted(cdf, u, right=True))[:, 0]
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -127,15 +127,17 @@ def attend(
 
     if segments is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if kwargs.get("sliding_window") is not None:
-        raise ValueError("segments know no sliding window")
+    window = kwargs.get("sliding_window")
     if not isinstance(segments, list):
+        if window is not None:
+            raise ValueError("the block mask knows no sliding window")
         return flex_attention_forward(module, query, key, value, segments, **kwargs)
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # (L, heads, size)
     outputs = torch.empty_like(query, dtype=value.dtype)  # q and k can be float32 where v is bfloat16
     for bucket in segments:
         parts = (query[bucket.queries], key[bucket.keys], value[bucket.keys])  # (b, C or K, heads, size)
-        found, _ = sdpa_attention_forward(module, *(part.transpose(1, 2) for part in parts), bucket.mask, **kwargs)
+        mask = bucket.mask if window is None else _within(window, bucket, kwargs["position_ids"][0])
+        found, _ = sdpa_attention_forward(module, *(part.transpose(1, 2) for part in parts), mask, **kwargs)
         outputs[bucket.queries[bucket.is_token]] = found[bucket.is_token]  # of (b, C, heads, size)
     return outputs[None], None
 
@@ -169,6 +171,13 @@ def _buckets(segments: list[Segment], device: torch.device) -> list[Bucket]:
         mask = torch.cat([is_prompt, is_before], dim=3)
         buckets.append(Bucket(queries, torch.cat([prompt, queries], dim=1), mask, is_token))
     return buckets
+
+
+def _within(window: int, bucket: Bucket, positions: torch.Tensor) -> torch.Tensor:
+    """The bucket's mask for a layer whose tokens see only those less than `window` before them."""
+    distance = positions[bucket.queries][:, None, :, None] - positions[bucket.keys][:, None, None, :]  # (b, 1, C, K)
+    is_near = distance < window
+    return is_near & (distance >= 0) if bucket.mask is None else is_near & bucket.mask
 
 
 def _block_mask(segments: list[Segment], device: torch.device) -> object:

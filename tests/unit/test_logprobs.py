@@ -260,20 +260,20 @@ def batch(policy):
 
 
 def make_model(name: str):
-    """A random model with grouped-query attention: llama, qwen2 (with biases) or qwen3 (which normalises q and k)."""
+    """A random model: llama, qwen2 (with biases), qwen3 (normalises q and k) or mistral (sees only four tokens)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
         name, **shape, head_dim=8, intermediate_size=64, vocab_size=VOCAB, initializer_range=0.3, eos_token_id=2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **({"sliding_window": 4} if name == "mistral" else {}),
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize("with_checkpoints", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_packed_rows_have_the_values_and_gradients_of_complete_rows(batch, name, with_checkpoints):
     policy = Policy(make_model(name), None, [2], pad_id=0, temperature=0.7)
     if with_checkpoints:

@@ -211,6 +211,31 @@ def test_draws_from_a_large_vocabulary_are_exact():
     assert _draw(logits.expand(2, -1), 1.0, 1.0, edges)[0].tolist() == [5000, 128_255 - 5000]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "a hook"])
+def test_a_decoding_step_is_the_model_bit_for_bit(monkeypatch, name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(
+        name if name != "a hook" else "llama", **shape, intermediate_size=64, vocab_size=VOCAB, initializer_range=0.3,
+        head_dim=8, eos_token_id=END, **({"sliding_window": 4} if name == "mistral" else {}),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # biases and norms
+            torch.nn.init.normal_(weight, mean=1.0, std=0.1)
+    policy, calls = Policy(model, None, [END], pad_id=0), []
+    if name == "a hook":
+        model.model.norm.register_forward_hook(lambda *_: None)
+    monkeypatch.setattr(model, "forward", lambda _real=model.forward, **inputs: calls.append(1) or _real(**inputs))
+    rows = sample(policy, PROMPTS, 3, max_new_tokens=20, key=(0, 0))
+    is_known = name in ("llama", "qwen2", "qwen3")
+    assert (len(calls) == 1) == is_known  # the prompts are run by the model itself
+    monkeypatch.setattr("common.sampling.decoding_step", lambda *_: None)
+    assert sample(policy, PROMPTS, 3, max_new_tokens=20, key=(0, 0)) == rows
+
+
 @pytest.mark.parametrize(("num_parts", "generation_batch_size"), [(3, None), (3, 6), (5, 12)])
 def test_parts_of_the_rows_are_those_of_a_full_call(make_policy, num_parts, generation_batch_size):
     """With 3 parts of 8 rows, the first has the first group of 6 and two rows of the second, like a rank."""

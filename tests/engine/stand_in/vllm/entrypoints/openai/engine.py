@@ -30,9 +30,9 @@ class RefusedRequest(Exception):  # noqa: N818
 class Served(Policy):
     top_p = 1.0
 
-    def next_logits(self, **inputs) -> torch.Tensor:
+    def next_logits(self, step=None, **inputs) -> torch.Tensor:
         """Without the tokens outside the nucleus: the sampler then records log-probs that are renormalised over it."""
-        logits = super().next_logits(**inputs)
+        logits = super().next_logits(step, **inputs)
         if self.top_p == 1:
             return logits
         return logits.masked_fill(~_nucleus((logits / self.temperature).softmax(dim=-1), self.top_p), -math.inf)
