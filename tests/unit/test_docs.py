@@ -66,6 +66,11 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
         assert lines[int(target) - 1].strip().startswith(f"# {number} ")
 
 
+def test_the_first_page_is_short():
+    """Words as in wc -w: everything between spaces, so that tables, addresses and commands count, too."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1200
+
+
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The commands `python <script> <arguments>` on a page; a copied script gets the original's name."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
