@@ -71,6 +71,17 @@ def test_the_first_page_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1200
 
 
+@pytest.mark.parametrize("language", ["ru", "zh"])
+def test_a_translation_has_the_commands_links_and_numbers_of_the_readme(language):
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", f"README.{language}.md")]
+    for pattern in (r"^```.*?^```$", r"`[^`\n]+`", r"\d+(?:\.\d+)*", r"\]\(((?!README)[^)]+)\)", r"^(?=#|\|)"):
+        english, other = (sorted(re.findall(pattern, text, re.MULTILINE | re.DOTALL)) for text in texts)
+        assert other == english
+        assert len(english) >= 3
+    for text in texts:
+        assert len(re.findall(r"\]\(README", text)) == 2  # the other languages
+
+
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The commands `python <script> <arguments>` on a page; a copied script gets the original's name."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
