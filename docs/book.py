@@ -35,7 +35,7 @@ SHOWN = {
     "": "text",
 }
 BIG = 100_000  # bytes of a source file from which on it is offered as a file
-PART = r"(?:equation|section|appendix)s? \w[\w.]*\w(?: (?:and|to) [\d.]*\d)?"
+PART = r"(?:equation|section|appendix)s? \w(?:[\w.]*\w)?(?: (?:and|to) [\d.]*\d)?"
 PAPER = re.compile(rf"\b(\d{{4}}\.\d{{5}})\b(?:\]\(\S+?\))?[),]*\s*({PART}|)")
 LIST_ITEM, FENCE = re.compile(r"(?:[-*]|\d+\.) "), re.compile(r" *(```|~~~)")
 SHORT_RUN = (
@@ -184,7 +184,8 @@ def on_files(files: Files, config) -> Files:
     rows = re.findall(r"^\| (\d+) \| \[(experiment_(\w+))\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
     made = {
         "experiments": [
-            {f"{row} {short}": [f"{name}/README.md", {"train.py": f"{name}/train.py"}]} for row, name, short in rows
+            {f"{row} {short}": [f"{name}/README.md", {f"{short}/train.py": f"{name}/train.py"}]}
+            for row, name, short in rows
         ],
         "notebooks": [path.relative_to(ROOT).as_posix() for path in notebooks],
     }
@@ -198,6 +199,11 @@ def on_files(files: Files, config) -> Files:
             if isinstance(entries, list):
                 part[title] = [each for entry in entries for each in made.get(entry, [entry])]
     return site
+
+
+def on_serve(server, config, builder) -> None:
+    for path in ours(".md", ".ipynb"):
+        server.watch(str(path))
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
@@ -224,4 +230,6 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
 def on_page_content(html: str, page, config, files) -> str:
     """Lines of a source file have the anchors that they have on GitHub, and an empty head of a column is no head."""
     html = html.replace("<th></th>", "<td></td>")
+    if language := re.fullmatch(r"README\.(\w+)\.md", page.file.src_uri):
+        html = f'<div lang="{language[1]}">{html}</div>'
     return html.replace("__codelineno-0-", "L") if page.file.src_uri.endswith(".py") else html

@@ -92,6 +92,7 @@ def test_papers_are_found_at_the_lines_that_cite_them(pages, book):
         re.DOTALL,
     )
     assert len(rows) > 50
+    assert re.search(r"common/loss\.py:\d+</a> \(equation 7\)", dict(rows)["1707.06347"])  # the clipped surrogate
     for number, row in rows:
         places = re.findall(r'<a href="[^"]+">([^<]+)</a>', row)
         assert places, number
