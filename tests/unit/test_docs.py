@@ -34,6 +34,7 @@ PAGES = sorted(
     for path in ROOT.glob("**/*.md")
     if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
+SOURCES = ("common", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*")
 # They take directories, or nothing
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}
 
@@ -64,6 +65,47 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
     for number, shown, target in links:
         assert shown == target
         assert lines[int(target) - 1].strip().startswith(f"# {number} ")
+
+
+def test_the_first_page_is_short():
+    """Words as in wc -w: everything between spaces, so that tables, addresses and commands count, too."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1200
+
+
+@pytest.mark.parametrize("language", ["ru", "zh"])
+def test_a_translation_has_the_commands_links_and_numbers_of_the_readme(language):
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", f"README.{language}.md")]
+    for pattern in (r"^```.*?^```$", r"`[^`\n]+`", r"\d+(?:\.\d+)*", r"\]\(((?!README)[^)]+)\)", r"^(?=#|\|)"):
+        english, other = (sorted(re.findall(pattern, text, re.MULTILINE | re.DOTALL)) for text in texts)
+        assert other == english
+        assert len(english) >= 3
+    for text in texts:
+        assert len(re.findall(r"\]\(README", text)) == 2  # the other languages
+
+
+def test_every_cited_paper_is_listed_and_every_listed_one_is_cited():
+    number = re.compile(r"\b\d{4}\.\d{5}\b")
+    listed = re.findall(
+        rf"^\| \[({number.pattern})\]", (ROOT / "docs" / "papers.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    sources = [path for folder in SOURCES for path in ROOT.glob(f"{folder}/**/*.py")]
+    pages = [page for page in PAGES if page.name != "papers.md"]
+    cited = {each for path in [*sources, *pages] for each in number.findall(path.read_text(encoding="utf-8"))}
+    assert listed == sorted(cited)
+
+
+def test_every_letter_of_a_shape_is_in_the_glossary():
+    letters = re.findall(r"^\| (\S+) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    paths = [path for folder in ("common", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")]
+    shapes = [each for path in paths for each in re.findall(r"# .*?\(([\w, -]+)\)", path.read_text(encoding="utf-8"))]
+    used = {
+        name
+        for shape in shapes
+        if "," in shape
+        for name in re.split(", ?", shape)
+        if re.fullmatch("[A-Z](-1)?|b", name)
+    }
+    assert {"Q", "G", "B", "b", "T", "T-1"} <= used <= set(letters)
 
 
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
