@@ -141,7 +141,8 @@ def _introduction(run: Run) -> list[str]:
     data = f" {'on the pairs' if is_paired else 'with the questions'} of {config['data']}" if config.get("data") else ""
     steps = f"{done} of {planned} steps" if planned and done != planned else f"{done} step{'s' if done != 1 else ''}"
     each = f", each with {config['prompts_per_step']} questions and" if "prompts_per_step" in config else ""
-    each += f" {config['group_size']} completions of every question" if each else ""
+    size = config.get("group_size")
+    each += f" {size} completion{'s' if size != 1 else ''} of every question" if each else ""
     sentences = [f"{experiment_of(run)} trained {policy}{task}{data} for {steps}{each}."]
     sentences += [] if run.is_finished else ["The run is not finished."]
     count = number(summary.get("num_questions"))
