@@ -136,8 +136,6 @@ def watch(directory: Path) -> None:
 
     Prints one sentence with the address. A browser that still looks at the end gets the last page.
     """
-    if hasattr(os, "nice"):
-        os.nice(10)  # the run comes first
     try:
         server = Server(directory, PORT)
     except RunError:  # the port is taken

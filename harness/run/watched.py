@@ -19,7 +19,7 @@ def watched(directory: Path) -> Iterator[None]:
     Ctrl-C in a terminal does not reach it.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-P", "-m", "viewer.serve", str(directory.resolve())]
+    command = [sys.executable, "-P", "-m", "viewer.serve", str(directory)]
     server = subprocess.Popen(command, **pipes, start_new_session=True)
     try:
         address = server.stdout.readline().strip()
