@@ -7,12 +7,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
+import yaml
 
 import common.policy
 import common.sampling
@@ -137,6 +139,16 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
 def test_the_page_of_options_is_what_the_programs_say(load_script):
     """Otherwise: python docs/options.py."""
     assert load_script("docs/options.py").page() == (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+
+
+def test_versions_are_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation, hooks = (
+        yaml.safe_load((ROOT / name).read_text("utf-8")) for name in ("CITATION.cff", ".pre-commit-config.yaml")
+    )
+    assert citation["version"] == project["version"]
+    used = {package for hook in hooks["repos"][0]["hooks"] for package in hook["additional_dependencies"]}
+    assert used == {package for package in project["optional-dependencies"]["test"] if package.startswith("ruff")}
 
 
 def test_every_logged_key_is_explained():
