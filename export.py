@@ -4,6 +4,7 @@
     python export.py runs/experiment_base/<name> --merge --dtype bfloat16 --output my-model
     python export.py runs/experiment_base/<name> --quantize 4bit
     python export.py runs/experiment_base/<name> --merge --push owner/name --private
+    python export.py assets/tiny_policy --push owner/name               # a bundled policy, as it is
 
 What is written loads with plain transformers. It answers held-out questions greedily as the trained policy does, which
 is checked before anything is uploaded. docs/export.md explains what is written and what is not.
@@ -30,7 +31,7 @@ from common.chat import decode
 from common.errors import UserError
 
 from harness.base.checks import check_device, local_path
-from harness.base.config import Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
+from harness.base.config import BUNDLED, Count, LocalPath, ModelConfig, OfPolicy, OfRun, resolve, shown
 from harness.base.ranks import num_launched
 from harness.base.terminal import printable, say
 from harness.cli.parse import parse_plain
@@ -58,7 +59,7 @@ class Config:
     FIRST_GROUP: ClassVar[str] = "export"
     POSITIONAL: ClassVar[tuple[str, ...]] = ("run",)
 
-    run: str = ""  # directory of a run, its final/, or one of its checkpoints
+    run: str = ""  # directory of a run, its final/, or one of its checkpoints; with --push also of a bundled policy
     merge: bool = False  # of a run with an adapter: write the model with the adapter merged in, not the adapter alone
     quantize: Literal["none", "4bit", "8bit"] = "none"  # 4bit and 8bit: a checkpoint of bitsandbytes
     # of the weights; None: as the run's final policy is saved: float32, or with an adapter the dtype of its base
@@ -79,6 +80,9 @@ def main(argv: list[str] | None = None) -> None:
     if num_launched() > 1:
         raise UserError("export.py runs in one process: start it with python")
     check(config)
+    if (bundled := local_path(config.run, "RUN").resolve()) in BUNDLED.values():
+        upload_bundled(config, bundled)
+        return
     source = find_source(config.run)
     is_quantised = config.quantize != "none"
     merge = source.is_adapter and (config.merge or is_quantised or source.base_id is None)
@@ -101,12 +105,27 @@ def main(argv: list[str] | None = None) -> None:
         words = ["python", "evaluate.py", "--model", shown(output), "--task", task]
         say(f"evaluate it with: {shlex.join(words)}")
         return
+    upload(config, output)
+
+
+def upload(config: Config, directory: Path) -> None:
+    """Send the files of a directory, or only print them."""
     if config.dry_run:
         say(f"--dry-run: these files would be uploaded to {config.push}{', private' if config.private else ''}:")
-        for path in sorted(path for path in output.rglob("*") if path.is_file()):
-            say(f"  {path.relative_to(output)}  {path.stat().st_size:,} bytes")
+        for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+            say(f"  {path.relative_to(directory)}  {path.stat().st_size:,} bytes")
         return
-    say(f"uploaded to {push(output, config.push, config.private)}")
+    say(f"uploaded to {push(directory, config.push, config.private)}")
+
+
+def upload_bundled(config: Config, directory: Path) -> None:
+    """A bundled policy is complete, and its card stands beside it."""
+    others = [name for name in ("merge", "quantize", "dtype", "output", "license")
+              if getattr(config, name) != getattr(Config, name)]  # fmt: skip
+    if config.push is None or others:
+        given = f"omit --{others[0]}" if others else "add --push owner/name"
+        raise UserError(f"RUN {shown(directory)} is a bundled policy, which can only be uploaded as it is: {given}")
+    upload(config, directory)
 
 
 def check(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Your own task: copy this file, change it, and train on it. The README's section "Your own task" explains it.
+"""Your own task: copy this file, change it, and train on it. docs/your_task.md explains it.
 
 python experiment_base/train.py --task my_task.py --data my_rows.jsonl
 """

@@ -163,9 +163,9 @@ def make_own(tmp_path_factory) -> Callable[..., ModuleType]:
 
 @pytest.fixture(scope="session")
 def experiment_mine(make_own) -> ModuleType:
-    """The README's example of your own algorithm, with its own formula and diagnostic."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own algorithm in ten minutes")[2]
-    old, new = (next(line[1:] for line in readme.splitlines() if line.startswith(sign)) for sign in "-+")
+    """The example of docs/your_algorithm.md, with its own formula and diagnostic."""
+    lines = (ROOT / "docs" / "your_algorithm.md").read_text(encoding="utf-8").splitlines()
+    old, new = (next(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
     last = "    # no length bias"
     return make_own((old, new), ("(-min(ratio A, clip(ratio) A) + beta KL)", "of REINFORCE"), (
         last, f'    diagnostics["surprise"] = -log_probs\n{last}'

@@ -14,16 +14,9 @@ DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --n
 NOT_LEARNED = {"seed", "name", "runs_dir", "resume", "device", "threads", "gpu", "machine", "versions", "commit"}
 NOT_LEARNED |= {"command", "experiment", "about", "loss", "processes", "sources", "task_failed", "wandb", "save_merged"}
 NOT_LEARNED |= {"checkpoint_every", "keep_checkpoints", "eval_every", "samples_every", "progress"}
-NOT_LEARNED |= {
-    "micro_batch_size",
-    "tokens_per_micro_batch",
-    "pack",
-    "generation_batch_size",
-    "engine_url",
-    "engine",
-    "tensor_parallel",
-}
-NOT_LEARNED |= {"config", "wandb_project", "wandb_group", "profile", "keep_best", "eval_sets", "eval_suite"}
+NOT_LEARNED |= {"micro_batch_size", "tokens_per_micro_batch", "pack", "generation_batch_size", "tensor_parallel"}
+NOT_LEARNED |= {"engine_url", "engine", "config", "wandb_project", "wandb_group", "watch", "profile", "keep_best"}
+NOT_LEARNED |= {"eval_sets", "eval_suite"}
 MOST_SHOWN = 3  # settings in the label of a group
 
 Groups = dict[str, list[Run]]

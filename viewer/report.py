@@ -37,11 +37,15 @@ def write_report(directory: Path, output: Path | None = None) -> Path:
         raise RunError(f"{path} cannot be the page: give the name of a file that ends in .html")
     if output is None:
         run.directory.mkdir(exist_ok=True)  # that of a kept run is only a name
-    kept = keep_steps(run.samples, count_rows_per_step(run.config))
     metrics_page = os.path.relpath(METRICS_PAGE, path.parent.resolve()) if METRICS_PAGE.exists() else None
-    page = render(run, kept, f"python -m viewer {quote(str(directory))} --serve", metrics_page=metrics_page)
-    path.write_text(page, encoding="utf-8", errors="replace", newline="\n")
+    path.write_text(whole_page(run, directory, metrics_page), encoding="utf-8", errors="replace", newline="\n")
     return path
+
+
+def whole_page(run: Run, directory: Path, metrics_page: str | None = None) -> str:
+    """The page with samples inside it; `directory`: the run, as a command names it."""
+    kept = keep_steps(run.samples, count_rows_per_step(run.config))
+    return render(run, kept, f"python -m viewer {quote(str(directory))} --serve", metrics_page=metrics_page)
 
 
 def live_page(run: Run, version: str) -> str:
@@ -73,6 +77,7 @@ def render(run: Run, kept: Kept, command: str = "", metrics_page: str | None = N
         **{"version": version, "metrics_page": metrics_page, "run": run},
         experiment=experiment_of(run),
         introduction=" ".join(_introduction(run)),
+        compares=compares_groups(run.config),
         flags={name: _setting(value) for name, value in run.config.items()},
         shown_flags=[name for name in SHOWN_FLAGS if name in run.config],
         findings=_findings(run.diagnosis.rows),
@@ -90,6 +95,7 @@ def _page_data(run: Run, kept: Kept) -> str:
         "finished": run.is_finished,
         "metrics": _series([row for row in run.metrics.rows if step_of(row) is not None]),
         "kinds": kinds_of_questions(run.metrics.rows),
+        "comparesGroups": compares_groups(run.config),
         "tokens": _token_texts(run.tokens.rows, kept.token_ids),
         "steps": [
             {"step": step, "rows": kept.num_rows[step], "of": of, "prompts": kept.prompts.get(step, [])}
@@ -104,6 +110,11 @@ def count_rows_per_step(config: dict) -> int | None:
     if "pairs_per_step" in config:
         return 2 * config["pairs_per_step"]
     return config["prompts_per_step"] * config["group_size"] if "prompts_per_step" in config else None
+
+
+def compares_groups(config: dict) -> bool:
+    """Whether advantages compare a group's completions: not with a teacher, a critic, or a mean of earlier steps."""
+    return config.get("group_size", 1) > 1 and not config.keys() & {"teacher", "gae_lambda", "baseline"}
 
 
 def visible(text: object) -> str:
@@ -130,7 +141,8 @@ def _introduction(run: Run) -> list[str]:
     data = f" {'on the pairs' if is_paired else 'with the questions'} of {config['data']}" if config.get("data") else ""
     steps = f"{done} of {planned} steps" if planned and done != planned else f"{done} step{'s' if done != 1 else ''}"
     each = f", each with {config['prompts_per_step']} questions and" if "prompts_per_step" in config else ""
-    each += f" {config['group_size']} completions of every question" if each else ""
+    size = config.get("group_size")
+    each += f" {size} completion{'s' if size != 1 else ''} of every question" if each else ""
     sentences = [f"{experiment_of(run)} trained {policy}{task}{data} for {steps}{each}."]
     sentences += [] if run.is_finished else ["The run is not finished."]
     count = number(summary.get("num_questions"))

@@ -169,6 +169,8 @@ class PolicyConfig(ModelConfig):
     checkpoint_every: OfRun[CountOrZero] = 20  # steps between checkpoints; 0: only on Ctrl-C
     keep_checkpoints: OfRun[Count] = 2  # how many of the newest checkpoints are kept
     estimate: OfRun[bool] = False  # print how much memory a run with these settings needs, and end
+    # open the run's page in the browser, live while it trains; without a screen its address is only printed
+    watch: OfRun[bool] = False
     # record this many steps, from the second on: trace.json.gz, which https://ui.perfetto.dev opens; 0: none
     profile: OfRun[CountOrZero] = 0
     # also log to Weights & Biases; without its package, a key or a network the run continues

@@ -1,4 +1,4 @@
-"""A task as its file defines it (README: "Your own task"), with every call checked."""
+"""A task as its file defines it (docs/your_task.md), with every call checked."""
 
 import functools
 import importlib

@@ -26,7 +26,7 @@ from harness.exporting.writing import Questions
 PLACES = ("model", "task", "chat_template", "data", "eval_data", "tools", "corpus", "index", "encoder")
 TEXTS = ("system_prompt", "completion_prefix")
 WORDS = ("dtype", "load_in", "attn_implementation", "device")  # further flags to show, which every experiment has
-HIDDEN = ("wandb", "estimate", "engine_start", "engine_url", "engine", "search_url")
+HIDDEN = ("wandb", "watch", "estimate", "engine_start", "engine_url", "engine", "search_url")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ from harness.base.config import PolicyConfig
 # How far recorded and recomputed log-probs may differ, in nats, as a mean over tokens; rounding gives 1e-6 and 1e-2
 MAX_SAMPLING_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
 OVER_OPTIMISED = "the reward model is over-optimised"
+# Of runs that learn from something else than the differences within a group: for them equal rewards are no fault
+OTHER_SIGNALS = {"teacher/kl", "critic/explained_variance", "reward/baseline"}
 MAX_STALE_DIFFERENCE = 1.0  # for an engine that deliberately samples with weights that are several steps old
 
 
@@ -110,7 +112,8 @@ class Diagnosis:
                 f"every gradient of the last twenty steps was scaled down, from {norm:.1f} to --max-grad-norm "
                 f"{config.max_grad_norm:g}: raise --max-grad-norm, or lower --kl-weight if it is high"
             )
-        if self._mean("group/zero_reward_variance", 10, min) == 1:
+        is_compared = not OTHER_SIGNALS & self._history[-1].keys()
+        if is_compared and self._mean("group/zero_reward_variance", 10, min) == 1:
             cause = "ask easier questions (--data), reward partial success (--reward-weight), or raise --group-size or "
             cause += "--temperature"
             if self._mean("reward/correct", 10) > 0.5:

@@ -27,7 +27,7 @@ ENGINE_PLACES = ("engine_url", "engine_start")
 # May change, too: they limit memory and change no update
 BATCH_SIZES = ("micro_batch_size", "tokens_per_micro_batch", "generation_batch_size")
 # When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
-MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url", "tensor_parallel")
+MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url", "tensor_parallel", "watch")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 
 

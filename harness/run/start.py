@@ -30,6 +30,7 @@ from harness.run.settings import (
     script_of,
     write_settings,
 )
+from harness.run.watched import watched
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # on the disk, in the user's quota, in a file of limited size
 
@@ -106,6 +107,8 @@ def start_run(config: PolicyConfig, task: Task | None = None, searched: dict[str
     run.steps_of_epochs = steps
     with signals.signals_to(run.request_stop):
         try:
+            if config.watch and is_main():
+                run.contexts.enter_context(watched(run.directory))
             yield run
         except (Exception, KeyboardInterrupt) as error:
             told = _explain(error, run, config)

@@ -374,6 +374,15 @@ def test_the_live_page_follows_a_run_until_something_is_chosen(runs, open_page, 
             assert page.locator(".token[aria-selected=true]").count() == 1
             page.check("#follow")
             page.wait_for_function(said, arg="The run is finished.")
+            page.locator(".completion .token").first.click()
+            page.locator("#reading summary").click()
+            server.is_over = True  # the last page comes although something is chosen, which it keeps
+            page.wait_for_function("() => !document.documentElement.dataset.version && window.report")
+            page.wait_for_selector(".token[aria-selected=true]")
+            assert page.locator("#reading[open]").count() == 0
+            server.is_over = False
+            page.goto(f"http://127.0.0.1:{server.server_port}/")
+            page.wait_for_function(said, arg="The run is finished.")
             directory.rename(tmp_path / "y")
             page.wait_for_function(said, arg="is gone")
             page.faults.clear()  # the browser reports the answer 503 as an error

@@ -22,7 +22,7 @@ from common.chat import decode, encode_prompt
 from common.errors import UserError
 from common.sampling import sample
 
-from harness.base.config import TINY_POLICY, ModelConfig
+from harness.base.config import BUNDLED, TINY_POLICY, ModelConfig
 from harness.exporting.card import Card, public_command
 from harness.exporting.source import Source
 from harness.exporting.upload import push
@@ -277,6 +277,32 @@ def test_a_dry_run_needs_no_token_and_sends_nothing(runs, export, hub, monkeypat
     assert "these files would be uploaded to me/small" in printed
     assert "model.safetensors  7,285,456 bytes" in printed
     assert hub.repositories == {}
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_policy_is_uploaded_with_its_card(export, hub, name, capsys):
+    """The code of its card prints what the card says."""
+    directory = BUNDLED[name]
+    fields, text = card_of(directory)
+    assert fields["license"] == "apache-2.0"
+    export(directory, "--push", f"me/{name}", "--dry-run")
+    printed = capsys.readouterr().out
+    assert all(f"  {path.name}  {path.stat().st_size:,} bytes" in printed for path in directory.iterdir())
+    assert hub.repositories == {}
+    code, expected = (
+        re.search(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1] for kind in ("python", "text")
+    )
+    with contextlib.chdir(directory.parents[1]):
+        exec(code, {})
+    assert capsys.readouterr().out == expected
+    with pytest.raises(UserError, match="is a bundled policy, which can only be uploaded as it is: omit --merge"):
+        export(directory, "--push", f"me/{name}", "--merge")
+
+
+@pytest.mark.slow
+def test_all_files_of_a_bundled_policy_arrive(export, hub):
+    export(TINY_POLICY, "--push", "me/tiny")
+    assert hub.files == {path.name: path.read_bytes() for path in TINY_POLICY.iterdir()}
 
 
 # The model card -------------------------------------------------------------------------------------------------------

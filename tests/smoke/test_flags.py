@@ -707,13 +707,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("setup", [BASE, SFT])
 def test_every_flag_has_an_entry(script, setup):
-    """`estimate` is in models/test_estimate.py, the flags of reward models are in test_reward_model_runs.py."""
+    """`estimate` is in models/test_estimate.py, `watch` in test_watch.py.
+
+    The flags of reward models are in test_reward_model_runs.py.
+    """
     flags = {field.name for field in dataclasses.fields(script(setup).Config)}
     # those of the second line are in unit/test_data.py and test_flags_siblings.py
     elsewhere = {"eval_suite", "optimizer"} & flags
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"} & flags
-    assert known | judged | elsewhere | {*REFUSED, "estimate"} == flags | {"another name"}
+    assert known | judged | elsewhere | {*REFUSED, "estimate", "watch"} == flags | {"another name"}
 
 
 @pytest.mark.parametrize("setup", [BASE, pytest.param(SFT, marks=pytest.mark.slow)])

@@ -57,6 +57,7 @@ ELSEWHERE = {
     "eval_suite",
 }
 ELSEWHERE |= {"optimizer"}  # below
+ELSEWHERE |= {"watch"}  # test_watch.py
 ELSEWHERE |= {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"}
 EIGHT_BITS = "--optimizer adamw_8bit"
 WITHOUT_TOOLS = "--no-tool --max-turns 1 --task arithmetic --model tiny"

@@ -1,6 +1,6 @@
 """A new experiment is a directory with a train.py: nothing else needs to know about it.
 
-The example comes from the README, "Your own algorithm in ten minutes".
+The example comes from docs/your_algorithm.md.
 """
 
 import re

@@ -206,7 +206,7 @@ def test_two_steps_leave_a_complete_run(tmp_path, path):
     "name", ["experiment_multiturn_tool_calling", pytest.param("experiment_engine", marks=pytest.mark.slow)]
 )
 def test_a_copy_of_the_template_is_trained_and_evaluated(tmp_path, monkeypatch, load_script, name, request):
-    """As in the README's section "Your own task", with a changed weight."""
+    """As in docs/your_task.md, with a changed weight."""
     engine = ("--engine-url", request.getfixturevalue("stand_in")().url) if name == "experiment_engine" else ()
     shutil.copy(ROOT / "docs" / "task_template.py", tmp_path / "my_task.py")
     monkeypatch.chdir(tmp_path)

@@ -147,6 +147,7 @@ HISTORIES = {  # steps; the rule that reports after the last one, and not before
     "solved": ([{"group/zero_reward_variance": 1.0, "reward/correct": 1.0, "reward/total": 1.0}] * 10, "solved",
                "(mean 1.00): every advantage is 0, and nothing is learned: the questions are solved: ask harder"),
     "one group differs": ([{"group/zero_reward_variance": 1.0}] * 9 + [{"group/zero_reward_variance": 0.9}], None, ""),
+    "a teacher": ([{"group/zero_reward_variance": 1.0, "teacher/kl": 0.4}] * 12, None, ""),
     "collapsed": (COLLAPSED[:10], "entropy", "from 0.500 to 0.0200 nats"),
     "collapsed and right": ([row | {"reward/correct": 0.95} for row in COLLAPSED], None, ""),
     "collapsed and unlike": ([row | {"group/zero_reward_variance": 0.5} for row in COLLAPSED], None, ""),

@@ -7,12 +7,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
+import yaml
 
 import common.policy
 import common.sampling
@@ -34,6 +36,7 @@ PAGES = sorted(
     for path in ROOT.glob("**/*.md")
     if not any(part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
+SOURCES = ("common", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*")
 # They take directories, or nothing
 PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}
 
@@ -66,6 +69,47 @@ def test_numbered_steps_point_at_the_numbered_comments(page):
         assert lines[int(target) - 1].strip().startswith(f"# {number} ")
 
 
+def test_the_first_page_is_short():
+    """Words as in wc -w: everything between spaces, so that tables, addresses and commands count, too."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1200
+
+
+@pytest.mark.parametrize("language", ["ru", "zh"])
+def test_a_translation_has_the_commands_links_and_numbers_of_the_readme(language):
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", f"README.{language}.md")]
+    for pattern in (r"^```.*?^```$", r"`[^`\n]+`", r"\d+(?:\.\d+)*", r"\]\(((?!README)[^)]+)\)", r"^(?=#|\|)"):
+        english, other = (sorted(re.findall(pattern, text, re.MULTILINE | re.DOTALL)) for text in texts)
+        assert other == english
+        assert len(english) >= 3
+    for text in texts:
+        assert len(re.findall(r"\]\(README", text)) == 2  # the other languages
+
+
+def test_every_cited_paper_is_listed_and_every_listed_one_is_cited():
+    number = re.compile(r"\b\d{4}\.\d{5}\b")
+    listed = re.findall(
+        rf"^\| \[({number.pattern})\]", (ROOT / "docs" / "papers.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    sources = [path for folder in SOURCES for path in ROOT.glob(f"{folder}/**/*.py")]
+    pages = [page for page in PAGES if page.name != "papers.md"]
+    cited = {each for path in [*sources, *pages] for each in number.findall(path.read_text(encoding="utf-8"))}
+    assert listed == sorted(cited)
+
+
+def test_every_letter_of_a_shape_is_in_the_glossary():
+    letters = re.findall(r"^\| (\S+) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    paths = [path for folder in ("common", "experiment_*") for path in ROOT.glob(f"{folder}/**/*.py")]
+    shapes = [each for path in paths for each in re.findall(r"# .*?\(([\w, -]+)\)", path.read_text(encoding="utf-8"))]
+    used = {
+        name
+        for shape in shapes
+        if "," in shape
+        for name in re.split(", ?", shape)
+        if re.fullmatch("[A-Z](-1)?|b", name)
+    }
+    assert {"Q", "G", "B", "b", "T", "T-1"} <= used <= set(letters)
+
+
 def commands_of(page: Path) -> list[tuple[str, list[str]]]:
     """The commands `python <script> <arguments>` on a page; a copied script gets the original's name."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
@@ -95,6 +139,16 @@ def test_commands_are_understood_by_their_scripts(page, load_script):
 def test_the_page_of_options_is_what_the_programs_say(load_script):
     """Otherwise: python docs/options.py."""
     assert load_script("docs/options.py").page() == (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+
+
+def test_versions_are_the_same_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation, hooks = (
+        yaml.safe_load((ROOT / name).read_text("utf-8")) for name in ("CITATION.cff", ".pre-commit-config.yaml")
+    )
+    assert citation["version"] == project["version"]
+    used = {package for hook in hooks["repos"][0]["hooks"] for package in hook["additional_dependencies"]}
+    assert used == {package for package in project["optional-dependencies"]["test"] if package.startswith("ruff")}
 
 
 def test_every_logged_key_is_explained():

@@ -214,18 +214,33 @@ function followAddress() {
 
 // ---- news of a run that is not finished
 
-/** Ask again and again whether the run's files have changed; then the page is loaded anew, if the reader follows. */
+/**
+ * Ask again and again whether the run's files have changed; then the page is loaded anew, if the reader follows.
+ *
+ * When the run is over the last page, which needs no server, comes in any case; the address keeps what is chosen.
+ */
 async function listen() {
   try {
-    const isNew = (await (await askServer("version")).text()) !== VERSION;
-    if (isNew && byId("follow").checked) return location.reload();
+    const version = await (await askServer("version")).text();
+    const isNew = version !== VERSION;
+    if (version === "over" || (isNew && byId("follow").checked)) return location.reload();
     const now = data.finished ? "The run is finished." : "Live: looked at every two seconds.";
     byId("news").textContent = isNew ? "The run has gone on." : now;
   } catch (error) {
     const isGone = error instanceof TypeError; // of fetch
-    byId("news").textContent = visible(isGone ? "The server of this page does not answer." : error.message);
+    byId("news").textContent = visible(isGone ? "The server of this page has ended; a run that has ended left its page in report.html." : error.message);
   }
   setTimeout(listen, 2000);
+}
+
+// ---- how to read this page: open until the reader has closed it once
+
+const reading = byId("reading");
+try {
+  reading.open = localStorage.getItem("reading") !== "closed";
+  reading.addEventListener("toggle", () => localStorage.setItem("reading", reading.open ? "open" : "closed"));
+} catch {
+  // a browser that keeps nothing shows it each time
 }
 
 // ---- all of it

@@ -1,0 +1,235 @@
+"""The book: a hook of MkDocs that makes a site of the repository's Markdown, source files and notebooks.
+
+    mkdocs serve                                # http://127.0.0.1:8000
+    mkdocs build --strict                       # build/book, which python -m http.server can serve
+
+Every page has the path of its file in the repository, so a link between files is a link between pages. A source file
+becomes a page if a page links to it; a train.py shows the lines that differ from its parent's. The page of a run comes
+from a short run of experiment_base, which is kept in build/.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+MATHJAX = Path(importlib.util.find_spec("mathjax").origin).parent / "static/mathjax/es5"  # django-static-mathjax
+NOT_OURS = {"runs", "exports", "build", "smollm2", "wandb"}
+SHOWN = {
+    ".py": "python",
+    ".sh": "bash",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".patch": "diff",
+    ".jinja": "jinja",
+    "": "text",
+}
+BIG = 100_000  # bytes of a source file from which on it is offered as a file
+PART = r"(?:equation|section|appendix)s? \w(?:[\w.]*\w)?(?: (?:and|to) [\d.]*\d)?"
+PAPER = re.compile(rf"\b(\d{{4}}\.\d{{5}})\b(?:\]\(\S+?\))?[),]*\s*({PART}|)")
+LIST_ITEM, FENCE = re.compile(r"(?:[-*]|\d+\.) "), re.compile(r" *(```|~~~)")
+SHORT_RUN = (
+    "--steps 10 --prompts-per-step 8 --eval-prompts 32 --eval-every 0 --checkpoint-every 0 --device cpu --name x"
+)
+RUN_PAGE = """# A run, to explore
+
+This is the page that every run ends with, here of a short one ([alone](report.html)): `experiment_base` with 10 steps
+of 8 prompts. Choose a step, a prompt and a token. [What the loss sees](../docs/viewer.md) explains the page.
+
+<iframe src="report.html" title="the page of a short run of experiment_base"></iframe>
+"""
+
+
+class Shown(File):
+    """A file that is not Markdown, or a directory, shown as a page."""
+
+    def is_documentation_page(self) -> bool:
+        return True
+
+
+def ours(*kinds: str) -> Iterator[Path]:
+    """The repository's files of some kinds, without those of runs and environments."""
+    for place in sorted(ROOT.iterdir()):
+        if place.name[0] != "." and place.name not in NOT_OURS and not (place / "pyvenv.cfg").exists():
+            yield from (path for path in sorted([place, *place.rglob("*")]) if path.suffix in kinds)
+
+
+# From files to Markdown -----------------------------------------------------------------------------------------------
+
+
+def source_page(path: Path) -> str:
+    """A source file, with the lines that differ from its parent's highlighted if it is a train.py with a parent."""
+    name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    marked = before = after = ""
+    parent = re.search(r"^Parent: (experiment_\w+)", text, re.MULTILINE)
+    if parent and path.name == "train.py":
+        old, new = (ROOT / parent[1] / "train.py").read_text(encoding="utf-8").splitlines(), text.splitlines()
+        docstring = ast.parse(text).body[0].end_lineno
+        changes = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        added = (f"{a + 1}-{b}" for tag, _, _, a, b in changes if tag in ("insert", "replace") and a >= docstring)
+        marked = f' hl_lines="{" ".join(added)}"'
+        before = f"""Parent: [{parent[1]}](../{parent[1]}/train.py). The lines that differ are highlighted,
+[this page](README.md) explains them, and [the complete diff](#diff-to-the-parent) is at the end.\n\n"""
+        diff = difflib.unified_diff(old, new, f"{parent[1]}/train.py", name, n=2, lineterm="")
+        after = "\n## Diff to the parent\n\n``````diff\n" + "\n".join(diff) + "\n``````\n"
+    fence = f'``````{{.{SHOWN[path.suffix]} linenums="1"{marked}}}'
+    return f"# {name}\n\n{before}{fence}\n{text.rstrip()}\n``````\n{after}"
+
+
+def notebook_page(path: Path) -> str:
+    """The cells of a notebook, with the outputs that were saved with it."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"``````python\n{text}\n``````")
+        for output in cell.get("outputs", []):
+            data = output.get("data") or {"text/plain": output.get("text", output.get("traceback", ""))}
+            data = {kind: "".join(lines).rstrip() for kind, lines in data.items()}
+            if "image/png" in data:
+                parts.append(
+                    f'<img alt="figure of this cell" src="data:image/png;base64,{"".join(data["image/png"].split())}">'
+                )
+            elif "text/html" in data:
+                html = re.sub(r"<style.*?</style>|\n\s*(?=\n)", "", data["text/html"], flags=re.DOTALL)
+                parts.append(f"<div>\n{html}\n</div>")
+            else:
+                parts.append(f"``````text\n{data['text/plain']}\n``````")
+    return "\n\n".join(parts)
+
+
+def members(path: Path) -> list[Path]:
+    return [each for each in sorted(path.iterdir()) if each.is_file() and each.name[0] != "." and each.suffix in SHOWN]
+
+
+def directory_page(path: Path) -> str:
+    links = "".join(f"- [{each.name}]({path.name}/{each.name})\n" for each in members(path))
+    return f"# {path.relative_to(ROOT).as_posix()}/\n\n{links}"
+
+
+@functools.cache
+def citations() -> dict[str, dict[tuple[str, int], str]]:
+    """Where papers are cited: by number on arXiv, then by file and line (0 in a page), the equation or section."""
+    found: dict[str, dict[tuple[str, int], str]] = {}
+    for path in ours(".py", ".md"):
+        text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+        for match in PAPER.finditer(text) if not name.startswith(("tests/", "docs/papers.md")) else ():
+            place = (name, text.count("\n", 0, match.start()) + 1 if path.suffix == ".py" else 0)
+            places = found.setdefault(match[1], {})
+            places[place] = places.get(place) or " ".join(match[2].split())
+    return found
+
+
+def add_places(line: str) -> str:
+    """A line of docs/papers.md; to a row of its table the places that implement or cite the paper."""
+    if not (number := re.match(r"\| \[(\d{4}\.\d{5})\]", line)):
+        return line + {"| arXiv": " implemented or cited in |", "|---|--": "---|"}.get(line[:7], "")
+    shown = []
+    for (name, row), part in citations()[number[1]].items():
+        link = f"[{name}:{row}](../{name}#L{row})" if row else f"[{name.removesuffix('/README.md')}](../{name})"
+        shown.append(f"{link} ({part})" if part else link)
+    return f"{line} {', '.join(shown)} |"
+
+
+def run_report() -> str:
+    """The page of a short run of experiment_base."""
+    page = ROOT / "build/book_run/experiment_base/x/report.html"
+    if not page.exists():
+        command = [sys.executable, "experiment_base/train.py", *SHORT_RUN.split(), "--runs-dir", "build/book_run"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    metrics = 'target="_top" href="../docs/metrics.html'
+    return re.sub(r'href="[^"]*docs/metrics\.md', metrics, page.read_text(encoding="utf-8"))
+
+
+# The hooks ------------------------------------------------------------------------------------------------------------
+
+
+def on_files(files: Files, config) -> Files:
+    """The pages, the files that they link to, what the site needs beside them, and the navigation."""
+    site = Files([file for file in files if file.src_dir != config.docs_dir or file.src_uri.endswith((".css", ".js"))])
+    notebooks = sorted(ROOT.glob("notebooks/*.ipynb"))
+    queue = [*ours(".md"), *notebooks, *(ROOT / name for places in citations().values() for name, _ in places)]
+    for path in queue:  # which grows
+        name = path.relative_to(ROOT).as_posix()
+        if name in site.src_uris:
+            continue
+        queue += members(path) if path.is_dir() else []
+        if path.suffix in (".md", ".ipynb"):
+            targets = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
+            linked = [Path(os.path.normpath(path.parent / target)) for target in targets if "://" not in target]
+            queue += [each for each in linked if each.exists() and each != ROOT]
+        is_shown = path.suffix in SHOWN and path.stat().st_size < BIG
+        if path.is_dir() or path.suffix == ".ipynb" or is_shown:
+            address = f"{name}/files.html" if path.is_dir() else f"{name.removesuffix('.ipynb')}.html"
+            make = directory_page if path.is_dir() else source_page if is_shown else notebook_page
+            site.append(Shown(name, None, config.site_dir, False, dest_uri=address))
+            site.src_uris[name].content_string = make(path)
+        else:
+            site.append(File(name, str(ROOT), config.site_dir, False))
+    site.append(File.generated(config, "book/run.md", content=RUN_PAGE))
+    site.append(File.generated(config, "book/report.html", content=run_report()))
+    for path in (MATHJAX / "tex-chtml.js", *MATHJAX.glob("output/chtml/fonts/woff-v2/*.woff")):
+        name = f"mathjax/{path.relative_to(MATHJAX).as_posix()}"
+        site.append(File.generated(config, name, abs_src_path=str(path)))
+
+    rows = re.findall(r"^\| (\d+) \| \[(experiment_(\w+))\]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    made = {
+        "experiments": [
+            {f"{row} {short}": [f"{name}/README.md", {f"{short}/train.py": f"{name}/train.py"}]}
+            for row, name, short in rows
+        ],
+        "notebooks": [path.relative_to(ROOT).as_posix() for path in notebooks],
+    }
+    listed = repr([config.nav, made, config.extra["alternate"]])
+    pages = sorted(file.src_uri for file in site.documentation_pages() if file.src_uri.endswith(".md"))
+    made["rest"] = [
+        name for name in pages if f"'{name}'" not in listed and f"{name.removesuffix('.md')}.html" not in listed
+    ]
+    for part in config.nav:
+        for title, entries in part.items():
+            if isinstance(entries, list):
+                part[title] = [each for entry in entries for each in made.get(entry, [entry])]
+    return site
+
+
+def on_serve(server, config, builder) -> None:
+    for path in ours(".md", ".ipynb"):
+        server.watch(str(path))
+
+
+def on_page_markdown(markdown: str, page, config, files) -> str:
+    """GitHub's Markdown becomes MkDocs': blank lines before lists, four spaces inside them, Markdown inside HTML."""
+    if page.file.src_uri == "docs/papers.md":
+        markdown = "\n".join(map(add_places, markdown.splitlines()))
+    if isinstance(page.file, Shown) and not page.file.src_uri.endswith(".ipynb"):
+        page.meta["hide"] = ["toc"]  # room for 120 columns
+        return markdown
+    lines, fenced, indent, start = [], False, "", 0
+    for line in markdown.splitlines():
+        if item := not fenced and LIST_ITEM.match(line):
+            after_text = lines and lines[-1] and not LIST_ITEM.match(lines[-1])
+            if indent or not after_text or item[0] in ("- ", "* ", "1. "):  # else a line of text begins with a number
+                lines += [""] if after_text and (not indent or "" in lines[start:]) else []
+                indent, start = " " * len(item[0]), len(lines)
+        elif line and line[0] != " " and lines and not lines[-1] and not fenced:
+            indent = ""
+        fenced ^= bool(FENCE.match(line))
+        lines.append("    " + line[len(indent) :] if indent and line.startswith(indent) else line)
+    return re.sub(r"^<details>", '<details markdown="1">', "\n".join(lines), flags=re.MULTILINE)
+
+
+def on_page_content(html: str, page, config, files) -> str:
+    """Lines of a source file have the anchors that they have on GitHub, and an empty head of a column is no head."""
+    html = html.replace("<th></th>", "<td></td>")
+    if language := re.fullmatch(r"README\.(\w+)\.md", page.file.src_uri):
+        html = f'<div lang="{language[1]}">{html}</div>'
+    return html.replace("__codelineno-0-", "L") if page.file.src_uri.endswith(".py") else html
