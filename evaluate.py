@@ -66,7 +66,7 @@ class Config(ModelConfig):
     temperature: Positive = 1.0  # of the sampled answers: logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
     top_p: Share = 1.0
-    # what is asked and what is right: a file of tasks, or the path of your own
+    # questions and right answers: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
     # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
     data: OfData[InputPath | None] = None

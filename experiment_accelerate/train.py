@@ -6,8 +6,8 @@
         backward: gradients are averaged over the ranks, which makes them the gradient of the mean over all rows
         take an optimizer step, the same on every rank
 
-`accelerate config`, or a file of accelerate_configs/, tells Accelerate which devices to use, in which arithmetic, and
-whether each holds the whole model or a shard of it.
+`accelerate config`, or a file in accelerate_configs/, tells Accelerate which devices and which arithmetic to use, and
+whether each device holds the whole model or a shard of it.
 
     python experiment_accelerate/train.py                                        # experiment_base, bit for bit
     torchrun --nproc-per-node 2 experiment_accelerate/train.py                   # two processes of a CPU
@@ -73,7 +73,7 @@ class Config(RunConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(
     config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, reference: Policy | None
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
     run.restore(policy, optimizer, accelerator)
@@ -99,7 +99,7 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

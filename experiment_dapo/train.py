@@ -70,14 +70,14 @@ class Config(RunConfig):
     clip_eps: Positive = 0.2
     clip_eps_high: Positive = 0.28  # higher, so that improbable tokens have room to rise
     max_rounds: Count = 4  # of Q questions each, until Q groups have completions of different rewards; 1: all are kept
-    overlong_buffer: Share = 0.2  # the last part of the budget, in which a completion's punishment grows from 0 to 1
+    overlong_buffer: Share = 0.2  # last part of the budget, where the punishment of a completion grows from 0 to 1
     kl_weight: NotNegative = 0.0  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
 
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config, more_weights={"overlong": 1.0})  # what is asked and rewarded, with its rows of data
+    task = load_task(config, more_weights={"overlong": 1.0})  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(
     config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, reference: Policy | None
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
     run.restore(policy, optimizer, accelerator)
@@ -168,7 +168,7 @@ def reward(config: Config, task: Task, policy: Policy, trajectories: list[Trajec
     """Reward each completion by itself, from its text; returns the task's own rewards, (Q, G)."""
     rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
     texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-    task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+    task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
     for completion, row, text in zip(trajectories, rows, texts, strict=True):
         completion.text = text
         completion.rewards = task.reward(row, text)

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher says of every token that the student samples how probable it would have been.
+"""On-policy distillation: a teacher says how probable it finds every token that the student samples.
 
     for every step:
         sample completions of Q prompts from the student, the policy that is trained
@@ -6,9 +6,9 @@
         A_t = log p_teacher(token) - log p_student(token), a constant               for every token that was sampled
         loss = as in GRPO, with A_t in place of A, and the mean over all tokens
 
-The mean of -A_t over the student's own tokens estimates its reverse KL divergence to the teacher, and the gradient of
-the loss is, on average, the gradient of that divergence at every token. So each token has a reward of its own, and no
-group is needed to compare with. The task's reward is only logged. Sources: GKD (Agarwal et al. 2023, arXiv 2306.13649,
+The mean of -A_t over the student's own tokens estimates its reverse KL divergence to the teacher. On average, the
+gradient of the loss is the gradient of that divergence at every token. So each token has its own reward, and needs no
+group to be compared with. The task's reward is only logged. Sources: GKD (Agarwal et al. 2023, arXiv 2306.13649,
 section 3) and "On-Policy Distillation" (Thinking Machines Lab 2025).
 
     python experiment_distill/train.py                                                 # the teacher is tiny_teacher
@@ -73,7 +73,7 @@ class Config(TeacherConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         teacher = load_teacher(config, task, policy)
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, teacher: Teacher) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
     run.restore(policy, optimizer, accelerator)
@@ -97,7 +97,7 @@ def train(config: Config, run: Run, accelerator: Accelerator, task: Task, policy
         # 2 reward: each completion by itself, from its text; only logged
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

@@ -13,7 +13,7 @@
     torchrun --nproc-per-node 2 experiment_dpo/train.py                        # the same update
     diff experiment_reward_model/train.py experiment_dpo/train.py
 
-Parent: experiment_reward_model; what is trained is the policy itself, and no score head.
+Parent: experiment_reward_model; here the policy itself is trained, without a score head.
 
 Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows of this rank, b rows
 per micro-batch, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
@@ -66,7 +66,7 @@ class Config(AskedConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_held_out_task(config)  # what the policy is asked before and after
+    task = load_held_out_task(config)  # questions to the policy before and after
     with start_run(config, task) as run:
         policy = load_policy(config)
         pairs, eval_pairs = load_pairs(config, policy)
@@ -88,7 +88,7 @@ def train(
     pairs: list[Pair],
     eval_pairs: list[Pair],
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)
     run.restore(policy, optimizer, accelerator)
@@ -119,7 +119,7 @@ def token_scores(config: Config, log_probs: torch.Tensor, micro: Experience) -> 
 
 
 def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
-    """The score of the chosen answer minus that of the rejected one: (b,) rows in, (b/2,) pairs out."""
+    """The score of the chosen answer minus the score of the rejected one: (b,) rows in, (b/2,) pairs out."""
     signs = 1 - 2 * micro.completion_index  # (b,): 1 for the chosen answer, -1 for the rejected one
     return (signs * scores).view(-1, 2).sum(dim=1)  # the rows of a pair are adjacent
 
@@ -127,7 +127,7 @@ def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): -log sigmoid(margin) / tokens of the pair's two answers / pairs_per_step.
 
-    A pair has one loss, and no token a loss of its own: it is spread evenly over the action tokens of both answers.
+    The loss belongs to the pair, not to a token: it is spread evenly over the action tokens of both answers.
     """
     scores = token_scores(config, log_probs, micro)  # (b, T-1)
     loss = bradley_terry_loss(pair_margins(scores.sum(dim=1), micro))  # (b/2,)

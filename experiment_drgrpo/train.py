@@ -74,7 +74,7 @@ class Config(RunConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
@@ -97,7 +97,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

@@ -8,14 +8,14 @@
         loss = as in experiment_base, with w A in place of A
 
 The two log-probs differ: by rounding, if the engine computes in bfloat16; by a step, if it samples while the policy is
-trained (--steps-ahead 1); without bound, if pushing weights has failed. w is what makes samples of another distribution
-count as the policy's own: importance sampling, truncated because a rare w can be huge.
+trained (--steps-ahead 1); without bound, if pushing weights has failed. w makes samples of another distribution count
+as the policy's own: importance sampling, truncated because a rare w can be huge.
 
     python experiment_engine/train.py --engine-start /opt/vllm/bin/python         # a Python that has vLLM
     python experiment_engine/train.py --engine-url http://127.0.0.1:8000          # a server that runs
     diff experiment_accelerate/train.py experiment_engine/train.py
 
-Parent: experiment_accelerate; experiment_base explains everything else. Shapes are those of the parent.
+Parent: experiment_accelerate; experiment_base explains everything else. Its shapes hold here, too.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -73,7 +73,7 @@ class Config(EngineConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -94,13 +94,13 @@ def train(
     reference: Policy | None,
     engine: Engine,
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
     run.restore(policy, optimizer, accelerator)
-    ahead = None  # samples that the engine works on, of the next step
+    ahead = None  # samples of the next step, which the engine works on
     for step in run.steps(config.steps):
-        # 1 sample: G completions of each of Q prompts, by the engine, which can then begin with those of the next step
+        # 1 sample: G completions of each of Q prompts, by the engine, which can then begin the next step
         trajectories = (ahead or begin_sampling(config, task, policy, engine, step)).result()
         if config.steps_ahead and step < config.steps:
             ahead = begin_sampling(config, task, policy, engine, step + 1)
@@ -109,7 +109,7 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)
@@ -123,7 +123,7 @@ def train(
         experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
         run.lap("reward")
 
-        # 4 log-probs to compare with: of the policy before the update, never those of the engine, and of the reference
+        # 4 log-probs to compare with: of the policy before the update (never the engine's) and of the reference
         experience.old_log_probs = token_log_probs(policy, experience, config.micro_batch_size)
         experience.importance_weights = importance_weights(config, experience)
         comparison = compare_with_engine(config, experience)  # ends the run if the engine is not the policy

@@ -5,7 +5,7 @@
         sample: each rank draws the same token, from the same logits and the same random number
         log-probs: a maximum and three sums over the ranks; the logits (N, V) are never gathered
     across groups every rank has other rows, and a shard of its weights, gradients and optimizer state:
-        a layer is gathered before it is used; gradients are averaged where they are sharded
+        a layer is gathered before it is used; gradients are averaged as they are sharded
 
     python experiment_mesh/train.py                                               # one process: experiment_base
     torchrun --nproc-per-node 4 experiment_mesh/train.py --tensor-parallel 2      # 2 x 2 processes of a CPU
@@ -69,7 +69,7 @@ class Config(RunConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, mesh = start_mesh(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(replace(config, device="cpu"), config.temperature)  # no device needs room for all of it
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None, sample: Sampler) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     # one weight after the other (foreach=False): not all of them are divided along the same dimensions
     optimizer = torch.optim.AdamW(policy.parameters(), config.lr, weight_decay=config.weight_decay, foreach=False)
     checkpoint = DistributedCheckpoint(policy, optimizer)
@@ -96,7 +96,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

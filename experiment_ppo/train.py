@@ -1,9 +1,9 @@
-"""PPO (Proximal Policy Optimization) with a critic: every token has an advantage of its own.
+"""PPO (Proximal Policy Optimization) with a critic: every token has its own advantage.
 
     for every step:
         sample G completions of Q questions; the reward of a completion r arrives with its last token
         V_t = the critic's prediction of the return, before token t is sampled
-        delta_t = r_t + gamma V_t+1 - V_t                   over the tokens of the policy, not those of tools
+        delta_t = r_t + gamma V_t+1 - V_t                   over the tokens of the policy, not of tools
         A_t = delta_t + gamma lambda A_t+1                  GAE, whitened over the step's tokens
         policy loss = -min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t)
         critic loss = 1/2 max((V_t - target)^2, (clip(V_t) - target)^2),      target = A_t + V_t
@@ -74,7 +74,7 @@ class Config(RunConfig):
     gamma: Share = 1.0  # discount: a reward counts by this factor less for every token that it is away
     gae_lambda: ZeroToOne = 1.0  # 1: advantages are returns minus values; lower: trusts the critic more, varies less
     critic_lr_factor: Positive = 10.0  # the critic's learning rate in units of --lr
-    critic_warmup: CountOrZero = 0  # first steps, in which only the critic learns
+    critic_warmup: CountOrZero = 0  # number of first steps that train only the critic
     value_clip: Positive = 0.2  # a value has no gradient once it has moved by this much, in units of reward
     kl_weight: NotNegative = 0.0  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
@@ -82,7 +82,7 @@ class Config(RunConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(
     config: Config, run: Run, accelerator: Accelerator, task: Task, policy: ActorCritic, reference: Policy | None
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     critic = {"params": policy.critic.parameters(), "lr": config.critic_lr_factor * config.lr}
     actor = {"params": policy.model.parameters()}
     optimizer = torch.optim.AdamW([actor, critic], lr=config.lr, weight_decay=config.weight_decay)
@@ -111,7 +111,7 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

@@ -5,8 +5,8 @@
     loss = mean over completions of the sum over tokens of -ratio A, clipped, + beta KL; / completion budget
 
 A completion's own reward is not part of its baseline, so the gradient is unbiased. But the two baselines differ only by
-the constant G / (G - 1): a step size. What differs from GRPO is that no group is divided by its standard deviation, and
-no row by its length. *Back to Basics* (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
+the constant G / (G - 1): a step size. RLOO differs from GRPO in two divisions: no group is divided by its standard
+deviation, and no row by its length. *Back to Basics* (Ahmadian et al. 2024, arXiv 2402.14740, equation 8).
 
     python experiment_rloo/train.py
     diff experiment_accelerate/train.py experiment_rloo/train.py
@@ -70,7 +70,7 @@ class Config(RunConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(
     config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, reference: Policy | None
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
     run.restore(policy, optimizer, accelerator)
@@ -96,7 +96,7 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

@@ -47,7 +47,7 @@ class ResponseConfig(ModelConfig):
     temperature: Positive = 1.0  # logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
     top_p: Share = 1.0
-    # what is asked and what is right: a file of tasks, or the path of your own
+    # questions and right answers: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
     data: OfData[InputPath | None] = None  # questions: JSONL, or hub dataset; None: the task's own training data
     # prompts without a task, and so without rewards: JSONL or hub dataset with rows {"prompt": text or messages}

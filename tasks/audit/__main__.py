@@ -31,7 +31,7 @@ SHOWN = 3  # rows of a finding that people see
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    task: str  # what is asked and rewarded, as in training: a file of tasks, or the path of your own
+    task: str  # questions and rewards, as in training: a file of tasks, or the path of your own
     data: str | None = None  # as in training: a JSONL file, or a hub dataset owner/name[:subset[:split]]
     eval_data: str | None = None  # as in training; None: what training would evaluate on, if that is a file of its own
     # as in training: keep rows whose field NAME is at most NUMBER
