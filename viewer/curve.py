@@ -24,7 +24,7 @@ def draw_curve(directory: Path) -> Path:
     import matplotlib.pyplot as plt
 
     entries = open_run(directory).metrics.rows
-    directory.mkdir(exist_ok=True)  # that of a kept run is only a name
+    directory.mkdir(exist_ok=True)  # a kept run has only a name
     has_rewards = any("reward/total" in entry for entry in entries)
     has_pairs = any("preference/accuracy" in entry for entry in entries)
     if has_rewards or has_pairs:
@@ -42,8 +42,8 @@ def draw_curve(directory: Path) -> Path:
 
 
 def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
-    """Of each panel its title, and of each of its lines the key and the label; shares and counts are kept apart."""
-    keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order in which they first appear
+    """The title of each panel, and the key and the label of each of its lines; shares and counts are kept apart."""
+    keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order of their first appearance
     has_accuracy = "reward/correct" in keys or "reward/total" not in keys
     own = [key for key in keys if key.startswith("completion/") and key not in KNOWN]
     own = [key for key in own if any(entry.get(key) for entry in entries)]  # what never happened needs no line

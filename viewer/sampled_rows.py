@@ -114,7 +114,7 @@ class Kept:
 
     num_rows: dict[int, int] = field(default_factory=dict)  # by step
     chunks: dict[int, str] = field(default_factory=dict)  # base64 of gzip of JSON, of steps that are inside the page
-    shortened: list[int] = field(default_factory=list)  # steps of which only some groups are there
+    shortened: list[int] = field(default_factory=list)  # steps with only some of their groups
     token_ids: set[int] = field(default_factory=set)
     prompts: dict[int, list[int]] = field(default_factory=dict)  # by step, to find those that ask the same question
     damaged: int = 0  # rows
@@ -190,7 +190,7 @@ def describe(index: StepIndex, kept: Kept, command: str) -> str:
         sentences.append(f"The others are left out to keep it small: {command} shows all")
     if kept.shortened:
         numbers = ", ".join(map(str, sorted(kept.shortened)))
-        sentences.append(f"Only the first groups are here of what is very long: step {numbers}")
+        sentences.append(f"Very long steps show only their first groups: step {numbers}")
     if damaged := index.damaged + kept.damaged:
         sentences.append(f"{damaged} damaged line{'s are' if damaged > 1 else ' is'} left out")
     if index.is_cut_off:

@@ -1,8 +1,8 @@
 """The page of a run at 127.0.0.1, made again when a file of the run has changed.
 
-It answers three addresses and reads no file by the name that it is asked for: `/`, `/version`, by which the page learns
-that there is news, and `/samples/<step>.json`. It answers nobody who reached it by another host's name (DNS rebinding),
-and its headers keep other sites from reading or framing what it shows.
+It answers three addresses: `/`, `/version`, which tells the page that the run has changed, and `/samples/<step>.json`.
+It never opens a file named in a request. It refuses requests that name another host (DNS rebinding), and its headers
+keep other sites from reading or framing the page.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ HEADERS = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET of what the server shows, and refuses all else."""
+    """Answers GET for these addresses, and refuses all else."""
 
     server: "Server"
-    timeout = 20  # seconds without a byte, after which a connection is closed
+    timeout = 20  # a connection is closed after this many seconds without a byte
 
     def do_GET(self) -> None:
         try:
@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(503, printable(error))
 
     def _find(self) -> tuple[int, str, str]:
-        """The status, the text, and of what kind it is."""
+        """The status, the text, and its content type."""
         hosts = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
         if self.headers.get_all("Host") not in ([host] for host in hosts):
             return 403, f"this page is at http://{hosts[0]}/ only", "text/plain"
@@ -75,7 +75,7 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = sys.platform != "win32"  # there it would share a port that is in use
 
     def __init__(self, directory: Path, port: int):
-        self._directory, self._run = directory, open_run(directory)  # what cannot be read is said at once
+        self._directory, self._run = directory, open_run(directory)  # an unreadable run is reported at once
         self._version, self._lock = None, threading.Lock()
         try:
             super().__init__((ADDRESS, port), Handler)
@@ -83,7 +83,7 @@ class Server(ThreadingHTTPServer):
             raise RunError(f"port {port} of {ADDRESS} cannot be used ({error.strerror}): try --port 0") from None
 
     def version(self) -> str:
-        """Another text after each change of a file; RunError: no file is there any more."""
+        """A text that differs after each change of a file; RunError: the files are gone."""
         found = [self._directory / name for name in FILES if (self._directory / name).exists()]
         if not found:
             raise RunError(f"the run's directory {self._directory} is gone")

@@ -1,4 +1,4 @@
-"""The table of a comparison: what each group of runs has reached, and what it cost. See viewer/compare.py."""
+"""The table of a comparison: the results and the costs of each group of runs. See viewer/compare.py."""
 
 from collections.abc import Callable
 from statistics import NormalDist, fmean

@@ -20,7 +20,7 @@ Messages = list[dict]
 class Judge:
     """Scores answers; `score_conversations` is the reward model.
 
-    With `tags` it is shown only what follows the thought, in its own template. A completion without an answer gets
+    With `tags` it sees only the text after the thought, in its own template. A completion without an answer gets
     `floor`; with `strict` so does every completion that is not one thought followed by one answer.
     """
 

@@ -1,7 +1,7 @@
 """A JSONL file that grows batch by batch: it can be killed and continued, and made in parts (`--shard 1/4`).
 
-Every row has an `index`, the number of what it was made from; rows are in that order. Batches depend only on the
-settings, never on the shard or on where an earlier command ended, so the same rows come out to the last digit.
+Every row has an `index`, the number of the prompt or row that it was made from; rows are in that order. Batches
+depend only on the settings, never on the shard or on an interruption, so the rows are the same to the last digit.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def grow(config: Growing, items: Sequence[ItemT], size: int, make: Callable[[lis
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; the same command continues {shown(path)}") from None
     except EngineError as error:
-        raise UserError(f"{error}; {shown(path)} keeps what is done, and the same command continues it") from error
+        raise UserError(f"{error}; {shown(path)} keeps the finished rows, and the same command continues it") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(config, error, None) from error

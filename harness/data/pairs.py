@@ -54,8 +54,8 @@ def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list
         eval_rows = read_rows(source, FIELDS)[: config.eval_prompts]
     elif len(rows) <= config.eval_prompts:
         raise UserError(
-            f"{shown(config.data)} has {len(rows)} pairs, of which --eval-prompts takes {config.eval_prompts}: lower "
-            "it, or give --eval-data"
+            f"{shown(config.data)} has {len(rows)} pairs, and --eval-prompts takes {config.eval_prompts} of them: "
+            "lower it, or give --eval-data"
         )
     else:
         rows, eval_rows = hold_out(rows, config.eval_prompts, config.seed)

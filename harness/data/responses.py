@@ -34,7 +34,7 @@ from harness.data.task import Task, task_of
 from harness.engines.chat_server import ChatServer
 from harness.models.loading import load_policy
 
-# Separates the random numbers of responses from those of training (steps) and evaluation (2**31)
+# Separates the random numbers of responses from the numbers of training (steps) and evaluation (2**31)
 RESPONSES = 2**31 + 1
 
 
@@ -88,7 +88,7 @@ DEFAULTS = {kind: {"max_new_tokens": values["max_new_tokens"]} for kind, values 
 class Prompt(NamedTuple):
     index: int  # among all prompts of the source; it names the random numbers
     shown: str | list[dict]  # as it is written: text, or messages if there are several
-    messages: list[dict]  # what is asked, with the system turn of `--system-prompt`
+    messages: list[dict]  # the prompt, with the system turn of `--system-prompt`
     row: Row
 
 
@@ -103,7 +103,7 @@ def read_prompts(config: ResponseConfig) -> tuple[list[Prompt], Task | None]:
         task = task_of(config.task)
         source = config.data if config.data is not None else task.train_data
         if source is None:
-            raise UserError(f"{task} has no data of its own: give --data")
+            raise UserError(f"{task} names no data: give --data")
         rows = load_rows(source, config, task)
         task.try_out(rows[0])
         asked = [(row, task.messages(row), task.messages(row, config.system_prompt)) for row in rows]
@@ -162,12 +162,12 @@ def as_prompt(messages: list[dict]) -> str | list[dict]:
 
 
 def conversation_of(row: dict, prompt: str | list[dict]) -> str:
-    """What must not be divided: the conversation of a row, if it names one in `conversation`, else the prompt."""
+    """What stays in one part: the conversation of a row, if it names one in `conversation`, else the prompt."""
     return json.dumps(row.get("conversation", prompt), sort_keys=True)
 
 
 def place_of(text: str, purpose: str, seed: int) -> float:
-    """A number in [0, 1) that depends on the text, not on what else there is: it divides data by shares."""
+    """A number in [0, 1) that depends on this text alone: it divides data by shares."""
     return keyed_generator(purpose, seed, zlib.crc32(text.encode())).random()
 
 

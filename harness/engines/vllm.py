@@ -28,7 +28,7 @@ ALIVE = 20.0  # seconds to answer that, and to connect
 UNUSED = 2.0  # seconds that an unused connection is kept; vLLM closes it after 5
 INFO_SECONDS = 180.0  # for the server's description of itself: the first request makes it run pip and other programs
 CACHE_SECONDS = 30.0  # to empty the prompt cache, which waits for other requests
-KEY = "VLLM_API_KEY"  # the variable from which vLLM reads its key
+KEY = "VLLM_API_KEY"  # vLLM reads its key from this variable
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -38,7 +38,7 @@ def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, devic
     given |= {"dtype": str(dtype).removeprefix("torch."), "max-model-len": length}
     given |= {"logprobs-mode": "processed_logprobs", "generation-config": "vllm"}
     on_cpu = ("--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", "1G")
-    beside = ("--gpu-memory-utilization", "0.4")  # the trainer may be on the same GPU
+    beside = ("--gpu-memory-utilization", "0.4")  # the trainer can be on the same GPU
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     return ["-m", "vllm.entrypoints.openai.api_server", *flags, *(on_cpu if device == "cpu" else beside)]
 
@@ -128,7 +128,7 @@ class VLLM:
         try:
             self._request("POST", "/collective_rpc", body)
         except EngineError as error:
-            raise EngineError(f"{error}: its weights may be incomplete until it has loaded others") from error
+            raise EngineError(f"{error}: its weights can be incomplete until it has loaded others") from error
         deadline = time.monotonic() + CACHE_SECONDS
         while not self._request("POST", "/reset_prefix_cache").get("success"):
             if time.monotonic() > deadline:

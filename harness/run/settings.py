@@ -25,7 +25,7 @@ NOT_FLAGS |= {"script", "about", "loss"}  # what train.py says about itself, and
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they limit memory and change no update
-# When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
+# A resumed run can find its servers elsewhere, and its ranks on another mesh
 MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url", "tensor_parallel")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 
@@ -44,7 +44,7 @@ def read_settings(directory: Path, what: str = "--resume") -> dict:
     if settings.get("experiment") is None:
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
-        raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")
+        raise UserError(f"{what} {directory}: its config.json is not a run's{hint}")
     return settings
 
 
@@ -101,13 +101,13 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
         if content == then:
             continue
         label = "the base of --model" if name == "base" else flag(name)
-        what = f"{label} {now[name]['source']} is not what it was when {directory} began"
+        what = f"{label} {now[name]['source']} has changed since {directory} began"
         if not has_failed or name in ("model", "base"):
             raise UserError(
                 f"{what} ({then[:12]} then, {content[:12]} now): a resumed run needs the same content: restore it, or "
                 "start a new run"
             )
-        say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
+        say(f"{what}; the run ended with an error of its task, and resumes with the new one")
 
 
 def _describe(name: str, source: str | Path) -> dict:

@@ -254,7 +254,7 @@ def test_every_byte_arrives_and_nothing_else(runs, export, tmp_path, hub, capsys
     [
         ("token", r"the hub refuses the token \(401\)"),
         ("public", "--private: me/small exists already, and is public; nothing was uploaded to it"),
-        ("network", r"the hub could not be used .*what was exported is complete.* hf upload me/small"),
+        ("network", r"the hub could not be used .*the export is complete.* hf upload me/small"),
     ],
 )
 def test_what_fails_is_told_and_the_export_kept(tmp_path, hub, monkeypatch, fault, sentence):
