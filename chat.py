@@ -7,7 +7,7 @@
 
 In the terminal, a line that begins with / is a command:
 
-    /why 3     the five most probable tokens in the place of the answer's third one
+    /why 3     the five most probable tokens in the place of the answer's third token
     /new       forget the conversation
 """
 
@@ -63,7 +63,7 @@ class Config(SearchConfig, ModelConfig):
     calculator: bool = False  # offer the calculator
     tools: InputPath | None = None  # a Python file whose functions are tools, see docs/tools_template.py
     tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
-    max_turns: Count = 8  # turns of the policy per question, between which tools answer
+    max_turns: Count = 8  # turns of the policy per question; tools answer between them
 
 
 class DirectSearcher(Searcher):

@@ -1,4 +1,4 @@
-"""Make questions about documents of your own: what experiment_multiturn_qa/train.py trains on with --corpus.
+"""Make questions about your own documents, for experiment_multiturn_qa/train.py --corpus.
 
     python experiment_multiturn_qa/make_questions.py --corpus my_docs --output my_questions.jsonl
     python experiment_multiturn_qa/make_questions.py --corpus my_docs --output my_questions.jsonl \\
@@ -6,16 +6,16 @@
 
 The corpus is divided into parts with the same flags as in training. A row of the output is {"question": ..., "answer":
 ..., "supporting": [id of the part that answers it], "difficulty": ...}. The answer has one to six words; it stands in
-the part, and not in the question. A model behind an OpenAI-compatible server (--base-url; its key is read from the
-environment variable OPENAI_API_KEY), of some billion parameters at least, writes the questions, or without one a set of
-templates (question_templates.py).
+the part, and not in the question. A model behind an OpenAI-compatible server (--base-url) writes the questions; it
+should have some billion parameters, and its key is read from the environment variable OPENAI_API_KEY. Without a server,
+templates write them (question_templates.py).
 
-The difficulty is that of finding the part when the question itself is the query, among all parts: easy, if the part is
-found first; medium, if among the first ten; else hard. All parts are asked about once, in an order that --seed chooses,
-then again, until there are enough questions. No two are equal, up to case, punctuation and articles. Nothing is held
-out here: training does that, so that questions about one part can be on both sides, equal questions cannot.
+The difficulty says how hard it is to find the part among all parts, with the question itself as the query: easy if the
+part is found first, medium if it is among the first ten, else hard. All parts are asked about once, in an order that
+--seed chooses, then again, until there are enough questions. No two are equal, up to case, punctuation and articles.
+Training holds questions out, not this program: both sides can ask about the same part, but not the same question.
 
-The command can be interrupted, killed, and given again: it goes on behind the questions that are in the output.
+The command can be interrupted, killed, and given again: it goes on after the questions that are in the output.
 """
 
 from harness.base.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports

@@ -1,12 +1,12 @@
-"""Make preference pairs from scored responses: what experiment_reward_model/train.py learns from.
+"""Make preference pairs from scored responses, for experiment_reward_model/train.py.
 
     python experiment_reward_model/make_pairs.py --eval-output runs/pairs_heldout.jsonl
     python experiment_reward_model/make_pairs.py --responses part1.jsonl part2.jsonl --choose random --min-responses 4
     python experiment_reward_model/train.py --data runs/pairs.jsonl --eval-data runs/pairs_heldout.jsonl
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, one per prompt, with `style_chosen` and `style_rejected` if
-the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1. No use
-is made of responses that were cut off or are longer than --max-length, nor of prompts whose responses score the same.
+the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1. It skips
+responses that were cut off or are longer than --max-length, and prompts whose responses score the same.
 
 The held-out pairs (--eval-output) are about other prompts, and about other conversations if rows have the field
 `conversation`. The same responses and flags give the same bytes. The bundled pairs, on one CPU core:
@@ -102,7 +102,7 @@ def make_pair(config: Config, row: Row) -> dict | str:
 
 
 def write(config: Config, output: str, pairs: list[dict]) -> None:
-    """Write pairs, completely or not at all, and say what a reward model could learn from besides quality."""
+    """Write pairs, completely or not at all, and report what else than quality a reward model could learn from them."""
     path = local_path(output, "--output")
     if not pairs:
         raise UserError(f"no pair is left for {shown(path)}")

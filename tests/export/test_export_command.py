@@ -142,7 +142,7 @@ def test_other_answers_are_an_error(runs, export, tmp_path, load_script, monkeyp
     module = load_script("export.py")
     write_model = module.write_model
     monkeypatch.setattr(module, "write_model", write)
-    with pytest.raises(UserError, match="4 of 4 greedy answers differ from those of the trained policy"):
+    with pytest.raises(UserError, match="4 of 4 greedy answers differ from the trained policy's"):
         export(runs / "full")
     assert list((tmp_path / "exports").iterdir()) == []
 
@@ -310,7 +310,7 @@ def test_hostile_text_stays_text(card):
     assert "[a](b)" not in outside
     headings = re.findall(r"^#+ \w.*$", outside, re.MULTILINE)
     assert [line for line in headings if line.startswith("## ")] == [
-        *("## How to use it", "## Training", "## Evaluation", "## Check of what was exported", "## Limits"),
+        *("## How to use it", "## Training", "## Evaluation", "## Check of the export", "## Limits"),
     ]
     compile(re.search(r"^(`{3,})python\n(.*?)^\1$", text, re.MULTILINE | re.DOTALL)[2], "card", "exec")
 
