@@ -5,8 +5,8 @@
     python experiment_reward_model/train.py --data runs/pairs.jsonl --eval-data runs/pairs_heldout.jsonl
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, one per prompt, with `style_chosen` and `style_rejected` if
-the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1. It skips
-responses that were cut off or are longer than --max-length, and prompts whose responses score the same.
+the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1.
+Responses that were cut off or are longer than --max-length are skipped, and prompts whose responses score the same.
 
 The held-out pairs (--eval-output) are about other prompts, and about other conversations if rows have the field
 `conversation`. The same responses and flags give the same bytes. The bundled pairs, on one CPU core:

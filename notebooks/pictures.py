@@ -163,7 +163,7 @@ def _surrogate(ratio: float, advantage: float, clip_eps: float) -> float:
 
 
 def _in_words(row: list[tuple[str, float]], largest: float) -> str:
-    """The most common value of a row's tokens, in steps of about a hundredth of the largest, and the tokens with others.
+    """The most common value of a row's tokens, in steps of about a hundredth of the largest, and the other tokens.
 
     >>> _in_words([("a", 0.998), ("b", 0.25), ("c", 1.0), ("d", 0.999)], largest=1.0)
     '1.00, but b 0.25'

@@ -1,4 +1,4 @@
-// What a token looks like, what it can be coloured by, and its numbers.
+// The look of a token, its possible colours, and its numbers.
 
 const END_OF_TURN = 2; // a flag of a token, beside 1 for a special one
 const LONGEST_TOKEN = 200; // characters of a token that are shown
@@ -88,8 +88,8 @@ function checkLoss(groups, logged, complete) {
 
 // ---- colours
 
-// What a token can be coloured by. `value` gives the number of action token i of a row (update: that of the chosen pass,
-// or null), `scale` what the strongest colour means, given all numbers of the group; diverging ones have two colours.
+// The possible colours of a token. `value` gives the number of action token i of a row (`update`: of the chosen pass, or
+// null), `scale` the number of the strongest colour, given all numbers of the group; diverging scales have two colours.
 const COLORS = {
   advantage: {
     label: "advantage",
