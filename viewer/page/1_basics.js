@@ -96,7 +96,7 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 const mean = (values) => sum(values) / values.length;
 const spread = (values) => Math.sqrt(mean(values.map((value) => (value - mean(values)) ** 2)));
 
-/** The largest of `values`, and at least `least`; what is not finite does not count. */
+/** The largest of `values`, and at least `least`; only finite values count. */
 const largest = (values, least) =>
   values.reduce((most, value) => (isNumber(value) && value > most ? value : most), least);
 
