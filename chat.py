@@ -53,10 +53,10 @@ class Config(SearchConfig, ModelConfig):
     FIRST_GROUP: ClassVar[str] = "conversation"
     ALIASES: ClassVar = {}
 
-    compare: LocalPath | None = None  # another policy, which answers the same: side by side
+    compare: LocalPath | None = None  # another policy, whose answers are shown beside
     show: Literal["text", "probabilities"] = "text"  # probabilities: each token coloured, from certain to improbable
     system: str = ""  # the system turn
-    max_new_tokens: Count | None = None  # of an answer; None: 96 for the bundled policy, else 512
+    max_new_tokens: Count | None = None  # budget of an answer in tokens; None: 96 for the bundled policy, else 512
     temperature: Positive = 1.0  # logits are divided by it
     top_p: Share = 1.0  # below 1: draw only from the most probable tokens that together have this much probability
     greedy: bool = False  # take the most probable token instead of drawing one

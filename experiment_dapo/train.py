@@ -52,7 +52,7 @@ from harness.run.start import run_main, start_run
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: Count = 15  # each samples completions, rewards them and trains on them
+    steps: Count = 15  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -65,11 +65,11 @@ class Config(RunConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     # a token has no gradient once its ratio has moved down or up by this much in the direction of its advantage
     clip_eps: Positive = 0.2
     clip_eps_high: Positive = 0.28  # higher, so that improbable tokens have room to rise
-    max_rounds: Count = 4  # of Q questions each, until Q groups have completions of different rewards; 1: all are kept
+    max_rounds: Count = 4  # rounds of Q questions, until Q groups have completions of different rewards; 1: keep all
     overlong_buffer: Share = 0.2  # last part of the budget, where the punishment of a completion grows from 0 to 1
     kl_weight: NotNegative = 0.0  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm

@@ -50,16 +50,16 @@ from harness.run.start import run_main, start_run
 class Config(AskedConfig):
     beta: Positive = 0.1  # a score is beta times a log-ratio: the larger, the closer the policy stays to its start
     data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
-    eval_data: InputPath | None = None  # held-out pairs; None: as for --data of other experiments
+    eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     epochs: Count = 1  # passes over the pairs
-    pairs_per_step: Count = 32  # per optimizer step, of all processes
+    pairs_per_step: Count = 32  # pairs per optimizer step, of all processes together
     # pairs per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: Count | None = None
     max_length: Count = 1024  # tokens of prompt and answer; longer pairs are left out, and counted
     max_new_tokens: Count | None = None  # of answers to held-out questions; None: 96 for the bundled policy, else 512
     lr: Positive | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     eval_prompts: Count = 256  # held-out pairs, and held-out questions, per evaluation
 

@@ -68,16 +68,16 @@ Unit = tuple[Document, int]  # a document part, and how often it has been asked 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(IndexConfig):
-    output: str  # the file of questions that is made, a JSONL; one that has some is continued
-    num_questions: Count = 500  # how many; fewer if the documents do not give as many
-    per_part: Count = 3  # the most questions about one part of a document
-    seed: Seed = 0  # of the order of the parts, and of the server's sampling
+    output: str  # the JSONL file of questions to make; an existing one is continued
+    num_questions: Count = 500  # number of questions; fewer if the documents do not give as many
+    per_part: Count = 3  # most questions about one part of a document
+    seed: Seed = 0  # seed of the order of the parts, and of the server's sampling
     base_url: str | None = None  # a server that speaks OpenAI's protocol, with its path: http://127.0.0.1:8000/v1
     served_model: str | None = None  # the model's name on that server
-    temperature: float = 0.7  # of its sampling
-    max_new_tokens: Count = 256  # of a reply, with its thoughts if the model thinks
-    requests_at_once: Count = 8  # to the server
-    request_seconds: Positive = 60.0  # until a request to the server counts as failed; it is then sent again
+    temperature: float = 0.7  # temperature of the server's sampling
+    max_new_tokens: Count = 256  # tokens of a reply, including the thoughts of a model that thinks
+    requests_at_once: Count = 8  # requests to the server at the same time
+    request_seconds: Positive = 60.0  # seconds until a request to the server counts as failed, and is sent again
 
 
 def main(argv: Sequence[str] | None = None) -> None:

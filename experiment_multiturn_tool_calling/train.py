@@ -58,7 +58,7 @@ from harness.tools.tool_processes import in_threads
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     max_turns: Count = 3  # turns of the policy per conversation; calls in the last turn are not executed
-    steps: Count = 80  # each samples completions, rewards them and trains on them
+    steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -71,7 +71,7 @@ class Config(RunConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
     clip_eps: Positive = 0.2
     kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference

@@ -55,7 +55,7 @@ from harness.run.start import run_main, start_run
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: Count = 80  # each samples completions, rewards them and trains on them
+    steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -68,10 +68,10 @@ class Config(RunConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
     clip_eps: Positive = 0.2
-    gamma: Share = 1.0  # discount: a reward counts by this factor less for every token that it is away
+    gamma: Share = 1.0  # discount: a reward that is n tokens away counts gamma^n times
     gae_lambda: ZeroToOne = 1.0  # 1: advantages are returns minus values; lower: trusts the critic more, varies less
     critic_lr_factor: Positive = 10.0  # the critic's learning rate in units of --lr
     critic_warmup: CountOrZero = 0  # number of first steps that train only the critic

@@ -50,7 +50,7 @@ SMOOTHING = 0.1  # weight of the newest step in the running mean
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: Count = 80  # each samples completions, rewards them and trains on them
+    steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 128  # Q: questions per step
     group_size: Count = 1  # G: completions per question, independent of each other
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -61,8 +61,8 @@ class Config(RunConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
-    baseline: Literal["mean", "none"] = "mean"  # a running mean of the rewards of earlier steps, or none: 0
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
+    baseline: Literal["mean", "none"] = "mean"  # mean: a running mean of earlier steps' rewards; none: 0
 
 
 def main(argv: list[str] | None = None) -> None:

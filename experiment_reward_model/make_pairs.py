@@ -49,7 +49,7 @@ class Config:
     responses: tuple[str, ...] = ("runs/scored.jsonl",)  # files of score_responses.py, in order
     output: LocalPath = "runs/pairs.jsonl"  # the pairs to train on
     eval_output: LocalPath | None = None  # held-out pairs; None: none are held out
-    eval_share: Annotated[float, Interval(gt=0, lt=1)] = 0.1  # of the prompts are held out, with --eval-output
+    eval_share: Annotated[float, Interval(gt=0, lt=1)] = 0.1  # with --eval-output: share of held-out prompts
     # the best and the worst response, or any two with different scores, the better one chosen
     choose: Literal["best-worst", "random"] = "best-worst"
     min_responses: Annotated[int, Ge(2)] = 2  # prompts with fewer usable responses are left out

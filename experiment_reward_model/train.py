@@ -49,17 +49,17 @@ RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 32}, "full": {"lr": 1e-5, "
 @dataclass(frozen=True, kw_only=True)
 class Config(EvaluatedConfig):
     data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
-    eval_data: InputPath | None = None  # held-out pairs; None: as for --data of other experiments
+    eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     # a judge that sees no thoughts: keep only the text after this tag, e.g. "</think>"; or a JSON file of tags
     answer_begins: str | None = None
     epochs: Count = 1  # passes over the pairs; with more, a reward model soon knows them by heart
-    pairs_per_step: Count = 32  # per optimizer step, of all processes
+    pairs_per_step: Count = 32  # pairs per optimizer step, of all processes together
     # pairs per pass: memory and time, never the update; None: 32 for the bundled policy, else 2
     micro_batch_size: Count | None = None
     max_length: Count = 1024  # tokens of prompt and answer; longer pairs are left out, and counted
     lr: Positive | None = None  # learning rate of AdamW; None: 2e-4 for the bundled policy, else 1e-5
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     eval_prompts: Count = 400  # held-out pairs per evaluation
     eval_every: CountOrZero = 10  # steps between evaluations on the held-out pairs; 0: only at the end

@@ -65,18 +65,18 @@ class Config(PolicyConfig):
     embeddings: Literal["like_digits", "random", "as_is"] = "like_digits"
     num_copying: CountOrZero = 38_000  # conversations of the first lesson
     num_reasoning: CountOrZero = 200_000  # conversations of the second lesson: all are reasoned, or call a tool
-    num_answering: CountOrZero = 120_000  # conversations of the third lesson: some of them
+    num_answering: CountOrZero = 120_000  # conversations of the third lesson: some are reasoned, or call a tool
     epochs: Count = 1  # passes over the rows
-    tokens_per_batch: Count = 3072  # per optimizer step, including padding
+    tokens_per_batch: Count = 3072  # tokens per optimizer step, including padding
     micro_batch_size: Count = 256  # rows per forward and backward pass: memory and time, never the update
     max_length: Count = 1024  # tokens; rows longer than this or than the model's context are left out, and counted
     lr: Positive | None = None  # peak learning rate of AdamW; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
-    warmup_steps: CountOrZero = 50  # over which the learning rate rises from 0
-    final_lr: NotNegative = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
-    weight_decay: NotNegative = 0.0  # of AdamW
+    warmup_steps: CountOrZero = 50  # steps over which the learning rate rises from 0
+    final_lr: NotNegative = 0.1  # learning rate at the end, as a share of the peak; in between it falls like a cosine
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     checkpoint_every: int = 500  # steps between checkpoints; 0: only on Ctrl-C
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/; the same weights are examined
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights in final/, which are then examined
 
 
 def main(argv: list[str] | None = None) -> None:

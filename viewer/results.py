@@ -31,7 +31,7 @@ BIG = 100_000  # characters; longer JSON files are written without indentation
 
 @dataclass(frozen=True)
 class Config:
-    folder: tyro.conf.Positional[Path]  # of the results
+    folder: tyro.conf.Positional[Path]  # folder of the results
     runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of the runs to keep
     columns: tuple[str, ...] = ()  # keys of metrics.jsonl to keep, besides step; none given: all
     every: int = 1  # steps from one row to the next, for long runs; the first and the last row are always kept

@@ -1,6 +1,6 @@
 """Read a run's directory as it is: complete, still going on, killed, or written by an older version.
 
-Whatever can be missing is missing here, too; a line that cannot be read is counted and left out.
+Anything in it can be missing; a line that cannot be read is counted and left out.
 """
 
 import json

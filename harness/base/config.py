@@ -228,10 +228,10 @@ class RunConfig(AskedConfig):
     data: OfData[InputPath | None] = None
     # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id
     reward_model: OfJudge[InputPath | None] = None
-    reward_model_url: OfJudge[str | None] = None  # the address of a vLLM server with a reward model, instead
+    reward_model_url: OfJudge[str | None] = None  # instead: the address of a vLLM server with a reward model
     # the part of a completion that the reward model sees: all after this tag, e.g. "</think>"; or a JSON file of tags
     answer_begins: OfJudge[str | None] = None
-    strict: OfJudge[bool] = False  # with --answer-begins: no score for a completion that is not one thought, one answer
+    strict: OfJudge[bool] = False  # with --answer-begins: score only completions of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a completion without an answer to score gets minus this instead
     # end early when the reward model's score rises while the held-out accuracy falls
     stop_when: OfJudge[Literal["over-optimised"] | None] = None
@@ -240,10 +240,10 @@ class RunConfig(AskedConfig):
     eval_data: OfEvaluation[InputPath | None] = None
     # NAME=SOURCE: further held-out questions of the task, each with its own curve, eval/NAME/greedy/accuracy
     eval_sets: OfEvaluation[tuple[str, ...]] = ()
-    eval_suite: OfEvaluation[Literal["math"] | None] = None  # the benchmarks of evaluate.py --suite as such sets
+    eval_suite: OfEvaluation[Literal["math"] | None] = None  # the benchmarks of evaluate.py --suite as further sets
     # passes over the training prompts, in place of --steps; None: as many steps as --steps says
     epochs: OfData[Count | None] = None
-    max_prompts: OfData[Count | None] = None  # train on this many prompts only, the first that pass; None: on all
+    max_prompts: OfData[Count | None] = None  # train only on this many prompts that pass the filters; None: on all
     at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # every completion begins with this text, e.g. "<think>"; it is given, not sampled, so none of its tokens is trained

@@ -21,7 +21,7 @@ from harness.base.terminal import completions_bar, printable, say
 from harness.logs.metrics import finite
 from harness.run.machine import is_out_of_memory, out_of_memory
 
-# Settings that may differ when a file is continued; the last one only if there is one shard, because shards are batches
+# Settings that can differ when a file is continued; the last one only if there is one shard, because shards are batches
 FREE = {"output", "threads", "url", "request_seconds"}
 FREE_IF_WHOLE = {"generation_batch_size"}
 
@@ -44,7 +44,7 @@ def grow(config: Growing, items: Sequence[ItemT], size: int, make: Callable[[lis
     """Append the rows that `make` returns for each batch of `size` items, from where the file ends; returns its path.
 
     `make` may return fewer rows than items. The settings are kept beside the file, in FILE.settings.json, and a file is
-    only continued with its own.
+    continued only with the same settings.
     """
     path = local_path(config.output, "--output")
     begin, end = shard_range(config.shard, -(-len(items) // size))

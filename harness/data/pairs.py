@@ -68,7 +68,7 @@ def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list
 
 
 def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Policy | RewardModel) -> list[Pair]:
-    """Pairs as rows of ids; those that can teach nothing are left out, and counted."""
+    """Pairs as rows of ids; pairs that can teach nothing are left out, and counted."""
     answer_begins = getattr(config, "answer_begins", None)
     tags = None if answer_begins is None else read_format(answer_begins)
     pairs, left_out, first = [], Counter(), {}

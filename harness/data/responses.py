@@ -1,4 +1,4 @@
-"""Responses to prompts: which prompts (a task's questions, or a file), and who responds (a policy, or a server)."""
+"""Responses of a policy or a server to prompts, which are a task's questions or the rows of a file."""
 
 import json
 import zlib
@@ -61,11 +61,11 @@ class ResponseConfig(ModelConfig):
     # NAME=NUMBER: divide the prompts into parts with these shares, e.g. sft=0.5 pairs=0.3 rl=0.2; a conversation, or a
     # prompt that occurs several times, is in one part only
     splits: OfData[tuple[str, ...]] = ()
-    split: OfData[str | None] = None  # which part of --splits is asked
+    split: OfData[str | None] = None  # the part of --splits to ask
     # a server that speaks OpenAI's protocol responds instead of --model: http://127.0.0.1:8000
     url: OfEngine[str | None] = None
-    served_model: OfEngine[str | None] = None  # the model's name on that server; None: the first that it lists
-    request_seconds: OfEngine[Positive] = 600.0  # until a request to the server counts as failed
+    served_model: OfEngine[str | None] = None  # the model's name on that server; None: the first in its list
+    request_seconds: OfEngine[Positive] = 600.0  # seconds until a request to the server counts as failed
     shard: OfRun[str] = "1/1"  # make only this part, e.g. 2/4; the parts in order are the complete file
     # responses that are made at the same time: memory of the KV cache, or requests to the server
     generation_batch_size: OfRun[Count] = 128

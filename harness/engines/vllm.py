@@ -115,7 +115,7 @@ class VLLM:
             raise EngineError(f"{self.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
     def find_model(self, name: str) -> None:
-        """Ask for nothing but the server's model, and call it `name`; for servers that need no other settings."""
+        """Ask only for the server's model, and call it `name`; for servers that need no other settings."""
         self.about = self.about.replace("the engine", name)
         try:
             self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
@@ -132,7 +132,7 @@ class VLLM:
         deadline = time.monotonic() + CACHE_SECONDS
         while not self._request("POST", "/reset_prefix_cache").get("success"):
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.about} is busy with requests of others: it has to be for one run")
+                raise EngineError(f"{self.about} is busy with other programs' requests: a server is for one run only")
             time.sleep(0.1)
 
     async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:

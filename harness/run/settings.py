@@ -59,7 +59,7 @@ def has_accelerator(config: PolicyConfig) -> bool:
 
 
 def script_of(config: PolicyConfig) -> str:
-    """The SHA-256 of this train.py, shortened: of a file of the user's own, the commit says nothing."""
+    """The SHA-256 of this train.py, shortened: the commit says nothing about a user's own file."""
     return _sha256(Path(sys.modules[type(config).__module__].__file__))[:12]
 
 

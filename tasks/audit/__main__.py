@@ -41,8 +41,8 @@ class Config:
     chat_template: str | None = None  # as in training: file of a chat template, for models that have none
     system_prompt: str | None = None  # as in training; None: none for the bundled policy, the task's for other models
     max_new_tokens: Count | None = None  # completion budget in tokens; None: as in training
-    eval_prompts: Count = 256  # as in training: rows that are held out of --data, if nothing else is evaluated on
-    seed: Seed = 0  # as in training: of the rows that are held out
+    eval_prompts: Count = 256  # as in training: rows to hold out of --data, if there are no evaluation data
+    seed: Seed = 0  # as in training: the seed that chooses the rows to hold out
     json: str | None = None  # also write the report to this file, with the places of all rows
 
 

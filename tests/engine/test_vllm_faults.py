@@ -179,7 +179,7 @@ def test_a_busy_cache_is_waited_for(server, engine, policy, monkeypatch):
     assert server.calls[RESET] == 3
     scale(policy)
     server.fault("busy_cache", None, RESET)
-    assert "is busy with requests of others" in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
+    assert "is busy with other programs' requests" in sentence(engine.sample, policy, PROMPTS, 2, **SETTINGS)
     assert server.calls[COMPLETIONS] == len(PROMPTS)
 
 
