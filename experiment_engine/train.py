@@ -123,7 +123,7 @@ def train(
         experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
         run.lap("reward")
 
-        # 4 log-probs to compare with: of the policy before the update (never the engine's) and of the reference
+        # 4 log-probs to compare with: of the policy before the update, never those of the engine, and of the reference
         experience.old_log_probs = token_log_probs(policy, experience, config.micro_batch_size)
         experience.importance_weights = importance_weights(config, experience)
         comparison = compare_with_engine(config, experience)  # ends the run if the engine is not the policy

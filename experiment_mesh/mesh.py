@@ -88,7 +88,7 @@ def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> No
         fully_shard(copy, mesh=mesh["data"])  # the rest: embedding, last norm and head
         copy.share_prompts = False  # each call of a layer is a message to all ranks, so it must not depend on data
     if reference is not None:
-        reference.score, reference.share_prompts = policy.score, False  # also if it is the policy without adapter
+        reference.score, reference.share_prompts = policy.score, False  # also where it is the policy without adapter
 
 
 # Tensor parallelism ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def write_report(directory: Path, output: Path | None = None) -> Path:
     if path.suffix != ".html" or path.is_dir():
         raise RunError(f"{path} cannot be the page: give the name of a file that ends in .html")
     if output is None:
-        run.directory.mkdir(exist_ok=True)  # a kept run has only a name
+        run.directory.mkdir(exist_ok=True)  # that of a kept run is only a name
     kept = keep_steps(run.samples, count_rows_per_step(run.config))
     metrics_page = os.path.relpath(METRICS_PAGE, path.parent.resolve()) if METRICS_PAGE.exists() else None
     page = render(run, kept, f"python -m viewer {quote(str(directory))} --serve", metrics_page=metrics_page)

@@ -1,8 +1,8 @@
 """The page of a run at 127.0.0.1, made again when a file of the run has changed.
 
-It answers three addresses: `/`, `/version`, which tells the page that the run has changed, and `/samples/<step>.json`.
-It never opens a file named in a request. It refuses requests that name another host (DNS rebinding), and its headers
-keep other sites from reading or framing the page.
+It answers three addresses and reads no file by the name that it is asked for: `/`, `/version`, by which the page learns
+that there is news, and `/samples/<step>.json`. It answers nobody who reached it by another host's name (DNS rebinding),
+and its headers keep other sites from reading or framing what it shows.
 """
 
 import hashlib

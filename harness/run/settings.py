@@ -25,7 +25,7 @@ NOT_FLAGS |= {"script", "about", "loss"}  # what train.py says about itself, and
 # Flags that say where a run finds its engine; a resumed run may change them; experiments without an engine have none
 ENGINE_PLACES = ("engine_url", "engine_start")
 BATCH_SIZES = ("micro_batch_size", "generation_batch_size")  # may change, too: they limit memory and change no update
-# A resumed run can find its servers elsewhere, and its ranks on another mesh
+# When a run is resumed: its servers may be elsewhere, and its ranks on another mesh
 MAY_CHANGE = (*BATCH_SIZES, *ENGINE_PLACES, "engine", "reward_model_url", "teacher_url", "tensor_parallel")
 MODEL_FILES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")  # in a Hugging Face directory
 

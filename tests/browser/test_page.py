@@ -370,7 +370,7 @@ def test_the_live_page_follows_a_run_until_something_is_chosen(runs, open_page, 
             assert not page.is_checked("#follow")
             shutil.copy(runs["base"] / "summary.json", directory)
             said = "text => document.getElementById('news').textContent.includes(text)"
-            page.wait_for_function(said, arg="The run has continued.")
+            page.wait_for_function(said, arg="The run has gone on.")
             assert page.locator(".token[aria-selected=true]").count() == 1
             page.check("#follow")
             page.wait_for_function(said, arg="The run is finished.")

@@ -219,11 +219,11 @@ async function listen() {
   try {
     const isNew = (await (await askServer("version")).text()) !== VERSION;
     if (isNew && byId("follow").checked) return location.reload();
-    const now = data.finished ? "The run is finished." : "Live: checked every two seconds.";
-    byId("news").textContent = isNew ? "The run has continued." : now;
+    const now = data.finished ? "The run is finished." : "Live: looked at every two seconds.";
+    byId("news").textContent = isNew ? "The run has gone on." : now;
   } catch (error) {
     const isGone = error instanceof TypeError; // of fetch
-    byId("news").textContent = visible(isGone ? "This page's server does not answer." : error.message);
+    byId("news").textContent = visible(isGone ? "The server of this page does not answer." : error.message);
   }
   setTimeout(listen, 2000);
 }
