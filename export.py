@@ -59,7 +59,7 @@ class Config:
     POSITIONAL: ClassVar[tuple[str, ...]] = ("run",)
 
     run: str = ""  # directory of a run, its final/, or one of its checkpoints
-    merge: bool = False  # write the model with the adapter merged in, instead of the adapter alone
+    merge: bool = False  # of a run with an adapter: write the model with the adapter merged in, not the adapter alone
     quantize: Literal["none", "4bit", "8bit"] = "none"  # 4bit and 8bit: a checkpoint of bitsandbytes
     # dtype of the weights; None: as the run's final policy is saved: float32, or with an adapter the dtype of its base
     dtype: OfPolicy[Literal["float32", "bfloat16", "float16"] | None] = None
