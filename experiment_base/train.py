@@ -145,7 +145,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
-    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    """The log-probs (B, T-1) of the policy that sampled the tokens: the denominators of the ratios."""
     if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, teacher: Teacher) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped so that its gradients are synchronised
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
@@ -149,7 +149,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor:
-    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    """The log-probs (B, T-1) of the policy that sampled the tokens: the denominators of the ratios."""
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
     return token_log_probs(policy, experience, config.micro_batch_size)  # in bfloat16 the sampler rounds differently

@@ -86,7 +86,7 @@ def train(
 ) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped so that its gradients are synchronised
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
@@ -150,7 +150,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
-    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    """The log-probs (B, T-1) of the policy that sampled the tokens: the denominators of the ratios."""
     if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:

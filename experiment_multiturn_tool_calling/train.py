@@ -112,7 +112,7 @@ def train(
 ) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped so that its gradients are synchronised
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions
@@ -172,7 +172,7 @@ def converse(
     prompts = [encode_prompt(tokenizer, messages, task.tools) for messages in asked]
     trajectories = begin_rows(prompts, group_size, prompt_index)
     conversations = [(row, State(task, questions[row.prompt_index], tools, form)) for row in trajectories]
-    kept = KeptRows()  # keys and values from turn to turn, for as long as these weights are sampled from
+    kept = KeptRows()  # keys and values from turn to turn, as long as these weights are in use
     for turn in range(1, config.max_turns + 1):
         open_ones = [(row, state) for row, state in conversations if not state.is_over]
         sampled = continue_rows(
@@ -205,7 +205,7 @@ def converse(
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
-    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    """The log-probs (B, T-1) of the policy that sampled the tokens: the denominators of the ratios."""
     if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:
