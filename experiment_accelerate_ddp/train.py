@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, run: Run, task: Task, policy: Policy, reference: Policy | None) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model = DistributedDataParallel(policy)  # the policy, wrapped so that its gradients are synchronised
+    model = DistributedDataParallel(policy)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

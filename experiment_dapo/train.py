@@ -93,7 +93,7 @@ def train(
 ) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped so that its gradients are synchronised
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1, 2 sample and reward: rounds of Q questions, until Q groups have completions of different rewards

@@ -85,7 +85,7 @@ def train(
 ) -> None:
     """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped so that its gradients are synchronised
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts

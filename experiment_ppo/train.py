@@ -101,7 +101,7 @@ def train(
     critic = {"params": policy.critic.parameters(), "lr": config.critic_lr_factor * config.lr}
     actor = {"params": policy.model.parameters()}
     optimizer = torch.optim.AdamW([actor, critic], lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped so that its gradients are synchronised
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
