@@ -3,7 +3,7 @@
     python notebooks/execute.py
 
 It needs the extra notebook, one CPU core and about ten seconds. The kernel is the Python that runs this file.
-An editor's own data beside the cells is left out, so that git shows only real changes.
+What an editor stores beside the cells is left out, so that git shows what has changed.
 """
 
 import base64
@@ -43,7 +43,7 @@ def execute(notebook: nbformat.NotebookNode, directory: Path) -> nbformat.Notebo
 
 
 def without_traces(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook without the data that depends on the editor or on the kernel's version."""
+    """The notebook without what an editor or a kernel of another version would write into it."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
     for cell in notebook.cells:

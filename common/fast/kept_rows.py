@@ -37,8 +37,8 @@ class KeptRows:
         one position. All other kept rows are forgotten, so that at most one batch is ever kept.
 
         That position is the same in all rows; the row with the most new tokens decides it. The other rows run some of
-        their known tokens again, instead of padding. So no row has a gap, which would put its tokens
-        further apart than a sliding window assumes.
+        their known tokens again, instead of padding. So no row has a gap, which would put its tokens further apart than
+        a sliding window assumes.
 
         Returns:
             The position: how many of the T tokens the cache then holds. 0 if one of the rows has not been kept.
