@@ -7,7 +7,7 @@
 
 In the terminal, a line that begins with / is a command:
 
-    /why 3     the five most probable tokens in the place of the answer's third one
+    /why 3     the five most probable tokens in the place of the answer's third token
     /new       forget the conversation
 """
 
@@ -53,17 +53,17 @@ class Config(SearchConfig, ModelConfig):
     FIRST_GROUP: ClassVar[str] = "conversation"
     ALIASES: ClassVar = {}
 
-    compare: LocalPath | None = None  # another policy, which answers the same: side by side
+    compare: LocalPath | None = None  # another policy, whose answers are shown beside
     show: Literal["text", "probabilities"] = "text"  # probabilities: each token coloured, from certain to improbable
     system: str = ""  # the system turn
-    max_new_tokens: Count | None = None  # of an answer; None: 96 for the bundled policy, else 512
+    max_new_tokens: Count | None = None  # budget of an answer in tokens; None: 96 for the bundled policy, else 512
     temperature: Positive = 1.0  # logits are divided by it
     top_p: Share = 1.0  # below 1: draw only from the most probable tokens that together have this much probability
     greedy: bool = False  # take the most probable token instead of drawing one
     calculator: bool = False  # offer the calculator
     tools: InputPath | None = None  # a Python file whose functions are tools, see docs/tools_template.py
     tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
-    max_turns: Count = 8  # turns of the policy per question, between which tools answer
+    max_turns: Count = 8  # turns of the policy per question; tools answer between them
 
 
 class DirectSearcher(Searcher):

@@ -7,8 +7,8 @@
     python evaluate.py --model Qwen/Qwen2.5-1.5B-Instruct --suite ifeval --num-samples 0 --max-new-tokens 1280
 
 Each question is answered greedily, and --num-samples times by sampling. All completions and figures are kept in one
-directory. The same command with the same --output continues an evaluation that was interrupted or killed, and shows one
-that is complete. docs/evaluate.md explains every figure.
+directory. The same command with the same --output continues an evaluation that was interrupted or killed, and shows a
+complete one again. docs/evaluate.md explains every figure.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -66,7 +66,7 @@ class Config(ModelConfig):
     temperature: Positive = 1.0  # of the sampled answers: logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
     top_p: Share = 1.0
-    # what is asked and what is right: a file of tasks, or the path of your own
+    # questions and right answers: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
     # questions: JSONL file, or hub dataset id[:subset[:split]]; None: the task's own evaluation data
     data: OfData[InputPath | None] = None
@@ -74,7 +74,7 @@ class Config(ModelConfig):
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
     system_prompt: OfData[str | None] = None
-    completion_prefix: OfData[str | None] = None  # what every completion is made to begin with, e.g. "<think>"
+    completion_prefix: OfData[str | None] = None  # every completion begins with this text, e.g. "<think>"
     limit: OfEvaluation[Count | None] = None  # ask the first questions only, this many; None: all
     # published benchmarks, of --task math or instructions: a file for each in the directory --data, else from the hub
     suite: OfEvaluation[Literal["math", "ifeval"] | None] = None
@@ -82,7 +82,7 @@ class Config(ModelConfig):
     compare: OfEvaluation[LocalPath | None] = None
     # completions sampled at the same time, which bounds the memory of the KV cache
     generation_batch_size: OfRun[Count] = 128
-    # directory of the results, new or that of an evaluation to continue; None: runs/evaluate/ and date, time and seed
+    # directory of the results, new or of an evaluation to continue; None: runs/evaluate/ and date, time and seed
     output: OfRun[LocalPath | None] = None
 
     def __post_init__(self) -> None:

@@ -6,8 +6,8 @@
     python export.py runs/experiment_base/<name> --merge --push owner/name --private
     python export.py assets/tiny_policy --push owner/name               # a bundled policy, as it is
 
-What is written loads with plain transformers. It answers held-out questions greedily as the trained policy does, which
-is checked before anything is uploaded. docs/export.md explains what is written and what is not.
+The exported model loads with plain transformers. It answers held-out questions greedily as the trained policy does, and
+the program checks this before it uploads anything. docs/export.md lists the files.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -62,11 +62,11 @@ class Config:
     run: str = ""  # directory of a run, its final/, or one of its checkpoints; with --push also of a bundled policy
     merge: bool = False  # of a run with an adapter: write the model with the adapter merged in, not the adapter alone
     quantize: Literal["none", "4bit", "8bit"] = "none"  # 4bit and 8bit: a checkpoint of bitsandbytes
-    # of the weights; None: as the run's final policy is saved: float32, or with an adapter the dtype of its base
+    # dtype of the weights; None: as the run's final policy is saved: float32, or with an adapter the dtype of its base
     dtype: OfPolicy[Literal["float32", "bfloat16", "float16"] | None] = None
     # directory to write, which must not exist; None: exports/ and the run's name
     output: OfRun[LocalPath | None] = None
-    questions: Count = 16  # held-out questions that both, the trained policy and what was written, must answer
+    questions: Count = 16  # held-out questions that both the trained policy and the exported model must answer
     push: str | None = None  # owner/name: upload it to this repository of the Hugging Face hub; None: do not
     private: bool = False  # make that repository private
     dry_run: bool = False  # with --push: only print what would be uploaded
@@ -163,7 +163,7 @@ def find_output(config: Config, source: Source) -> Path:
 @contextmanager
 def writing(output: Path) -> Iterator[Path]:
     """A directory beside `output`, which becomes it at the end of the block, and is removed if the block fails."""
-    partial = output.with_name(f"{output.name}.{os.getpid()}.partial")  # only this process uses it: it may be removed
+    partial = output.with_name(f"{output.name}.{os.getpid()}.partial")  # only this process uses it
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -177,7 +177,7 @@ def writing(output: Path) -> Iterator[Path]:
             raise KeyboardInterrupt("interrupted; nothing was exported") from None
         if output.exists():  # created after `find_output` checked
             raise UserError(f"{shown(output)} exists already; nothing was exported") from error
-        # What safetensors raises has no errno
+        # Errors of safetensors have no errno
         if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno in NO_SPACE):
             raise UserError(f"{shown(output)} could not be written ({error}); nothing was exported") from error
         raise
@@ -207,12 +207,12 @@ def write(config: Config, source: Source, merge: bool, output: Path, partial: Pa
     prompts_equal = num_prompts_equal(partial, questions)
     equal = num_equal(trained, written_answers(partial, questions, device))
     share = f"{equal} of {len(trained)} greedy answers"
-    say(f"{share} of what was written, by transformers' generate, are those of the trained policy")
+    say(f"{share} of the exported model, by transformers' generate, equal the trained policy's")
     is_rounded = config.quantize != "none" or source.load_in is not None
     is_rounded = is_rounded or dtype != "float32" or source.policy.dtype != "float32"
     if equal < len(trained) and not is_rounded:
         raise UserError(
-            f"{len(trained) - equal} of {len(trained)} greedy answers differ from those of the trained policy, "
+            f"{len(trained) - equal} of {len(trained)} greedy answers differ from the trained policy's, "
             "although no weight was rounded: nothing was exported"
         )
     curve = source.run / "curve.png"

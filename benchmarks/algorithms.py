@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py --jobs 2                 # all runs; the page says how long they took
     python benchmarks/algorithms.py --work sixteen --only gspo --seeds 0
-    python benchmarks/algorithms.py --variants --seeds 0 1 2 # the runs of the READMEs that show what goes wrong
+    python benchmarks/algorithms.py --variants --seeds 0 1 2 # the broken runs of the READMEs
     python benchmarks/algorithms.py --draw-only              # the figure and the tables again, from the committed data
 
 Runs that already exist are not repeated, and results of missing runs are kept. Writes benchmarks/results/algorithms/
@@ -36,7 +36,7 @@ ALGORITHMS = {
     "dapo": "DAPO",
 }  # fmt: skip
 NO_DAPO = {"clip-eps-high": 0.2, "max-rounds": 1, "reward-weight": "overlong=0"}  # the token mean is left
-VARIANTS = {  # name: work, and what differs from the experiment that its name begins with
+VARIANTS = {  # name: work, and the difference from the experiment that its name begins with
     "rloo-pairs": ("one", {"group-size": 2, "prompts-per-step": 64}),
     "gspo-kl": ("sixteen", {"kl-weight": 0.02}),
     "gspo-wide": ("sixteen", {"clip-eps": 0.2, "clip-eps-high": 0.2}),
@@ -151,7 +151,7 @@ def steps_of(run: KeptRun) -> list[dict[str, float]]:
 
 
 def tokens(run: KeptRun) -> list[float]:
-    """The tokens sampled up to each step, in thousands, those of groups that are not trained on included."""
+    """The tokens sampled up to each step, in thousands, including groups that are not trained on."""
     counts = (row.get("sampling/tokens", NUM_ROWS * row["completion/length"]) for row in steps_of(run))
     return list(itertools.accumulate(count / 1000 for count in counts))
 

@@ -1,9 +1,9 @@
-"""What experiment_mesh costs and saves on each rank, and what a log_softmax over a rank's own logits does to training.
+"""Costs and savings of experiment_mesh on each rank, and the damage of a log_softmax over a rank's own logits.
 
     python benchmarks/mesh_costs.py            # some minutes on two cores: measures, and prints the tables
     python benchmarks/mesh_costs.py --draw     # from the committed data: the tables, and experiment_mesh/broken.png
 
-Bytes are those of the tensors that a rank has allocated; messages are counted by torch's dispatcher. Both are the same
+Bytes are counted over the tensors that a rank has allocated; torch's dispatcher counts messages. Both are the same
 on a GPU; no time is measured. The data are the entry mesh of benchmarks/results/measurements.json.
 """
 
@@ -47,7 +47,7 @@ KINDS = {"correct": "over all logits", "broken": "log_softmax over each half"}
 
 @dataclass(frozen=True)
 class Config:
-    draw: bool = False  # only draw and print what is committed
+    draw: bool = False  # only draw and print the committed data
 
 
 def main(config: Config) -> None:
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
 
 
 def measure(data: int, tensor: int, folder: Path) -> dict:
-    """Start a mesh; what its first rank measured."""
+    """Start a mesh; returns the measurements of its first rank."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(data * tensor))
     _start(*launcher, __file__, str(tensor), str(folder))
     return json.loads((folder / "rank0.json").read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def run_rank(tensor: int, folder: Path) -> None:
     distribute(mesh, policy, reference)
     found = {"bytes": {"weights": bytes_of(policy.parameters()), "reference": bytes_of(reference.parameters())}}
 
-    with gathered_weights(policy):  # of the data ranks: what sampling needs
+    with gathered_weights(policy):  # of the data ranks, as sampling needs them
         found["bytes"]["weights while sampling"] = bytes_of(policy.parameters())
     prompts, counts = [[3 + n] * PROMPT for n in range(ROWS)], []
     for budget in (9, 1):
@@ -139,7 +139,7 @@ class Messages(TorchDispatchMode):
     """Counts the messages that this rank takes part in, by the dimension of the mesh, and the bytes that it puts in.
 
     "objects" are Python objects, such as numbers of rows, of all ranks. Messages within an operation on divided weights
-    are hidden from a dispatch mode: those of the gradient norm, one for each dimension of each kind of weight.
+    are hidden from a dispatch mode: the messages for the gradient norm, one for each dimension of each kind of weight.
     """
 
     def __init__(self, mesh):
@@ -209,7 +209,7 @@ def run_alone(kind: str, seed: str, folder: str) -> None:
 
 
 def score_halves(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As experiment_mesh/broken.patch: each token is scored among the columns of its own half only."""
+    """As experiment_mesh/broken.patch: each token is scored among the columns of its half only."""
     half = logits.shape[1] // 2
     own = logits.view(-1, 2, half)[torch.arange(len(targets)), targets // half]  # (n, V/2)
     return score_logits(own, targets % half)

@@ -346,7 +346,7 @@ def print_tables(results: dict) -> None:
     for n in (16, 64):
         points = [next(p for p in curve if p["n"] == n) for curve in runs_named(results, "best_of", "pairs3000")]
         rows[f"best of {n}"] = [spread([p[key] for p in points], keys[key]) for key in ("gold", "proxy", "kl")]
-        rows[f"best of {n}"] += [""] * 3  # it is no policy of its own
+        rows[f"best of {n}"] += [""] * 3  # it is no separate policy
     show("with the same 3,000 pairs | " + " | ".join(keys), rows)
     rows = {}
     start = results["best_of"]["pairs3000-s0"][0]["gold"]

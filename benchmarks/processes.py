@@ -1,4 +1,4 @@
-"""What several processes gain, whether they train exactly like one, and what breaks it: figures and tables.
+"""The gain of several processes, whether they train exactly like one, and mistakes that break it: figures and tables.
 
     python benchmarks/processes.py
 

@@ -81,7 +81,7 @@ def task_of(experiment: str) -> str:
 
 
 def parent_of(experiment: str) -> str | None:
-    """The experiment from which this one is derived, as named in the docstring of its train.py."""
+    """The parent of an experiment, as the docstring of its train.py names it."""
     docstring = ast.get_docstring(ast.parse((ROOT / experiment / "train.py").read_text(encoding="utf-8")))
     match = re.search(r"^Parent: (experiment_\w+)", docstring, re.MULTILINE)
     return match[1] if match else None

@@ -4,12 +4,12 @@
     python benchmarks/smollm2.py runs/experiment_accelerate/seed{0,1,2}      # 9 minutes on one core
 
 Keeps the runs in benchmarks/results/smollm2/, draws docs/smollm2_unseen.png, and writes the entry `smollm2` of
-measurements.json, in which results of other runs stay:
+measurements.json; results of other runs stay there:
 
 - `held_out`: greedy answers to all 256 held-out prompts, before training and after each run: how many are right, by
   kind of prompt (`split`) and of instruction;
-- `unseen`: what the reward does not see in these answers: the mean log-probability per token (nats) under the model
-  before training, the share that names its topic, of different words, and the number of words;
+- `unseen`: qualities of these answers that the reward does not see: the mean log-probability per token (nats) under
+  the model before training, the share that names its topic, the share of different words, and the number of words;
 - `base_log_prob`: by run and step, the mean log-probability per token (nats) of the policy's completions under the
   model before training. A run keeps all completions of the first and of each tenth step;
 - `rewarded`: by run and step, five of the different prompts whose completions earned the reward, with the completion;
@@ -159,7 +159,7 @@ def base_log_prob(base: Policy, completions: list[Trajectory]) -> float:
 
 
 def unseen(base: Policy, rows: list[dict], answers: list[Trajectory], texts: list[str]) -> dict[str, float]:
-    """Means over answers, or over their tokens, of values outside the reward; `texts` are those of the answers."""
+    """Means over answers, or over their tokens, of values outside the reward; `texts` are the answers'."""
     found = [instructions.describe(row, text) for row, text in zip(rows, texts, strict=True)]
     on_topic = [instructions.reward(row, text)["on_topic"] for row, text in zip(rows, texts, strict=True)]
     means = {name: fmean(values[name] for values in found) for name in ("words", "distinct")}

@@ -9,7 +9,7 @@ STD_EPS = 1e-4  # small against the standard deviation of a group with rewards 0
 
 
 def group_advantages(returns: torch.Tensor) -> torch.Tensor:
-    """Compare every return with the mean of its own group.
+    """Compare every return with its group's mean.
 
         A_qg = R_qg - mean_g R_q
 
@@ -70,7 +70,7 @@ def has_reward_variance(returns: torch.Tensor) -> torch.Tensor:
 def final_rewards(returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Give each completion its return as the reward of its last action token: (B,) in, (B, T-1) out.
 
-    A completion that was cut off ends at its last token like any other: what it earned is all that it will earn.
+    A completion that was cut off ends at its last token like any other: its reward does not grow any more.
 
     >>> final_rewards(torch.tensor([1.0, 0.5, 9.0]), torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]]))
     tensor([[0.0000, 1.0000, 0.0000],
@@ -136,7 +136,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 
         1 - Var(R - V) / Var(R)
 
-    1 is a perfect critic, 0 one that knows only the mean; below 0 it misleads. 0 where all returns are equal.
+    1 means a perfect critic, 0 a critic that knows only the mean; below 0 it misleads. 0 if all returns are equal.
 
     Args:
         values: (B, T-1); returns: (B, 1), a completion's; mask: (B, T-1).

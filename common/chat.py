@@ -35,7 +35,7 @@ def encode_prompt(tokenizer, messages: list[dict], tools: list[dict] | None = No
 
 
 def encode_conversation(tokenizer, messages: list[dict]) -> list[int]:
-    """The ids of a complete conversation, as its template renders it: what a reward model reads.
+    """The ids of a complete conversation, as its template renders it and a reward model reads it.
 
     Raises:
         UserError: the chat template refuses the messages.
@@ -52,17 +52,17 @@ def encode_chat(
     """The ids of a complete conversation, and a mask that is 1 on the assistant's tokens.
 
     The mask covers every assistant turn *including its end-of-turn token*, so that the policy learns to stop, but not
-    the text that the template puts around it. It covers nothing of a turn with `"weight": 0`, which is read and not
-    learned. Each turn is encoded separately from the text before it, just as the sampler continues a prompt that is
+    the text that the template puts around it. A turn with `"weight": 0` is read and not learned: the mask is 0
+    there. Each turn is encoded separately from the text before it, just as the sampler continues a prompt that is
     already encoded.
 
     Returns:
         ids and mask, of equal length.
 
     Raises:
-        ValueError: a message has no role, or its content is not text; the template leaves a message out, or rewrites
-            earlier turns when a later one is added, so that a turn has no fixed position, or does not end an assistant
-            turn with an end-of-turn token.
+        ValueError: a message has no role, or its content is not text; or the template leaves a message out, does not
+            end an assistant turn with an end-of-turn token, or rewrites earlier turns when a later one is added, so
+            that a turn has no fixed position.
     """
     for position, message in enumerate(messages):
         _check_message(message, position)
@@ -166,7 +166,7 @@ def _tool_turn(content: str) -> dict:
 
 
 def _end_of_turn(tokenizer, rendered: str, written: str, end_of_turn_ids: tuple[int, ...]) -> int:
-    """Where the turn that holds the text `written` has ended; 0 if it does not end."""
+    """The end of the turn that holds the text `written`; 0 if it does not end."""
     start = rendered.find(written) + len(written)
     ends = [re.search(re.escape(tokenizer.decode([token])), rendered[start:]) for token in end_of_turn_ids]
     return min((start + end.end() for end in ends if end), default=0)

@@ -4,8 +4,8 @@ One plain function per turn, `env_step(state, action_text) -> (observation | Non
 tool is the answer, and ends the conversation. Every other case has an outcome too, which the metrics count:
 
     several calls in one turn    are executed in their order, up to MAX_CALLS; each gets its own answer
-    a malformed call             gets a message that says what is wrong with it, so that the policy can try again
-    an unknown tool              gets a message that names the known ones; it earns nothing
+    a malformed call             gets a message that names the mistake, so that the policy can try again
+    an unknown tool              gets a message that names the known tools; it earns nothing
     a call that fails            gets the error's message
     a call within <think>        is a thought, and no call
     a call in the last turn      is not executed, since the policy could not read the result: `unanswered`. So are calls

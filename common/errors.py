@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """A problem that the user can correct; shown as one sentence, without a traceback."""
+    """A problem that the user can correct. The user sees a single sentence, without a traceback."""
 
 
 class EngineError(UserError):

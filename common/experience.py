@@ -64,7 +64,7 @@ class Experience:
         number of ranks. From each minibatch a rank gets only its own rows, possibly none.
 
         Args:
-            minibatch_size: rows per minibatch (the last one may be smaller), of all ranks; None: all rows in one.
+            minibatch_size: rows per minibatch (the last one can be smaller), of all ranks; None: all rows in one.
             group_size: G.
             key: fixes the shuffle, e.g. (seed, step, epoch).
 
@@ -106,7 +106,7 @@ class Experience:
             yield self.filler()
 
     def filler(self) -> "Experience":
-        """A micro-batch of one row in which no token counts: its loss is 0, and so is each parameter's gradient."""
+        """A micro-batch of one row whose tokens do not count: its loss is 0, and so is each parameter's gradient."""
         row, column = self.sequences.new_zeros(1), self.sampler_log_probs.new_zeros(1, 1)
         return Experience(
             sequences=row.expand(1, 2),

@@ -64,8 +64,8 @@ def approx_kl_divergence(log_probs: torch.Tensor, log_probs_ref: torch.Tensor, m
                                                                DeepSeekMath, arXiv 2402.03300, equation 4)
 
     It is never negative, and 0 where the two agree. Its mean over tokens drawn from the policy is the KL divergence.
-    Its gradient is not exactly the gradient of the divergence (k2 = (log r)^2 / 2 has the exact gradient), but points
-    nearly the same way while the two policies are close.
+    Its gradient is not exactly the gradient of the divergence, but points nearly the same way while the two policies
+    are close. (k2 = (log r)^2 / 2 has the exact gradient.)
 
     >>> approx_kl_divergence(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]), mask=torch.tensor([1, 1]))
     tensor([0.0000, 0.3679])
@@ -96,7 +96,7 @@ def clipped_value_loss(
         1/2 max((V - target)^2, (clip(V, V_old - clip_eps, V_old + clip_eps) - target)^2)
 
     A value that has moved towards its target by more than clip_eps within a rollout has no gradient. clip_eps is in
-    units of reward, unlike that of the ratio. The paper (arXiv 1707.06347, equation 9) has the plain square.
+    units of reward, unlike the ratio's. The paper (arXiv 1707.06347, equation 9) has the plain square.
 
     >>> clipped_value_loss(torch.tensor([0.5, -0.5]), torch.zeros(2), torch.ones(2), clip_eps=0.2)
     tensor([0.3200, 1.1250])

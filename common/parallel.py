@@ -87,7 +87,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
     """Scale all gradients down to a norm of `max_norm`, if it is larger, as `torch.nn.utils.clip_grad_norm_` does.
 
     Each rank has only a part of the gradient of a sharded weight. The norm is computed over all parts: if each rank
-    used the norm of its own part, the scales would differ, and the gradient would change its direction.
+    scaled by the norm of its part alone, the scales would differ, and the gradient would change its direction.
 
     Returns:
         The norm before: a tensor without dimensions, with the same value on all ranks.

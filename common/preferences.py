@@ -13,15 +13,15 @@ def preference_metrics(
     """The figures of held-out pairs; in each tuple the chosen answer is first.
 
     accuracy              share of pairs whose chosen answer has the higher score; equal scores count half
-    accuracy_same_style   the same, among pairs whose answers are in the same style: what is left when the style says
-                          nothing about which of the two is preferred
+    accuracy_same_style   the same, among pairs whose answers are in the same style, so that the style says nothing
+                          about which of the two is preferred
     accuracy_same_length  the same, among pairs of nearly equal length
     calibration_error     mean distance between sigmoid(margin), the probability that the model gives the answer it
                           prefers, and how often it is right, over ten bins of that probability (Guo et al.,
                           arXiv 1706.04599, equation 5)
     length_correlation    of the score with the length of an answer in tokens, over all answers (Pearson)
 
-    A figure is left out if it has no pairs to be taken from.
+    A figure is left out if no pair contributes to it.
 
     >>> found = preference_metrics([(2.0, -1.0), (0.5, 1.0)], [(9, 3), (5, 5)], [False, True])
     >>> found["accuracy"], found["accuracy_same_style"], found["accuracy_same_length"]
@@ -42,7 +42,7 @@ def preference_metrics(
 
 
 def mean_log_probs(log_probs: list[float]) -> dict[str, float]:
-    """The mean log-prob of the chosen answers and that of the rejected ones; of each pair the chosen one is first.
+    """The mean log-probs of the chosen and of the rejected answers; in each pair the chosen one is first.
 
     >>> mean_log_probs([-1.0, -5.0, -2.0, -6.0])
     {'log_prob_chosen': -1.5, 'log_prob_rejected': -5.5}

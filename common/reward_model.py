@@ -47,7 +47,7 @@ class RewardModel(nn.Module):
         """The score (B,) of each row of `sequences` (B, T), right-padded; `attention_mask` (B, T): 1 on real tokens."""
         self.model.train(self.gradient_checkpointing and torch.is_grad_enabled())  # see Policy.forward
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.compute_dtype == torch.bfloat16):
-            if not hasattr(self.model, "score"):  # an encoder, which has a head of its own on the first token
+            if not hasattr(self.model, "score"):  # an encoder, which has its own head on the first token
                 return self.model(input_ids=sequences, attention_mask=attention_mask).logits[:, 0].float()
             hidden = self.model.base_model(sequences, use_cache=False).last_hidden_state  # (B, T, H)
         last = hidden[torch.arange(len(sequences)), attention_mask.sum(dim=1) - 1]  # (B, H)

@@ -70,7 +70,7 @@ class Searcher:
 class SearchState(State):
     """A conversation that can search, and the documents that it has found."""
 
-    searcher: Searcher = field(kw_only=True)  # its `search` may be among the tools
+    searcher: Searcher = field(kw_only=True)  # `tools` can hold its `search`
     found: list[Hit] = field(default_factory=list)
     num_failures: int = 0  # searches that the index could not answer
 

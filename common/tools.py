@@ -195,7 +195,7 @@ def schemas(tools: dict[str, Callable]) -> list[dict]:
 
 
 def call_form(tokenizer) -> str:
-    """The form in which a tokenizer's chat template writes calls, and the policy should: "hermes" or "llama3".
+    """The form of calls in a tokenizer's chat template, which the policy should use: "hermes" or "llama3".
 
     Raises:
         UserError: the template refuses calls, omits them, or writes them in another form.
@@ -222,5 +222,5 @@ def call_form(tokenizer) -> str:
             return form
     raise UserError(
         f"the chat template writes a tool call as {text.strip()[:100]!r}, which is not known here: take a model "
-        "whose calls are in the Hermes form or in that of Llama 3"
+        "whose calls are in the Hermes form or in Llama 3's"
     )

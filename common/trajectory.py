@@ -31,7 +31,7 @@ class Trajectory:
     # "stop": ended with an end-of-turn token; "length": cut off by the budget; "given": by a file, and not sampled
     finish_reason: str = "length"
     text: str = ""  # the completion as text, for rewards and for people
-    question: str | None = None  # for people; None: that of the task's row
+    question: str | None = None  # for people; None: the question of the task's row
     turns: list[tuple[str, str]] = field(default_factory=list)  # (role, text) after the prompt, if there are several
     rewards: dict[str, float] = field(default_factory=dict)  # by component, unweighted
     # More measurements, which are only logged: a float of 0 or 1 answers a yes-or-no question, an int counts

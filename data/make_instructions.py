@@ -1,10 +1,11 @@
 """Write prompts with instructions: `instructions.jsonl` (training) and `instructions_heldout.jsonl` (evaluation).
 
 `instructions_short.jsonl` and `instructions_short_heldout.jsonl` are the same, but every prompt asks for a number
-of words between a smallest and a largest one: what a laptop trains a real model on.
+of words between a smallest and a largest one: a laptop can train a real model on them.
 
 Half of the held-out rows ask for known kinds of instructions on topics that training does not name (`split` is
-"topics"), half for kinds that training does not know (`split` is "kinds"); they take turns. Every row has a solution.
+"topics"). The other half ask for kinds that training does not know (`split` is "kinds"). The two take turns. Every row
+has a solution.
 
     python data/make_instructions.py     # a second; the same bytes every time
 """

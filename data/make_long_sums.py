@@ -1,11 +1,11 @@
 """Write longer sums than the bundled ones: `long_sums.jsonl` (training) and `long_sums_heldout.jsonl` (evaluation).
 
 Sums of five to ten numbers, each of one or two digits, without products; every running total is in 0..199, as in the
-bundled questions, which have two to four numbers. The warm start of the tiny policy held sums of up to seven, so that
-those of eight to ten are longer than any that it was taught. The lengths take turns: the first rows of a file hold all
-of them equally, and `--at-most num_terms=7` keeps five to seven. docs/what_rl_teaches.md uses them.
+bundled questions, which have two to four numbers. The warm start of the tiny policy held sums of up to seven numbers,
+so sums of eight to ten are longer than any that it was taught. The lengths take turns: the first rows of a file hold
+all of them equally, and `--at-most num_terms=7` keeps five to seven. docs/what_rl_teaches.md uses them.
 
-No sum is in both files, in those of the bundled task, or in the warm start, also up to the order of commuting terms:
+No sum is in both files, in the bundled task's files, or in the warm start, also up to the order of commuting terms:
 `pool` of tasks/grammars/arithmetic_grammar.py assigns every sum to exactly one of the three.
 
     python data/make_long_sums.py     # seconds; the same bytes every time

@@ -1,4 +1,4 @@
-"""What `python -m doctor` can examine: copy this file, and put your own code into its functions.
+"""All functions that `python -m doctor` can examine: copy this file, and put your own code into them.
 
     python -m doctor docs/loss_template.py
 

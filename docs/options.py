@@ -22,7 +22,7 @@ PROGRAMS = (
 HEAD = """# All options
 
 Made by `python docs/options.py` from the programs, whose `--help` shows the same. Each program has the options
-in its own table, and those of the shared settings that are named above the table.
+in its own table, and the options of the shared settings that are named above the table.
 """
 
 

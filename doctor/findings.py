@@ -28,7 +28,7 @@ GALLERY = (
 
 
 class UnusableError(Exception):
-    """A file or a function that cannot be examined: shown as one sentence, without a traceback."""
+    """A file or a function that cannot be examined. The user sees a single sentence, without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Report:
 
 
 def compare(check: str, expected: Any, got: Any, trap: str, ok: str, tolerance: float = 1e-4) -> Finding:
-    """The finding of a check that compares two numbers, or two tensors where they differ most."""
+    """The finding of a check that compares two numbers, or the entries where two tensors differ most."""
     expected, got = farthest(expected, got)
     return either(check, agree(expected, got, tolerance), trap, ok, expected, got)
 

@@ -99,11 +99,11 @@ def check_log_probs(file: UserFile) -> Iterator[Finding]:
             sentence = "The logits at a token are those for the next one, but here they score the token itself."
             yield Finding("off_by_one", TRAP, sentence, *numbers)
         else:
-            sentence = "The log-probs are not those of a slow loop, at any temperature or shift."
+            sentence = "The log-probs differ from a slow loop's, at any temperature or shift."
             yield Finding("log_probs", TRAP, sentence, *numbers)
         return
     yield Finding("off_by_one", OK, "Entry t is about token t+1, under the logits at t.")
-    trap = f"The logits are not divided by the temperature of {TEMPERATURE}, with which was sampled."
+    trap = f"The logits are not divided by the sampling temperature, {TEMPERATURE}."
     ok = "The logits are divided by the temperature."
     yield either("no_temperature", used == TEMPERATURE, trap, ok, *numbers)
     leaf = logits.clone().requires_grad_()
@@ -111,7 +111,7 @@ def check_log_probs(file: UserFile) -> Iterator[Finding]:
     got = float(torch.autograd.grad(result[0, 0], leaf)[0][0, 0, sequences[0, 1]]) if result.requires_grad else 0.0
     expected = float(1 - slow[used][0, 0].exp()) / used  # (1 - p) / temperature
     trap = "The gradient of a log-prob by the logit of its token is wrong."
-    ok = "The gradient by the logits is that of a softmax."
+    ok = "The gradient by the logits is a softmax's."
     yield compare("gradient_of_log_probs", expected, got, trap, ok, 1e-3)
     generator.manual_seed(1)
     logits = (3 * torch.randn(1, 4, 4096, generator=generator)).bfloat16()  # for a larger vocabulary
@@ -262,9 +262,9 @@ def check_generate_inputs(file: UserFile) -> Iterator[Finding]:
         raise UnusableError(f"generate_inputs must return two tensors of shape {shape}: ids, and attention mask")
     ids, attention = (x.tolist() for x in parts)
     last = sum(row[-1] == prompt[-1] for row, prompt in zip(ids, prompts, strict=True))
-    trap = "The last token of a prompt is not in the last column, from which sampling continues."
+    trap = "The last token of a prompt is not in the last column, where sampling continues."
     if all(row[: len(prompt)] == prompt for row, prompt in zip(ids, prompts, strict=True)):
-        trap = "Prompts are padded on the right: what is sampled first follows padding instead of the prompt."
+        trap = "Prompts are padded on the right: the first sampled token follows padding instead of the prompt."
     yield compare("right_padding_generation", len(prompts), last, trap, "Every prompt ends in the last column.")
     trap = "The attention mask is not 1 on every prompt token: tokens with the id of padding are hidden from the model."
     ok = "The attention mask is 1 on every prompt token, whatever its id."

@@ -30,7 +30,7 @@ WITH_RATIO = ("", " The KL penalty is multiplied by the ratio.", " The KL penalt
 
 @dataclass
 class Shape:
-    """The surrogate and the KL penalty as far as they are known, for the check of the whole loss."""
+    """The surrogate and the KL penalty, as far as earlier checks found them, for the check of the whole loss."""
 
     range: tuple[float, float] | None = None  # how far below and above 1 the ratio may go
     kl: str = ""  # a key of KL_SLOPES
@@ -66,7 +66,7 @@ def _clip(loss: Loss, shape: Shape) -> Iterator[Finding]:
     old[0, PROMPT_COLUMNS] -= 0.05  # the next token keeps its ratio, unless there is one ratio per row
     before, after = (float(loss(each)[1][0, PROMPT_COLUMNS + 1]) for each in (batch, replace(batch, old_log_probs=old)))
     if not agree(before, after):
-        yield Finding("clip", NOT_EXAMINED, "The ratio is that of a sequence (as in GSPO), not of a token.")
+        yield Finding("clip", NOT_EXAMINED, "The ratio is of a sequence (as in GSPO), not of a token.")
         return
     curves = _curves(loss)
     other = _other_surrogate(curves, loss.clip_range is not None)
@@ -209,7 +209,7 @@ def _kl_gradient(
     at = int(measured.abs().argmax())
     expected = (1.0 if told is None else told) * float(KL_SLOPES["k3"](d[at]))
     where = f"where log p_ref - log p is {number(d[at])}"
-    sentence = f"The gradient of the KL penalty, {where}, is that of no known estimate."
+    sentence = f"The gradient of the KL penalty, {where}, agrees with no known estimate."
     return Finding("kl_gradient", TRAP, sentence, expected, float(measured[at]))
 
 
@@ -225,7 +225,7 @@ def _known_kl(name: str, scale: float, d: torch.Tensor, measured: torch.Tensor, 
     elif scale < 0:
         sentence = "The KL penalty drives the policy away from the reference: its sign is wrong."
     elif name not in ("k2", "k3"):
-        sentence = f"The KL penalty is {name}: its gradient is not that of an estimate of KL(policy || reference)."
+        sentence = f"The KL penalty is {name}: it does not have the gradient of an estimate of KL(policy || reference)."
         expected = weight * float(KL_SLOPES["k3"](d[at]))
     elif told is not None and not agree(told, scale, 2e-3):
         times = f"{number(scale / told)} times as heavy as kl_weight"

@@ -29,7 +29,7 @@ def check_weights(loss: Loss, declared: str) -> Iterator[Finding]:
     old = [each for name, each in loss.parameters.items() if meaning(name) == "old_log_probs"]
     if old and (old[0].default is None or "None" in str(old[0].annotation)):  # the function accepts None
         gradients = [loss(replace(batch.on_policy(), old_log_probs=old))[1] for old in (batch.log_probs, None)]
-        trap = "With old_log_probs=None the gradient differs from that of old log-probs equal to the policy's."
+        trap = "With old_log_probs=None the gradient is not the same as with old log-probs equal to the policy's."
         yield compare("zero_gradient", *gradients, trap, ok)
     else:
         yield Finding("zero_gradient", OK, ok)
@@ -159,7 +159,7 @@ def _normalisation(
         if middle and float((torch.cat(factors) - middle).abs().max()) <= 1e-3 * abs(middle):
             fits.append((abs(middle - 1) > 1e-3, index, middle))
     if not fits:
-        yield Finding("normalisation", NOTE, "The weights of the tokens are those of none of the known losses.")
+        yield Finding("normalisation", NOTE, "The weights of the tokens fit none of the known losses.")
         return
     _, index, scale = min(fits)
     name, kind, _ = known[index]
@@ -173,7 +173,7 @@ def _normalisation(
     if index >= len(divisors):
         row = 1  # this row has tool output
         right = divisors["grpo" if known[index][0].startswith("GRPO") else "dapo"][row]
-        sentence = f"A denominator counts what is not trained: the loss is {name}."
+        sentence = f"A denominator counts tokens that are not trained: the loss is {name}."
         if kind not in traps:
             yield Finding(kind, TRAP, sentence, scale / float(right), float(weights[row, PROMPT_COLUMNS]))
     elif declared and kind == declared:

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher says of every token that the student samples how probable it would have been.
+"""On-policy distillation: a teacher says how probable it finds every token that the student samples.
 
     for every step:
         sample completions of Q prompts from the student, the policy that is trained
@@ -6,9 +6,9 @@
         A_t = log p_teacher(token) - log p_student(token), a constant               for every token that was sampled
         loss = as in GRPO, with A_t in place of A, and the mean over all tokens
 
-The mean of -A_t over the student's own tokens estimates its reverse KL divergence to the teacher, and the gradient of
-the loss is, on average, the gradient of that divergence at every token. So each token has a reward of its own, and no
-group is needed to compare with. The task's reward is only logged. Sources: GKD (Agarwal et al. 2023, arXiv 2306.13649,
+The mean of -A_t over the student's own tokens estimates its reverse KL divergence to the teacher. On average, the
+gradient of the loss is the gradient of that divergence at every token. So each token has its own reward, and needs no
+group to be compared with. The task's reward is only logged. Sources: GKD (Agarwal et al. 2023, arXiv 2306.13649,
 section 3) and "On-Policy Distillation" (Thinking Machines Lab 2025).
 
     python experiment_distill/train.py                                                 # the teacher is tiny_teacher
@@ -52,7 +52,7 @@ from harness.run.start import run_main, start_run
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TeacherConfig):
-    steps: Count = 40  # each samples completions, rewards them and trains on them
+    steps: Count = 40  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: Count = 8  # G: completions per question
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -65,7 +65,7 @@ class Config(TeacherConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
     clip_eps: Positive = 0.2
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
@@ -73,7 +73,7 @@ class Config(TeacherConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         teacher = load_teacher(config, task, policy)
@@ -85,9 +85,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, run: Run, accelerator: Accelerator, task: Task, policy: Policy, teacher: Teacher) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
@@ -97,7 +97,7 @@ def train(config: Config, run: Run, accelerator: Accelerator, task: Task, policy
         # 2 reward: each completion by itself, from its text; only logged
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)
@@ -149,7 +149,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor:
-    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    """The log-probs (B, T-1) of the policy that sampled the tokens: the denominators of the ratios."""
     if policy.compute_dtype == torch.float32:
         return experience.sampler_log_probs
     return token_log_probs(policy, experience, config.micro_batch)  # in bfloat16 the sampler rounds differently

@@ -13,7 +13,7 @@
     torchrun --nproc-per-node 2 experiment_dpo/train.py                        # the same update
     diff experiment_reward_model/train.py experiment_dpo/train.py
 
-Parent: experiment_reward_model; what is trained is the policy itself, and no score head.
+Parent: experiment_reward_model; here the policy itself is trained, without a score head.
 
 Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows of this rank, b rows
 per micro-batch, T tokens; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
@@ -50,23 +50,23 @@ from harness.run.start import run_main, start_run
 class Config(AskedConfig):
     beta: Positive = 0.1  # a score is beta times a log-ratio: the larger, the closer the policy stays to its start
     data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
-    eval_data: InputPath | None = None  # held-out pairs; None: as for --data of other experiments
+    eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
     epochs: Count = 1  # passes over the pairs
-    pairs_per_step: Count = 32  # per optimizer step, of all processes
+    pairs_per_step: Count = 32  # pairs per optimizer step, of all processes together
     # pairs per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: Count | None = None
     max_length: Count = 1024  # tokens of prompt and answer; longer pairs are left out, and counted
     max_new_tokens: Count | None = None  # of answers to held-out questions; None: 96 for the bundled policy, else 512
     lr: Positive | None = None  # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     eval_prompts: Count = 256  # held-out pairs, and held-out questions, per evaluation
 
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_held_out_task(config)  # what the policy is asked before and after
+    task = load_held_out_task(config)  # questions to the policy before and after
     with start_run(config, task) as run:
         policy = load_policy(config)
         pairs, eval_pairs = load_pairs(config, policy)
@@ -88,7 +88,7 @@ def train(
     pairs: list[Pair],
     eval_pairs: list[Pair],
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, policy, optimizer)
     run.restore(policy, optimizer, accelerator)
@@ -119,7 +119,7 @@ def token_scores(config: Config, log_probs: torch.Tensor, micro: Experience) -> 
 
 
 def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
-    """The score of the chosen answer minus that of the rejected one: (b,) rows in, (b/2,) pairs out."""
+    """The score of the chosen answer minus the score of the rejected one: (b,) rows in, (b/2,) pairs out."""
     signs = 1 - 2 * micro.completion_index  # (b,): 1 for the chosen answer, -1 for the rejected one
     return (signs * scores).view(-1, 2).sum(dim=1)  # the rows of a pair are adjacent
 
@@ -127,7 +127,7 @@ def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
 def policy_loss(config: Config, log_probs: torch.Tensor, micro: Experience) -> tuple[torch.Tensor, dict]:
     """Each token's term, (b, T-1): -log sigmoid(margin) / tokens of the pair's two answers / pairs_per_step.
 
-    A pair has one loss, and no token a loss of its own: it is spread evenly over the action tokens of both answers.
+    The loss belongs to the pair, not to a token: it is spread evenly over the action tokens of both answers.
     """
     scores = token_scores(config, log_probs, micro)  # (b, T-1)
     loss = bradley_terry_loss(pair_margins(scores.sum(dim=1), micro))  # (b/2,)

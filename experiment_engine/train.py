@@ -8,14 +8,14 @@
         loss = as in experiment_base, with w A in place of A
 
 The two log-probs differ: by rounding, if the engine computes in bfloat16; by a step, if it samples while the policy is
-trained (--steps-ahead 1); without bound, if pushing weights has failed. w is what makes samples of another distribution
-count as the policy's own: importance sampling, truncated because a rare w can be huge.
+trained (--steps-ahead 1); without bound, if pushing weights has failed. w makes samples of another distribution count
+as the policy's own: importance sampling, truncated because a rare w can be huge.
 
     python experiment_engine/train.py --engine-start /opt/vllm/bin/python         # a Python that has vLLM
     python experiment_engine/train.py --engine-url http://127.0.0.1:8000          # a server that runs
     diff experiment_accelerate/train.py experiment_engine/train.py
 
-Parent: experiment_accelerate; experiment_base explains everything else. Shapes are those of the parent.
+Parent: experiment_accelerate; experiment_base explains everything else. Its shapes hold here, too.
 """
 
 import harness.base.interrupt  # Ctrl-C during the imports: no traceback
@@ -48,7 +48,7 @@ from harness.run.start import run_main, start_run
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineConfig):
-    steps: Count = 80  # each samples completions, rewards them and trains on them
+    steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -61,7 +61,7 @@ class Config(EngineConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
     clip_eps: Positive = 0.2
     kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
@@ -73,7 +73,7 @@ class Config(EngineConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -94,13 +94,13 @@ def train(
     reference: Policy | None,
     engine: Engine,
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer, accelerator)
-    ahead = None  # samples that the engine works on, of the next step
+    ahead = None  # samples of the next step, which the engine works on
     for step in run.steps(config.steps):
-        # 1 sample: G completions of each of Q prompts, by the engine, which can then begin with those of the next step
+        # 1 sample: G completions of each of Q prompts, by the engine, which can then begin the next step
         trajectories = (ahead or begin_sampling(config, task, policy, engine, step)).result()
         if config.steps_ahead and step < config.steps:
             ahead = begin_sampling(config, task, policy, engine, step + 1)
@@ -109,7 +109,7 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

@@ -1,4 +1,4 @@
-"""A mesh of ranks, data x tensor: how a model is divided over it, who samples, and checkpoints that any mesh reads.
+"""A mesh of ranks, data x tensor: dividing a model over it, sampling, and checkpoints that any mesh reads.
 
 With 4 ranks and --tensor-parallel 2, ranks 0 and 1 form a tensor group, and so do 2 and 3. The ranks of a tensor group
 have the same rows, and each computes a half of every layer. Ranks 0 and 2 compute the same half, of different rows;
@@ -73,7 +73,7 @@ def start_mesh(config: ConfigT) -> tuple[ConfigT, DeviceMesh]:
 
 def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> None:
     """Move this rank's parts of the policy and of its reference to its device. One process keeps all of them."""
-    # Where a weight is divided along both dimensions, gathering it takes two messages, of which torch warns
+    # If a weight is divided along both dimensions, gathering it takes two messages, and torch warns about that
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if mesh.size() == 1:
         for whole in filter(None, (policy, reference)):
@@ -94,7 +94,7 @@ def distribute(mesh: DeviceMesh, policy: Policy, reference: Policy | None) -> No
 
 
 def _split_and_compare(policy: Policy, mesh: DeviceMesh) -> None:
-    """Split the model, which must then compute what it did: a plan of transformers can leave out what it takes here."""
+    """Split the model, and check that it still computes the same: a plan of transformers can be incomplete."""
     ids = torch.arange(9)[None]  # (1, 9)
     action_mask = torch.ones_like(ids[:, 1:])
     what, name = f"--tensor-parallel {mesh.size()}", policy.model.config.architectures[0]
@@ -119,7 +119,7 @@ def split_model(policy: Policy, mesh: DeviceMesh) -> None:
         if (style := plan.get(re.sub(r"\.\d+\.", ".*.", name))) is None:
             continue
         parts = [module]
-        if hasattr(module, "lora_A"):  # W x + B A x: the columns of B are divided like those of W, or the rows of A
+        if hasattr(module, "lora_A"):  # W x + B A x: the columns of B are divided like W's, or the rows of A
             parts = [module.base_layer, *(module.lora_B if style == "colwise" else module.lora_A).values()]
         for part in parts:
             if isinstance(part, nn.Linear):

@@ -12,7 +12,7 @@ from common.errors import UserError
 def score_split_logits(
     logits: torch.Tensor, targets: torch.Tensor, group: distributed.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`common.logprobs.score_logits` for logits (n, V/W) of which each rank has some columns; none are gathered.
+    """`common.logprobs.score_logits` for logits (n, V/W): each rank has some columns, and none are gathered.
 
         m = max_v z_v,   S = sum_v exp(z_v - m),   log p(token) = z[token] - m - log S
         H = log S - sum_v exp(z_v - m) (z_v - m) / S
@@ -35,7 +35,7 @@ def score_split_logits(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks, from which each rank computes the same loss."""
+    """The sum over the ranks: each rank computes the same loss from it."""
 
     @staticmethod
     def forward(context, x: torch.Tensor, group: distributed.ProcessGroup) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Build the index of a corpus before any run does, or anew: train.py opens it with the same flags.
+"""Build the index of a corpus before the first run, or build it again: train.py opens it with the same flags.
 
     python experiment_multiturn_qa/build_index.py --corpus my_documents
     python experiment_multiturn_qa/build_index.py --corpus wiki.jsonl --index wiki.sqlite
     python experiment_multiturn_qa/build_index.py --corpus my_documents --encoder intfloat/e5-base-v2
 
-An index of other documents is replaced at the moment when the new one is complete; who has opened the old one keeps it.
+An index of other documents is replaced as soon as the new one is complete; a run that has opened the old one keeps it.
 """
 
 from harness.base.interrupt import handle_as_usual  # first: Ctrl-C during the imports shows no traceback

@@ -1,4 +1,4 @@
-"""Make questions about documents of your own: what experiment_multiturn_qa/train.py trains on with --corpus.
+"""Make questions about your own documents, for experiment_multiturn_qa/train.py --corpus.
 
     python experiment_multiturn_qa/make_questions.py --corpus my_docs --output my_questions.jsonl
     python experiment_multiturn_qa/make_questions.py --corpus my_docs --output my_questions.jsonl \\
@@ -6,16 +6,16 @@
 
 The corpus is divided into parts with the same flags as in training. A row of the output is {"question": ..., "answer":
 ..., "supporting": [id of the part that answers it], "difficulty": ...}. The answer has one to six words; it stands in
-the part, and not in the question. A model behind an OpenAI-compatible server (--base-url; its key is read from the
-environment variable OPENAI_API_KEY), of some billion parameters at least, writes the questions, or without one a set of
-templates (question_templates.py).
+the part, and not in the question. A model behind an OpenAI-compatible server (--base-url) writes the questions; it
+should have some billion parameters, and its key is read from the environment variable OPENAI_API_KEY. Without a server,
+templates write them (question_templates.py).
 
-The difficulty is that of finding the part when the question itself is the query, among all parts: easy, if the part is
-found first; medium, if among the first ten; else hard. All parts are asked about once, in an order that --seed chooses,
-then again, until there are enough questions. No two are equal, up to case, punctuation and articles. Nothing is held
-out here: training does that, so that questions about one part can be on both sides, equal questions cannot.
+The difficulty says how hard it is to find the part among all parts, with the question itself as the query: easy if the
+part is found first, medium if it is among the first ten, else hard. All parts are asked about once, in an order that
+--seed chooses, then again, until there are enough questions. No two are equal, up to case, punctuation and articles.
+Training holds questions out, not this program: both sides can ask about the same part, but not the same question.
 
-The command can be interrupted, killed, and given again: it goes on behind the questions that are in the output.
+The command can be interrupted, killed, and given again: it goes on after the questions that are in the output.
 """
 
 from harness.base.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
@@ -68,16 +68,16 @@ Unit = tuple[Document, int]  # a document part, and how often it has been asked 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(IndexConfig):
-    output: str  # the file of questions that is made, a JSONL; one that has some is continued
-    num_questions: Count = 500  # how many; fewer if the documents do not give as many
-    per_part: Count = 3  # the most questions about one part of a document
-    seed: Seed = 0  # of the order of the parts, and of the server's sampling
+    output: str  # the JSONL file of questions to make; an existing one is continued
+    num_questions: Count = 500  # number of questions; fewer if the documents do not give as many
+    per_part: Count = 3  # most questions about one part of a document
+    seed: Seed = 0  # seed of the order of the parts, and of the server's sampling
     base_url: str | None = None  # a server that speaks OpenAI's protocol, with its path: http://127.0.0.1:8000/v1
     served_model: str | None = None  # the model's name on that server
-    temperature: float = 0.7  # of its sampling
-    max_new_tokens: Count = 256  # of a reply, with its thoughts if the model thinks
-    requests_at_once: Count = 8  # to the server
-    request_seconds: Positive = 60.0  # until a request to the server counts as failed; it is then sent again
+    temperature: float = 0.7  # temperature of the server's sampling
+    max_new_tokens: Count = 256  # tokens of a reply, including the thoughts of a model that thinks
+    requests_at_once: Count = 8  # requests to the server at the same time
+    request_seconds: Positive = 60.0  # seconds until a request to the server counts as failed, and is sent again
 
 
 def main(argv: Sequence[str] | None = None) -> None:

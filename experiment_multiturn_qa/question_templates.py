@@ -48,7 +48,7 @@ PLAIN = re.compile(
     "whether|which|while|whose|will|within|without|would|yours?"
 )
 MARKDOWN_PART = re.compile(r"\.md#\d+$", re.IGNORECASE)
-HEADINGS = re.compile(r"((?:[^\n]{0,190} > )?[^\n]{1,200}?(?:: `[^`\n]*`)?): ")  # a heading may be "Class: `Buffer`"
+HEADINGS = re.compile(r"((?:[^\n]{0,190} > )?[^\n]{1,200}?(?:: `[^`\n]*`)?): ")  # a heading can be "Class: `Buffer`"
 MIN_WORDS, MAX_WORDS = 8, 32  # of a sentence
 PASSAGE = 5  # words after a blank, or before it at the end of a sentence, that no other sentence may have
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|etc|cf|vs|Mr|Mrs|Dr|Prof|St|No|Inc|Ltd|Co|Corp|Fig|Sec|approx|[A-Z]))\.$")

@@ -6,7 +6,7 @@
     curl http://127.0.0.1:8000/retrieve -H "Content-Type: application/json" \\
         -d '{"queries": ["Who built the Fardil?"], "topk": 2, "return_scores": true}'
 
-`GET /` says what is served. A query that fails, because it takes longer than --search-seconds for example, has the
+`GET /` describes the index. A query that fails, because it takes longer than --search-seconds for example, has the
 result null. Whoever can reach the port can search: there are no passwords.
 """
 
@@ -36,13 +36,13 @@ from harness.search.search_config import SearchConfig, check_search
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchConfig):
-    # a query that takes longer has failed; less than the clients' limit, so that the others of its request have not
+    # time limit of a query; it must be below the clients' limit, or the other queries of its request fail, too
     search_seconds: float = 2.0
-    search_url: Annotated[None, tyro.conf.Fixed, tyro.conf.Suppress] = None  # what is served is on this disk
-    runs_dir: str = "runs"  # where an index is kept that is made without --index: <runs-dir>/search_index/
+    search_url: Annotated[None, tyro.conf.Fixed, tyro.conf.Suppress] = None  # the index is on this disk
+    runs_dir: str = "runs"  # directory of indexes made without --index: <runs-dir>/search_index/
     threads: Count = 1  # CPU threads for the encoder
     host: str = "127.0.0.1"  # address to serve at; 0.0.0.0: all addresses of this machine
-    port: Annotated[int, Interval(ge=0, le=65535)] = 8000  # 0: a free one, which is printed
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8000  # port; 0: a free one, which is printed
 
 
 class Asked(BaseModel):

@@ -1,9 +1,9 @@
-"""GRPO with a search tool: a policy learns to look up what it cannot know.
+"""GRPO with a search tool: a policy learns to look up facts that it cannot know.
 
     for every step:
         turn after turn, until every conversation has ended:
             the policy continues all open rows; its tokens are appended with mask 1
-            all queries of the turn are searched for together; what is found is appended with mask 0
+            all queries of the turn are searched for together; the results are appended with mask 0
         reward each conversation, and train on it as in experiment_base: only tokens with mask 1 count
 
 A conversation is a row of ids that only grows: the policy is trained on exactly the tokens that it saw and sampled.
@@ -59,8 +59,8 @@ from harness.tools.tool_processes import in_threads
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SearchConfig, RunConfig):
-    max_turns: Count = 3  # turns of the policy per conversation; what it calls in the last one is not executed
-    steps: Count = 120  # each samples completions, rewards them and trains on them
+    max_turns: Count = 3  # turns of the policy per conversation; calls in the last turn are not executed
+    steps: Count = 120  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 8  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question, which are compared with one another
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -73,14 +73,14 @@ class Config(SearchConfig, RunConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
     clip_eps: Positive = 0.2
     kl_weight: NotNegative = 0.02  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     # the bundled policy that knows tools, "tiny_tools", or any that --model of experiment_base can be
     model: str = "tiny_tools"
-    task: str = "qa"  # what is asked and rewarded: a file of tasks, or the path of your own
+    task: str = "qa"  # questions and rewards: a file of tasks, or the path of your own
     tools: InputPath | None = None  # a Python file whose functions are tools as well, see docs/tools_template.py
     tool_seconds: Positive = 5.0  # time limit of a call of a tool of your own
     tool: bool = True  # offer the search; --no-tool asks the same questions without any tool
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     searcher = Searcher(index, config.top_k)
     tools = {"search": searcher.search} if config.tool else {}  # functions by name
     tools |= load_tools(config.tools, config.tool_seconds, taken=tools)
-    task = load_task(config, SEARCH_WEIGHTS, schemas(tools))  # what is asked and rewarded, with its rows of data
+    task = load_task(config, SEARCH_WEIGHTS, schemas(tools))  # the questions, their rewards, and the rows of data
     check_questions(config, index, task)
     with start_run(config, task, search_sources(config, index)) as run:
         policy = load_policy(config, config.temperature)
@@ -115,9 +115,9 @@ def train(
     reference: Policy | None,
     talk: Callable[..., list[Trajectory]],
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G conversations about each of Q questions
@@ -179,13 +179,13 @@ def converse(
     trajectories = begin_rows(prompts, group_size, prompt_index)
     states = [SearchState(task, questions[row.prompt_index], tools, form, searcher=searcher) for row in trajectories]
     conversations = list(zip(trajectories, states, strict=True))
-    kept = KeptRows()  # keys and values from turn to turn, for as long as these weights are sampled from
+    kept = KeptRows()  # keys and values from turn to turn, as long as these weights are in use
     for turn in range(1, config.max_turns + 1):
         open_ones = [(row, state) for row, state in conversations if not state.is_over]
         sampled = continue_rows(
             policy,
             [row for row, _ in open_ones],
-            max_new_tokens=config.max_new_tokens,  # in all turns together; what tools answer does not count
+            max_new_tokens=config.max_new_tokens,  # in all turns together; the tools' answers do not count
             max_length=context_length(policy),
             key=key,
             top_p=top_p,
@@ -195,7 +195,7 @@ def converse(
         )
         texts = [decode(tokenizer, ids) for ids in sampled]  # for the environment; the row keeps the ids
         for (row, state), ids, text in zip(open_ones, sampled, texts, strict=True):
-            row.turns += [("assistant", text)] if ids else []  # none if what the tools answered has filled the context
+            row.turns += [("assistant", text)] if ids else []  # none if the tools' answers have filled the context
             is_spent = row.finish_reason == "length" or row.num_action_tokens == config.max_new_tokens
             state.is_last_turn = turn == config.max_turns or is_spent
         queries = [state.queries(text) for (_, state), text in zip(open_ones, texts, strict=True)]
@@ -204,7 +204,7 @@ def converse(
         for (row, _), (observation, rewards, done) in zip(open_ones, results, strict=True):
             if done:
                 row.rewards = rewards
-            else:  # only what the tools answer is rendered and tokenised, and it gets mask 0
+            else:  # only the tools' answers are rendered and tokenised, and they get mask 0
                 row.observe(encode_observation(tokenizer, observation, policy.end_of_turn_ids), context_length(policy))
                 row.turns += [("tool", text) for text in observation]
     for row, state in conversations:
@@ -214,7 +214,7 @@ def converse(
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
-    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    """The log-probs (B, T-1) of the policy that sampled the tokens: the denominators of the ratios."""
     if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:

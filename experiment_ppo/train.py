@@ -1,9 +1,9 @@
-"""PPO (Proximal Policy Optimization) with a critic: every token has an advantage of its own.
+"""PPO (Proximal Policy Optimization) with a critic: every token has its own advantage.
 
     for every step:
         sample G completions of Q questions; the reward of a completion r arrives with its last token
         V_t = the critic's prediction of the return, before token t is sampled
-        delta_t = r_t + gamma V_t+1 - V_t                   over the tokens of the policy, not those of tools
+        delta_t = r_t + gamma V_t+1 - V_t                   over the tokens of the policy, not of tools
         A_t = delta_t + gamma lambda A_t+1                  GAE, whitened over the step's tokens
         policy loss = -min(ratio_t A_t, clip(ratio_t, 1 - eps, 1 + eps) A_t)
         critic loss = 1/2 max((V_t - target)^2, (clip(V_t) - target)^2),      target = A_t + V_t
@@ -55,7 +55,7 @@ from harness.run.start import run_main, start_run
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: Count = 80  # each samples completions, rewards them and trains on them
+    steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 16  # Q: questions per step
     group_size: GroupSize = 8  # G: completions per question
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
@@ -68,13 +68,13 @@ class Config(RunConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     # a token has no gradient once its ratio has moved by this much in the direction of its advantage
     clip_eps: Positive = 0.2
-    gamma: Share = 1.0  # discount: a reward counts by this factor less for every token that it is away
+    gamma: Share = 1.0  # discount: a reward that is n tokens away counts gamma^n times
     gae_lambda: ZeroToOne = 1.0  # 1: advantages are returns minus values; lower: trusts the critic more, varies less
     critic_lr_factor: Positive = 10.0  # the critic's learning rate in units of --lr
-    critic_warmup: CountOrZero = 0  # first steps, in which only the critic learns
+    critic_warmup: CountOrZero = 0  # number of first steps that train only the critic
     value_clip: Positive = 0.2  # a value has no gradient once it has moved by this much, in units of reward
     kl_weight: NotNegative = 0.0  # beta: weight of the KL penalty for leaving the reference; 0 needs no reference
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
@@ -82,7 +82,7 @@ class Config(RunConfig):
 
 def main(argv: list[str] | None = None) -> None:
     config, accelerator = start_accelerator(parse_config(Config, argv, description=__doc__))
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         reference = make_reference(policy) if config.kl_weight > 0 else None
@@ -97,11 +97,11 @@ def main(argv: list[str] | None = None) -> None:
 def train(
     config: Config, run: Run, accelerator: Accelerator, task: Task, policy: ActorCritic, reference: Policy | None
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     critic = {"params": policy.critic.parameters(), "lr": config.critic_lr_factor * config.lr}
     actor = {"params": policy.model.parameters()}
     optimizer = torch.optim.AdamW([actor, critic], lr=config.lr, weight_decay=config.weight_decay)
-    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy in what synchronises its gradients
+    model, optimizer = prepare(accelerator, policy, optimizer)  # the policy, wrapped to synchronise its gradients
     run.restore(policy, optimizer, accelerator)
     for step in run.steps(config.steps):
         # 1 sample: G completions of each of Q prompts
@@ -111,7 +111,7 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)
@@ -169,7 +169,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
 
 
 def old_log_probs(config: Config, policy: Policy, experience: Experience) -> torch.Tensor | None:
-    """The log-probs (B, T-1) of the policy that sampled the tokens, which ratios are taken against."""
+    """The log-probs (B, T-1) of the policy that sampled the tokens: the denominators of the ratios."""
     if config.epochs_per_step == 1 and config.minibatch_size in (None, config.prompts_per_step * config.group_size):
         return None  # only one update: that policy is still the current one, and the ratio is 1
     if policy.compute_dtype == torch.float32:

@@ -9,8 +9,8 @@
 
 The gradient of this loss is an unbiased estimate of the gradient of minus the expected reward: a completion that earned
 more than the baseline becomes more probable, one that earned less becomes less probable. Any baseline that does not
-depend on the completion leaves the mean of the estimate as it is, and changes its variance: this is what is left to
-improve. Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement
+depend on the completion leaves the mean of the estimate as it is, and changes its variance: a good baseline makes the
+variance small. Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement
 learning", equation 6.
 
     python experiment_reinforce/train.py                       # the bundled tiny policy and task: minutes on a laptop
@@ -45,14 +45,14 @@ from harness.models.loading import load_policy
 from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
-SMOOTHING = 0.1  # how much of the running mean is the newest step's
+SMOOTHING = 0.1  # weight of the newest step in the running mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    steps: Count = 80  # each samples completions, rewards them and trains on them
+    steps: Count = 80  # training steps: each samples completions, rewards them, and trains on them
     prompts_per_step: Count = 128  # Q: questions per step
-    group_size: Count = 1  # G: completions per question, none of which knows of the others
+    group_size: Count = 1  # G: completions per question, independent of each other
     max_new_tokens: Count | None = None  # completion budget in tokens; None: 96 for the bundled policy, else 512
     temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
@@ -61,13 +61,13 @@ class Config(RunConfig):
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
-    weight_decay: NotNegative = 0.0  # of AdamW
-    baseline: Literal["mean", "none"] = "mean"  # a running mean of the rewards of earlier steps, or none: 0
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
+    baseline: Literal["mean", "none"] = "mean"  # mean: a running mean of earlier steps' rewards; none: 0
 
 
 def main(argv: list[str] | None = None) -> None:
     config = parse_config(Config, argv, description=__doc__)
-    task = load_task(config)  # what is asked and rewarded, with its rows of data
+    task = load_task(config)  # the questions, their rewards, and the rows of data
     with start_run(config, task) as run:
         policy = load_policy(config, config.temperature)
         if not run.has_before:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(config: Config, run: Run, task: Task, policy: Policy) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     run.restore(policy, optimizer)
     for step in run.steps(config.steps):
@@ -89,7 +89,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy) -> None:
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # what takes long is judged in parallel; most tasks have no need
+        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)

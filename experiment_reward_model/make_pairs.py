@@ -1,12 +1,12 @@
-"""Make preference pairs from scored responses: what experiment_reward_model/train.py learns from.
+"""Make preference pairs from scored responses, for experiment_reward_model/train.py.
 
     python experiment_reward_model/make_pairs.py --eval-output runs/pairs_heldout.jsonl
     python experiment_reward_model/make_pairs.py --responses part1.jsonl part2.jsonl --choose random --min-responses 4
     python experiment_reward_model/train.py --data runs/pairs.jsonl --eval-data runs/pairs_heldout.jsonl
 
 A row is {"prompt": ..., "chosen": ..., "rejected": ...}, one per prompt, with `style_chosen` and `style_rejected` if
-the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1. No use
-is made of responses that were cut off or are longer than --max-length, nor of prompts whose responses score the same.
+the task names one style of each response, and `score_chosen` and `score_rejected` unless all scores are 0 or 1.
+Responses that were cut off or are longer than --max-length are skipped, and prompts whose responses score the same.
 
 The held-out pairs (--eval-output) are about other prompts, and about other conversations if rows have the field
 `conversation`. The same responses and flags give the same bytes. The bundled pairs, on one CPU core:
@@ -49,7 +49,7 @@ class Config:
     responses: tuple[str, ...] = ("runs/scored.jsonl",)  # files of score_responses.py, in order
     output: LocalPath = "runs/pairs.jsonl"  # the pairs to train on
     eval_output: LocalPath | None = None  # held-out pairs; None: none are held out
-    eval_share: Annotated[float, Interval(gt=0, lt=1)] = 0.1  # of the prompts are held out, with --eval-output
+    eval_share: Annotated[float, Interval(gt=0, lt=1)] = 0.1  # with --eval-output: share of held-out prompts
     # the best and the worst response, or any two with different scores, the better one chosen
     choose: Literal["best-worst", "random"] = "best-worst"
     min_responses: Annotated[int, Ge(2)] = 2  # prompts with fewer usable responses are left out
@@ -102,7 +102,7 @@ def make_pair(config: Config, row: Row) -> dict | str:
 
 
 def write(config: Config, output: str, pairs: list[dict]) -> None:
-    """Write pairs, completely or not at all, and say what a reward model could learn from besides quality."""
+    """Write pairs, completely or not at all, and report what else than quality a reward model could learn from them."""
     path = local_path(output, "--output")
     if not pairs:
         raise UserError(f"no pair is left for {shown(path)}")

@@ -6,7 +6,7 @@
     python experiment_reward_model/sample_responses.py --shard 1/4 --output part1.jsonl      # then 2/4, ...
 
 One row per prompt: {"index": 0, "prompt": text or messages, "responses": [{"text": ..., "finish_reason": "stop" or
-"length", "rewards": {...}, "style": {...}}, ...]}. Rewards and style are those of the task. With --prompts, turns of
+"length", "rewards": {...}, "style": {...}}, ...]}. Rewards and style come from the task. With --prompts, turns of
 the assistant at the end of a prompt are dropped, and the field `conversation` of a row is kept.
 
 The same command continues a file that was interrupted. Shards, one after the other, are the complete file, row for row.
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def make(batch: list[Prompt]) -> list[dict]:
         answers = responder()(batch)
-        if task is not None:  # what takes long is judged in parallel
+        if task is not None:  # slow judging runs in parallel
             asked = [(prompt.row, text) for prompt, some in zip(batch, answers, strict=True) for text, _ in some]
             task.prepare([row for row, _ in asked], [text for _, text in asked])
         rows = []
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def described(task: Task | None, prompt: Prompt, text: str) -> dict:
-    """What the task says about a response."""
+    """The task's description of a response."""
     if task is None:
         return {}
     rewards, style = task.reward(prompt.row, text), task.describe(prompt.row, text)

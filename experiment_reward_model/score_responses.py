@@ -36,10 +36,10 @@ class Config(ModelConfig):
     responses: InputPath = "runs/responses.jsonl"  # a file of sample_responses.py
     by: str | None = None  # a reward component of the task, e.g. correct; None: a judge scores
     reward_model: OfJudge[InputPath | None] = None  # the judge: a directory or a hub id
-    reward_model_url: OfJudge[str | None] = None  # the address of a vLLM server with a reward model, instead
-    # what the judge is shown of a response: what follows this tag, e.g. "</think>", or a JSON file of tags
+    reward_model_url: OfJudge[str | None] = None  # instead: the address of a vLLM server with a reward model
+    # the part of a response that the judge sees: all after this tag, e.g. "</think>"; or a JSON file of tags
     answer_begins: OfJudge[str | None] = None
-    strict: OfJudge[bool] = False  # with --answer-begins: no score for a response that is not one thought, one answer
+    strict: OfJudge[bool] = False  # with --answer-begins: score only responses of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a response without an answer to score gets minus this instead
     shard: OfRun[str] = "1/1"  # make only this part, e.g. 2/4; the parts in order are the complete file
     generation_batch_size: OfRun[Count] = 128  # responses that are scored at the same time
@@ -82,7 +82,7 @@ def reward_of(row: Row, response: dict, component: str) -> float:
 
 
 def judged(judge: Judge, batch: list[Row]) -> list[float]:
-    """The judge's scores, shown the prompt without what only the policy was told."""
+    """The judge's scores; it sees the prompt without the system turn that was meant for the policy."""
     asked = [(as_messages(row["prompt"]), response["text"]) for row in batch for response in row["responses"]]
     return judge.score([messages for messages, _ in asked], [text for _, text in asked])
 

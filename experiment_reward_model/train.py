@@ -1,4 +1,4 @@
-"""A reward model: learn from pairs of answers which one people, or a rule, prefer (Bradley-Terry).
+"""A reward model: learn from pairs of answers which answer people, or a rule, prefer (Bradley-Terry).
 
     start with the layers of a language model, under a new head that gives a conversation one number, its score
     repeat
@@ -14,7 +14,7 @@
     python experiment_accelerate/train.py --reward-model runs/experiment_reward_model/<name>/final \\
         --reward-weight correct=0 preference=1                                          # train a policy against it
 
-Parent: none; the loop has the order of experiment_sft, the processes are those of experiment_accelerate.
+Parent: none; the loop has the order of experiment_sft, and ranks work as in experiment_accelerate.
 
 Shapes: a pair is a group of two rows, the chosen answer and the rejected one: B = 2 * pairs rows of this rank, b rows
 per micro-batch, T tokens.
@@ -49,17 +49,17 @@ RESOLVED = {"tiny": {"lr": 2e-4, "micro_batch_size": 32}, "full": {"lr": 1e-5, "
 @dataclass(frozen=True, kw_only=True)
 class Config(EvaluatedConfig):
     data: InputPath = str(PAIRS)  # JSONL, or a hub dataset, with rows {"prompt": ..., "chosen": ..., "rejected": ...}
-    eval_data: InputPath | None = None  # held-out pairs; None: as for --data of other experiments
+    eval_data: InputPath | None = None  # held-out pairs; None: found as in other experiments
     max_pairs: Count | None = None  # train on the first pairs only; None: on all
-    # a judge that sees no thoughts: of an answer keep what follows this tag, e.g. "</think>", or a JSON file of tags
+    # a judge that sees no thoughts: keep only the text after this tag, e.g. "</think>"; or a JSON file of tags
     answer_begins: str | None = None
     epochs: Count = 1  # passes over the pairs; with more, a reward model soon knows them by heart
-    pairs_per_step: Count = 32  # per optimizer step, of all processes
+    pairs_per_step: Count = 32  # pairs per optimizer step, of all processes together
     # pairs per pass: memory and time, never the update; None: 32 for the bundled policy, else 2
     micro_batch_size: Count | None = None
     max_length: Count = 1024  # tokens of prompt and answer; longer pairs are left out, and counted
     lr: Positive | None = None  # learning rate of AdamW; None: 2e-4 for the bundled policy, else 1e-5
-    weight_decay: NotNegative = 0.0  # of AdamW
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     eval_prompts: Count = 400  # held-out pairs per evaluation
     eval_every: CountOrZero = 10  # steps between evaluations on the held-out pairs; 0: only at the end
@@ -87,7 +87,7 @@ def train(
     pairs: list[Pair],
     eval_pairs: list[Pair],
 ) -> None:
-    """Run all steps, or those that a resumed run has left."""
+    """Run all steps, or the steps that a resumed run has left."""
     optimizer = torch.optim.AdamW(reward_model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     model, optimizer = prepare(accelerator, reward_model, optimizer)
     run.restore(reward_model, optimizer, accelerator)
@@ -111,7 +111,7 @@ def train(
 
 
 def pair_margins(scores: torch.Tensor, micro: Experience) -> torch.Tensor:
-    """The score of the chosen answer minus that of the rejected one: (b,) rows in, (b/2,) pairs out."""
+    """The score of the chosen answer minus the score of the rejected one: (b,) rows in, (b/2,) pairs out."""
     signs = 1 - 2 * micro.completion_index  # (b,): 1 for the chosen answer, -1 for the rejected one
     return (signs * scores).view(-1, 2).sum(dim=1)  # the rows of a pair are adjacent
 

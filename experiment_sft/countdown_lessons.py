@@ -1,4 +1,4 @@
-"""How the tiny policy learns to search, imperfectly: three lessons about Countdown, in which every line is correct.
+"""How the tiny policy learns to search, imperfectly: three lessons about Countdown with correct lines only.
 
 1. *trying*: asked to try, it writes one try at random, with its value, and compares the value with the target:
    `(7*5)+2=35+2=37<55`.

@@ -6,8 +6,8 @@
     python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B --data chats.jsonl
 
 A row is {"index": 0, "messages": [...]}: the prompt, without --system-prompt, and one answer. An answer is kept if it
-has ended by itself and is not only a thought; --keep-right also asks for the reward `correct` = 1 of the task. Of
---num-samples answers to a prompt, the first that can be kept is. `--served-model` names one of a server's models; its
+has ended by itself and is not only a thought; --keep-right also asks for the reward `correct` = 1 of the task. The
+first usable one of the --num-samples answers to a prompt is kept. `--served-model` names one of a server's models; its
 key is read from VLLM_API_KEY.
 
 The same command continues a file that was interrupted. Shards, one after the other, are the complete file, row for row.
@@ -43,9 +43,9 @@ from harness.run.start import run_main
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ResponseConfig):
-    num_samples: Count = 1  # answers per prompt, of which the first that can be kept is
-    thoughts: Literal["keep", "drop"] = "keep"  # in the answers
-    # where an answer begins: behind this tag, which ends its thought, or a JSON file of tags
+    num_samples: Count = 1  # answers per prompt; the first usable one is kept
+    thoughts: Literal["keep", "drop"] = "keep"  # keep or drop the thoughts in the answers
+    # an answer begins after this tag, which ends its thought; or a JSON file of tags
     answer_begins: str = "</think>"
     keep_right: bool = False  # only answers with the reward correct = 1
     output: OfRun[LocalPath] = "runs/chats.jsonl"  # a JSONL file, new or to be continued
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     outcomes: Counter[str] = Counter()
 
     def kept(prompt: Prompt, response: Response) -> str | None:
-        """The answer to imitate; None if it is of no use."""
+        """The answer to imitate; None if it is not usable."""
         if response.finish_reason != "stop":
             return None
         answer = answer_of(response.text, tags)
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def make(batch: list[Prompt]) -> list[dict]:
         rows, found = [], responder()(batch)
-        if config.keep_right:  # what takes long is judged in parallel
+        if config.keep_right:  # slow judging runs in parallel
             asked = [(prompt.row, text) for prompt, some in zip(batch, found, strict=True) for text, _ in some]
             task.prepare([row for row, _ in asked], [text for _, text in asked])
         for prompt, responses in zip(batch, found, strict=True):

@@ -220,7 +220,7 @@ def renew_collapsed_embeddings(policy: Policy, seed: int, at_random: bool = Fals
     has about the same direction, and with tied embeddings it moves the input vector, too. After millions of steps all
     such tokens lie on one line (mean cosine 0.99 between the syllables of the bundled policy). The copying mechanism
     for digits then cannot see which of them to copy, and hardly any gradient drives them apart. Plain random vectors do
-    not help: the mechanism has learned to read the few directions in which digits differ, and to write along them.
+    not help: digits differ along a few directions, and the mechanism has learned to read and write only along these.
 
     So, with the embeddings d_0..d_9 of the digits, their mean m, and the mean length s of d_i - m:
 

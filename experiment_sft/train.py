@@ -2,16 +2,16 @@
 
 The policy reads conversations and learns to say what the assistant says in them, token by token: the loss is minus the
 log-probability of every assistant token, including the end-of-turn token, averaged over all of them in an optimizer
-batch. What the user says and what the template adds is read, not learned.
+batch. The policy reads the user's words and the tokens of the template, but does not learn to say them.
 
     python experiment_sft/train.py --dtype bfloat16 --save-dtype bfloat16 --threads 2      # the bundled tiny policy
     python experiment_sft/train.py --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl     # rows: {"messages": [...]}
 
-Without --data the rows are the three lessons of warm_start.py, in order: what is learned first has to come first. At
-the end the policy is examined twice: as it answers by itself, and forced to reason before it answers. What it can do
-when forced is what experiment_base can bring out. With every --num-... at 0 a --model is only examined. With --lessons
-tools the rows are the three lessons of tool_lessons.py, and the policy is examined with its tools as well; with
---lessons countdown those of countdown_lessons.py, where some tokens weigh more, and it is examined in Countdown.
+Without --data the rows are the three lessons of warm_start.py, in order, because the later lessons build on the earlier
+ones. At the end the policy is examined twice: as it answers by itself, and forced to reason before it answers. The
+second accuracy shows how much experiment_base can bring out. With every --num-... at 0 a --model is only examined.
+--lessons tools takes its rows from tool_lessons.py, and examines the policy with its tools as well; --lessons countdown
+takes them from countdown_lessons.py, where some tokens weigh more, and examines the policy in Countdown.
 
 Rows of --data may have "tools", a list of JSON schemas, with calls and turns of tools among their messages; a turn of
 the assistant with "weight": 0 is read and not learned.
@@ -50,33 +50,33 @@ from harness.run.run import Run
 from harness.run.start import run_main, start_run
 
 RESOLVED = {"new": {"lr": 1.5e-3}, "tiny": {"lr": 5e-4}, "full": {"lr": 1e-5}}
-# What the policy is asked at the end, by lessons, and the budget of its answers in tokens
+# The questions at the end, by lessons, and the budget of an answer in tokens
 EXAMINED = {"arithmetic": (arithmetic, 96), "tools": (arithmetic, 96), "countdown": (countdown, 160)}
-WINDOW = 3000  # rows within which those of similar length are batched together, to save padding
+WINDOW = 3000  # rows to choose from when rows of similar length are batched together, which saves padding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(PolicyConfig):
     model: str = "new"  # a fresh tiny policy "new", the bundled one "tiny", a hub id, or a directory
     data: InputPath | None = None  # JSONL with rows {"messages": [...], "tools": [...]}; tools can be left out
-    # without --data: those of warm_start.py, tool_lessons.py, or countdown_lessons.py
+    # without --data: the lessons of warm_start.py, tool_lessons.py, or countdown_lessons.py
     lessons: Literal["arithmetic", "tools", "countdown"] = "arithmetic"
-    # with --lessons tools, of the tokens of names, which have never been used: made like those of digits, random, as is
+    # with --lessons tools: embeddings of the syllables of names, unused until then: like those of digits, random, as is
     embeddings: Literal["like_digits", "random", "as_is"] = "like_digits"
     num_copying: CountOrZero = 38_000  # conversations of the first lesson
     num_reasoning: CountOrZero = 200_000  # conversations of the second lesson: all are reasoned, or call a tool
-    num_answering: CountOrZero = 120_000  # conversations of the third lesson: some of them
+    num_answering: CountOrZero = 120_000  # conversations of the third lesson: some are reasoned, or call a tool
     epochs: Count = 1  # passes over the rows
-    tokens_per_batch: Count = 3072  # per optimizer step, including padding
+    tokens_per_batch: Count = 3072  # tokens per optimizer step, including padding
     micro_batch_size: Count = 256  # rows per forward and backward pass: memory and time, never the update
     max_length: Count = 1024  # tokens; rows longer than this or than the model's context are left out, and counted
     lr: Positive | None = None  # peak learning rate of AdamW; None: 1.5e-3 for "new", 5e-4 for "tiny", else 1e-5
-    warmup_steps: CountOrZero = 50  # over which the learning rate rises from 0
-    final_lr: NotNegative = 0.1  # at the end, as a share of the peak; in between it falls like a cosine
-    weight_decay: NotNegative = 0.0  # of AdamW
+    warmup_steps: CountOrZero = 50  # steps over which the learning rate rises from 0
+    final_lr: NotNegative = 0.1  # learning rate at the end, as a share of the peak; in between it falls like a cosine
+    weight_decay: NotNegative = 0.0  # weight decay of AdamW
     max_grad_norm: Positive = 1.0  # a longer gradient is scaled down to this norm
     checkpoint_every: int = 500  # steps between checkpoints; 0: only on Ctrl-C
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights in final/, which are also what is examined
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the weights in final/, which are then examined
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
 
         cast_weights(policy, DTYPES[config.save_dtype])
         run.save_final(policy)
-        cast_weights(policy, torch.float32)  # rounded: what is examined is what was saved
+        cast_weights(policy, torch.float32)  # rounded: the weights that are examined are the weights that were saved
         examination = examine(config, policy, eval_rows)
         run.write_summary(examination)
         for name, value in examination.items():
@@ -134,7 +134,7 @@ def lessons(config: Config) -> list[dict]:
 
 
 def hold_out(config: Config, rows: list[Trajectory]) -> tuple[list[Trajectory], list[Trajectory]]:
-    """The rows to learn from, and those held out from --data for evaluation: a tenth, at most --eval-prompts."""
+    """The rows to learn from, and the rows held out from --data for evaluation: a tenth, at most --eval-prompts."""
     if config.data is None:
         return rows, []
     num_eval = min(config.eval_prompts, len(rows) // 10)

@@ -1,4 +1,4 @@
-"""The tiny policy's lessons before any reinforcement learning: three lessons, in which every target is correct.
+"""The tiny policy's lessons before any reinforcement learning: three lessons with correct targets only.
 
 1. *copying*: write the question's sum in symbols. A small transformer learns last, and abruptly, to find the operands
    in the question, so this is practised alone first.

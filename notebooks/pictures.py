@@ -1,6 +1,6 @@
-"""Tables and pictures of tokens for one_grpo_step.ipynb. What they show is computed in the notebook itself.
+"""Tables and pictures of tokens for one_grpo_step.ipynb. The notebook itself computes the numbers.
 
-What a policy wrote is data: in tables it is escaped, and in pictures it is drawn letter by letter, never as formulas.
+A policy's text is data: tables escape it, and pictures draw it letter by letter, never as formulas.
 """
 
 import html
@@ -48,7 +48,7 @@ class Table:
 
 
 def visible(text: str) -> str:
-    """A token's text, with marks for what one would not see.
+    """A token's text, with marks for invisible characters.
 
     >>> visible(" is"), visible("\\n")
     ('␣is', '↵')
@@ -148,7 +148,7 @@ def draw_bars(names: list[str], bars: dict[str, list[float]], label: str) -> Non
 
 
 def show(figure: plt.Figure, alt: str) -> None:
-    """Display a figure as a small PNG that says in words what it shows, for those who cannot see it."""
+    """Display a figure as a small PNG, with a description in words for readers who cannot see it."""
     drawn, image = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=100, bbox_inches="tight", facecolor="white")
     plt.close(figure)
@@ -163,7 +163,7 @@ def _surrogate(ratio: float, advantage: float, clip_eps: float) -> float:
 
 
 def _in_words(row: list[tuple[str, float]], largest: float) -> str:
-    """The value that most tokens of a row have, in steps of about a hundredth of the largest, and those with another.
+    """The most common value of a row's tokens, in steps of about a hundredth of the largest, and the other tokens.
 
     >>> _in_words([("a", 0.998), ("b", 0.25), ("c", 1.0), ("d", 0.999)], largest=1.0)
     '1.00, but b 0.25'

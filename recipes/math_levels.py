@@ -39,7 +39,7 @@ class Command:
     output: str  # the file to write, which must not exist
     # files, or datasets of the hub as owner/name[:subset[:split]]
     data: tuple[str, ...] = tuple(f"EleutherAI/hendrycks_math:{subject}" for subject in SUBJECTS)
-    levels: tuple[int, ...] = (3, 4, 5)  # of difficulty, 1 to 5
+    levels: tuple[int, ...] = (3, 4, 5)  # levels of difficulty, 1 to 5
 
 
 def level_of(row: dict) -> int | None:

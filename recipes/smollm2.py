@@ -65,7 +65,8 @@ def from_package() -> tuple:
     config = type(read.config).from_dict(
         {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # what was read is refused by save_pretrained
+    # A model as it was read cannot be saved: save_pretrained refuses
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
     return model, tokenizer, f"{PACKAGE}/{FILE}"

@@ -1,7 +1,7 @@
 """The bundled task: arithmetic questions with one right answer.
 
 A row is `{"question": "What is 47 plus 29 minus 18?", "answer": "58", "num_terms": 3, "num_digits": 2}`. The policy
-should end with `<answer>58</answer>`. It may reason inside `<think>` first, and reinforcement learning finds out that
+should end with `<answer>58</answer>`. It can reason inside `<think>` first, and reinforcement learning finds out that
 this pays. Any rows with `question` and `answer` can be used.
 """
 

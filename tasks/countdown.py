@@ -2,7 +2,7 @@ r"""Countdown: make a target from given numbers, each used exactly once, with + 
 
 A row is `{"nums": [19, 36, 55, 7], "target": 65}`, as in the dataset Jiayi-Pan/Countdown-Tasks-3to4. The policy should
 end with `<answer>55+36-19-7</answer>`. Many answers are right, so the reward evaluates the expression: exactly, as a
-fraction, over a syntax tree in which only a few kinds of nodes are allowed. Nothing that a policy writes is executed.
+fraction, over a syntax tree that allows only a few kinds of nodes. Nothing that a policy writes is executed.
 
 The table shows how answers are judged; texts without tags stand for one `<answer>`. Right answers earn `correct` and
 `valid`, answers with another value only `valid`. Invalid answers, which do not use each number exactly once, earn

@@ -1,7 +1,7 @@
 r"""Competition mathematics, with answers that are expressions: MATH and the benchmarks that papers report.
 
 A row is `{"problem": "What is $1/2 + 1/3$?", "answer": "\\frac{5}{6}"}`. `answer` is text, a number, or a list of
-spellings, any of which counts (Minerva and OlympiadBench have lists). Without `answer`, the gold answer is the content
+spellings that all count (Minerva and OlympiadBench have lists). Without `answer`, the gold answer is the content
 of the last `\boxed{}` of `solution`, as in the MATH dataset. The policy should end with `\boxed{\frac{5}{6}}`, or with
 `<answer>\frac{5}{6}</answer>`.
 
@@ -9,11 +9,11 @@ The answer of a completion:
 
 | in the completion | its answer |
 |---|---|
-| one `<answer>` outside the thought | what it holds, or the last `\boxed{}` in it; a `\boxed{}` elsewhere is ignored |
+| one `<answer>` outside the thought | its text, or the last `\boxed{}` in it; a `\boxed{}` elsewhere is ignored |
 | several `<answer>` outside the thought | none |
 | no closed `<answer>`, any number of `\boxed{}` | the last complete `\boxed{}` (or `\fbox{}`); of nested, the inner |
 | only in the thought, or a thought that does not end | none |
-| `</think>` without `<think>` | a thought that the prompt has begun: what follows it counts |
+| `</think>` without `<think>` | the text after the tag: the prompt has begun the thought |
 
 An answer equals the gold answer by the first of these rules that can decide:
 
@@ -146,7 +146,7 @@ def note() -> str | None:
 
 
 def golds(row: dict) -> list[str]:
-    r"""The gold answers of a row, any of which is right; empty if no answer is text or a number.
+    r"""The gold answers of a row, which are all right; empty if no answer is text or a number.
 
     >>> golds({"answer": 142.0}), golds({"answer": ["0.01\n", "$\\frac{1}{100}$"]}), golds({"answer": " "})
     (['142'], ['0.01', '$\\frac{1}{100}$'], [])

@@ -1,7 +1,7 @@
 """Questions about documents that the policy has to find by searching.
 
 A row is `{"question": "When was the ship Fardil built?", "answer": "1846", "supporting": ["Fardil"], ...}`: the policy
-should end with `<answer>1846</answer>`. `answer` may be a list of spellings, any of which counts; `supporting` names
+should end with `<answer>1846</answer>`. `answer` can be a list of spellings that all count; `supporting` names
 the documents that contain the answer, if they are known. The bundled rows also say how many documents the policy has to
 read, one after the other (`difficulty`: "one hop" or "two hops"), and whether training asks about them (`documents`:
 "seen" or "new"). Any rows with `question` and `answer` can be used.

@@ -20,10 +20,10 @@ from viewer.runs import RunError, printable
 
 @dataclass(frozen=True)
 class Config:
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]  # its directory
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]  # the run's directory
     output: Path | None = None  # file that the page is written to; by default report.html in the run's directory
     serve: bool = False  # show the page at 127.0.0.1 instead, and make it again when the run goes on
-    port: int = 8008  # of --serve; 0: any that is free
+    port: int = 8008  # port of --serve; 0: any free port
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Draw groups of runs: of each a line, the mean over its runs, in a band from the lowest to the highest."""
+"""Draw groups of runs: each is a line, the mean over its runs, in a band from the lowest to the highest run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +77,7 @@ def _draw_panel(axes, groups: Groups, key: str) -> None:
 def _draw_band(axes, curves: list[dict[int, float]], label: str, number: int) -> None:
     """The mean over the runs at the steps that all of them have, and a band from the lowest to the highest.
 
-    A group without values has its place in the legend all the same.
+    A group without values still appears in the legend.
     """
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = [[curve[step] for curve in curves] for step in steps]

@@ -5,19 +5,19 @@
     python -m viewer.compare "GRPO=runs/experiment_base/*" "no KL=runs/other/*" --panels reward/correct loss/grad_norm
 
 Runs are named by their directories, or by patterns in quotes. Runs whose names and settings differ only by their seed
-are one group: seed0 and seed1 are `seed*`; so are runs without --name, whose groups are called by the settings in which
-they differ. LABEL=PATTERN makes a group of all that it matches. A run that is not finished is marked, and is left out
-of what a group has reached at its end, unless all of its runs are like that.
+are one group: seed0 and seed1 are `seed*`. The same holds for runs without --name; their groups are labelled with the
+settings that differ. LABEL=PATTERN makes a group of all runs that it matches. An unfinished run is marked, and the
+final figures of a group leave it out, unless none of its runs is finished.
 
-The table. Of several runs: their mean, with the lowest and the highest in parentheses. Of one run: its value. Accuracy
-is that of greedy answers to n held-out questions, and of one run (or of several with the same value) it has the 95 %
-interval of Wilson (1927) in brackets, with z = 1.96 and p the share of right answers:
+The table. It shows the value of a single run, or the mean of several runs with the lowest and the highest in
+parentheses. Accuracy is the share p of right greedy answers to n held-out questions. For one run (or several with the
+same value) its 95 % interval of Wilson (1927) is in brackets, with z = 1.96:
 
     (p + z^2 / 2n  +-  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
 It says how far the accuracy on all questions of this kind can be from that on these n, and nothing about other seeds.
-Runs answer the same questions, so that two runs can differ more surely than their intervals suggest. There is none if
-n is not --eval-prompts (there were fewer questions), or answers count in part: then p n is no whole number.
+All runs answer the same questions, so a difference between two runs can be surer than their intervals suggest. There is
+no interval if n is not --eval-prompts (there were fewer questions), or if answers count in part: p n is not whole then.
 """
 
 import difflib

@@ -11,7 +11,7 @@ from pathlib import Path
 from viewer.results import open_run
 from viewer.runs import RunError, kinds_of_questions, rolling_means
 
-# Of every task; what else a run logs of its completions is what its own task describes.
+# Keys of every task; a run's own task describes all other keys of completions.
 KNOWN = {f"completion/{name}" for name in ("length", "length_right", "length_wrong", "stopped", "truncated")}
 COUNTS = ("turns", "_calls", "_searches")  # how keys of counts end, which can be below 1, too
 
@@ -24,7 +24,7 @@ def draw_curve(directory: Path) -> Path:
     import matplotlib.pyplot as plt
 
     entries = open_run(directory).metrics.rows
-    directory.mkdir(exist_ok=True)  # that of a kept run is only a name
+    directory.mkdir(exist_ok=True)  # a kept run has only a name
     has_rewards = any("reward/total" in entry for entry in entries)
     has_pairs = any("preference/accuracy" in entry for entry in entries)
     if has_rewards or has_pairs:
@@ -42,11 +42,11 @@ def draw_curve(directory: Path) -> Path:
 
 
 def _panels(entries: list[dict]) -> dict[str, dict[str, str]]:
-    """Of each panel its title, and of each of its lines the key and the label; shares and counts are kept apart."""
-    keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order in which they first appear
+    """The title of each panel, and the key and the label of each of its lines; shares and counts are kept apart."""
+    keys = list(dict.fromkeys(key for entry in entries for key in entry))  # in the order of their first appearance
     has_accuracy = "reward/correct" in keys or "reward/total" not in keys
     own = [key for key in keys if key.startswith("completion/") and key not in KNOWN]
-    own = [key for key in own if any(entry.get(key) for entry in entries)]  # what never happened needs no line
+    own = [key for key in own if any(entry.get(key) for entry in entries)]  # a count that is always 0 needs no line
     labels = {key: key.rpartition("/")[2].removeprefix("accuracy_").replace("_", " ") for key in keys}
     of_kinds = [f"eval/greedy/accuracy_{kind}" for kind in kinds_of_questions(entries)]
     own = [key for key in own if labels[key] not in {labels[of] for of in of_kinds}]

@@ -10,7 +10,7 @@ from viewer.results import names_in, open_run, read_runs
 from viewer.runs import Run, RunError, number, printable, step_of
 
 DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+(-\d+)?")  # of a run without --name
-# Entries of config.json that do not change what is learned
+# Entries of config.json that do not affect learning
 NOT_LEARNED = {"seed", "name", "runs_dir", "resume", "device", "threads", "gpu", "machine", "versions", "commit"}
 NOT_LEARNED |= {"command", "experiment", "about", "loss", "processes", "sources", "task_failed", "wandb", "save_merged"}
 NOT_LEARNED |= {"checkpoint_every", "keep_checkpoints", "eval_every", "samples_every", "progress"}
@@ -71,7 +71,7 @@ def read_groups(arguments: Sequence[str]) -> tuple[Groups, list[str]]:
 
 
 def _match(argument: str) -> tuple[str | None, list[Path]]:
-    """The label, if there is one, and the directories: what has = in its own name needs no label."""
+    """The label, if there is one, and the directories: a directory with = in its name needs no label."""
     ends = [match.start() for match in re.finditer("=", argument)]
     for label, pattern in [(None, argument), *((argument[:end], argument[end + 1 :]) for end in ends)]:
         found = _find(Path(pattern).expanduser()) if pattern else []
@@ -84,7 +84,7 @@ def _match(argument: str) -> tuple[str | None, list[Path]]:
 
 
 def _find(place: Path) -> list[Path]:
-    """The directories that a path or a pattern means, and the names of runs that are kept where it says."""
+    """The directories that a path or a pattern matches, and the runs that a folder of results keeps by such names."""
     matches = [place] if place.exists() else [Path(match) for match in glob.glob(str(place), recursive=True)]
     found = [path for path in matches if path == place or path.is_dir()]
     found = [run for path in found for run in ([path / name for name in names_in(path)] or [path])]
@@ -127,8 +127,8 @@ def name_of(run: Run) -> str:
 def group_by_seed(runs: list[Run]) -> Groups:
     """Runs of an experiment whose names and settings differ only by their seed are one group; a seed is there once.
 
-    Names that say only when a run began (those without --name) count as equal, and the settings in which such groups
-    differ are their labels: `experiment_base, kl_weight=0.0`.
+    Runs without --name are named by the time of their start: these names count as equal, and the settings that differ
+    become the labels of the groups: `experiment_base, kl_weight=0.0`.
     """
     found: list[tuple[tuple[str, str], list[Run]]] = []
     for run in runs:
@@ -157,14 +157,14 @@ def _seed(run: Run) -> object:
 
 
 def differences(runs: list[Run]) -> dict[str, list]:
-    """Settings that change what is learned and in which runs differ, of those that all of them have recorded."""
+    """Settings that affect learning, that all runs have recorded, and that are not the same in all of them."""
     names = [name for name in runs[0].config if name not in NOT_LEARNED and all(name in run.config for run in runs)]
     found = {name: [_content(run, name) for run in runs] for name in names}
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
 def _content(run: Run, name: str) -> object:
-    """A setting; of a file or a model its checksum, where that is recorded."""
+    """A setting; for a file or a model its checksum, if the run recorded it."""
     source = run.config.get("sources", {}).get(name)
     return source["content"] if source else run.config[name]
 

@@ -1,7 +1,7 @@
-"""One page for a run: its curves, what it said about itself, and its samples with everything that the loss sees.
+"""One page for a run: its curves, its messages, and its samples with everything that the loss sees.
 
 The page is one file that loads nothing: data, scripts and styles are inside it, and a Content-Security-Policy lets it
-run these scripts only. Text of a model, a data set or a tool is JSON in it, in which no tag can begin, or escaped.
+run these scripts only. Text of models, data sets and tools is JSON, where no tag can begin, or escaped.
 """
 
 import base64
@@ -30,7 +30,7 @@ _UNSAFE = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}  #
 
 
 def write_report(directory: Path, output: Path | None = None) -> Path:
-    """Write the page of a run, by default report.html in `directory`, and return where it is."""
+    """Write the page of a run, by default report.html in `directory`, and return its path."""
     run = open_run(directory)
     path = run.directory / "report.html" if output is None else Path(output)
     if path.suffix != ".html" or path.is_dir():
@@ -132,7 +132,7 @@ def _setting(value: object) -> str:
 
 
 def _introduction(run: Run) -> list[str]:
-    """In sentences: what was trained on what and for how long, what the policy can now do, and what it cost."""
+    """The run in sentences: its policy, data and duration, the accuracy before and after, and the costs."""
     config, summary = run.config, run.summary or {}
     done, planned, model = max(series(run, "step").values(), default=0), config.get("steps"), config.get("model")
     policy = {None: "a policy", "new": "a new policy"}.get(model, f"the policy {model}")
@@ -166,7 +166,7 @@ def _introduction(run: Run) -> list[str]:
 
 
 def _series(rows: list[dict]) -> dict:
-    """Each metric's value in every line; of very many lines evenly spaced ones, those that evaluate by themselves."""
+    """Each metric's value in every line. Very many lines are thinned evenly, evaluations by themselves."""
     evaluations = [place for place, row in enumerate(rows) if any(key.startswith("eval/") for key in row)]
     kept = [rows[place] for place in sorted({*_evenly(range(len(rows))), *_evenly(evaluations)})]
     series: dict[str, list[float | None]] = {}
@@ -175,7 +175,7 @@ def _series(rows: list[dict]) -> dict:
             if key != "step" and number(value) is not None:
                 if key not in series:
                     series[key] = [None] * len(kept)
-                series[key][place] = value if type(value) is int else float(f"{value:.7g}")  # what a float32 holds
+                series[key][place] = value if type(value) is int else float(f"{value:.7g}")  # float32's digits
     return {"steps": [row["step"] for row in kept], "series": series}
 
 
@@ -186,7 +186,7 @@ def _evenly(places: Sequence[int]) -> list[int]:
 
 
 def _findings(rows: list[dict]) -> list[dict]:
-    """The findings in the order in which they first held, each with its last sentence and its ranges of steps."""
+    """The findings in the order of their first steps, each with its last sentence and its ranges of steps."""
     found: dict[str, dict] = {}
     for row in rows:
         entry = found.setdefault(row["finding"], {"finding": row["finding"], "steps": []})

@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS, METRICS = "runs.json", "metrics.csv"
 MACHINE = ("versions", "machine", "gpu", "commit", "processes")  # of the settings; a summary repeats them
 ABSOLUTE = re.compile(r"(?<![^\s'\"=])/[^\s'\"]+")  # a path: at the beginning of a word, or behind a flag's =
-BIG = 100_000  # characters of a JSON file from which on it is written without indentation
+BIG = 100_000  # characters; longer JSON files are written without indentation
 
 
 @dataclass(frozen=True)
 class Config:
-    folder: tyro.conf.Positional[Path]  # of the results
+    folder: tyro.conf.Positional[Path]  # folder of the results
     runs: tyro.conf.Positional[tuple[Path, ...]]  # directories of the runs to keep
     columns: tuple[str, ...] = ()  # keys of metrics.jsonl to keep, besides step; none given: all
     every: int = 1  # steps from one row to the next, for long runs; the first and the last row are always kept
@@ -79,7 +79,7 @@ def read_runs(folder: Path) -> dict[str, KeptRun]:
 
 
 def keep_runs(folder: Path, runs: Iterable[Run], columns: Sequence[str] = (), every: int = 1) -> None:
-    """Keep runs in a folder: those of the same names are replaced, and others stay.
+    """Keep runs in a folder: runs of the same names are replaced, and others stay.
 
     Args:
         columns: keys of metrics.jsonl to keep of these runs, besides step; none: all.
@@ -94,7 +94,7 @@ def keep_runs(folder: Path, runs: Iterable[Run], columns: Sequence[str] = (), ev
         kept[run.directory.name] = KeptRun(run.directory, run.config, run.summary, rows)
     kept = dict(sorted(kept.items()))
     folder.mkdir(parents=True, exist_ok=True)
-    keys = dict.fromkeys(key for run in kept.values() for row in run.metrics.rows for key in row)  # as they first come
+    keys = dict.fromkeys(key for run in kept.values() for row in run.metrics.rows for key in row)  # as they appear
     with (folder / METRICS).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["run", *keys], lineterminator="\n")
         writer.writeheader()
@@ -108,7 +108,7 @@ def keep_runs(folder: Path, runs: Iterable[Run], columns: Sequence[str] = (), ev
 
 
 def _entry(run: Run) -> dict:
-    """A summary's machine is left out where it is that of the settings; `read_runs` puts it back."""
+    """The summary omits the machine if the settings name the same one; `read_runs` puts it back."""
     summary = run.summary
     if summary is not None:
         repeated = {key for key in MACHINE if key in run.config and summary.get(key) == run.config[key]}
@@ -129,7 +129,7 @@ def _number(text: str) -> float:
 
 
 def relative_paths(value: object, runs_dir: str | None = None) -> object:
-    """What a JSON file holds, without paths of this machine: of those outside the repository two parts are left.
+    """The content of a JSON file without paths of this machine: paths outside the repository keep their last two parts.
 
     >>> relative_paths({"model": "/tmp/a/experiment_sft/b/final", "flags": ["--out=/x/y/z/data.jsonl"]}, "/tmp/a")
     {'model': 'runs/experiment_sft/b/final', 'flags': ['--out=z/data.jsonl']}
@@ -149,7 +149,7 @@ def _shorten(path: Path, runs_dir: str | None) -> str:
 
 
 def write_json(path: Path, data: dict, entry: str | None = None) -> None:
-    """Write what a benchmark has measured, or one entry of it: eight significant digits, no paths of this machine."""
+    """Write a benchmark's measurements, or one entry: eight significant digits, no paths of this machine."""
     if entry is not None:
         data = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}) | {entry: data}
     data = json.loads(json.dumps(relative_paths(data)), parse_float=lambda text: float(f"{float(text):.8g}"))

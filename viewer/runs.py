@@ -1,6 +1,6 @@
 """Read a run's directory as it is: complete, still going on, killed, or written by an older version.
 
-Whatever can be missing is missing here, too; a line that cannot be read is counted and left out.
+Anything in it can be missing; a line that cannot be read is counted and left out.
 """
 
 import json
@@ -13,11 +13,11 @@ _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')  # how a line begins
 
 
 class RunError(Exception):
-    """Something that the user can correct; shown as one sentence, without a traceback."""
+    """A mistake that the user can correct; the user sees a single sentence, without a traceback."""
 
 
 def printable(text: object) -> str:
-    """Without what could control a terminal or is no text: a directory's name can hold anything."""
+    """The text without characters that control a terminal or are no text: a directory's name can hold anything."""
     return "".join(character if character.isprintable() else "\ufffd" for character in str(text))
 
 
@@ -46,7 +46,7 @@ def ranges(steps: Iterable[int]) -> list[list[int]]:
 
 
 def rolling_means(values: Sequence[float], window: int) -> list[float]:
-    """Of each value and those before it, at most `window` together."""
+    """The mean of each value and the values before it, at most `window` together."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(window, i + 1) for i in range(len(values))]
 
 
@@ -65,7 +65,7 @@ def step_of(row: dict) -> int | None:
 
 
 def kinds_of_questions(rows: Iterable[dict]) -> list[str]:
-    """What a task describes of questions, not of answers: the share is the same in all evaluations, greedy and sampled.
+    """The names that describe questions, not answers: their shares are the same in all evaluations, greedy and sampled.
 
     >>> evaluation = {"eval/greedy/one_hop": 0.3, "eval/sampled/one_hop": 0.3, "eval/greedy/accuracy_one_hop": 0.9}
     >>> kinds_of_questions([evaluation | {"eval/greedy/called": 0.3, "eval/sampled/called": 0.4}])
@@ -134,7 +134,7 @@ class StepIndex:
 
 
 class Run:
-    """What a run's directory holds."""
+    """The content of a run's directory."""
 
     def __init__(self, directory: Path):
         try:

@@ -24,7 +24,7 @@ NOT_BY_TOKEN = ("epoch", "minibatch", "log_probs")  # of an update; everything e
 def encode_step(rows: list[dict]) -> dict:
     """The rows of a step as the page reads them; those that cannot be used are left out.
 
-    A row is known by its prompt and its index: of two, as a resumed run can leave them, the later one counts.
+    Prompt and index identify a row. If a resumed run has left two of them, the later one counts.
     """
     groups: dict[tuple, dict] = {}
     for row in rows:
@@ -114,7 +114,7 @@ class Kept:
 
     num_rows: dict[int, int] = field(default_factory=dict)  # by step
     chunks: dict[int, str] = field(default_factory=dict)  # base64 of gzip of JSON, of steps that are inside the page
-    shortened: list[int] = field(default_factory=list)  # steps of which only some groups are there
+    shortened: list[int] = field(default_factory=list)  # steps with only some of their groups
     token_ids: set[int] = field(default_factory=set)
     prompts: dict[int, list[int]] = field(default_factory=dict)  # by step, to find those that ask the same question
     damaged: int = 0  # rows
@@ -147,7 +147,7 @@ def keep_steps(
 
 
 def _in_order(index: StepIndex, rows_per_step: int | None) -> list[int]:
-    """All steps, so that any first ones of them are spread over the run."""
+    """All steps, in an order that begins with steps spread over the run."""
     steps = index.steps
     complete = [step for step in steps if index.num_rows(step) == rows_per_step]
     others = [step for step in steps if index.num_rows(step) != rows_per_step]
@@ -165,7 +165,7 @@ def _spread(steps: list[int]) -> list[int]:
 
 
 def _shorten(chunk: dict, budget: int) -> dict:
-    """The first group, and others up to a quarter of the budget: a part has no sum, and more steps have room so."""
+    """The first group, and others up to a quarter of the budget: a part has no sum, but leaves room for more steps."""
     groups: list[dict] = []
     for group in chunk["groups"]:
         if len(pack({"groups": [*groups, group]})) > (budget // 4 if groups else budget):
@@ -178,7 +178,7 @@ def _shorten(chunk: dict, budget: int) -> dict:
 
 
 def describe(index: StepIndex, kept: Kept, command: str) -> str:
-    """In sentences: which samples there are, and which of them the page leaves out; `command` shows all."""
+    """Sentences about the samples in the page, and the ones that it leaves out; `command` shows all."""
     if not index.steps:
         return "There are no samples."
     num_all, num_kept = len(index.steps), len(kept.num_rows)
@@ -190,7 +190,7 @@ def describe(index: StepIndex, kept: Kept, command: str) -> str:
         sentences.append(f"The others are left out to keep it small: {command} shows all")
     if kept.shortened:
         numbers = ", ".join(map(str, sorted(kept.shortened)))
-        sentences.append(f"Only the first groups are here of what is very long: step {numbers}")
+        sentences.append(f"Very long steps show only their first groups: step {numbers}")
     if damaged := index.damaged + kept.damaged:
         sentences.append(f"{damaged} damaged line{'s are' if damaged > 1 else ' is'} left out")
     if index.is_cut_off:

@@ -38,10 +38,10 @@ HEADERS = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET of what the server shows, and refuses all else."""
+    """Answers GET for these addresses, and refuses all else."""
 
     server: "Server"
-    timeout = 20  # seconds without a byte, after which a connection is closed
+    timeout = 20  # a connection is closed after this many seconds without a byte
 
     def do_GET(self) -> None:
         self.server.asked_at = time.monotonic()
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.has_given_last.set()
 
     def _find(self) -> tuple[int, str, str]:
-        """The status, the text, and of what kind it is."""
+        """The status, the text, and its content type."""
         hosts = [f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")]
         if self.headers.get_all("Host") not in ([host] for host in hosts):
             return 403, f"this page is at http://{hosts[0]}/ only", "text/plain"
@@ -90,7 +90,7 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = sys.platform != "win32"  # there it would share a port that is in use
 
     def __init__(self, directory: Path, port: int):
-        self._directory, self._run = directory, open_run(directory)  # what cannot be read is said at once
+        self._directory, self._run = directory, open_run(directory)  # an unreadable run is reported at once
         self._version, self._lock = None, threading.Lock()
         self.is_over, self.has_given_last, self.asked_at = False, threading.Event(), -math.inf
         try:
@@ -99,7 +99,7 @@ class Server(ThreadingHTTPServer):
             raise RunError(f"port {port} of {ADDRESS} cannot be used ({error.strerror}): try --port 0") from None
 
     def version(self) -> str:
-        """Another text after each change of a file; RunError: no file is there any more."""
+        """A text that differs after each change of a file; RunError: the files are gone."""
         found = [self._directory / name for name in FILES if (self._directory / name).exists()]
         if not found:
             raise RunError(f"the run's directory {self._directory} is gone")

@@ -1,4 +1,4 @@
-"""The table of a comparison: what each group of runs has reached, and what it cost. See viewer/compare.py."""
+"""The table of a comparison: the results and the costs of each group of runs. See viewer/compare.py."""
 
 from collections.abc import Callable
 from statistics import NormalDist, fmean
@@ -27,7 +27,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def held_out(run: Run, name: str, is_after: bool) -> float | None:
-    """Of greedy answers, before training or at the last evaluation; experiment_sft has it in its summary only."""
+    """The greedy accuracy before training or at the last evaluation; experiment_sft has it only in its summary."""
     points = series(run, f"eval/greedy/{name}")
     if not is_after:
         return points.get(0)
@@ -69,7 +69,7 @@ def steps(run: Run) -> int:
 
 
 def over_runs(value: Callable[[Run], float | None], form: str, is_end: bool = False) -> Callable[[list[Run]], str]:
-    """A cell: the mean of the runs, with the lowest and the highest; at the end, of the finished runs if there are."""
+    """A cell: the mean of the runs, with the lowest and the highest; final values are of finished runs, if any."""
 
     def cell(runs: list[Run]) -> str:
         found = _values(runs, value, is_end)
@@ -144,7 +144,7 @@ COST: Columns = {
 
 
 def print_table(rows: Groups, left_out: list[str]) -> None:
-    """Print a row for each group of runs, in several tables where the terminal is too narrow for one; then remarks."""
+    """Print a row for each group of runs, in several tables if the terminal is too narrow for one; then remarks."""
     from rich.console import Console
     from rich.measure import Measurement
 
@@ -210,7 +210,7 @@ def remarks(rows: Groups) -> list[str]:
 
 
 def _questions(run: Run) -> dict[str, object]:
-    """What decides which questions are held out; of a file its checksum, where that is recorded."""
+    """The settings that decide which questions are held out; for a file its checksum, if it was recorded."""
     found = {name: run.config.get(name) for name in QUESTIONS}
     if recorded := run.config.get("sources", {}).get("eval_data"):
         found["eval_data"] = recorded["content"]

@@ -36,9 +36,9 @@ class KeptRows:
         """Move the beginnings of `rows` into an empty cache, as if their ids had been left-padded to T and run up to
         one position. All other kept rows are forgotten, so that at most one batch is ever kept.
 
-        That position is the same in all rows, and the row with the most new tokens decides where it is. The other rows
-        run some of their known tokens again, instead of padding. So no row has a gap, which would put its tokens
-        further apart than a sliding window assumes.
+        That position is the same in all rows; the row with the most new tokens decides it. The other rows run some of
+        their known tokens again, instead of padding. So no row has a gap, which would put its tokens further apart than
+        a sliding window assumes.
 
         Returns:
             The position: how many of the T tokens the cache then holds. 0 if one of the rows has not been kept.

@@ -66,7 +66,7 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x w^T by oneDNN, for x (m, k) and w (n, k); either may be a transposed view."""
+    """x w^T by oneDNN, for x (m, k) and w (n, k); either can be a transposed view."""
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 

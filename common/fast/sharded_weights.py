@@ -84,7 +84,7 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """The whole weights, by name, of a model that is sharded over the ranks; None if every rank has the whole model.
 
     All ranks call it together. A weight that the model uses twice, such as tied embeddings, is one tensor here too.
-    Those of FSDP2 are gathered one by one, and kept in the main process's CPU memory only.
+    FSDP2's weights are gathered one by one, and kept only in the main process's CPU memory.
     """
     from torch.distributed.tensor import DTensor  # takes half a second, which --help and a mistake need not wait for
 

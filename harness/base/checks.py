@@ -140,8 +140,8 @@ def _check_training(config: PolicyConfig) -> None:
         raise UserError("--lora-rank adapts a model that exists: give a --model, or omit it")
     elif config.load_in is not None and config.adapter_path is not None:
         raise UserError(
-            f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round what it "
-            "has learned: omit --lora-rank to train it further, or merge it first with --save-merged"
+            f"--load-in {config.load_in}: to merge the adapter of --model into quantised weights would round its "
+            "changes away: omit --lora-rank to train it further, or merge it first with --save-merged"
         )
     if getattr(config, "steps_ahead", 0) and config.epochs is not None:
         raise UserError("--steps-ahead has to know the last step: give --steps in place of --epochs")
@@ -150,7 +150,7 @@ def _check_training(config: PolicyConfig) -> None:
     if getattr(config, "top_p", 1.0) < 1:
         say(
             "--top-p below 1: tokens are drawn from the most probable ones only, but trained under the full "
-            "distribution: the gradient is biased towards what was likely before"
+            "distribution: the gradient is biased towards tokens that were likely before"
         )
 
 

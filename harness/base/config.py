@@ -99,7 +99,7 @@ class ModelConfig:
     seed: OfRun[Seed] = 0  # seed of sampling
     # CPU threads; auto: OMP_NUM_THREADS, else 1 for the bundled policies and the physical cores for other models
     threads: OfRun[Literal["auto"] | Count] = "auto"
-    # cpu, cuda, cuda:1, mps, or what else PyTorch knows; auto: an accelerator, cuda first, else cpu; tried on cpu only
+    # cpu, cuda, cuda:1, mps, or another device of PyTorch; auto: an accelerator, cuda first, or cpu; tried on cpu only
     device: OfPolicy[str] = "auto"
     # arithmetic, and the dtype of frozen weights; trained weights are float32, and bfloat16 is autocast over them;
     # None: bfloat16 for models other than the bundled one on cuda, else float32
@@ -134,7 +134,7 @@ class ModelConfig:
 
     @property
     def has_adapter(self) -> bool:
-        """Of low rank (LoRA), on frozen weights."""
+        """Whether the model is a LoRA adapter on frozen weights."""
         return self.adapter_path is not None
 
     @property
@@ -181,9 +181,9 @@ class PolicyConfig(ModelConfig):
     # command line replace its values
     config: OfRun[InputPath | None] = None
     name: OfRun[str | None] = None  # the run's name; None: date, time and seed
-    runs_dir: OfRun[LocalPath] = "runs"  # where runs are kept: <runs-dir>/<experiment>/<name>/
-    # directory of a run to resume, with its own settings: only --steps may be raised, and batch sizes changed; None:
-    # a new run
+    runs_dir: OfRun[LocalPath] = "runs"  # directory of all runs: <runs-dir>/<experiment>/<name>/
+    # directory of a run to resume, with its own settings; you can only raise --steps, or change batch sizes; None: a
+    # new run
     resume: OfRun[LocalPath | None] = None
 
     @property
@@ -196,7 +196,7 @@ class PolicyConfig(ModelConfig):
 class EvaluatedConfig(PolicyConfig):
     """The additional settings of every experiment that is evaluated while it trains."""
 
-    # the learning rate after the warm-up: constant, or down to nearly 0 at the last step, in a line or like a cosine
+    # the learning rate after the warm-up: constant, or falling to nearly 0 at the last step, linearly or as a cosine
     lr_schedule: OfPolicy[Literal["constant", "linear", "cosine"]] = "constant"
     lr_warmup_steps: OfPolicy[CountOrZero] = 0  # steps over which the learning rate rises from 0
     # adamw_8bit: hold the moments of AdamW in 8 bits (bitsandbytes); for experiment_accelerate and its siblings
@@ -210,7 +210,7 @@ class EvaluatedConfig(PolicyConfig):
 class AskedConfig(EvaluatedConfig):
     """The additional settings of every experiment whose policy is asked the questions of a task."""
 
-    # what is asked and rewarded: a file of tasks, or the path of your own
+    # questions and rewards: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
     # the system turn of every question; None: none for the bundled policy, the task's own for other models
     system_prompt: OfData[str | None] = None
@@ -229,32 +229,32 @@ class RunConfig(AskedConfig):
     # tokens per pass, beside --micro-batch-size rows: memory then does not depend on the longest row; None: any number
     tokens_per_micro_batch: OfPolicy[Count | None] = None
     reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
-    # file of rewards as TRL takes them, f(prompts, completions, **columns) -> list[float], beside the task's own: each
-    # is a component under its name, with weight 1
+    # file of reward functions in TRL's form, f(prompts, completions, **columns) -> list[float]; each adds a component
+    # under its name, with weight 1, to the task's own
     reward_functions: OfData[InputPath | None] = None
     # JSONL file, or hub dataset id[:subset[:split]], split train; None: the task's own
     data: OfData[InputPath | None] = None
     # a reward model that scores each answer, as a component "preference" beside the task's: a directory or a hub id
     reward_model: OfJudge[InputPath | None] = None
-    reward_model_url: OfJudge[str | None] = None  # the address of a vLLM server with a reward model, instead
-    # what the reward model is shown of a completion: what follows this tag, e.g. "</think>", or a JSON file of tags
+    reward_model_url: OfJudge[str | None] = None  # instead: the address of a vLLM server with a reward model
+    # the part of a completion that the reward model sees: all after this tag, e.g. "</think>"; or a JSON file of tags
     answer_begins: OfJudge[str | None] = None
-    strict: OfJudge[bool] = False  # with --answer-begins: no score for a completion that is not one thought, one answer
+    strict: OfJudge[bool] = False  # with --answer-begins: score only completions of exactly one thought and one answer
     no_answer_penalty: OfJudge[NotNegative] = 10.0  # a completion without an answer to score gets minus this instead
-    # end early when the diagnosis finds this: the reward model's score rises while the held-out accuracy falls
+    # end early when the reward model's score rises while the held-out accuracy falls
     stop_when: OfJudge[Literal["over-optimised"] | None] = None
     # held-out questions, a file or a hub dataset like --data; None: the task's own, or with --data test.jsonl beside
     # train.jsonl, or the hub dataset's split test if --data names no split, or else rows held out from --data
     eval_data: OfEvaluation[InputPath | None] = None
-    # NAME=SOURCE: further held-out questions of the task, each with a curve of its own, eval/NAME/greedy/accuracy
+    # NAME=SOURCE: further held-out questions of the task, each with its own curve, eval/NAME/greedy/accuracy
     eval_sets: OfEvaluation[tuple[str, ...]] = ()
-    eval_suite: OfEvaluation[Literal["math"] | None] = None  # the benchmarks of evaluate.py --suite as such sets
+    eval_suite: OfEvaluation[Literal["math"] | None] = None  # the benchmarks of evaluate.py --suite as further sets
     # passes over the training prompts, in place of --steps; None: as many steps as --steps says
     epochs: OfData[Count | None] = None
-    max_prompts: OfData[Count | None] = None  # train on this many prompts only, the first that pass; None: on all
+    max_prompts: OfData[Count | None] = None  # train only on this many prompts that pass the filters; None: on all
     at_most: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: keep rows whose field NAME is at most NUMBER, e.g. num_terms=2
     max_question_length: OfData[Count | None] = None  # keep questions of at most this many characters; None: any
-    # what every completion is made to begin with, e.g. "<think>": it is given, not sampled, so nothing of it is trained
+    # every completion begins with this text, e.g. "<think>"; it is given, not sampled, so none of its tokens is trained
     completion_prefix: OfData[str | None] = None
 
     @property
@@ -288,7 +288,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_base(adapter: Path) -> str:
-    """The hub id or directory of the model that an adapter was trained on; UserError if it does not say."""
+    """The hub id or directory of the model that an adapter was trained on; UserError if its settings do not name it."""
     name = _read_json(adapter / ADAPTER_SETTINGS).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{adapter / ADAPTER_SETTINGS} does not name the base model (base_model_name_or_path)")
@@ -296,7 +296,7 @@ def read_base(adapter: Path) -> str:
 
 
 def _shape(model_path: Path) -> tuple[int, int] | None:
-    """Vocabulary size and hidden size of a Hugging Face model directory; None if it does not say."""
+    """Vocabulary size and hidden size of a Hugging Face model directory; None if config.json does not name them."""
     settings = _read_json(model_path / "config.json")
     names = ("vocab_size", "hidden_size")
     return tuple(settings[name] for name in names) if settings.keys() >= {*names} else None

@@ -1,4 +1,4 @@
-"""Datasets of the hub, and whether it answers; we wait less long for it than its own client does."""
+"""Datasets of the hub, and whether the hub answers; we wait less long than its own client."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""What the processes of a run have to agree on: which one prints, what the main process decided, and how they end."""
+"""Agreement between the processes of a run: which process prints, what the main process decided, and how they end."""
 
 import os
 from collections.abc import Callable, Iterator

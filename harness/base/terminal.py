@@ -123,7 +123,7 @@ def _make_visible(record: logging.LogRecord) -> bool:
 
 
 def silence_bitsandbytes() -> None:
-    """Without its notes on speed and casts: peft imports it where it is installed, whether or not it is used."""
+    """Hide its notes on speed and casts: peft imports an installed bitsandbytes even if nobody uses it."""
     for name in ("backends.cpu.ops", "autograd._functions"):
         logging.getLogger(f"bitsandbytes.{name}").setLevel(logging.ERROR)
 

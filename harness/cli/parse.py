@@ -165,8 +165,8 @@ def _resumed(config: ConfigT, argv: Sequence[str]) -> ConfigT:
         if name not in ("resume", *MAY_CHANGE) and new != old and not (name == "steps" and new > old):
             new, old = (" ".join(value) or "none" if isinstance(value, tuple) else value for value in (new, old))
             raise UserError(
-                f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, and only --steps "
-                "may be raised, and batch sizes changed"
+                f"{flag(name)} {new} differs from the run's {old}: a resumed run keeps its settings, except "
+                "for a higher --steps and other batch sizes"
             )
     return config
 

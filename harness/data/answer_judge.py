@@ -20,7 +20,7 @@ Messages = list[dict]
 class Judge:
     """Scores answers; `score_conversations` is the reward model.
 
-    With `tags` it is shown only what follows the thought, in its own template. A completion without an answer gets
+    With `tags` it sees only the text after the thought, in its own template. A completion without an answer gets
     `floor`; with `strict` so does every completion that is not one thought followed by one answer.
     """
 
@@ -62,7 +62,7 @@ def load_judge(config: RunConfig) -> Judge | None:
                 raise UserError(f"--{name.replace('_', '-')} is about a reward model: give --reward-model")
         return None
     if config.strict and config.answer_begins is None:
-        raise UserError("--strict asks for a thought and an answer: say with --answer-begins how they are told apart")
+        raise UserError("--strict needs to tell a thought from an answer: give --answer-begins")
     tags = None if config.answer_begins is None else read_format(config.answer_begins)
     if getattr(config, "estimate", False):  # nothing will be scored
         return Judge(lambda _: [], tags, config.strict)

@@ -40,7 +40,7 @@ def load_task(config: RunConfig, more_weights: dict[str, float] | None = None, t
         eval_rows = load_rows(eval_source, config, task)[: config.eval_prompts]
     elif len(train_rows) <= config.eval_prompts:
         raise UserError(
-            f"{shown(source)} has {len(train_rows)} rows, of which --eval-prompts takes {config.eval_prompts}: "
+            f"{shown(source)} has {len(train_rows)} rows, and --eval-prompts takes {config.eval_prompts} of them: "
             "lower it, or give --eval-data"
         )
     else:
@@ -83,7 +83,7 @@ def find_sources(config: RunConfig, task: Task) -> tuple[str, str | None]:
     """The sources of the training rows and of the evaluation rows; the latter is None if rows are held out."""
     source = config.data if config.data is not None else task.train_data
     if source is None:
-        raise UserError(f"{task} has no data of its own: give --data")
+        raise UserError(f"{task} names no data: give --data")
     eval_source = task.eval_data if config.data is None and config.eval_data is None else config.eval_data
     return source, find_test_data(source) if eval_source is None else eval_source
 

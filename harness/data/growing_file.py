@@ -1,7 +1,7 @@
 """A JSONL file that grows batch by batch: it can be killed and continued, and made in parts (`--shard 1/4`).
 
-Every row has an `index`, the number of what it was made from; rows are in that order. Batches depend only on the
-settings, never on the shard or on where an earlier command ended, so the same rows come out to the last digit.
+Every row has an `index`, the number of the prompt or row that it was made from; rows are in that order. Batches
+depend only on the settings, never on the shard or on an interruption, so the rows are the same to the last digit.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from harness.base.terminal import completions_bar, printable, say
 from harness.logs.metrics import finite
 from harness.run.machine import is_out_of_memory, out_of_memory
 
-# Settings that may differ when a file is continued; the last one only if there is one shard, because shards are batches
+# Settings that can differ when a file is continued; the last one only if there is one shard, because shards are batches
 FREE = {"output", "threads", "url", "request_seconds"}
 FREE_IF_WHOLE = {"generation_batch_size"}
 
@@ -44,7 +44,7 @@ def grow(config: Growing, items: Sequence[ItemT], size: int, make: Callable[[lis
     """Append the rows that `make` returns for each batch of `size` items, from where the file ends; returns its path.
 
     `make` may return fewer rows than items. The settings are kept beside the file, in FILE.settings.json, and a file is
-    only continued with its own.
+    continued only with the same settings.
     """
     path = local_path(config.output, "--output")
     begin, end = shard_range(config.shard, -(-len(items) // size))
@@ -64,7 +64,7 @@ def grow(config: Growing, items: Sequence[ItemT], size: int, make: Callable[[lis
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"interrupted; the same command continues {shown(path)}") from None
     except EngineError as error:
-        raise UserError(f"{error}; {shown(path)} keeps what is done, and the same command continues it") from error
+        raise UserError(f"{error}; {shown(path)} keeps the finished rows, and the same command continues it") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise out_of_memory(config, error, None) from error

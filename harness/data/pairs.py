@@ -54,8 +54,8 @@ def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list
         eval_rows = read_rows(source, FIELDS)[: config.eval_prompts]
     elif len(rows) <= config.eval_prompts:
         raise UserError(
-            f"{shown(config.data)} has {len(rows)} pairs, of which --eval-prompts takes {config.eval_prompts}: lower "
-            "it, or give --eval-data"
+            f"{shown(config.data)} has {len(rows)} pairs, and --eval-prompts takes {config.eval_prompts} of them: "
+            "lower it, or give --eval-data"
         )
     else:
         rows, eval_rows = hold_out(rows, config.eval_prompts, config.seed)
@@ -68,7 +68,7 @@ def load_pairs(config: PolicyConfig, policy: Policy | RewardModel) -> tuple[list
 
 
 def encode_pairs(rows: list[Row], source: str, config: PolicyConfig, policy: Policy | RewardModel) -> list[Pair]:
-    """Pairs as rows of ids; those that can teach nothing are left out, and counted."""
+    """Pairs as rows of ids; pairs that can teach nothing are left out, and counted."""
     answer_begins = getattr(config, "answer_begins", None)
     tags = None if answer_begins is None else read_format(answer_begins)
     pairs, left_out, first = [], Counter(), {}

@@ -1,4 +1,4 @@
-"""Responses to prompts: which prompts (a task's questions, or a file), and who responds (a policy, or a server)."""
+"""Responses of a policy or a server to prompts, which are a task's questions or the rows of a file."""
 
 import json
 import zlib
@@ -34,7 +34,7 @@ from harness.data.task import Task, task_of
 from harness.engines.chat_server import ChatServer
 from harness.models.loading import load_policy
 
-# Separates the random numbers of responses from those of training (steps) and evaluation (2**31)
+# Separates the random numbers of responses from the numbers of training (steps) and evaluation (2**31)
 RESPONSES = 2**31 + 1
 
 
@@ -47,7 +47,7 @@ class ResponseConfig(ModelConfig):
     temperature: Positive = 1.0  # logits are divided by it
     # below 1: draw only from the most probable tokens that together have this much probability
     top_p: Share = 1.0
-    # what is asked and what is right: a file of tasks, or the path of your own
+    # questions and right answers: a file of tasks, or the path of your own
     task: OfData[LocalPath] = "arithmetic"
     data: OfData[InputPath | None] = None  # questions: JSONL, or hub dataset; None: the task's own training data
     # prompts without a task, and so without rewards: JSONL or hub dataset with rows {"prompt": text or messages}
@@ -61,11 +61,11 @@ class ResponseConfig(ModelConfig):
     # NAME=NUMBER: divide the prompts into parts with these shares, e.g. sft=0.5 pairs=0.3 rl=0.2; a conversation, or a
     # prompt that occurs several times, is in one part only
     splits: OfData[tuple[str, ...]] = ()
-    split: OfData[str | None] = None  # which part of --splits is asked
+    split: OfData[str | None] = None  # the part of --splits to ask
     # a server that speaks OpenAI's protocol responds instead of --model: http://127.0.0.1:8000
     url: OfEngine[str | None] = None
-    served_model: OfEngine[str | None] = None  # the model's name on that server; None: the first that it lists
-    request_seconds: OfEngine[Positive] = 600.0  # until a request to the server counts as failed
+    served_model: OfEngine[str | None] = None  # the model's name on that server; None: the first in its list
+    request_seconds: OfEngine[Positive] = 600.0  # seconds until a request to the server counts as failed
     shard: OfRun[str] = "1/1"  # make only this part, e.g. 2/4; the parts in order are the complete file
     # responses that are made at the same time: memory of the KV cache, or requests to the server
     generation_batch_size: OfRun[Count] = 128
@@ -88,7 +88,7 @@ DEFAULTS = {kind: {"max_new_tokens": values["max_new_tokens"]} for kind, values 
 class Prompt(NamedTuple):
     index: int  # among all prompts of the source; it names the random numbers
     shown: str | list[dict]  # as it is written: text, or messages if there are several
-    messages: list[dict]  # what is asked, with the system turn of `--system-prompt`
+    messages: list[dict]  # the prompt, with the system turn of `--system-prompt`
     row: Row
 
 
@@ -103,7 +103,7 @@ def read_prompts(config: ResponseConfig) -> tuple[list[Prompt], Task | None]:
         task = task_of(config.task)
         source = config.data if config.data is not None else task.train_data
         if source is None:
-            raise UserError(f"{task} has no data of its own: give --data")
+            raise UserError(f"{task} names no data: give --data")
         rows = load_rows(source, config, task)
         task.try_out(rows[0])
         asked = [(row, task.messages(row), task.messages(row, config.system_prompt)) for row in rows]
@@ -162,12 +162,12 @@ def as_prompt(messages: list[dict]) -> str | list[dict]:
 
 
 def conversation_of(row: dict, prompt: str | list[dict]) -> str:
-    """What must not be divided: the conversation of a row, if it names one in `conversation`, else the prompt."""
+    """What stays in one part: the conversation of a row, if it names one in `conversation`, else the prompt."""
     return json.dumps(row.get("conversation", prompt), sort_keys=True)
 
 
 def place_of(text: str, purpose: str, seed: int) -> float:
-    """A number in [0, 1) that depends on the text, not on what else there is: it divides data by shares."""
+    """A number in [0, 1) that depends on this text alone: it divides data by shares."""
     return keyed_generator(purpose, seed, zlib.crc32(text.encode())).random()
 
 

@@ -82,7 +82,7 @@ def _reason(task: Task, row: Row, fault: str, name: str) -> str:
     reason = f"no completion can be right, because the row's own solution {fault}"
     if suggestion := suggest_task(row, name):
         return reason + suggestion
-    hashes = " (of GSM8K's answers keep what follows ####)" if "####" in str(row.get("answer")) else ""
+    hashes = " (keep the part of GSM8K's answers after ####)" if "####" in str(row.get("answer")) else ""
     form = f"the form that reward(row, text) of {task} compares with{hashes}"
     return f"{reason}: bring the row to {form}, or correct its solution(row)"
 

@@ -18,7 +18,7 @@ _FORMATS = {
     b"\x1f\x8b": "a compressed file",
     b"PK\x03\x04": "a compressed file",
     b"\xff\xfe": "text in UTF-16",
-    b"[": "one JSON array, and a row must be a JSON object of its own",
+    b"[": "one JSON array, and each row must be a separate JSON object",
 }
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some programs write it at the start of UTF-8 files
 _NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}

@@ -37,7 +37,7 @@ class TaskError(UserError):
 
 
 class Task:
-    """The functions and constants of a task's file; a UserError says what is missing or unusable.
+    """The functions and constants of a task's file; a UserError names a missing or unusable one.
 
     `weights` are NAME=NUMBER, as in `--reward-weight`; `more_weights` belong to components that the experiment adds.
     """
@@ -63,15 +63,15 @@ class Task:
         self.eval_data = find_source(getattr(module, "EVAL_DATA", None), self.path, f"{self}: EVAL_DATA")
         self.data, self.held_out_data = None, None  # the files in use, set by `load_task` like the rows
         self.tools: list[dict] | None = None  # JSON schemas that every prompt presents
-        self.judge: Judge | None = None  # a reward model, whose scores are one more component
-        self.functions: RewardFunctions | None = None  # in the form of TRL, whose values are further components
+        self.judge: Judge | None = None  # a reward model, whose scores are another component
+        self.functions: RewardFunctions | None = None  # in TRL's form; their values are further components
         self.asked_with = ""  # the system prompt of the questions that these functions see
-        self._values: dict[tuple[int, str], dict[str, float]] = {}  # of these functions, like the judge's scores
+        self._values: dict[tuple[int, str], dict[str, float]] = {}  # the functions' values, like the judge's scores
         self._scores: dict[tuple[int, str], float] = {}  # the judge's, of the completions that `prepare` announced
         self.train_rows: list[Row] = []
         self.eval_rows: list[Row] = []
         self.eval_sets: dict[str, list[Row]] = {}  # further held-out questions, by name
-        self.eval_sources: dict[str, str] = {}  # and where they are from
+        self.eval_sources: dict[str, str] = {}  # and their sources
         self.fits_context = False  # whether all rows are known to fit
         self.fault: TaskError | None = None  # the first number that is not finite
         self._described: set[str] | None = None  # the names that `describe` returned the first time
@@ -313,11 +313,11 @@ def import_file(path: Path, flag: str, name: str) -> tuple[ModuleType, bytes]:
 
 
 def suggest_task(row: Row, name: str) -> str:
-    """Ends a sentence about a row that the bundled task `name` cannot use: names the tasks that can; may be empty."""
+    """The end of a sentence about a row that the bundled task `name` cannot use: the tasks that can, or nothing."""
     bundled = bundled_tasks()
     fitting = []
     for other in map(task_of, bundled if name in bundled else ()):  # a user's own task is not a mistake
         with suppress(UserError):  # its functions cannot handle such a row
             if find_problem(row, other.fields) is None and other.solves(row):
                 fitting.append(str(other))
-    return f"; rows like this one are those of {' or '.join(fitting)}" if fitting else ""
+    return f"; rows like this one belong to {' or '.join(fitting)}" if fitting else ""

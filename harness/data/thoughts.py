@@ -1,4 +1,4 @@
-"""The answer after a thought: what a judge is shown of a completion."""
+"""The answer after a thought: the part of a completion that a judge sees."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from common.errors import UserError
 
 
 class ThoughtFormat(NamedTuple):
-    """The tags of a completion: `<think>...</think>` and then the answer, which can have tags of its own.
+    """The tags of a completion: `<think>...</think>` and then the answer, which can have its own tags.
 
     `thought_begins` can be missing in a completion, because some templates write it. Without `answer_begins` and
     `answer_ends`, the answer is the rest of the text.
@@ -49,7 +49,7 @@ def read_format(given: str) -> ThoughtFormat:
 def answer_of(text: str, tags: ThoughtFormat, strict: bool = False) -> str | None:
     """The answer in a completion, without its thought; None if there is no answer that a judge could score.
 
-    A completion without tags is its own answer. After several thoughts, the answer is what follows the last one.
+    A completion without tags is its own answer. After several thoughts, the answer is the text after the last one.
     `strict` accepts one form only: a thought that begins the text and is closed once, then an answer that is not empty,
     between its tags if it has any, and nothing else.
 

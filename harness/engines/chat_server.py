@@ -10,7 +10,7 @@ from common.keyed import keyed_generator
 from harness.engines.vllm import VLLM, RefusedError
 
 SEEDS = 2**31  # of a request; every server takes these
-BUSY = (429, 503)  # statuses after which a request is sent again
+BUSY = (429, 503)  # after these statuses a request is sent again
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between the attempts
 
 
@@ -31,8 +31,8 @@ class ChatServer(VLLM):
     ) -> list[list[tuple[str, str]]]:
         """`count` answers to each of some conversations: texts and reasons to finish.
 
-        `asked` has messages, and an index, from which and from `key` the seeds of its requests are made; the requests
-        are sent at the same time.
+        `asked` has messages and an index. The index and `key` give the seeds of its requests, which are sent at the
+        same time.
         """
 
         async def ask_all() -> list[tuple[str, str]]:

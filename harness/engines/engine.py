@@ -37,7 +37,7 @@ class Sampling(NamedTuple):
     seconds: dict[str, float]
 
     def result(self) -> list[Trajectory]:
-        """Wait for the trajectories of this rank. All ranks call it together; if one fails, all do."""
+        """Wait for the trajectories of this rank. All ranks call it together; if one rank fails, all do."""
         rows, error = [], None
         try:
             rows = self.future.result()

@@ -39,7 +39,7 @@ def export_divided(policy: Policy, folder: Path, dtype: torch.dtype = torch.floa
     """`export` of weights that are divided over ranks: each is gathered, written and freed before the next one.
 
     All ranks call it together, and the main one writes. A safetensors file is the length of a header in JSON, the
-    header, and the values of one tensor after the other; the library can write only what is in memory as a whole.
+    header, and the values of one tensor after the other. The library can only write a file that fits in memory.
     """
     weights, header, end = policy.model.state_dict(), {}, 0  # a tied LM head is listed, and written, again
     for name, weight in weights.items():

@@ -1,4 +1,4 @@
-"""An inference engine for a run: its flags, its start and end, and whether it samples from the trained policy."""
+"""An inference engine for a run: its flags, its start and end, and a check that it samples from the trained policy."""
 
 import shlex
 import shutil
@@ -41,7 +41,7 @@ class EngineConfig(RunConfig):
     # the Python that has vLLM, and further flags for its server, which this run starts and ends:
     # "/opt/vllm/bin/python --gpu-memory-utilization 0.4"; None: --engine-url names one that runs
     engine_start: OfEngine[str | None] = None
-    # of the engine's weights; None: that of --dtype
+    # dtype of the engine's weights; None: as --dtype
     engine_dtype: OfEngine[Literal["float32", "bfloat16"] | None] = None
 
 
@@ -58,7 +58,7 @@ def start_engine(config: EngineConfig, run: Run, task: Task, policy: Policy) -> 
         export(policy, folder, dtype)
         port, log = free_port(), run.directory / LOG
         flags = server_flags(folder, port, fitting_length(config, task, policy), dtype, config.device)
-        say(f"starting an engine, which can take a minute; what it prints is in {log}")
+        say(f"starting an engine, which can take a minute; its output is in {log}")
         try:
             servers.append(ChildServer(server_command(config.engine_start, flags), port, log, ENVIRONMENT))
         except UserError as error:

@@ -28,7 +28,7 @@ ALIVE = 20.0  # seconds to answer that, and to connect
 UNUSED = 2.0  # seconds that an unused connection is kept; vLLM closes it after 5
 INFO_SECONDS = 180.0  # for the server's description of itself: the first request makes it run pip and other programs
 CACHE_SECONDS = 30.0  # to empty the prompt cache, which waits for other requests
-KEY = "VLLM_API_KEY"  # the variable from which vLLM reads its key
+KEY = "VLLM_API_KEY"  # vLLM reads its key from this variable
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
@@ -38,7 +38,7 @@ def server_flags(folder: Path, port: int, length: int, dtype: torch.dtype, devic
     given |= {"dtype": str(dtype).removeprefix("torch."), "max-model-len": length}
     given |= {"logprobs-mode": "processed_logprobs", "generation-config": "vllm"}
     on_cpu = ("--enforce-eager", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", "1G")
-    beside = ("--gpu-memory-utilization", "0.4")  # the trainer may be on the same GPU
+    beside = ("--gpu-memory-utilization", "0.4")  # the trainer can be on the same GPU
     flags = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     return ["-m", "vllm.entrypoints.openai.api_server", *flags, *(on_cpu if device == "cpu" else beside)]
 
@@ -115,7 +115,7 @@ class VLLM:
             raise EngineError(f"{self.about} runs on a CPU: start it with --no-enable-chunked-prefill")
 
     def find_model(self, name: str) -> None:
-        """Ask for nothing but the server's model, and call it `name`; for servers that need no other settings."""
+        """Ask only for the server's model, and call it `name`; for servers that need no other settings."""
         self.about = self.about.replace("the engine", name)
         try:
             self._model = self._request("GET", "/v1/models", seconds=ALIVE)["data"][0]["id"]
@@ -128,11 +128,11 @@ class VLLM:
         try:
             self._request("POST", "/collective_rpc", body)
         except EngineError as error:
-            raise EngineError(f"{error}: its weights may be incomplete until it has loaded others") from error
+            raise EngineError(f"{error}: its weights can be incomplete until it has loaded others") from error
         deadline = time.monotonic() + CACHE_SECONDS
         while not self._request("POST", "/reset_prefix_cache").get("success"):
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.about} is busy with requests of others: it has to be for one run")
+                raise EngineError(f"{self.about} is busy with other programs' requests: a server is for one run only")
             time.sleep(0.1)
 
     async def complete(self, prompt: list[int], count: int, seed: int, settings: dict) -> list[Completion]:

@@ -104,7 +104,7 @@ def results_of(task: Task, answers: Answers, seed: int) -> dict:
     return {"num_questions": len(questions), "asked": task.data, **found, "questions": questions}
 
 
-# What is asked -------------------------------------------------------------------------------------------------------
+# The questions -------------------------------------------------------------------------------------------------------
 
 
 def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
@@ -117,9 +117,9 @@ def load_questions(config: ModelConfig, renamed: dict[str, str]) -> Task:
         )
     source = config.data if config.data is not None else task.eval_data
     if source is None:
-        raise UserError(f"{task} has no evaluation data of its own: give --data")
+        raise UserError(f"{task} names no evaluation data: give --data")
     if is_hub_source(source) and (test_split := find_test_split(source)) is not None:
-        say(f"the questions are those of {test_split} (--data names another split)")
+        say(f"the questions are from {test_split} (--data names another split)")
         source = test_split
     if renamed:
         rows = filter_rows(read_renamed(source, task, renamed), config, task, source)
@@ -193,7 +193,7 @@ def begin(directory: Path, config: ModelConfig, task: Task) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): choose another --output") from error
     if "num_samples" not in stored:
-        raise UserError(f"--output {directory} is not that of an evaluation (see its config.json): choose another")
+        raise UserError(f"--output {directory} is not an evaluation's (see its config.json): choose another")
     for name in (field.name for field in dataclasses.fields(config) if field.name not in FREE):
         if stored.get(name) != settings[name]:
             values = [printable(json.dumps(entry), 80) for entry in (settings[name], stored.get(name))]

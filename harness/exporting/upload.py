@@ -36,6 +36,6 @@ def push(directory: Path, name: str, private: bool) -> str:
         reason = f"the hub could not be used ({printable(str(error) or type(error).__name__, 300)})"
         if status in (401, 403):
             reason = f"the hub refuses the token ({status}): it must be allowed to write there"
-        later = f"what was exported is complete, and can be sent later: hf upload {name} {directory}"
+        later = f"the export is complete, and can be sent later: hf upload {name} {directory}"
         raise UserError(f"--push {name}: {reason}; {later}") from error
     return address

@@ -84,7 +84,7 @@ class Diagnosis:
             remedy = "" if config.dtype == "float32" else "--dtype float32 and "
             found["sampling and training disagree about the policy"] = (
                 f"sampling and training disagree about the policy: {what} (in {config.dtype} below {limit:g} is "
-                f"usual), so that the gradient is that of another policy: try {remedy}--attn-implementation eager; if "
+                f"usual), so the gradient belongs to another policy: try {remedy}--attn-implementation eager; if "
                 "it stays, the sampler or a mask is wrong"
             )
         now, correct, alike = map(self._mean, ("policy/entropy", "reward/correct", "group/zero_reward_variance"))
@@ -158,6 +158,6 @@ class Diagnosis:
         if failures > 0.1 * calls:
             found["searches fail"] = (
                 f"{failures / calls:.0%} of the calls of the last five steps were searches that the index could not "
-                "answer: see what is wrong with --search-url, or raise --search-seconds"
+                "answer: check --search-url, or raise --search-seconds"
             )
         return found

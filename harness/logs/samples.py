@@ -32,7 +32,7 @@ def write_samples(
     experience: Experience,
     statistics: UpdateStatistics,
 ) -> list[str]:
-    """Append two groups of most steps and all of every tenth step, from all ranks, with 0 where nothing was sampled.
+    """Append two groups of most steps and all of every tenth step, from all ranks; values are 0 off the sampled tokens.
 
     Returns the lines.
     """
@@ -45,7 +45,7 @@ def write_samples(
         if trajectory.question is None:
             row = task.train_rows[trajectory.prompt_index]
             asked, total = (task.question(row), task.right_answer(row)), task.total_reward(trajectory.rewards)
-        else:  # given, with a question of its own
+        else:  # given, with its own question
             asked, total = (trajectory.question, None), sum(trajectory.rewards.values())
         entry = {"step": step} | dict(zip(("question", "answer"), asked, strict=True))
         entry |= {"text": trajectory.text} | ({"turns": trajectory.turns} if trajectory.turns else {})
@@ -176,7 +176,7 @@ class TokenTexts:
         text = self._tokenizer.decode([i], clean_up_tokenization_spaces=False)
         if "\ufffd" not in text:
             return text
-        # byte-level tokenizers write each byte as one character; SentencePiece writes <0xE2>
+        # byte-level tokenizers write every byte as a character; SentencePiece writes <0xE2>
         if not set(piece) <= self._bytes.keys() or re.fullmatch("<0x[0-9A-F]{2}>", piece):
             return piece
         raw = bytes(self._bytes[character] for character in piece)

@@ -133,7 +133,7 @@ class AdapterReference(Policy):
 
     @property
     def device(self) -> torch.device:
-        return self.trained.device  # the weights may be on another device, because they can be offloaded
+        return self.trained.device  # the weights are on another device if they are offloaded
 
     def forward(self, *arguments, **options) -> PolicyOutput:
         if not self._weights:

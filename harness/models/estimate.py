@@ -97,7 +97,7 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
     """Bytes per device, by part and in total, for the length of the longest prompt; `LAUNCHES` lists launches."""
     rank, on_cpu, shards = rank_of(config), config.device == "cpu", processes if launch in ("fsdp2", *MESH) else 1
     tensor = config.tensor_parallel if launch in MESH else 1
-    part = copy.copy(shape)  # what one process computes of each layer
+    part = copy.copy(shape)  # the part of each layer that one process computes
     part.queries, part.keys, part.inner = (size / tensor for size in (shape.queries, shape.keys, shape.inner))
     arithmetic = 2 if config.dtype == "bfloat16" else 4  # bytes
     trained, frozen = (rank * shape.ends_of_linear, shape.parameters) if rank else (shape.parameters, 0)
@@ -160,7 +160,7 @@ def _activations(config: PolicyConfig, shape: Shape, rows: int, prompt: int, com
     tokens, rank = rows * (prompt + completion), rank_of(config)
     if shares:  # each prompt runs once for its group
         tokens = math.ceil(rows / config.group_size) * (prompt - 1) + rows * completion
-    norms = 4 if rank else 6  # inputs and outputs, and what is multiplied by weights that are trained
+    norms = 4 if rank else 6  # inputs, outputs, and the factors of trained weights
     values = tokens * (norms * shape.hidden + 2 * shape.queries + 2 * shape.keys + 4 * shape.inner + 7 * rank)
     values += 2 * rows * prompt * shape.keys if shares else 0  # keys and values of the prompt, for each of its rows
     layer = values * (AUTOCAST if config.dtype == "bfloat16" else 4)

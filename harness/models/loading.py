@@ -175,7 +175,7 @@ def check_computation(policy: Policy) -> None:
     name = type(model.get_base_model() if is_lora(policy) else model).__name__
     rows, prompts, sequences, action_mask = _rows(policy)
     unsupported = "which this code does not support yet"
-    own_state = f"{name} keeps state other than keys and values, or has positions of its own, {unsupported}"
+    own_state = f"{name} keeps state other than keys and values, or computes its own positions, {unsupported}"
     fault = f"{name} does not run as a decoder with an LM head, {unsupported}"
     with policy.autocast():
         try:

@@ -33,7 +33,7 @@ def _read(auto: type, what: str, source: str, local_files_only: bool, **options)
     except Exception as error:  # a damaged file can raise anything, even a KeyError
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:
-            reason = "it needs code of its own, which is never run here: use a model that transformers has code for"
+            reason = "it needs its own code, which is never run here: use a model that transformers has code for"
         raise UserError(f"the {what} {source} could not be loaded: {reason}") from error
 
 

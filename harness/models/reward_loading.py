@@ -50,7 +50,7 @@ def new_reward_model(config: PolicyConfig) -> RewardModel:
 
 
 def load_reward_model(source: str, device: str, dtype: torch.dtype) -> RewardModel:
-    """The finished reward model of a directory or a hub id; UserError if it is none, or gives more than one number."""
+    """The finished reward model of a directory or a hub id; UserError if there is none, or it gives several numbers."""
     path, given = find_directory(source), f"--reward-model {shown(source)}"
     if path is not None and not (path / "config.json").is_file():
         raise UserError(f"{given}: there is no model (no config.json); a hub id is owner/name")

@@ -56,7 +56,7 @@ def save_merged(adapter: Path, path: Path, tokenizer, dtype: torch.dtype) -> Non
 
 
 def save_base(config: PolicyConfig, policy: Policy, path: Path) -> None:
-    """Write the base of a new adapter if the adapter of `--model` was merged into it, and record where it is."""
+    """Write the base of a new adapter if the adapter of `--model` was merged into it, and record its path."""
     if config.adapter_path is None or not config.lora_rank:
         return
     path = path.resolve()

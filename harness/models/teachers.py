@@ -27,7 +27,7 @@ Teacher = Callable[[Experience], torch.Tensor]  # its log-probs (B, T-1) of the 
 class TeacherConfig(RunConfig):
     """The additional settings of an experiment with a teacher."""
 
-    # who the policy learns from: a hub id, or a directory of a model or of a LoRA adapter; with the policy's tokenizer
+    # the policy learns from this model, a hub id or a directory (also of a LoRA adapter), with the policy's tokenizer
     # and chat template; tiny_teacher: the bundled policy after it has learned to reason
     teacher: OfTeacher[InputPath] = "tiny_teacher"
     # the address of a vLLM server that holds the teacher, such as http://127.0.0.1:8000, instead of --teacher

@@ -73,8 +73,8 @@ def start_accelerator(config: ConfigT) -> tuple[ConfigT, Accelerator]:
 def prepare(
     accelerator: Accelerator, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare`, for a policy that may be sharded."""
-    exclude_frozen(policy)  # also those of a critic
+    """`accelerator.prepare`, also for a policy that is sharded."""
+    exclude_frozen(policy)  # also a critic's
     policy._no_split_modules = policy.model._no_split_modules  # the layers, which FSDP gathers one by one
     if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         policy.compute_device = accelerator.device

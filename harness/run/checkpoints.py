@@ -61,7 +61,7 @@ def write_checkpoint(
             raise
         shutil.rmtree(partial, ignore_errors=True)
         finished = _finished(directory)
-        newest = f"The last complete one is that of step {finished[0][0]}" if finished else "There is no earlier one"
+        newest = f"The last complete one is of step {finished[0][0]}" if finished else "There is no earlier one"
         raise UserError(
             f"the checkpoint of step {step} could not be written to {directory} ({error}); is the disk full? {newest}"
         ) from error
@@ -80,14 +80,14 @@ def _complete(run: Path, partial: Path, target: Path, step: int) -> None:
         "logs": {path.name: path.stat().st_size for path in logs},
     }
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-    for path in (*logs, *partial.rglob("*"), partial):  # the logs, too: no checkpoint may be newer than the logs
+    for path in (*logs, *partial.rglob("*"), partial):  # the logs, too: a checkpoint must not be newer than the logs
         flush_to_disk(path)
     partial.rename(target)
     flush_to_disk(target.parent)
 
 
 def newest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest finished checkpoint of a run; None if there is none, UserError if one of its files is incomplete."""
+    """The newest finished checkpoint of a run; None if there is none, UserError if any of its files is incomplete."""
     for path in sorted(directory.glob("step_*.partial")):
         say(f"{path} was not finished when the run was stopped; it is ignored")
     if not (finished := _finished(directory)):
@@ -123,7 +123,7 @@ def restore_logs(run: Path, checkpoint: Checkpoint) -> list[dict]:
 
 
 def read_checkpoint(path: Path, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-    """Restore policy and optimizer; Accelerate may be unable to read files of other numbers of processes or shards."""
+    """Restore policy and optimizer; Accelerate cannot always read files of another number of processes or shards."""
     if accelerator is None:
         load_weights(policy, path)
         optimizer.load_state_dict(torch.load(path / "optimizer.pt", weights_only=True, map_location=policy.device))

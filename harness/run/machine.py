@@ -47,7 +47,7 @@ def with_threads(config: ConfigT) -> ConfigT:
     """Resolve `--threads auto`: OMP_NUM_THREADS, else one, or the physical cores for a large model on the CPU alone."""
     if config.threads != "auto":
         return config
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it may be a list
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # it can be a list
     if asked.isdecimal() and int(asked) > 0:
         return dataclasses.replace(config, threads=int(asked))
     is_small = config.kind != "full" or torch.device(config.device).type != "cpu" or num_launched() > 1

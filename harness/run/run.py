@@ -101,7 +101,7 @@ class Run:
         if self._ends_early:  # a run that was over, and is resumed
             return
         self._bar = progress_bar(self.resumed_at, num_steps, is_shown=is_main())
-        # the second step is the first whose speed is that of all others
+        # the first step is slower than all others
         profiled = range(self.resumed_at + 2, self.resumed_at + 2 + self.config.profile) if is_main() else ()
         for step in self._bar:
             self.step = step
@@ -195,7 +195,7 @@ class Run:
             on_main(lambda: self._metrics.show_samples(step, lines))
 
     def checkpoint(self, step: int, policy: Policy, optimizer: torch.optim.Optimizer, accelerator=None) -> None:
-        """Write checkpoints/step_N if one is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
+        """Write checkpoints/step_N when it is due: every --checkpoint-every steps, at the last one, on Ctrl-C."""
         self._keep_best(step, policy)
         self._complete = (step, policy, optimizer, accelerator)
         every = self.config.checkpoint_every

@@ -45,7 +45,7 @@ def read_settings(directory: Path, what: str = "--resume") -> dict:
     if settings.get("experiment") is None:
         run = next((path for path in directory.resolve().parents if (path / "checkpoints").is_dir()), None)
         hint = "" if run is None else f"; it belongs to the run {run}, which resumes from its newest checkpoint"
-        raise UserError(f"{what} {directory}: its config.json is not that of a run{hint}")
+        raise UserError(f"{what} {directory}: its config.json is not a run's{hint}")
     return settings
 
 
@@ -60,7 +60,7 @@ def has_accelerator(config: PolicyConfig) -> bool:
 
 
 def script_of(config: PolicyConfig) -> str:
-    """The SHA-256 of this train.py, shortened: of a file of the user's own, the commit says nothing."""
+    """The SHA-256 of this train.py, shortened: the commit says nothing about a user's own file."""
     return _sha256(Path(sys.modules[type(config).__module__].__file__))[:12]
 
 
@@ -102,13 +102,13 @@ def check_sources(directory: Path, before: dict[str, dict], now: dict[str, dict]
         if content == then:
             continue
         label = "the base of --model" if name == "base" else flag(name)
-        what = f"{label} {now[name]['source']} is not what it was when {directory} began"
+        what = f"{label} {now[name]['source']} has changed since {directory} began"
         if not has_failed or name in ("model", "base"):
             raise UserError(
                 f"{what} ({then[:12]} then, {content[:12]} now): a resumed run needs the same content: restore it, or "
                 "start a new run"
             )
-        say(f"{what}; the run ended with an error of its task, and resumes with what is there now")
+        say(f"{what}; the run ended with an error of its task, and resumes with the new one")
 
 
 def _describe(name: str, source: str | Path) -> dict:

@@ -141,7 +141,7 @@ def _read_rows(path: Path, num_words: int, overlap: int, skipped: list[str]) -> 
         names = [str(row["id"])] if len(texts) == 1 else [f"{row['id']}#{part}" for part in range(1, len(texts) + 1)]
         for document in map(Document, names, texts):
             if document.id in places:
-                raise FieldsError(row, f"the id {printable(document.id, 80)!r} is that of {places[document.id]}, too")
+                raise FieldsError(row, f"the id {printable(document.id, 80)!r} is also the id of {places[document.id]}")
             places[document.id] = row.place
             yield document
         if not texts:
@@ -154,7 +154,7 @@ def _read_rows(path: Path, num_words: int, overlap: int, skipped: list[str]) -> 
 def split(text: str, num_words: int, overlap: int) -> Iterator[str]:
     """Chunks of at most `num_words` words; each begins with the last `overlap` words of the previous one.
 
-    A chunk ends with a sentence or a paragraph if one ends in the second half of its new words.
+    A chunk ends with a sentence or a paragraph if such an end is in the second half of its new words.
 
     >>> list(split("One two. Three four five six seven.", num_words=4, overlap=1))
     ['One two. Three four', 'four five six seven.']

@@ -127,7 +127,7 @@ class _Document(BaseModel, coerce_numbers_to_str=True):
 
 
 class _Item(_Document):
-    """A document, which may be in a separate field."""
+    """A document, which some servers put into a separate field."""
 
     document: _Document | None = None
     score: FiniteFloat | None = None

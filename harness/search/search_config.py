@@ -1,4 +1,4 @@
-"""The flags of searching: which documents, and how."""
+"""The flags that say which documents are searched, and how."""
 
 import shlex
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class IndexConfig:
     # search by meaning with this sentence-transformers model, a hub id or a directory; None: by words (BM25)
     encoder: OfSearch[InputPath | None] = None
     chunk_words: OfSearch[Count] = 100  # longer documents are cut into chunks of at most this many words
-    chunk_overlap: OfSearch[CountOrZero] = 20  # words at the end of a chunk with which the next one begins
-    # where runs are kept: <runs-dir>/<experiment>/<name>/, and indexes: <runs-dir>/search_index/
+    chunk_overlap: OfSearch[CountOrZero] = 20  # words at the end of a chunk that the next chunk repeats
+    # directory of all runs, <runs-dir>/<experiment>/<name>/, and of indexes, <runs-dir>/search_index/
     runs_dir: LocalPath = "runs"
 
 
@@ -38,7 +38,7 @@ class SearchConfig(IndexConfig):
     # ask a server that speaks Search-R1's protocol, such as http://127.0.0.1:8000, instead of an index on this machine;
     # a password for it is read from ~/.netrc
     search_url: OfSearch[str | None] = None
-    # time limit of a search, but for one by meaning; the policy reads an error instead of its result
+    # time limit of a search, except by meaning; when it is over, the policy reads an error instead of results
     search_seconds: OfSearch[Positive] = 5.0
 
 

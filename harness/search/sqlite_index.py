@@ -30,7 +30,7 @@ MAX_TERMS = 64  # distinct terms of a query that are searched for, the first one
 # Documents that a query may touch, summed over its terms: the search uses the rarest terms until this is spent.
 BUDGET = 20_000
 CHECKSUM = slice(60, 64)  # in the header: the field user_version, which SQLite reserves for applications
-COMMON = BUDGET // MAX_TERMS  # only terms in more documents than this have a stored count; all others may be used
+COMMON = BUDGET // MAX_TERMS  # only terms in more documents than this have a stored count; all other terms are used
 # Letters, digits and marks make words, without accents and capitals; `fold` has put spaces between Han characters.
 _SCHEMA = f"""
     PRAGMA journal_mode = OFF;
@@ -71,7 +71,7 @@ class SqliteIndex:
             self._connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
             content = np.memmap(path, mode="r")
             if _checksum(content) != content[CHECKSUM].tobytes():
-                raise ValueError("it is not what was written")
+                raise ValueError("its content has changed")
             info = self._connection.execute("SELECT documents, hash FROM info").fetchone()
             self.num_documents, self.content_hash = info
         except (sqlite3.Error, ValueError) as error:

@@ -47,7 +47,7 @@ def check_turns(policy: Policy) -> None:
     if removes_thoughts(policy.tokenizer):
         say(
             "the chat template removes the thoughts of a turn when the next one begins; here they stay, since a policy "
-            "is trained on exactly what it has seen: let the trained policy see them as well when you use it"
+            "is trained on exactly the tokens that it has seen: let the trained policy see them as well when you use it"
         )
 
 

@@ -1,11 +1,11 @@
-"""Read data as training would, and report what is wrong with them, before anyone trains on them.
+"""Read data as training would, and report their faults before anyone trains on them.
 
     python -m tasks.audit --task gsm8k --data data/train.jsonl
     python -m tasks.audit --task my_task.py --data my_rows.jsonl --eval-data my_test.jsonl --json report.json
 
-Problems are what a run refuses, or what makes its figures wrong: rows that cannot be read, gold answers that the reward
-does not accept, the same question with different answers, questions that training and evaluation share, prompts that do
-not fit. Notes are worth a look. Exit status: 0 without a problem, 1 with one, 2 if the task or the data cannot be used.
+A problem stops a run, or makes its figures wrong: rows that cannot be read, gold answers that the reward does not
+accept, the same question with different answers, questions that training and evaluation share, prompts that do not
+fit. Notes are worth a look. Exit status: 0 without a problem, 1 with one, 2 if the task or the data cannot be used.
 """
 
 from harness.base.interrupt import handle_as_usual  # first: no traceback of Ctrl-C during the imports
@@ -31,19 +31,19 @@ SHOWN = 3  # rows of a finding that people see
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    task: str  # what is asked and rewarded, as in training: a file of tasks, or the path of your own
+    task: str  # questions and rewards, as in training: a file of tasks, or the path of your own
     data: str | None = None  # as in training: a JSONL file, or a hub dataset owner/name[:subset[:split]]
-    eval_data: str | None = None  # as in training; None: what training would evaluate on, if that is a file of its own
+    eval_data: str | None = None  # as in training; None: the data of training's evaluations, if separate
     # as in training: keep rows whose field NAME is at most NUMBER
     at_most: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=NUMBER ...", help_behavior_hint="")] = ()
     max_question_length: Count | None = None  # as in training: keep questions of at most this many characters
-    model: str = "tiny"  # whose tokens and context lengths are measured in: as in training
+    model: str = "tiny"  # the model whose tokens and context count, as in training
     chat_template: str | None = None  # as in training: file of a chat template, for models that have none
     system_prompt: str | None = None  # as in training; None: none for the bundled policy, the task's for other models
     max_new_tokens: Count | None = None  # completion budget in tokens; None: as in training
-    eval_prompts: Count = 256  # as in training: rows that are held out of --data, if nothing else is evaluated on
-    seed: Seed = 0  # as in training: of the rows that are held out
-    json: str | None = None  # file that the report is written to as well, with the places of all rows
+    eval_prompts: Count = 256  # as in training: rows to hold out of --data, if there are no evaluation data
+    seed: Seed = 0  # as in training: the seed that chooses the rows to hold out
+    json: str | None = None  # also write the report to this file, with the places of all rows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     check_texts(settings)
     check_model(settings)
     if settings.kind not in RESOLVED:
-        raise UserError(f"--model {config.model} has no tokenizer of its own")
+        raise UserError(f"--model {config.model} has no tokenizer")
 
     from tasks.audit.examine_rows import examine  # takes seconds to import
 
@@ -81,7 +81,7 @@ def print_report(report: dict) -> None:
     if "evaluation" not in report["sources"]:
         fate = "can hold out none of so few: lower --eval-prompts, or give --eval-data"
         fate = f"holds out {report['held_out']} of --data" if report["held_out"] else fate
-        say(f"evaluation: no file of its own; a run {fate}")
+        say(f"evaluation: no separate file; a run {fate}")
     for title, is_problem in (("problems", True), ("notes", False)):
         findings = [f for f in report["findings"] if f["rows"] and f["is_problem"] is is_problem]
         say(f"\n{title}" + ("" if findings else ": none"))

@@ -333,7 +333,7 @@ def holds(question: str, gold: str) -> bool:
 
 
 def is_wrong(left: str, right: str) -> bool:
-    """Whether both sides are numbers, and differ by more than one unit in the last digit of the right one.
+    """Whether both sides are numbers, and differ by more than a unit in the last digit of the right side.
 
     >>> is_wrong("48/2", "24"), is_wrong("2/3", ".67"), is_wrong("10*.5", "5.0"), is_wrong("9*2", "16")
     (False, False, False, True)

@@ -86,7 +86,7 @@ def _results(high: int, low: int) -> list[tuple[str, int]]:
 
 
 def draw_nums(rng: random.Random) -> tuple[int, ...]:
-    """Three numbers, in the order in which a problem names them."""
+    """Three numbers, in the order of a problem."""
     return tuple(rng.randint(1, MAX_NUMBER) for _ in range(3))
 
 

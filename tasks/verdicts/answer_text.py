@@ -262,8 +262,8 @@ _FRACTION = re.compile(
 def same_number(gold: Number, answer: Number) -> bool | None:
     """Whether two numbers are equal; None if they are values of different names (x = 5, y = 5).
 
-    They are compared exactly. If one is a decimal, six decimals are enough, as long as they are five digits of the
-    number. A percent sign is a factor of 1/100, or a unit that the other number leaves out.
+    They are compared exactly. If one of them is a decimal, six decimals are enough, as long as they are five digits of
+    the number. A percent sign is a factor of 1/100, or a unit that the other number leaves out.
 
     >>> pairs = (("1/2", "0.5"), ("72", "72%"), ("0.72", "72%"), ("1/3", "0.33"))
     >>> [same_number(as_number(gold), as_number(answer)) for gold, answer in pairs]

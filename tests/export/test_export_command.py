@@ -142,7 +142,7 @@ def test_other_answers_are_an_error(runs, export, tmp_path, load_script, monkeyp
     module = load_script("export.py")
     write_model = module.write_model
     monkeypatch.setattr(module, "write_model", write)
-    with pytest.raises(UserError, match="4 of 4 greedy answers differ from those of the trained policy"):
+    with pytest.raises(UserError, match="4 of 4 greedy answers differ from the trained policy's"):
         export(runs / "full")
     assert list((tmp_path / "exports").iterdir()) == []
 
@@ -254,7 +254,7 @@ def test_every_byte_arrives_and_nothing_else(runs, export, tmp_path, hub, capsys
     [
         ("token", r"the hub refuses the token \(401\)"),
         ("public", "--private: me/small exists already, and is public; nothing was uploaded to it"),
-        ("network", r"the hub could not be used .*what was exported is complete.* hf upload me/small"),
+        ("network", r"the hub could not be used .*the export is complete.* hf upload me/small"),
     ],
 )
 def test_what_fails_is_told_and_the_export_kept(tmp_path, hub, monkeypatch, fault, sentence):
@@ -336,7 +336,7 @@ def test_hostile_text_stays_text(card):
     assert "[a](b)" not in outside
     headings = re.findall(r"^#+ \w.*$", outside, re.MULTILINE)
     assert [line for line in headings if line.startswith("## ")] == [
-        *("## How to use it", "## Training", "## Evaluation", "## Check of what was exported", "## Limits"),
+        *("## How to use it", "## Training", "## Evaluation", "## Check of the export", "## Limits"),
     ]
     compile(re.search(r"^(`{3,})python\n(.*?)^\1$", text, re.MULTILINE | re.DOTALL)[2], "card", "exec")
 

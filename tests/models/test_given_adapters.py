@@ -159,7 +159,7 @@ def test_a_run_is_not_resumed_over_another_base(first, tmp_path):
     weights["model.norm.weight"] += 1
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     now = describe_sources(RunConfig(model=str(adapter)), None)
-    with pytest.raises(UserError, match=f"^the base of --model {base} is not what it was when run began"):
+    with pytest.raises(UserError, match=f"^the base of --model {base} has changed since run began"):
         check_sources(Path("run"), before, now, has_failed=True)
 
 

@@ -165,7 +165,7 @@ def test_what_is_no_reward_model_is_refused_in_one_sentence(save_judge, tmp_path
         (damaged, "hold NaN or infinite numbers: score.weight"),
         (TINY_POLICY, "is a LlamaForCausalLM, not a reward model"),
         (plain, "has no chat template"),
-        (own_code, "needs code of its own"),
+        (own_code, "needs its own code"),
         (tmp_path, "no config.json"),
         (run, f"is a run: give its {run / 'final'}"),
     ):

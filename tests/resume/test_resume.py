@@ -292,7 +292,7 @@ def test_a_run_stopped_by_a_full_disk_says_so_and_can_resume(tmp_path, train, un
         return errors.getvalue()
 
     no_room = f"error: {directory} could not be written .*; when there is space, resume with: python .* --resume "
-    no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last complete one is that of step 4$"
+    no_checkpoint = "error: the checkpoint of step 6 could not be written .* The last complete one is of step 4$"
     assert re.match(no_room, refusal((directory / "samples.jsonl").stat().st_size // 2 + 100))
     assert re.match(no_checkpoint, refusal(size_of_weights - 1))
     assert re.match(no_checkpoint, refusal(2 * size_of_weights - 1))  # optimizer.pt is longer
@@ -336,7 +336,7 @@ NOT_RESUMED = [  # changes of config.json, flags, and the sentence
     ({}, "--lr 1e-3", "^--lr .* differs from the run's"),
     ({}, "--steps 5", "^--steps .* differs from the run's"),
     ({}, "--wandb", "^--wandb .* differs from the run's"),
-    ({"experiment": None}, "", "is not that of a run$"),
+    ({"experiment": None}, "", "is not a run's$"),
     ({"experiment": "experiment_other"}, "", "is a run of experiment_other, not of experiment_base"),
     ({"format_weight": 0.5}, "", "with settings that do not exist here: format_weight$"),
 ]
@@ -360,7 +360,7 @@ def test_a_changed_train_file_is_told(tmp_path, train, uninterrupted):
 
 
 def test_a_directory_of_weights_is_refused_and_its_run_named(train, uninterrupted):
-    with pytest.raises(UserError, match=f"not that of a run; it belongs to the run {uninterrupted}, which resumes"):
+    with pytest.raises(UserError, match=f"not a run's; it belongs to the run {uninterrupted}, which resumes"):
         train("--resume", str(uninterrupted / "checkpoints" / "step_6"))
 
 
@@ -438,7 +438,7 @@ def test_a_run_is_not_resumed_with_other_contents(own_files, train, monkeypatch)
     for name, change, flag in CHANGES:
         content = Path(name).read_bytes()
         change(Path(name))
-        with pytest.raises(UserError, match=f"^{flag} .* is not what it was when .*: restore it, or start a new run$"):
+        with pytest.raises(UserError, match=f"^{flag} .* has changed since .*: restore it, or start a new run$"):
             train("--resume", str(own_files))
         Path(name).write_bytes(content)
     assert digest(own_files / "metrics.jsonl") == before

@@ -104,7 +104,7 @@ def test_an_adapter_is_evaluated_with_what_it_adds(evaluate, tmp_path, capsys):
         for name, weight in weights.items()
     }
     save_file(weights, tmp_path / "adapter/adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"--model .*adapter is not what it was when same began"):
+    with pytest.raises(UserError, match=r"--model .*adapter has changed since same began"):
         evaluate(*flags, "--model", "adapter", "--output", "same")
     evaluate(*flags, "--model", "adapter", "--output", "other", "--compare", "base")
     printed = capsys.readouterr().out

@@ -114,12 +114,12 @@ GSM8K_ROW = {"question": "What is 1+1?", "answer": "1+1=2\n#### 2"}
 @pytest.mark.parametrize(
     ("task", "row", "sentence"),
     [
-        ("arithmetic", {"question": "?", "answer": ["2", "two"]}, "'answer' cannot be .*; .* those of --task qa$"),
+        ("arithmetic", {"question": "?", "answer": ["2", "two"]}, "'answer' cannot be .*; .* belong to --task qa$"),
         ("arithmetic", {"prompt": "?", "target": 2}, r"'question' is missing \(there are: prompt, target\)$"),
-        ("arithmetic", GSM8K_ROW, r"earns correct = 0; rows like this one are those of --task gsm8k$"),
-        ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* those of --task gsm8k$"),
-        ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* those of --task math$"),
-        ("gsm8k", {"nums": [1, 2], "target": 3}, "'question' is missing .* those of --task countdown$"),
+        ("arithmetic", GSM8K_ROW, r"earns correct = 0; rows like this one belong to --task gsm8k$"),
+        ("math", GSM8K_ROW, r"'problem' is missing \(there are: question, answer\); .* belong to --task gsm8k$"),
+        ("gsm8k", {"problem": "$1+1$?", "answer": "2"}, "'question' is missing .* belong to --task math$"),
+        ("gsm8k", {"nums": [1, 2], "target": 3}, "'question' is missing .* belong to --task countdown$"),
         ("gsm8k", {"question": "?", "answer": "1+1=2\n#### "}, "the field 'answer' is empty"),
         ("qa", {"question": "?", "answer": []}, "the field 'answer' is empty, so that no completion can be right"),
     ],
@@ -278,7 +278,7 @@ def test_code_that_comes_with_a_model_is_not_run(train, monkeypatch, capsys, cha
         settings = {"peft_type": "LORA", "base_model_name_or_path": str(Path("model").resolve())}
         Path("adapter/adapter_config.json").write_text(json.dumps(settings))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    with pytest.raises(UserError, match="could not be loaded: it needs code of its own, which is never run") as caught:
+    with pytest.raises(UserError, match="could not be loaded: it needs its own code, which is never run") as caught:
         train("--model", "./adapter" if is_base else "./model", *SMALL)
     assert "\n" not in str(caught.value)
     assert "[y/N]" not in capsys.readouterr().out
@@ -337,7 +337,7 @@ def test_a_model_without_template_runs_with_a_given_one(train, load_script):
     Path("runs").rename("before")
     train("--model", "before/experiment_base/x/final", *SMALL)
     Path("mine.jinja").write_text("{{ messages }}")
-    with pytest.raises(UserError, match=r"^--chat-template .*mine\.jinja is not what it was when"):
+    with pytest.raises(UserError, match=r"^--chat-template .*mine\.jinja has changed since"):
         load_script(TRAIN).main(["--resume", "before/experiment_base/x"])
 
 
@@ -411,7 +411,7 @@ def test_a_reward_that_raises_in_training_says_how_to_resume(train, load_script)
     load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
     assert read_lines(Path("runs/experiment_base/x/metrics.jsonl"))[-1]["step"] == 4
     Path("my_task.py").write_text("FAILS = 0\n" + FAILS_LATER)  # the run has not failed since the correction
-    with pytest.raises(UserError, match=r"^--task .*my_task\.py is not what it was when"):
+    with pytest.raises(UserError, match=r"^--task .*my_task\.py has changed since"):
         load_script(TRAIN).main(["--resume", "runs/experiment_base/x"])
 
 
@@ -621,7 +621,7 @@ def test_data_and_templates_cannot_control_the_terminal(train, load_script, monk
     Path("d.jsonl").write_text(json.dumps({"question": "", HOSTILE: 1}) + "\n")
     assert "'answer' is missing" in run_and_read(capsys, load_script, "--data", "d.jsonl")
     Path(HOSTILE).write_text("[]")
-    assert "must be a JSON object" in run_and_read(capsys, load_script, "--data", f"./{HOSTILE}")
+    assert "must be a separate JSON object" in run_and_read(capsys, load_script, "--data", f"./{HOSTILE}")
     question = f"1+1? {HOSTILE}\nerror: forged"
     Path("d.jsonl").write_text(json.dumps({"question": question, "answer": "2"} | {"num_terms": 1}) + "\n")
     shutil.copytree(TINY_POLICY, "model")

@@ -223,7 +223,7 @@ def test_a_server_that_dies_costs_one_batch(make, stand_in, program):
     server.damage = die
     with pytest.raises(UserError, match=r"has not answered|refused") as error:
         make(program, "out.jsonl", *served, server.url)
-    assert "out.jsonl keeps what is done, and the same command continues it" in str(error.value)
+    assert "out.jsonl keeps the finished rows, and the same command continues it" in str(error.value)
     assert "\n" not in str(error.value)
     kept = Path("out.jsonl").read_bytes()
     assert whole.startswith(kept)

@@ -203,7 +203,7 @@ def test_a_hidden_thought_changes_no_score_and_a_malformed_one_gets_the_floor(ju
 
 @pytest.mark.parametrize(("flags", "sentence"), [
     ("--strict", "--strict is about a reward model: give --reward-model"),
-    ("--reward-model {} --strict", "say with --answer-begins how they are told apart"),
+    ("--reward-model {} --strict", "tell a thought from an answer: give --answer-begins"),
     ("--reward-model {} --reward-model-url http://127.0.0.1:1", "are two judges: give one"),
     ("--reward-model-url http://127.0.0.1:1", "nothing listens there"),
     ("--reward-model not/a/directory", "no config.json"),

@@ -190,7 +190,7 @@ def test_rows_held_out_of_a_users_file_are_not_trained_on(write):
     assert questions(train_rows) | questions(eval_rows) == questions(read_rows(path, REQUIRED))
     assert split(seed=0) == (train_rows, eval_rows)
     assert questions(split(seed=1)[1]) != questions(eval_rows)
-    with pytest.raises(UserError, match="has 50 rows, of which --eval-prompts takes 50"):
+    with pytest.raises(UserError, match="has 50 rows, and --eval-prompts takes 50 of them"):
         load_rows(data=path, eval_prompts=50)
 
 
@@ -229,7 +229,7 @@ def test_a_run_is_not_resumed_with_other_held_out_questions(write, tmp_path):
     with pytest.raises(UserError, match=r"test\.jsonl, which .* is evaluated on, is no longer there"):
         check_sources(tmp_path, beside, without, has_failed=False)
     write(row(8), name="test.jsonl")
-    with pytest.raises(UserError, match=r"--eval-data .*test\.jsonl is not what it was"):
+    with pytest.raises(UserError, match=r"--eval-data .*test\.jsonl has changed since"):
         check_sources(tmp_path, beside, sources(test), has_failed=False)
 
 

@@ -163,7 +163,7 @@ GOOD = '{"id": "a", "text": "b"}\n'
     ('{"id": "a", "text": " "}', "docs.jsonl holds no text"), (GOOD + "\n{", r"docs.jsonl:3: not JSON"),
     (GOOD + '{"id": "c", "text": 3}', "docs.jsonl:2: the field 'text' cannot be 3"),
     (GOOD + '{"text": "c"}', "docs.jsonl:2: the field 'id' is missing"),
-    (GOOD + "\n" + GOOD, "docs.jsonl:3: the id 'a' is that of docs.jsonl:1, too"),
+    (GOOD + "\n" + GOOD, "docs.jsonl:3: the id 'a' is also the id of docs.jsonl:1"),
     ('{"id": "a", "text": "%s"}\n{"id": "a#2", "text": "b"}' % ("x " * 150), "docs.jsonl:2: the id 'a#2'"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_told_in_one_sentence(files, message):

@@ -317,7 +317,7 @@ def test_other_settings_in_the_same_directory_are_refused(make_config, begun, ch
 @pytest.mark.parametrize("name", ["lengths.py", "rows.jsonl"])
 def test_other_contents_in_the_same_directory_are_refused(make_config, begun, tmp_path, name):
     (tmp_path / name).write_text((tmp_path / name).read_text() + "\n")
-    with pytest.raises(UserError, match=f"{name} is not what it was when "):
+    with pytest.raises(UserError, match=f"{name} has changed since "):
         begun(make_config())
 
 
@@ -326,7 +326,7 @@ def test_a_directory_of_something_else_is_left_alone(make_config, tmp_path):
     task = load_questions(config, {})
     with pytest.raises(UserError, match=r"holds other files \(lengths.py, rows.jsonl\)"):
         begin(tmp_path, config, task)
-    for content, sentence in (('{"experiment": "x"}', "not that of an evaluation"), ("{", "cannot be read")):
+    for content, sentence in (('{"experiment": "x"}', "is not an evaluation's"), ("{", "cannot be read")):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(UserError, match=sentence):
             begin(tmp_path, config, task)

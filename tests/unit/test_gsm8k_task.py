@@ -161,10 +161,10 @@ def test_a_description_says_which_form_was_used(text, names):
     [
         (
             "arithmetic",
-            r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$",
+            r"train\.jsonl:1: no completion can be right, .*; rows like this one belong to --task gsm8k$",
         ),
-        ("qa", r"train\.jsonl:1: no completion can be right, .*; rows like this one are those of --task gsm8k$"),
-        ("mine.py", r"bring the row .*of GSM8K's answers keep what follows ####\)"),
+        ("qa", r"train\.jsonl:1: no completion can be right, .*; rows like this one belong to --task gsm8k$"),
+        ("mine.py", r"bring the row .*keep the part of GSM8K's answers after ####\)"),
     ],
 )
 def test_rows_of_gsm8k_in_another_task_name_this_one(tmp_path, monkeypatch, task, sentence):

@@ -284,7 +284,7 @@ def test_a_slow_reward_is_reported_while_it_runs(load, monkeypatch, capsys):
         ({"reward_weight": ("short",)}, r"^--reward-weight short: this is not NAME=NUMBER$"),
         ({"reward_weight": ("short=much",)}, r"^--reward-weight short=much: this is not NAME=NUMBER$"),
         ({"reward_weight": ("short=nan",)}, r"^--reward-weight short=nan: this is not NAME=NUMBER$"),
-        ({"data": None, "eval_data": None}, r"^--task my_task\.py has no data of its own: give --data$"),
+        ({"data": None, "eval_data": None}, r"^--task my_task\.py names no data: give --data$"),
     ],
 )  # fmt: skip
 def test_flags_that_name_nothing_are_refused(load, settings, sentence):

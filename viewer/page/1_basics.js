@@ -1,4 +1,4 @@
-// What the page is made of: the run's data, elements, text and numbers as the reader sees them.
+// The parts of the page: the run's data, elements, text and numbers as the reader sees them.
 //
 // All files of this directory are one module, in the order of their names. Text of a model, a data set or a tool gets
 // into the page through element() and visible() alone: as text, never as HTML.
@@ -12,7 +12,7 @@ const data = JSON.parse(byId("run-data").textContent);
 
 // ---- text
 
-// Characters that show nothing, or that reorder what stands around them: controls, formats such as U+202E, odd spaces.
+// Characters that show nothing, or that reorder their neighbours: controls, formats such as U+202E, odd spaces.
 const INVISIBLE = /(?![ \n\t])[\p{Cc}\p{Cf}\p{Cs}\p{Zs}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}]/gu;
 
 /** The text with every invisible character written out: "a\u202Eb" becomes "a‹U+202E›b". */
@@ -96,7 +96,7 @@ const sum = (values) => values.reduce((total, value) => total + value, 0);
 const mean = (values) => sum(values) / values.length;
 const spread = (values) => Math.sqrt(mean(values.map((value) => (value - mean(values)) ** 2)));
 
-/** The largest of `values`, and at least `least`; what is not finite does not count. */
+/** The largest of `values`, and at least `least`; only finite values count. */
 const largest = (values, least) =>
   values.reduce((most, value) => (isNumber(value) && value > most ? value : most), least);
 

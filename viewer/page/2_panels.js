@@ -6,7 +6,7 @@ const share = { floor: 0, ceiling: 1 }; // of the axis, where the data stay insi
 const positive = { floor: 0 };
 const more = { floor: 0, more: true }; // shown on request
 
-// A key, such as eval/greedy/accuracy_one_hop, without what stands before the name that the task gave.
+// A key, such as eval/greedy/accuracy_one_hop, without the part before the name that the task gave.
 const nameOf = (key) => key.replace(/^.*\/(accuracy_)?/, "");
 const ofQuestions = { ...share, of: (key) => data.kinds.includes(nameOf(key)) }; // the task describes questions, too
 
@@ -16,10 +16,10 @@ const PANELS = [
   ["Accuracy", "Share of right answers.", /^(reward\/correct|eval\/\w+\/accuracy)$/, share],
   ["Accuracy on pairs", "Share of pairs whose chosen answer has the higher score.",
     /^(preference|eval)\/accuracy/, share],
-  ["Margin", "Score of the chosen answer minus that of the rejected one, mean.", /^(preference|eval)\/margin$/, {}],
+  ["Margin", "Score of the chosen answer minus score of the rejected one, mean.", /^(preference|eval)\/margin$/, {}],
   ["Log-prob of an answer", "Of held-out pairs, sum over its tokens, in nats.", /^eval\/log_prob_/, {}],
   ["Accuracy by kind of question", "Greedy answers to held-out questions.", /^eval\/greedy\/accuracy_/, ofQuestions],
-  ["Accuracy by kind of answer", "Right ones among the greedy answers of each kind.",
+  ["Accuracy by kind of answer", "Share of right answers among the greedy answers of each kind.",
     /^eval\/greedy\/accuracy_/, share],
   ["Reward", "The total and its components, mean over completions.",
     /^reward\/(?!.*calls)/, { reuse: /^reward\/correct$/ }],
@@ -64,7 +64,7 @@ const PANELS = [
   ...options,
 }));
 
-// What is 0 all the time tells something only here; elsewhere it is left out.
+// A curve that is always 0 is shown only in these panels; elsewhere it is left out.
 const TELLING_ZERO = /accuracy|correct$|total$|kl$|variance|truncated|policy\/(clipped|importance_capped)/;
 
 const LABELS = {

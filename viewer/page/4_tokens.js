@@ -1,4 +1,4 @@
-// What a token looks like, what it can be coloured by, and its numbers.
+// The look of a token, its possible colours, and its numbers.
 
 const END_OF_TURN = 2; // a flag of a token, beside 1 for a special one
 const LONGEST_TOKEN = 200; // characters of a token that are shown
@@ -88,8 +88,8 @@ function checkLoss(groups, logged, complete) {
 
 // ---- colours
 
-// What a token can be coloured by. `value` gives the number of action token i of a row (update: that of the chosen pass,
-// or null), `scale` what the strongest colour means, given all numbers of the group; diverging ones have two colours.
+// The possible colours of a token. `value` gives the number of action token i of a row (`update`: of the chosen pass, or
+// null), `scale` the number of the strongest colour, given all numbers of the group; diverging scales have two colours.
 const COLORS = {
   advantage: {
     label: "advantage",
@@ -113,9 +113,9 @@ const COLORS = {
   mask: { label: "in the loss or not", value: () => 1, scale: () => 1, ends: () => ["", "in the loss"] },
 };
 
-// The same for what updates write, where a name is known: `least` is the least scale, `by` is applied to the numbers.
+// The same for the known names that updates write: `least` is the least scale, `by` is applied to the numbers.
 const UPDATE_COLORS = {
-  push: { label: "push: what the update does", total: true, words: [" (less probable)", " (more probable)"] },
+  push: { label: "push: the effect of the update", total: true, words: [" (less probable)", " (more probable)"] },
   terms: { label: "term in the loss", total: true, flipped: true, words: [" (lowers the loss)", " (raises it)"] },
   ratio: {
     label: "probability ratio",
@@ -127,7 +127,7 @@ const UPDATE_COLORS = {
   kl: { label: "KL to the reference", least: 1e-4 },
 };
 
-/** All that the tokens of these rows can be coloured by, the push first. */
+/** All possible colours of the tokens of these rows, the push first. */
 function colorsOf(rows) {
   const names = [...new Set(["push", "terms", ...namesIn(rows)])];
   const updates = rows.flatMap((row) => row.updates);
@@ -153,7 +153,7 @@ function colorsOf(rows) {
 
 // ---- the numbers of a token
 
-/** All numbers of an action token, and those of each update. */
+/** All numbers of an action token, and its numbers in each update. */
 function numberTable({ numbers, i }) {
   const { row, totals } = numbers;
   const { updates } = row;

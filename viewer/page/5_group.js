@@ -30,7 +30,7 @@ class GroupView {
     this.show(null);
   }
 
-  // ---- what a group is made of
+  // ---- the parts of a group
 
   head() {
     const { question, answer, prompt, rows } = this.group;
@@ -42,7 +42,7 @@ class GroupView {
       !isNamed && "The run did not write the text of every token: ‹123› is the token with id 123. ",
       this.hasTerms && ["Their terms add up to ", element("b", { class: "number" }, signed(total, 8)), "."],
     ];
-    const title = question ? shortened(question, 2000) : "A prompt without a written question";
+    const title = question ? shortened(question, 2000) : "A prompt without a recorded question";
     return [element("h3", { class: "question" }, title), element("p", { class: "note" }, note)];
   }
 
@@ -138,7 +138,7 @@ class GroupView {
     const ends = kind.ends(most).map((text) => element("span", {}, text));
     const scale = [element("span", { class: "unseen" }, "Scale: "), ends[0], ramp, ends.at(-1)];
     const isKnown = values.flat().some(isNumber);
-    fill(byId("scale"), isKnown ? scale : "The run wrote no numbers of this kind for these completions.");
+    fill(byId("scale"), isKnown ? scale : "The run recorded no such numbers for these completions.");
   }
 
   /** Offer the updates that one can choose from; returns the one that is chosen. */
@@ -208,7 +208,7 @@ class GroupView {
     this.onToken(null, null);
   }
 
-  // ---- what is known of a token
+  // ---- the facts about a token
 
   /** Its place, its text, and its numbers where it has some. */
   facts({ list, index }) {
@@ -236,7 +236,7 @@ class GroupView {
   }
 
   show(place) {
-    const how = "Point at a token, or go to one with the tab key and then the arrow keys, to read its numbers.";
+    const how = "To read a token's numbers, point at it, or reach it with the tab key and the arrow keys.";
     if (!place) return fill(byId("readout"), element("p", { class: "note" }, how));
     const facts = this.facts(place);
     const { id, text, flags, numbers, position, role } = facts;

@@ -1,4 +1,4 @@
-// What the reader has chosen, and news from a run that is not finished.
+// The reader's choices, and news from a run that is not finished.
 
 let chosen = { step: null, prompt: null, row: null, token: null, by: "push", pass: "" }; // also in the address
 let groups = null; // of the chosen step
@@ -32,7 +32,7 @@ function firstStep() {
   return (VERSION ? steps.at(-1) : first).step;
 }
 
-// ---- what is chosen
+// ---- the choices
 
 /** Change what the reader has chosen, and show it; what is not named stays. */
 function choose(change, status = "") {
@@ -171,9 +171,9 @@ function showCheck(entry) {
   const all = `The terms of all tokens of this step${of} add up to ${added}`;
   const sentences = {
     equal: `${all}; the run logged a loss of ${said}: equal to 1e-5.`,
-    part: `${entry.rows} of ${entry.of ?? "all"} rows were written: their terms are a part of the logged loss of ${said}.`,
-    differs: `${all}, but the run logged ${said}: the terms are not those of its loss.`,
-    missing: `${all}, the run logged a loss of ${said}: one of the two is not known.`,
+    part: `${entry.rows} of ${entry.of ?? "all"} rows were written: their terms are only a part of the logged loss, ${said}.`,
+    differs: `${all}, but the run logged ${said}: the terms do not add up to its loss.`,
+    missing: `${all}; the run logged a loss of ${said}: one of the two is unknown.`,
     unknown: "The samples have no terms of the loss: an older version wrote them, or no update used them.",
   };
   showVerdict(check.state, sentences[check.state]);
