@@ -114,6 +114,8 @@ def memory_of(config: PolicyConfig, shape: Shape, prompt: int, launch: str = "on
         prompt, completion, rows = 0, config.max_length, 2 * config.pairs_per_step
     rows, evaluated = (math.ceil(count / (processes // tensor)) for count in (rows, 8 * config.eval_prompts))
     micro = min(config.micro_batch_size * (2 if hasattr(config, "pairs_per_step") else 1), rows)
+    if budget := getattr(config, "tokens_per_micro_batch", None):
+        micro = min(micro, max(1, budget // (prompt + completion)))
 
     is_cast = arithmetic == 2 and not rank and launch != "fsdp2"  # by autocast, which keeps the copies
     casts = 2 * copies * shape.parameters / tensor if is_cast else 0

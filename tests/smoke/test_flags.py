@@ -337,8 +337,14 @@ ALONE = f"{GENTLE} --micro-batch-size 1"  # a row shares no prompt
 
 @changes("--attn-implementation eager --gradient-checkpointing", also=ALONE, of=BOTH, is_slow=True)
 def arithmetic(new, old):
-    assert [run.policy.model.config._attn_implementation for run in (new, old)] == ["eager", "sdpa"]
+    assert [run.policy.packing for run in (new, old)] == [None, "sdpa"]
     assert new.mlp_passes == 2 * old.mlp_passes > 0
+    assert_agree(new, old)
+
+
+@changes("--no-pack", also=GENTLE, of=BOTH)
+def pack(new, old):
+    assert [run.policy.packing for run in (new, old)] == [None, "sdpa"]
     assert_agree(new, old)
 
 
@@ -540,6 +546,12 @@ def batches(new, old):
     assert_agree(new, old)
 
 
+@changes("--tokens-per-micro-batch 60", also=GENTLE)
+def tokens_per_micro_batch(new, old):
+    assert 1 <= max(new.training_rows) < max(old.training_rows) == 8
+    assert_agree(new, old)
+
+
 # Training
 
 
@@ -716,6 +728,7 @@ def test_every_flag_has_an_entry(script, setup):
     elsewhere = {"eval_suite", "optimizer"} & flags
     known = set().union(*(change.flags for change in CHANGES if EXPERIMENT[change.setup] == EXPERIMENT[setup]))
     judged = {"reward_model", "reward_model_url", "answer_begins", "strict", "no_answer_penalty", "stop_when"} & flags
+    known = known - {"no_pack"} | {"pack"}
     assert known | judged | elsewhere | {*REFUSED, "estimate", "watch"} == flags | {"another name"}
 
 

@@ -27,7 +27,7 @@ from harness.base.config import TINY_POLICY
 # Every value differs from the default by enough to change the run; --max-grad-norm is near AdamW's epsilon, so that the
 # length of the gradient matters. The data have few rows, which are read faster.
 ALL_WEIGHTS = (
-    f"--name x --seed 5 --device cpu --model files/tiny --attn-implementation eager --data {EVAL_DATA} "
+    f"--name x --seed 5 --device cpu --model files/tiny --attn-implementation eager --no-pack --data {EVAL_DATA} "
     f"--eval-data {EVAL_DATA} --eval-sets again={EVAL_DATA} --keep-best eval/greedy/length "
     "--reward-functions files/rewards.py --reward-weight format=0.5 --at-most num_terms=3 num_digits=2 "
     "--max-question-length 26 "
@@ -41,7 +41,7 @@ AN_ADAPTER = (
     "--name x --device cpu --steps 1 --prompts-per-step 2 --group-size 3 --max-new-tokens 4 --eval-prompts 1 "
     "--epochs-per-step 2 --lr 1e-2 --task files/task.py --chat-template files/polite.jinja --dtype bfloat16 "
     f"--data {EVAL_DATA} --gradient-checkpointing --lora-rank 2 --lora-alpha 40 --lora-targets q_proj v_proj "
-    "--save-merged --threads 1 --runs-dir elsewhere"
+    "--save-merged --threads 1 --runs-dir elsewhere --tokens-per-micro-batch 60"
 )
 # Flags that act before any algorithm and need a package, a stopped run, or another test: test_flags.py,
 # resume/test_resume.py and models/test_estimate.py cover them; test_reward_model_runs.py covers those of reward models.
