@@ -21,8 +21,9 @@ NUM_TRAIN = 205
 def easy_rows(lines: list[str]) -> list[str]:
     """The lines of the published file that hold an easy question.
 
-    >>> easy_rows(['{"question": "What is 2 + 3?", "answer": "2+3=<<2+3=5>>5\\\\n#### 5"}', '{"question": "", "answer": ""}'])
-    ['{"question": "What is 2 + 3?", "answer": "2+3=<<2+3=5>>5\\\\n#### 5"}']
+    >>> easy = '{"question": "What is 2 + 3?", "answer": "2+3=<<2+3=5>>5\\\\n#### 5"}'
+    >>> easy_rows([easy, easy.replace("3=", "3=<<4>>, 3=<<6>>, ")]) == [easy]
+    True
     """
     rows = [(line, json.loads(line)) for line in lines]
     return [line for line, row in rows if len(row["question"]) <= 120 and row["answer"].count("<<") in (1, 2)]
