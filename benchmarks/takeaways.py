@@ -25,6 +25,8 @@ GROUPS = {
     "64 questions, with four times the learning rate": ("takeaways", "batch512_lr4_seed", 64),
     "a fifth of the lessons": ("takeaways", "fifth_seed", 16),
     "a fifth of the lessons, format reward 0.5": ("takeaways", "fifth_format_seed", 16),
+    "SmolLM2 on GSM8K, right answers only": ("takeaways", "gsm8k_correct_seed", 4),
+    "SmolLM2 on GSM8K, and rewards for the form": ("takeaways", "gsm8k_form_seed", 4),
     "SmolLM2, smallest and largest number of words": ("smollm2", "seed", 8),
     "SmolLM2, largest number only": ("smollm2", "one_word", 8),
 }
@@ -46,6 +48,8 @@ def read_group(label: str) -> list[Rows]:
 
 def over_steps(runs: list[Rows], key: str, first: int, last: int) -> str:
     """Mean, lowest and highest value of the runs; each run's value is its mean over the steps `first` to `last`."""
+    if len(runs[0]) < last:
+        return "-"
     return spread([fmean(row[key] for row in rows if first <= row["step"] <= last) for rows in runs])
 
 
@@ -97,14 +101,18 @@ def table_of_steps(labels: Sequence[str], keys: dict[str, str], blocks: Sequence
 def tables() -> dict[str, str]:
     """By the question that they answer."""
     labels = list(GROUPS)
-    blocks = [(1, 5), (21, 25), (36, 40), (56, 60)]
+    blocks = [(1, 5), (21, 25), (36, 40)]
     accuracy, length, entropy = "reward/correct", "completion/length", "policy/entropy"
+    form = {"completion/reasoned": "reasoned", "reward/format": "format"}
     return {
         "batches": table_of_batches(),
         "lessons": table_of_steps([BUNDLED, labels[4]], {accuracy: "sampled accuracy", length: "tokens"}, blocks),
-        "format": table_of_steps(labels[4:6], {accuracy: "sampled accuracy", "reward/format": "format"}, blocks),
+        "format": table_of_steps(labels[4:6], {accuracy: "sampled accuracy", **form}, blocks),
+        "form": table_of_steps(
+            labels[6:8], {accuracy: "sampled accuracy", "reward/strict_format": "form"}, [(1, 2), (9, 10)]
+        ),
         "collapse": table_of_steps(
-            [BUNDLED, *labels[4:5], *labels[6:]], {entropy: "entropy", length: "tokens"}, blocks
+            [BUNDLED, labels[4], *labels[8:]], {entropy: "entropy", length: "tokens"}, [*blocks, (56, 60)]
         ),
     }
 
