@@ -183,6 +183,12 @@ def test_the_table_of_hyperparameters_matches_its_data(load_script):
     assert benchmark.table(*benchmark.read_results()) in (ROOT / "docs" / "hyperparameters.md").read_text("utf-8")
 
 
+def test_the_tables_of_takeaways_match_their_data(load_script):
+    page = (ROOT / "docs" / "takeaways.md").read_text(encoding="utf-8")
+    tables = load_script("benchmarks/takeaways.py").tables()
+    assert [name for name, table in tables.items() if table not in page] == []
+
+
 # The page of traps ----------------------------------------------------------------------------------------------------
 
 GROUP_SIZE = 8
