@@ -38,7 +38,7 @@ PAGES = sorted(
 )
 SOURCES = ("common", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*")
 # They take directories, or nothing
-PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}
+PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "notebooks/execute.py"}
 
 
 @pytest.fixture(autouse=True)
