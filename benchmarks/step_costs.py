@@ -1,4 +1,4 @@
-"""What a step costs beside its matrix products, and what padding costs.
+"""The cost of a step beside its matrix products, and the cost of padding.
 
     python benchmarks/step_costs.py            # 25 minutes on one core: measures, and prints the tables
     python benchmarks/step_costs.py --print    # the tables from the committed data

@@ -3,8 +3,8 @@
     python notebooks/execute.py                   # one_grpo_step: about ten seconds on one CPU core
     python notebooks/execute.py gsm8k_smollm2     # twenty minutes, with a real model
 
-It needs the extra notebook. The kernel is the Python that runs this file. What an editor stores beside the cells is
-left out, so that git shows what has changed.
+It needs the extra notebook. The kernel is the Python that runs this file. Metadata that an editor
+stores beside the cells are left out, so that git shows only changes of content.
 """
 
 import base64
@@ -44,7 +44,7 @@ def execute(notebook: nbformat.NotebookNode, directory: Path) -> nbformat.Notebo
 
 
 def without_traces(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook without what an editor or a kernel of another version would write into it."""
+    """The notebook without the metadata that an editor or a kernel of another version would write into it."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
     for cell in notebook.cells:
