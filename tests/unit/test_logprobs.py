@@ -21,6 +21,7 @@ from common.policy import Policy
 from common.sampling import sample
 from common.trajectory import Trajectory
 
+from harness.models.loading import check_computation
 from harness.processes.accelerator import prepare
 
 VOCAB = 24
@@ -238,7 +239,8 @@ def test_logits_stay_bounded_where_the_head_may_be_chunked(make_policy, kind, is
 
 # Rows that are packed, and prompts that several of them share --------------------------------------------------------
 
-PROMPTS = ([3, 4], [5, 6, 7, 8, 9], [10], [3, 4, 11, 12])  # one is a prefix of another, one is a single token
+# One is a prefix of another, one is a single token, and two have different lengths in one bucket
+PROMPTS = ([3, 4], [5, 6, 7, 8, 9, 13], [10], [3, 4, 11, 12, 14])
 GROUP_SIZE = 3
 
 
@@ -259,14 +261,14 @@ def batch(policy):
     return experience
 
 
-def make_model(name: str):
-    """A random model: llama, qwen2 (with biases), qwen3 (normalises q and k) or mistral (sees only four tokens)."""
+def make_model(name: str, initializer_range: float = 0.3):
+    """A random model: llama, qwen2 (with biases), qwen3 (normalises q and k), mistral (sees only four tokens), ..."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(
-        name, **shape, head_dim=8, intermediate_size=64, vocab_size=VOCAB, initializer_range=0.3, eos_token_id=2,
-        tie_word_embeddings=False, **({"sliding_window": 4} if name == "mistral" else {}),
+        name, **shape, head_dim=8, intermediate_size=64, vocab_size=VOCAB, eos_token_id=2, tie_word_embeddings=False,
+        initializer_range=initializer_range, **({"sliding_window": 4} if name == "mistral" else {}),
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
@@ -289,6 +291,15 @@ def test_rows_are_padded_where_attention_is_eager(batch):
     policy = Policy(model, None, [2], pad_id=0)
     assert policy.packing is None
     assert_scores_and_gradient(policy, batch.sequences, batch.action_mask)
+
+
+def test_rows_are_padded_where_attention_ignores_the_borders(capsys):
+    """StableLM's attention is none of transformers' functions; with such weights, bfloat16 could hide its error."""
+    policy = Policy(make_model("stablelm", initializer_range=0.02), None, [2], pad_id=0, compute_dtype=torch.bfloat16)
+    assert policy.packing == "sdpa"
+    check_computation(policy)
+    assert policy.packing is None
+    assert "rows are padded, not packed: the attention of StableLmForCausalLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
