@@ -331,11 +331,9 @@ def test_flash_attention_gets_the_borders_of_complete_rows(batch):
     assert [start for start, position in enumerate(row.positions) if position == 0] == starts[:-1]
     assert starts[-1] == len(row.ids)
     assert borders["max_length_q"] == max(after - before for before, after in pairwise(starts))
-    model = make_model("llama").eval()
-    ids, positions = torch.tensor([row.ids]), torch.tensor([row.positions])
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, row.places]
-    plain = model(batch.sequences, use_cache=False).logits[:, :-1].flatten(0, 1)[row.flat]
-    assert_close(packed, plain)
+    decoder = make_model("llama").eval().model
+    packed, flat = packed_rows.hidden_states(decoder, batch.sequences, batch.action_mask, packed_rows.FLASH)
+    assert_close(packed, decoder(batch.sequences, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)[flat])
 
 
 def test_a_row_does_not_depend_on_its_neighbours(policy, batch):
