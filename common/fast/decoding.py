@@ -43,7 +43,8 @@ def decoding_step(model: nn.Module, max_length: int) -> Callable[..., torch.Tens
     def step(
         input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past_key_values: "RowCache"
     ) -> torch.Tensor:
-        x, mask = decoder.embed_tokens(input_ids[:, 0]), attention_mask[:, None, None].bool()  # (b, H), (b, 1, 1, L)
+        x = decoder.embed_tokens(input_ids[:, 0])  # (b, H)
+        mask = None if attention_mask.all() else attention_mask[:, None, None].bool()  # (b, 1, 1, L)
         rotation = cos[position_ids[:, 0]], sin[position_ids[:, 0]]  # (b, 1, d)
         for layer, layer_cache in zip(decoder.layers, past_key_values.layers, strict=True):
             x = x + _attention(layer.self_attn, _norm(x, layer.input_layernorm), rotation, mask, layer_cache)
@@ -54,7 +55,9 @@ def decoding_step(model: nn.Module, max_length: int) -> Callable[..., torch.Tens
     return step
 
 
-def _attention(attention: nn.Module, x: torch.Tensor, rotation: tuple, mask: torch.Tensor, cache) -> torch.Tensor:
+def _attention(
+    attention: nn.Module, x: torch.Tensor, rotation: tuple, mask: torch.Tensor | None, cache
+) -> torch.Tensor:
     q, k, v = (
         projection(x).view(len(x), -1, attention.head_dim)
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
