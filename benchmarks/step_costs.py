@@ -1,6 +1,6 @@
-"""What a step costs beside its matrix products, and what padding costs.
+"""The cost of a step beside its matrix products, and the cost of padding.
 
-    python benchmarks/step_costs.py            # 25 minutes on one core: measures, and prints the tables
+    python benchmarks/step_costs.py            # 20 minutes on one core: measures, and prints the tables
     python benchmarks/step_costs.py --print    # the tables from the committed data
 
 1. The bundled policy samples 128 completions and makes one update on them. *Floor* is the time of the linear layers
@@ -44,8 +44,8 @@ from harness.run.machine import describe_machine
 RESULTS = Path(__file__).resolve().parent / "results" / "measurements.json"
 # hidden size, layers, heads, key-value heads, inner size, vocabulary; prompts and completions of each; repetitions
 SIZES = {
-    "2 M": ((192, 4, 4, 2, 512, 1024), (16, 8), 5),
-    "42 M": ((512, 8, 8, 4, 1536, 16_384), (8, 8), 3),
+    "2 M": ((192, 4, 4, 2, 512, 1024), (16, 8), 3),
+    "42 M": ((512, 8, 8, 4, 1536, 16_384), (4, 8), 1),
     "0.5 B": ((896, 24, 14, 2, 4864, 151_936), (2, 4), 1),
 }
 LENGTHS: dict[str, Callable[[random.Random, int], int]] = {

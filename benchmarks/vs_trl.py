@@ -374,6 +374,7 @@ def train_ours(job: Job, clock: Clock, directory: str) -> None:
     flags = {
         "task": task.__name__.removeprefix("tasks."), "data": data, "eval-data": task.EVAL_DATA,
         "model": checkpoint_of(job, directory), "micro-batch-size": job.micro_batch_size or 128,
+        "tokens-per-micro-batch": 16_384 if job.policy == "smollm2" else 2048,
         "system-prompt": "",  # as for the bundled policy
         "steps": job.steps, "prompts-per-step": job.prompts, "group-size": job.group_size, "seed": job.seed,
         "max-new-tokens": job.max_new_tokens, "kl-weight": job.beta, "threads": job.threads, "lr": LR[job.policy],

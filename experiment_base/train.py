@@ -8,14 +8,14 @@
         loss = mean over completions of the mean over tokens of -min(ratio A, clip(ratio) A) + beta KL to the reference
         take an optimizer step, or several, down the gradient of the loss
 
-The group's mean is the baseline that a completion is compared with; other methods train a second network for it, the
-critic. The reference is the policy as it was before training. Source: DeepSeekMath, arXiv 2402.03300, equation 3.
+The group's mean is the baseline that a completion is compared with; other methods train a second network, the critic,
+to predict it. The reference is the policy before training. Source: DeepSeekMath, arXiv 2402.03300, equation 3.
 
     python experiment_base/train.py                # the bundled tiny policy and task: minutes on a laptop
     python experiment_base/train.py --model Qwen/Qwen2.5-0.5B-Instruct --gradient-checkpointing
     python experiment_base/train.py --task my_task.py --data my_rows.jsonl
 
-Left out: several processes, and tools. Read next: the README beside this file.
+Left out: several processes, and tools. The README beside this file explains each step.
 
 Shapes: Q prompts per step, G completions per prompt, B = Q*G rows with a group's rows adjacent, T tokens, b rows
 per micro-batch; entry `[:, t]` of a (B, T-1) tensor is about token t+1, which the logits at t predict.
@@ -57,7 +57,7 @@ class Config(RunConfig):
     top_p: Share = 1.0
     epochs_per_step: Count = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
     minibatch_size: Count | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
-    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    # rows per pass: changes memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
@@ -93,7 +93,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
+        task.prepare(rows, texts)  # lets slow judging run in parallel; most tasks do nothing here
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)
@@ -107,7 +107,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy, reference: Polic
         experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
         run.lap("reward")
 
-        # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
+        # 4 log-probs to compare with: from the old policy, which sampled the tokens, and from the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
             experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch)
@@ -137,7 +137,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
         [encode_prompt(policy.tokenizer, messages) for messages in conversations],
         config.group_size,
         max_new_tokens=config.max_new_tokens,
-        key=(config.seed, step),  # names the random numbers of this step
+        key=(config.seed, step),  # decides the random numbers of this step
         prompt_index=prompt_index,
         top_p=config.top_p,
         generation_batch_size=config.generation_batch_size,
@@ -171,7 +171,7 @@ def update(
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
     for epoch in range(config.epochs_per_step):
-        key = (config.seed, step, epoch)  # names the shuffle
+        key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             for micro in minibatch.split(config.micro_batch, skip_zero_advantages=config.kl_weight == 0):

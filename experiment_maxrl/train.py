@@ -56,7 +56,7 @@ class Config(RunConfig):
     top_p: Share = 1.0
     epochs_per_step: Count = 1  # passes over a rollout; with more than one, the clip limits how far the policy moves
     minibatch_size: Count | None = None  # rows per optimizer step, a multiple of --group-size; None: the full rollout
-    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    # rows per pass: changes memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
@@ -95,7 +95,7 @@ def train(
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
+        task.prepare(rows, texts)  # lets slow judging run in parallel; most tasks do nothing here
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)
@@ -109,7 +109,7 @@ def train(
         experience.advantages = advantages.view(-1, 1).float().to(policy.device)  # (B, 1): one for all tokens of a row
         run.lap("reward")
 
-        # 4 log-probs to compare with: of the old policy, which sampled (None: the current one), and of the reference
+        # 4 log-probs to compare with: from the old policy, which sampled the tokens, and from the reference
         experience.old_log_probs = old_log_probs(config, policy, experience)
         if reference is not None:
             experience.log_probs_ref = token_log_probs(reference, experience, config.micro_batch)
@@ -141,7 +141,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
         [encode_prompt(policy.tokenizer, messages) for messages in conversations],
         config.group_size,
         max_new_tokens=config.max_new_tokens,
-        key=(config.seed, step),  # names the random numbers of this step
+        key=(config.seed, step),  # decides the random numbers of this step
         prompt_index=prompt_index,
         top_p=config.top_p,
         generation_batch_size=config.generation_batch_size,
@@ -180,7 +180,7 @@ def update(
     """Train on one rollout: some epochs over shuffled minibatches, one optimizer step each."""
     statistics = UpdateStatistics(config.max_grad_norm)
     for epoch in range(config.epochs_per_step):
-        key = (config.seed, step, epoch)  # names the shuffle
+        key = (config.seed, step, epoch)  # decides the shuffle
         for index, minibatch in enumerate(experience.minibatches(config.minibatch_size, config.group_size, key)):
             optimizer.zero_grad()
             num_rows = sum(gather(len(minibatch)))  # of all ranks

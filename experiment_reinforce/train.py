@@ -57,7 +57,7 @@ class Config(RunConfig):
     temperature: Positive = 1.0  # logits are divided by it, in sampling and in training alike; higher is more varied
     # below 1: draw only from the most probable tokens that together have this much probability; biases the gradient
     top_p: Share = 1.0
-    # rows per pass: memory and time, never the update; None: 128 for the bundled policy, else 4
+    # rows per pass: changes memory and time, never the update; None: 128 for the bundled policy, else 4
     micro_batch_size: Count | None = None
     # learning rate of AdamW; None: 5e-5 for the bundled policy, else 1e-6, and ten times that with --lora-rank
     lr: Positive | None = None
@@ -89,7 +89,7 @@ def train(config: Config, run: Run, task: Task, policy: Policy) -> None:
         # 2 reward: each completion by itself, from its text; its return is the weighted sum of the components
         rows = [task.train_rows[completion.prompt_index] for completion in trajectories]
         texts = [decode(policy.tokenizer, completion.completion_ids) for completion in trajectories]
-        task.prepare(rows, texts)  # slow judging runs in parallel; most tasks have none
+        task.prepare(rows, texts)  # lets slow judging run in parallel; most tasks do nothing here
         for completion, row, text in zip(trajectories, rows, texts, strict=True):
             completion.text = text
             completion.rewards = task.reward(row, text)
@@ -129,7 +129,7 @@ def sample_completions(config: Config, task: Task, policy: Policy, step: int) ->
         [encode_prompt(policy.tokenizer, messages) for messages in conversations],
         config.group_size,
         max_new_tokens=config.max_new_tokens,
-        key=(config.seed, step),  # names the random numbers of this step
+        key=(config.seed, step),  # decides the random numbers of this step
         prompt_index=prompt_index,
         top_p=config.top_p,
         generation_batch_size=config.generation_batch_size,

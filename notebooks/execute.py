@@ -1,9 +1,10 @@
-"""Run one_grpo_step.ipynb from top to bottom; write its outputs into it, and a picture into one_grpo_step.png.
+"""Run a notebook from top to bottom and write its outputs into it; of one_grpo_step also a picture, one_grpo_step.png.
 
-    python notebooks/execute.py
+    python notebooks/execute.py                   # one_grpo_step: about ten seconds on one CPU core
+    python notebooks/execute.py gsm8k_smollm2     # twenty minutes, with a real model
 
-It needs the extra notebook, one CPU core and about ten seconds. The kernel is the Python that runs this file.
-What an editor stores beside the cells is left out, so that git shows what has changed.
+It needs the extra notebook. The kernel is the Python that runs this file. Metadata that an editor
+stores beside the cells are left out, so that git shows only changes of content.
 """
 
 import base64
@@ -36,14 +37,14 @@ def execute(notebook: nbformat.NotebookNode, directory: Path) -> nbformat.Notebo
         transport_encryption="auto" if zmq.has("curve") else "disabled",
     )
     resources = {"metadata": {"path": str(directory)}}
-    settings = {"timeout": 300, "record_timing": False, "coalesce_streams": True}
+    settings = {"timeout": 3600, "record_timing": False, "coalesce_streams": True}
     client = NotebookClient(notebook, km=manager, resources=resources, **settings)
     client.execute(cleanup_kc=True)  # also ends the kernel
     return without_traces(notebook)
 
 
 def without_traces(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook without what an editor or a kernel of another version would write into it."""
+    """The notebook without the metadata that an editor or a kernel of another version would write into it."""
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook.metadata = nbformat.from_dict({"kernelspec": kernel, "language_info": {"name": "python"}})
     for cell in notebook.cells:
@@ -60,9 +61,11 @@ def picture(notebook: nbformat.NotebookNode) -> bytes:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    path = NOTEBOOK.with_stem(sys.argv[1]) if len(sys.argv) > 1 else NOTEBOOK
     try:
-        executed = execute(nbformat.read(NOTEBOOK, as_version=4), NOTEBOOK.parent)
+        executed = execute(nbformat.read(path, as_version=4), path.parent)
     except CellExecutionError as error:
-        sys.exit(f"error: {NOTEBOOK.name}: a cell fails, and nothing was written\n{error}")
-    nbformat.write(executed, NOTEBOOK)
-    PICTURE.write_bytes(picture(executed))
+        sys.exit(f"error: {path.name}: a cell fails, and nothing was written\n{error}")
+    nbformat.write(executed, path)
+    if path == NOTEBOOK:
+        PICTURE.write_bytes(picture(executed))

@@ -2,7 +2,7 @@
 
 It answers three addresses and reads no file by the name that it is asked for: `/`, `/version`, by which the page learns
 that there is news, and `/samples/<step>.json`. It answers nobody who reached it by another host's name (DNS rebinding),
-and its headers keep other sites from reading or framing what it shows.
+and its headers keep other sites from reading or framing the page.
 
     python -m viewer.serve RUN      # as --watch of a train.py starts it; python -m viewer is for people
 """
@@ -144,7 +144,7 @@ def watch(directory: Path) -> None:
     address = f"http://{ADDRESS}:{server.server_port}/"
     place = f"{server.server_port}:{ADDRESS}:{server.server_port}"
     print(address if has_screen() else f"{address} (from your own computer: ssh -L {place} this-machine)", flush=True)
-    for stream in (sys.stdout, sys.stderr):  # what a browser says would be in the middle of the run's progress line
+    for stream in (sys.stdout, sys.stderr):  # the output of a browser would be in the middle of the run's progress line
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if has_screen():
         threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()  # it can wait for the browser

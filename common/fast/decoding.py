@@ -7,7 +7,7 @@ Shapes: b rows, H hidden size, h query heads and k key-value heads of size d, L 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ def decoding_step(model: nn.Module, max_length: int) -> Callable[..., torch.Tens
     positions = torch.arange(max_length, device=model.device)[None]
     cos, sin = (x[0, :, None] for x in decoder.rotary_emb(model.lm_head.weight, positions))  # (max_length, 1, d)
     sin = torch.cat([-sin[..., : size // 2], sin[..., size // 2 :]], dim=-1)  # `roll` moves halves without the sign
+    # `forward` itself: to call a module, or to look one up, takes longer than a product of few rows
+    layers, last_norm, head = [_Layer.of(layer) for layer in decoder.layers], _norm(decoder.norm), model.lm_head.forward
 
     def step(
         input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past_key_values: "RowCache"
@@ -46,34 +48,58 @@ def decoding_step(model: nn.Module, max_length: int) -> Callable[..., torch.Tens
         x = decoder.embed_tokens(input_ids[:, 0])  # (b, H)
         mask = None if attention_mask.all() else attention_mask[:, None, None].bool()  # (b, 1, 1, L)
         rotation = cos[position_ids[:, 0]], sin[position_ids[:, 0]]  # (b, 1, d)
-        for layer, layer_cache in zip(decoder.layers, past_key_values.layers, strict=True):
-            x = x + _attention(layer.self_attn, _norm(x, layer.input_layernorm), rotation, mask, layer_cache)
-            y, mlp = _norm(x, layer.post_attention_layernorm), layer.mlp
-            x = x + mlp.down_proj(mlp.act_fn(mlp.gate_proj(y)) * mlp.up_proj(y))
-        return model.lm_head(_norm(x, decoder.norm))
+        for layer, cache in zip(layers, past_key_values.layers, strict=True):
+            x = x + layer.attend(layer.norm(x), rotation, mask, cache)
+            y = layer.next_norm(x)
+            x = x + layer.down(layer.activation(layer.gate(y)) * layer.up(y))
+        return head(last_norm(x))
 
     return step
 
 
-def _attention(
-    attention: nn.Module, x: torch.Tensor, rotation: tuple, mask: torch.Tensor | None, cache
-) -> torch.Tensor:
-    q, k, v = (
-        projection(x).view(len(x), -1, attention.head_dim)
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )  # (b, h, d), (b, k, d), (b, k, d)
-    if hasattr(attention, "q_norm"):
-        q, k = _norm(q, attention.q_norm), _norm(k, attention.k_norm)
-    both, (cos, sin) = torch.cat([q, k], dim=1), rotation
-    both = both * cos + both.roll(attention.head_dim // 2, dims=2) * sin  # RoPE, arXiv 2104.09864
-    q, k = both[:, : q.shape[1], None], both[:, q.shape[1] :, None]  # (b, h, 1, d), (b, k, 1, d)
-    keys, values = cache.update(k, v[:, :, None])  # (b, k, L, d)
-    found, _ = attend(attention, q, keys, values, mask, scaling=attention.scaling)  # (b, 1, h, d)
-    return attention.o_proj(found.flatten(1))
+Function = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _norm(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
-    return rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+class _Layer(NamedTuple):
+    norm: Function
+    q: Function
+    k: Function
+    v: Function
+    norm_of_q: Function | None
+    norm_of_k: Function | None
+    o: Function
+    attention: nn.Module
+    next_norm: Function
+    gate: Function
+    up: Function
+    activation: Function
+    down: Function
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> "_Layer":
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = (attention.q_proj.forward, attention.k_proj.forward, attention.v_proj.forward)
+        norms = [_norm(norm) if (norm := getattr(attention, name, None)) else None for name in ("q_norm", "k_norm")]
+        functions = (mlp.gate_proj.forward, mlp.up_proj.forward, mlp.act_fn.forward, mlp.down_proj.forward)
+        inputs = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        return cls(inputs[0], *projections, *norms, attention.o_proj.forward, attention, inputs[1], *functions)
+
+    def attend(self, x: torch.Tensor, rotation: tuple, mask: torch.Tensor | None, cache) -> torch.Tensor:
+        size = rotation[0].shape[-1]
+        q, k, v = (product(x).view(len(x), -1, size) for product in (self.q, self.k, self.v))  # (b, h or k, d) each
+        if self.norm_of_q is not None:
+            q, k = self.norm_of_q(q), self.norm_of_k(k)
+        both, (cos, sin) = torch.cat([q, k], dim=1), rotation
+        both = both * cos + both.roll(size // 2, dims=2) * sin  # RoPE, arXiv 2104.09864
+        q, k = both[:, : q.shape[1], None], both[:, q.shape[1] :, None]  # (b, h, 1, d), (b, k, 1, d)
+        keys, values = cache.update(k, v[:, :, None])  # (b, k, L, d)
+        found, _ = attend(self.attention, q, keys, values, mask, scaling=self.attention.scaling)  # (b, 1, h, d)
+        return self.o(found.flatten(1))
+
+
+def _norm(norm: nn.Module) -> Function:
+    weight, eps, shape = norm.weight, norm.variance_epsilon, norm.weight.shape
+    return lambda x: rms_norm(x, shape, weight, eps)
 
 
 def _is_plain(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 All layers except attention treat each token by itself. Attention must know the borders: a token sees the tokens before
 it in its own segment, and all tokens of its prompt, if the prompt is a segment that several rows share. Values and
-gradients equal those of complete rows up to rounding, and the decoder is called once.
+gradients are the same as for complete rows, up to rounding, and the decoder is called once.
 
 Shapes: B rows, T tokens, L tokens in the packed row, N action tokens; a bucket holds b segments of at most C tokens,
 which see at most K tokens each.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-NAME = "sdpa_with_segments"  # of our attention function, among those of transformers
+NAME = "sdpa_with_segments"  # under which transformers find `attend`
 FLASH, FLEX = "flash_attention_2", "flex_attention"
 
 

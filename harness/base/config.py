@@ -81,8 +81,8 @@ OfRun = Annotated[T, Group.RUN]
 
 # The defaults of flags left at None, by the kind of policy. A test compares the --help texts with these figures.
 RESOLVED = {
-    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128},
-    "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4},
+    "tiny": {"lr": 5e-5, "max_new_tokens": 96, "micro_batch_size": 128, "tokens_per_micro_batch": 2048},
+    "full": {"lr": 1e-6, "max_new_tokens": 512, "micro_batch_size": 4, "tokens_per_micro_batch": 16_384},
 }
 LORA_LR_FACTOR = 10  # of the learning rate of full fine-tuning (Thinking Machines Lab 2025, "LoRA Without Regret")
 
@@ -226,7 +226,8 @@ class AskedConfig(EvaluatedConfig):
 class RunConfig(AskedConfig):
     """The additional settings of every experiment with rewards."""
 
-    # tokens per pass, beside --micro-batch-size rows: memory then does not depend on the longest row; None: any number
+    # tokens per pass, beside --micro-batch-size rows: memory then does not depend on the longest row; None: 2048 for
+    # the bundled policy, else 16384
     tokens_per_micro_batch: OfPolicy[Count | None] = None
     reward_weight: OfData[tuple[str, ...]] = ()  # NAME=NUMBER: weights of reward components, instead of the task's own
     # file of reward functions in TRL's form, f(prompts, completions, **columns) -> list[float]; each adds a component
@@ -329,7 +330,7 @@ def resolve(config: ConfigT, defaults: dict) -> ConfigT:
     if attention == "auto":
         has_flash = on_cuda and dtype == "bfloat16" and importlib.util.find_spec("flash_attn") is not None
         attention = "flash_attention_2" if has_flash else "sdpa"
-    left_open = {name: value for name, value in defaults.items() if getattr(config, name) is None}
+    left_open = {name: value for name, value in defaults.items() if getattr(config, name, value) is None}
     if config.has_adapter and "lr" in left_open:
         left_open["lr"] *= LORA_LR_FACTOR
     return dataclasses.replace(config, device=device, dtype=dtype, attn_implementation=attention, **left_open)

@@ -40,6 +40,8 @@ RESPONSES = 2**31 + 1
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseConfig(ModelConfig):
+    """The settings of the programs that sample responses to a file of questions."""
+
     FIRST_GROUP: ClassVar[str] = "sampling"
 
     num_samples: Count = 8  # n: responses per prompt

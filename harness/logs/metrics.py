@@ -198,7 +198,8 @@ def finite(value: object) -> object:
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [finite(entry) for entry in value]
+        is_plain = all(type(entry) is int or (type(entry) is float and entry - entry == 0) for entry in value)
+        return value if is_plain else [finite(entry) for entry in value]  # lists of tokens are long
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

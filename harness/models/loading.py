@@ -107,8 +107,6 @@ def make_policy(model: torch.nn.Module, tokenizer, config: ModelConfig, temperat
     if not getattr(config, "pack", True):
         policy.packing = None
     check_computation(policy)
-    if policy.packing is None and getattr(config, "tokens_per_micro_batch", None):
-        raise UserError("--tokens-per-micro-batch needs packed rows: omit it, and limit the rows by --micro-batch-size")
     if is_trained:
         total, trained = count_parameters(model).values()
         say(f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})")

@@ -114,6 +114,7 @@ def run_scenario(train: ModuleType, scenario: str, wrap: Callable, group_size: i
         experience.log_probs_ref = token_log_probs(reference, experience, 8) - 0.1
     config = train.Config(
         group_size=group_size, prompts_per_step=ROWS // group_size, micro_batch_size=3, max_new_tokens=40,
+        tokens_per_micro_batch=40 if scenario == "ragged" else None,
         minibatch_size=12 if scenario == "minibatches" else None, epochs_per_step=2 if scenario == "minibatches" else 1,
         kl_weight=0.0 if scenario in ("no_signal", "none_at_all") else 0.1,
         max_grad_norm=1.0 if scenario == "adamw" else 1e9,

@@ -126,6 +126,7 @@ def run_scenario(train: ModuleType, scenario: str, divide: Callable, call: Calla
     is_split = scenario == "minibatches"
     config = train.Config(
         group_size=GROUP_SIZE, prompts_per_step=ROWS // GROUP_SIZE, micro_batch_size=3, max_new_tokens=40,
+        tokens_per_micro_batch=40 if scenario == "ragged" else None,
         minibatch_size=12 if is_split else None, epochs_per_step=2 if is_split else 1, kl_weight=0.1,
         max_grad_norm=1.0 if scenario == "adamw" else 1e9,
     )  # fmt: skip

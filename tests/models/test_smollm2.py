@@ -6,6 +6,7 @@ Where only the way through a program is tested, it has four of its thirty layers
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -130,3 +131,19 @@ def test_an_adapter_of_its_4_bit_weights_is_trained(train):
     run = train("experiment_base", "--group-size", "4", "--load-in", "4bit", "--lora-rank", "4")
     assert (run / "final/adapter_model.safetensors").is_file()
     assert metrics_of(run)["policy/sampling_log_prob_difference"] < 1e-3
+
+
+def test_the_notebook_of_gsm8k_runs_from_top_to_bottom(load_script, four_layers, tmp_path, monkeypatch):
+    for package in ("nbclient", "ipykernel"):
+        pytest.importorskip(package, reason="needs the extra notebook")
+    nbformat = pytest.importorskip("nbformat", reason="needs the extra notebook")
+    short = "--steps 2 --prompts-per-step 2 --group-size 2 --max-new-tokens 8 --eval-prompts 3"
+    monkeypatch.setenv("GSM8K_FLAGS", f"--model {four_layers} {short} --runs-dir {tmp_path}")
+    path = ROOT / "notebooks/gsm8k_smollm2.ipynb"
+    executed = load_script("notebooks/execute.py").execute(nbformat.read(path, as_version=4), path.parent)
+    outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
+    printed = "\n".join(output.get("text") or str(output.get("data", {}).get("text/plain")) for output in outputs)
+    assert "3 of 3 greedy answers of what was written" in printed
+    assert re.search(r"^1 to 2 ", printed, re.MULTILINE)  # the row of its two steps
+    [exported] = tmp_path.glob("experiment_base/*/exported")
+    assert load_file(exported / "model.safetensors").keys() == load_file(four_layers / "model.safetensors").keys()

@@ -1,4 +1,7 @@
-"""Running notebooks/one_grpo_step.ipynb reproduces its outputs, and its sentences agree with them."""
+"""Running notebooks/one_grpo_step.ipynb reproduces its outputs, and its sentences agree with them.
+
+gsm8k_smollm2.ipynb takes twenty minutes: tests/models/test_smollm2.py runs a short form of it.
+"""
 
 import base64
 import copy
@@ -19,6 +22,7 @@ nbformat, _, _ = (pytest.importorskip(package, reason=reason) for package in ("n
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "notebooks" / "one_grpo_step.ipynb"
+LONG = ROOT / "notebooks" / "gsm8k_smollm2.ipynb"
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![\w.]*\d)")
 SOLUTION = re.compile(r"```python\n(.*?)```\s+```\n(.*?)```", re.DOTALL)  # its code, and the output
 
@@ -116,14 +120,29 @@ def test_examples_of_the_pictures(load_script):
     assert result.failed == 0
 
 
-def test_links_of_the_notebook_lead_somewhere(committed):
-    links = re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", prose(committed))
+def test_the_long_notebook_keeps_the_outputs_of_its_cells_and_quotes_them():
+    notebook = nbformat.read(LONG, as_version=4)
+    outputs = [contents(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    printed = "\n".join(text for output in outputs for text in output.values())
+    assert sum(map(bool, outputs)) >= 10
+    assert not any(kind == "error" for output in outputs for _, kind in output)
+    assert str(ROOT.parent) + "/" not in printed  # no path of the machine that ran it
+    shown = set(NUMBER.findall(printed))
+    quoted = [number for number in NUMBER.findall(prose(notebook)) if re.fullmatch(r"0\.\d{2,}|\d+\.\d", number)]
+    assert len(quoted) > 4
+    for number in quoted:
+        assert number in shown, number
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, LONG], ids=lambda path: path.stem)
+def test_links_of_the_notebook_lead_somewhere(path):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)", prose(nbformat.read(path, as_version=4)))
     assert len(links) > 4
     for target, anchor in links:
         page = (NOTEBOOK.parent / target).resolve()
         assert page.exists(), target
         text = page.read_text(encoding="utf-8") if anchor else ""
-        headings = re.findall(r"^#+ ([\w ]+)$", text, re.MULTILINE)
+        headings = re.findall(r"^#+ ([\w ]+)\??$", text, re.MULTILINE)
         assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], anchor
 
 

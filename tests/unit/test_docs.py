@@ -38,7 +38,7 @@ PAGES = sorted(
 )
 SOURCES = ("common", "doctor", "harness", "tasks", "viewer", "benchmarks", "docs", "experiment_*")
 # They take directories, or nothing
-PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py"}
+PLAIN_SCRIPTS = {"viewer/curve.py", "data/make_math_tasks.py", "notebooks/execute.py"}
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +181,12 @@ def test_the_broken_variant_applies_to_the_file_as_it_is(tmp_path, patch):
 def test_the_table_of_hyperparameters_matches_its_data(load_script):
     benchmark = load_script("benchmarks/hyperparameters.py")
     assert benchmark.table(*benchmark.read_results()) in (ROOT / "docs" / "hyperparameters.md").read_text("utf-8")
+
+
+def test_the_tables_of_takeaways_match_their_data(load_script):
+    page = (ROOT / "docs" / "takeaways.md").read_text(encoding="utf-8")
+    tables = load_script("benchmarks/takeaways.py").tables()
+    assert [name for name, table in tables.items() if table not in page] == []
 
 
 # The page of traps ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,12 @@ MODULES = sorted(
     for path in (ROOT / package).rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
-SCRIPTS = ("experiment_sft/warm_start.py", "benchmarks/what_rl_teaches.py")
+SCRIPTS = (
+    "experiment_sft/warm_start.py",
+    "benchmarks/takeaways.py",
+    "benchmarks/what_rl_teaches.py",
+    "data/make_gsm8k_easy.py",
+)
 
 
 @pytest.mark.parametrize("name", [*MODULES, *SCRIPTS])

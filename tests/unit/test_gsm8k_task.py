@@ -51,6 +51,18 @@ def test_every_published_gold_is_read(name, num_rows, num_unread):
         assert gsm8k.reward(row, f"<answer>{gsm8k.gold(row) + 1}</answer>")["correct"] == 0
 
 
+def test_the_easy_questions_follow_their_rule_and_are_answerable(load_script):
+    easy_rows = load_script("data/make_gsm8k_easy.py").easy_rows
+    data = Path(__file__).resolve().parents[2] / "data"
+    parts = [(data / f"{name}.jsonl").read_text("utf-8").splitlines() for name in ("gsm8k_easy", "gsm8k_easy_heldout")]
+    lines = [line for part in parts for line in part]
+    assert len(set(lines)) == len(lines) == 301
+    assert easy_rows(lines) == lines
+    assert all(gsm8k.reward(row, gsm8k.solution(row))["correct"] for row in map(json.loads, lines))
+    path = PUBLISHED / "train.jsonl"
+    assert not path.exists() or easy_rows(path.read_text("utf-8").splitlines()) == lines
+
+
 def test_golds_are_text_or_numbers():
     whole = [(72, 72), (-3, -3), (72.0, 72), ("#### 7\n#### -8 ", -8), ("####72", 72)]  # the last #### counts
     for answer, number in [*whole, (0.1, Fraction(1, 10)), (1e-7, Fraction(1, 10**7)), ("$1,080.50", 1080.5)]:
